@@ -1,0 +1,55 @@
+"""`echelon`: finds the verb and hands over."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+# A verb is a module of this package with `add_arguments(parser)` and `execute(arguments) -> exit code`.
+VERBS = {
+    "run": "run a script on ranks of this machine",
+    "report": "write a run's report.html anew",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code. 2 means that the command was not understood."""
+    from echelon.contracts.errors import EchelonError
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    verb = arguments[0] if arguments else ""
+    if verb == "--version":
+        from importlib.metadata import version
+
+        print(f"echelon {version('echelon')}")
+        return 0
+    if verb not in VERBS:
+        parser = _parser()
+        if verb in ("-h", "--help", ""):
+            parser.print_help()
+            return 0 if verb else 2
+        parser.error(f"unknown command {verb!r}; known: {', '.join(VERBS)}")
+    module = importlib.import_module(f"echelon.cli.{verb}")
+    parser = argparse.ArgumentParser(prog=f"echelon {verb}", description=VERBS[verb].capitalize() + ".")
+    module.add_arguments(parser)
+    try:
+        return int(module.execute(parser.parse_args(arguments[1:])))
+    except EchelonError as error:
+        print(f"echelon: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, VERBS))
+    commands = "\n".join(f"  {verb:<{width}}  {text}" for verb, text in VERBS.items())
+    return argparse.ArgumentParser(
+        prog="echelon",
+        usage="echelon [--version] COMMAND ...",
+        description="Train PyTorch models on many processes.",
+        epilog=f"commands:\n{commands}\n\n`echelon COMMAND --help` says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )

@@ -1,0 +1,129 @@
+"""`echelon run`: start a script on ranks of this machine, show how it goes, leave a run folder and a report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from echelon.contracts.errors import UsageError
+from echelon.contracts.run_dir import RunDir, write_json
+from echelon.launch.job import JobSpec, parse_ranks
+
+__all__ = ["add_arguments", "execute"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", default="auto", metavar="N|auto", help="processes to start; auto: one per GPU, else per core")
+    parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="start all ranks again up to N times after a failure")
+    parser.add_argument("--name", metavar="NAME", help="the run's folder below runs/; an existing one gets one more attempt")
+    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")
+    parser.add_argument("--grace", type=float, default=30.0, metavar="S", help="seconds between asking ranks to stop and killing them")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    ranks = parse_ranks(arguments.ranks)
+    if arguments.max_restarts < 0:
+        raise UsageError(f"--max-restarts {arguments.max_restarts}: 0 or more.")
+    if arguments.grace < 0:
+        raise UsageError(f"--grace {arguments.grace:g}: 0 seconds or more.")
+    if not arguments.module:
+        _check_script(arguments.script)
+    job = JobSpec(
+        arguments.script,
+        "module" if arguments.module else "script",
+        tuple(arguments.args),
+        ranks,
+        arguments.max_restarts,
+        arguments.grace,
+    )
+    stem = arguments.script.rpartition(".")[2] if arguments.module else Path(arguments.script).stem
+    run = RunDir.create(arguments.runs, arguments.name, stem=stem)
+    write_json(run.run_json, _describe(job, run))
+
+    from echelon.launch.failure import render
+    from echelon.launch.local import run_here, run_local
+
+    if ranks == 1 and arguments.max_restarts == 0:
+        outcome = run_here(job, run)
+    else:
+        from echelon.observe.sinks.progress import RunScreen
+
+        outcome = run_local(job, run, screen=RunScreen(run))
+    if outcome.failure is not None:
+        print(render(outcome.failure, ranks), file=sys.stderr)
+    _finish(run, outcome.exit_code)
+    return outcome.exit_code
+
+
+def _check_script(script: str) -> None:
+    path = Path(script)
+    if not path.exists():
+        raise UsageError(f"script {script} does not exist (looked in {Path.cwd()}).")
+    if path.is_dir():
+        raise UsageError(f"script {script} is a folder. Name the Python file to run, or a module with -m.")
+    try:
+        compile(path.read_bytes(), script, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise UsageError(f"script {script} is not Python: line {error.lineno}: {error.msg}.") from error
+    except ValueError as error:  # null bytes: some binary
+        raise UsageError(f"script {script} is not Python: {error}.") from error
+    except OSError as error:
+        raise UsageError(f"script {script} cannot be read: {error.strerror}.") from error
+
+
+def _describe(job: JobSpec, run: RunDir) -> dict[str, object]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {"python": platform.python_version()}
+    for package in ("echelon", "torch", "numpy"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "name": run.name,
+        "command": ["echelon", *sys.argv[1:]],
+        "script": job.target,
+        "args": list(job.args),
+        "ranks": job.ranks,
+        "launcher": "local",
+        "host": socket.gethostname(),
+        "cwd": os.getcwd(),
+        "started": time.time(),
+        "versions": versions,
+        "git": _git(Path(job.target).resolve().parent),
+    }
+
+
+def _git(folder: Path) -> dict[str, object] | None:
+    """Commit and whether files differ from it; None outside a repository or without git."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5, check=True)
+        status = subprocess.run(["git", "status", "--porcelain"], cwd=folder, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}
+
+
+def _finish(run: RunDir, exit_code: int) -> None:
+    """Say where everything is. A report that cannot be written does not turn a good run into a bad one."""
+    from echelon.observe import report
+
+    lines = [f"run        {run.path}"]
+    newest = max(run.checkpoints.glob("step-*"), default=None)
+    if newest is not None:
+        lines.append(f"checkpoint {newest}")
+    try:
+        lines.append(f"report     {report.write(run)}")
+    except OSError as error:
+        lines.append(f"report     not written: {error}")
+    print("\n".join(lines), file=sys.stderr)

@@ -1,0 +1,86 @@
+"""The errors of echelon. Each also is the builtin exception it resembles, so that `except ValueError` keeps working.
+
+EchelonError
+ ├── UsageError (ValueError)              a value that cannot work, with the remedy
+ │    └── LauncherEnvironmentError        half-set or contradictory RANK, WORLD_SIZE, ...
+ ├── UnitError (TypeError)                a unit without what its entry point needs
+ ├── LossError (TypeError)                a loss that cannot be differentiated
+ ├── NonFiniteError (FloatingPointError)  inf or nan where detection was asked for
+ ├── RanksDisagreeError (RuntimeError)    ranks hold different values for what must be one
+ ├── RankFailedError (RuntimeError)       a rank raised, exited or was killed
+ │    └── RankTimeoutError (TimeoutError) ranks did not finish in time; holds the stacks of all
+ └── CheckpointError (RuntimeError)       a checkpoint that cannot be written or read
+      └── CheckpointNotFoundError (FileNotFoundError)
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "EchelonError",
+    "LauncherEnvironmentError",
+    "LossError",
+    "NonFiniteError",
+    "RankFailedError",
+    "RankTimeoutError",
+    "RanksDisagreeError",
+    "UnitError",
+    "UsageError",
+]
+
+
+class EchelonError(Exception):
+    """Base of every error that echelon raises itself. Its text is written for the person who reads it."""
+
+
+class UsageError(EchelonError, ValueError):
+    """A value given by the user cannot work. The text names the value and the remedy."""
+
+
+class LauncherEnvironmentError(UsageError):
+    """The launcher's environment variables are half-set or contradict each other."""
+
+
+class UnitError(EchelonError, TypeError):
+    """A unit lacks a method or a base class that the entry point needs."""
+
+
+class LossError(EchelonError, TypeError):
+    """`compute_loss` returned something that has no gradient or is no scalar."""
+
+
+class NonFiniteError(EchelonError, FloatingPointError):
+    """A loss or a gradient is inf or nan, and the user asked for detection."""
+
+
+class RanksDisagreeError(EchelonError, RuntimeError):
+    """Ranks hold different values for something that must be the same on all. Raised on every rank."""
+
+
+class RankFailedError(EchelonError, RuntimeError):
+    """A rank of a launched job raised, exited with an error or was killed.
+
+    Attributes:
+        rank: the rank that failed first.
+        exit_code: its exit code; 128 + n if signal n ended it.
+        logs: folder with the output of every rank, or None.
+    """
+
+    def __init__(self, message: str, *, rank: int, exit_code: int, logs: str | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+        self.logs = logs
+
+
+class RankTimeoutError(RankFailedError, TimeoutError):
+    """The ranks of a launched job did not finish in time. The text holds the stacks of all of them."""
+
+
+class CheckpointError(EchelonError, RuntimeError):
+    """A checkpoint could not be written or read."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at the path that was named."""

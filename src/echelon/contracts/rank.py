@@ -1,0 +1,395 @@
+"""RankInfo: who this process is among the ranks of its job, as its launcher wrote it into the environment.
+
+Launchers write it (`to_env`), ranks read it (`from_env`). Five launchers are understood, the first found wins: torchrun
+(and echelon itself), Dragon, Open MPI, PMI (MPICH, Intel MPI), Slurm's srun; without any, a world of one.
+torchrun's names come first because they are the most specific: torchrun often runs inside an srun task.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from echelon.contracts.errors import LauncherEnvironmentError
+
+__all__ = ["RankInfo", "expand_hostlist"]
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, init=False)
+class RankInfo:
+    """The place of one process in its job. `RankInfo()` reads the environment; with arguments it is a plain value.
+
+    Args:
+        rank: 0 <= rank < world_size, unique in the job.
+        local_rank: 0 <= local_rank < local_world_size, unique on the node.
+        node_rank: index of the node; `(node_rank, local_rank)` is the pair that people speak of.
+        world_size: number of ranks in the job.
+        local_world_size: number of ranks on this node.
+        master_addr, master_port: where the process group's store is served.
+        restart_count: 0 for the first attempt; grows when the launcher restarts the job.
+        run_id: the launcher's name for the job.
+    Raises:
+        LauncherEnvironmentError: the environment is half-set or contradicts itself; names the variables.
+    """
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    restart_count: int
+    run_id: str
+
+    def __init__(
+        self,
+        rank: int | None = None,
+        local_rank: int | None = None,
+        node_rank: int = 0,
+        world_size: int | None = None,
+        local_world_size: int | None = None,
+        master_addr: str = _LOOPBACK,
+        master_port: int = 29500,
+        restart_count: int = 0,
+        run_id: str = "none",
+    ) -> None:
+        if rank is None and world_size is None and local_rank is None:
+            values = _read(os.environ)
+        else:
+            if rank is None or world_size is None:
+                raise LauncherEnvironmentError(
+                    f"RankInfo(rank={rank}, world_size={world_size}): give both, or neither to read the environment."
+                )
+            values = {
+                "rank": rank,
+                "local_rank": rank if local_rank is None else local_rank,
+                "node_rank": node_rank,
+                "world_size": world_size,
+                "local_world_size": world_size if local_world_size is None else local_world_size,
+                "master_addr": master_addr,
+                "master_port": master_port,
+                "restart_count": restart_count,
+                "run_id": run_id,
+            }
+        _check(values)
+        for field in fields(self):
+            object.__setattr__(self, field.name, values[field.name])
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> RankInfo:
+        """Read the launcher's environment; `env` defaults to `os.environ`."""
+        values = _read(os.environ if env is None else env)
+        return cls(**values)
+
+    def to_env(self) -> dict[str, str]:
+        """The same facts under torchrun's variable names, which every PyTorch program understands."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "GROUP_RANK": str(self.node_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(self.restart_count),
+            "TORCHELASTIC_RUN_ID": self.run_id,
+        }
+
+    # Dragon's spellings of the same facts.
+    @property
+    def my_rank(self) -> int:
+        return self.rank
+
+    @property
+    def my_local_rank(self) -> int:
+        return self.local_rank
+
+    @property
+    def my_node_rank(self) -> int:
+        return self.node_rank
+
+    @property
+    def my_local_world_size(self) -> int:
+        return self.local_world_size
+
+
+def _check(v: Mapping[str, Any]) -> None:
+    rank, world, local, local_world = v["rank"], v["world_size"], v["local_rank"], v["local_world_size"]
+    if world < 1:
+        raise LauncherEnvironmentError(f"world size {world}: a job has at least one rank.")
+    if not 0 <= rank < world:
+        raise LauncherEnvironmentError(f"rank {rank} of world size {world}: the rank must be between 0 and {world - 1}.")
+    if not 1 <= local_world <= world:
+        raise LauncherEnvironmentError(
+            f"{local_world} ranks on this node, but {world} in the whole job: the node cannot hold more than the job."
+        )
+    if not 0 <= local < local_world:
+        raise LauncherEnvironmentError(
+            f"local rank {local} of {local_world} on this node: it must be between 0 and {local_world - 1}."
+        )
+    if not 0 < v["master_port"] < 65536:
+        raise LauncherEnvironmentError(f"master port {v['master_port']}: a port is between 1 and 65535.")
+
+
+def _read(env: Mapping[str, str]) -> dict[str, Any]:
+    for name, reader in _LAUNCHERS:
+        values = reader(env)
+        if values is not None:
+            logger.debug("rank %s of %s, from %s's environment", values["rank"], values["world_size"], name)
+            return values
+    logger.debug("no launcher's environment found: a world of one")
+    return _values(0, 1)
+
+
+def _values(rank: int, world_size: int, **more: Any) -> dict[str, Any]:
+    values = {
+        "rank": rank,
+        "local_rank": 0 if world_size == 1 else rank,
+        "node_rank": 0,
+        "world_size": world_size,
+        "local_world_size": world_size,
+        "master_addr": _LOOPBACK,
+        "master_port": 29500,
+        "restart_count": 0,
+        "run_id": "none",
+    }
+    values.update({k: v for k, v in more.items() if v is not None})
+    return values
+
+
+class _Reader:
+    """Reads integers out of one launcher's variables and names the variable when one is missing or wrong."""
+
+    def __init__(self, env: Mapping[str, str], launcher: str) -> None:
+        self.env, self.launcher = env, launcher
+
+    def text(self, name: str) -> str | None:
+        value = self.env.get(name, "").strip()
+        return value or None
+
+    def number(self, name: str) -> int | None:
+        text = self.text(name)
+        if text is None:
+            return None
+        try:
+            return int(text)
+        except ValueError:
+            raise LauncherEnvironmentError(f"{name}={text!r} ({self.launcher}) is not a whole number.") from None
+
+    def pair(self, rank: str, size: str) -> tuple[int, int] | None:
+        """Both or neither: one alone is what a half-copied launch script looks like."""
+        r, s = self.number(rank), self.number(size)
+        if r is None and s is None:
+            return None
+        if r is None or s is None:
+            there, missing = (size, rank) if r is None else (rank, size)
+            raise LauncherEnvironmentError(
+                f"{there}={self.env[there]} is set but {missing} is not ({self.launcher}). "
+                f"Set both, or unset {there} to run one process alone."
+            )
+        if s < 1 or not 0 <= r < s:
+            raise LauncherEnvironmentError(
+                f"{rank}={r} and {size}={s} contradict each other ({self.launcher}): the rank must be between 0 and {size} - 1."
+            )
+        return r, s
+
+    def master(self, addr: str, port: str, world_size: int) -> tuple[str | None, int | None]:
+        a, p = self.text(addr), self.number(port)
+        missing = [n for n, v in ((addr, a), (port, p)) if v is None]
+        if world_size > 1 and missing:
+            raise LauncherEnvironmentError(
+                f"{world_size} ranks ({self.launcher}), but {' and '.join(missing)} not set: the ranks cannot find each other. "
+                f"Set {addr} to the host of rank 0 and {port} to a free port there."
+            )
+        return a, p
+
+
+def _torchrun(env: Mapping[str, str]) -> dict[str, Any] | None:
+    read = _Reader(env, "torchrun's variables")
+    pair = read.pair("RANK", "WORLD_SIZE")
+    if pair is None:
+        return None
+    rank, world = pair
+    addr, port = read.master("MASTER_ADDR", "MASTER_PORT", world)
+    local_world = read.number("LOCAL_WORLD_SIZE")
+    local = read.number("LOCAL_RANK")
+    if local is None and local_world is not None:
+        local = rank % local_world
+    if local is not None and local_world is None:
+        # torch.distributed.launch's oldest form sets LOCAL_RANK only; on one node it equals RANK.
+        local_world = world if local == rank else None
+    if local is not None and local_world is None:
+        local_world = max(local + 1, 1)
+    if local is not None and local_world is not None and not 0 <= local < local_world:
+        raise LauncherEnvironmentError(f"LOCAL_RANK={local} and LOCAL_WORLD_SIZE={local_world} contradict each other.")
+    if local_world is not None and local_world > world:
+        raise LauncherEnvironmentError(f"LOCAL_WORLD_SIZE={local_world} and WORLD_SIZE={world} contradict each other.")
+    return _values(
+        rank,
+        world,
+        local_rank=local,
+        local_world_size=local_world,
+        node_rank=read.number("GROUP_RANK"),
+        master_addr=addr,
+        master_port=port,
+        restart_count=read.number("TORCHELASTIC_RESTART_COUNT"),
+        run_id=read.text("TORCHELASTIC_RUN_ID"),
+    )
+
+
+def _dragon(env: Mapping[str, str]) -> dict[str, Any] | None:
+    read = _Reader(env, "Dragon's variables")
+    pair = read.pair("_DRAGON_CG_RANK", "_DRAGON_CG_WORLD_SIZE")
+    if pair is None:
+        return None
+    addr, port = read.master("_DRAGON_CG_MASTER_ADDR", "_DRAGON_CG_MASTER_PORT", pair[1])
+    return _values(
+        *pair,
+        local_rank=read.number("_DRAGON_CG_LOCAL_RANK"),
+        local_world_size=read.number("_DRAGON_CG_LOCAL_WORLD_SIZE"),
+        node_rank=read.number("_DRAGON_CG_GROUP_RANK"),
+        master_addr=addr,
+        master_port=port,
+        run_id="dragon",
+    )
+
+
+def _mpi(env: Mapping[str, str]) -> dict[str, Any] | None:
+    """Open MPI, then PMI. On one node the address is loopback; the port follows from the job, so that jobs differ."""
+    for launcher, rank_name, size_name, local_name, local_size_name, job_name in (
+        (
+            "Open MPI's variables",
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+            "PMIX_NAMESPACE",
+        ),
+        ("PMI's variables", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID"),
+    ):
+        read = _Reader(env, launcher)
+        pair = read.pair(rank_name, size_name)
+        if pair is None:
+            continue
+        rank, world = pair
+        local, local_world = read.number(local_name), read.number(local_size_name)
+        addr, port = read.text("MASTER_ADDR"), read.number("MASTER_PORT")
+        if addr is None and world > 1 and local_world != world:
+            raise LauncherEnvironmentError(
+                f"{world} ranks on several nodes ({launcher}), but MASTER_ADDR is not set, and MPI does not tell "
+                "where rank 0 runs. Set MASTER_ADDR to the first host, for example with `mpirun -x MASTER_ADDR=...`."
+            )
+        job = read.text(job_name) or "mpi"
+        return _values(
+            rank,
+            world,
+            local_rank=local,
+            local_world_size=local_world,
+            # Ranks are placed by node in MPI's default mapping; a node's index is then its rank divided by the node's size.
+            node_rank=rank // local_world if local_world else None,
+            master_addr=addr,
+            master_port=port or _port_of(job),
+            run_id=job,
+        )
+    return None
+
+
+def _slurm(env: Mapping[str, str]) -> dict[str, Any] | None:
+    read = _Reader(env, "Slurm's variables")
+    if read.number("SLURM_JOB_ID") is None and read.text("SLURM_PROCID") is None:
+        return None
+    # srun sets a step id; the batch script and an salloc shell have none but still carry SLURM_NTASKS.
+    if read.text("SLURM_STEP_ID") is None:
+        tasks = read.number("SLURM_NTASKS") or 1
+        if tasks > 1:
+            raise LauncherEnvironmentError(
+                f"SLURM_NTASKS={tasks}, but this process was not started by srun: every task would think it is alone. "
+                "Start it with `srun python ...`, or set RANK=0 WORLD_SIZE=1 to run one process on purpose."
+            )
+        return _values(0, 1, run_id=read.text("SLURM_JOB_ID"), restart_count=read.number("SLURM_RESTART_COUNT"))
+    size_name = "SLURM_STEP_NUM_TASKS" if read.text("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    pair = read.pair("SLURM_PROCID", size_name)
+    if pair is None:
+        return None
+    rank, world = pair
+    nodes = read.text("SLURM_STEP_NODELIST") or read.text("SLURM_JOB_NODELIST") or read.text("SLURM_NODELIST")
+    hosts = expand_hostlist(nodes) if nodes else []
+    if world > 1 and not hosts and read.text("MASTER_ADDR") is None:
+        raise LauncherEnvironmentError(f"{world} tasks in Slurm, but neither SLURM_STEP_NODELIST nor MASTER_ADDR is set.")
+    node_rank = read.number("SLURM_NODEID") or 0
+    per_node = read.text("SLURM_STEP_TASKS_PER_NODE") or read.text("SLURM_TASKS_PER_NODE")
+    local_world = _tasks_on_node(per_node, node_rank) if per_node else None
+    job = read.text("SLURM_JOB_ID") or "slurm"
+    step = read.text("SLURM_STEP_ID") or "0"
+    return _values(
+        rank,
+        world,
+        local_rank=read.number("SLURM_LOCALID"),
+        local_world_size=local_world,
+        node_rank=node_rank,
+        master_addr=read.text("MASTER_ADDR") or (hosts[0] if len(hosts) > 1 else _LOOPBACK),
+        master_port=read.number("MASTER_PORT") or _port_of(f"{job}.{step}"),
+        restart_count=read.number("SLURM_RESTART_COUNT"),
+        run_id=job,
+    )
+
+
+_LAUNCHERS = (("torchrun", _torchrun), ("Dragon", _dragon), ("MPI", _mpi), ("Slurm", _slurm))
+
+
+def _port_of(job: str) -> int:
+    """A port that all ranks of a job compute alike and two jobs seldom share. Below the kernel's ephemeral range (32768)."""
+    return 15000 + zlib.crc32(job.encode()) % 15000
+
+
+def _tasks_on_node(per_node: str, node_rank: int) -> int | None:
+    """Slurm's "2(x3),1" means 2,2,2,1. Source: sbatch(1), SLURM_TASKS_PER_NODE."""
+    counts: list[int] = []
+    for part in per_node.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts[node_rank] if node_rank < len(counts) else None
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Slurm's "node[01-03,07],login" as names, in order. No `scontrol`: it is often missing inside a container.
+
+    Raises:
+        LauncherEnvironmentError: the brackets do not match.
+    """
+    hosts: list[str] = []
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
+        parts = re.split(r"\[([^\]]*)\]", item)
+        if "[" in "".join(parts[::2]) or "]" in "".join(parts[::2]):
+            raise LauncherEnvironmentError(f"cannot read the node list {text!r}: a bracket is not closed.")
+        names = [""]
+        for i, part in enumerate(parts):
+            choices = [part] if i % 2 == 0 else _expand_ranges(part, text)
+            names = [name + choice for name in names for choice in choices]
+        hosts += names
+    if text.count("[") != text.count("]"):
+        raise LauncherEnvironmentError(f"cannot read the node list {text!r}: a bracket is not closed.")
+    return hosts
+
+
+def _expand_ranges(ranges: str, whole: str) -> list[str]:
+    out: list[str] = []
+    for part in ranges.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None:
+            raise LauncherEnvironmentError(f"cannot read {part!r} in the node list {whole!r}.")
+        low, high = match[1], match[2] or match[1]
+        out += [str(n).zfill(len(low)) for n in range(int(low), int(high) + 1)]
+    return out

@@ -1,0 +1,175 @@
+"""The run folder: everything a run leaves behind, and the only thing the commands after a run read.
+
+    runs/NAME/
+      run.json                      what was started: command, versions, git state, launcher
+      metrics.jsonl                 one record per optimizer update or evaluation, global values, written by rank 0
+      attempts/000/rank0.log        output of a rank
+      attempts/000/events.rank0.jsonl
+      attempts/000/exit.rank0.json  how a rank ended, written by the rank if it still could
+      attempts/000/exit.json        how the attempt ended, written by the launcher
+      checkpoints/step-00000500/    committed states
+      dumps/                        stacks and flight records
+      report.html
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["RUN_DIR_VARIABLE", "RunDir"]
+
+RUN_DIR_VARIABLE = "ECHELON_RUN_DIR"
+_ATTEMPT_VARIABLE = "ECHELON_ATTEMPT"
+
+# Names become folder names, job names and shell words: nothing that could be an option, a path or an escape.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+
+
+class RunDir:
+    """Paths of one run, and the number of the attempt that is running.
+
+    Args:
+        path: the run's folder; it need not exist yet.
+        attempt: 0 for the first start, one more for every restart or resume in the same folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], attempt: int = 0) -> None:
+        self.path = Path(path)
+        self.attempt = attempt
+
+    def __repr__(self) -> str:
+        return f"RunDir({str(self.path)!r}, attempt={self.attempt})"
+
+    @classmethod
+    def create(cls, root: str | os.PathLike[str], name: str | None, *, stem: str = "run") -> RunDir:
+        """Make the folder `root/name`, or open it for one more attempt if it exists.
+
+        Args:
+            root: folder of all runs.
+            name: the run's name; None makes one from `stem` and the time, never one that exists.
+        Raises:
+            UsageError: a name that is no plain file name, or a root that cannot be written.
+        """
+        if name is not None and not _NAME.fullmatch(name):
+            raise UsageError(
+                f"run name {name!r}: use 1 to 64 of the characters A-Z a-z 0-9 . _ - and do not begin with '.' or '-'."
+            )
+        root = Path(root)
+        try:
+            if name is not None:
+                run = cls(root / name)
+                run.path.mkdir(parents=True, exist_ok=True)
+            else:
+                run = cls._unique(root, re.sub(r"[^A-Za-z0-9_-]", "_", stem)[:40] or "run")
+        except OSError as error:
+            raise UsageError(f"cannot make a run folder in {root}: {error.strerror}. Start from a folder you can write to.") from error
+        run.attempt = run._next_attempt()
+        for folder in (run.attempt_path, run.checkpoints, run.dumps):
+            folder.mkdir(parents=True, exist_ok=True)
+        return run
+
+    @classmethod
+    def _unique(cls, root: Path, stem: str) -> RunDir:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        for n in range(1000):
+            path = root / (f"{stem}-{stamp}" if n == 0 else f"{stem}-{stamp}-{n}")
+            try:
+                path.mkdir(parents=True)
+                return cls(path)
+            except FileExistsError:  # another run of the same script began in the same second
+                continue
+        raise UsageError(f"1000 runs named {stem}-{stamp} exist in {root}. Give this one a --name.")
+
+    @classmethod
+    def current(cls) -> RunDir | None:
+        """The folder of the run this process belongs to, as the launcher wrote it into the environment; else None."""
+        path = os.environ.get(RUN_DIR_VARIABLE)
+        if not path:
+            return None
+        return cls(path, int(os.environ.get(_ATTEMPT_VARIABLE, "0")))
+
+    def to_env(self) -> dict[str, str]:
+        return {RUN_DIR_VARIABLE: str(self.path.absolute()), _ATTEMPT_VARIABLE: str(self.attempt)}
+
+    def at_attempt(self, attempt: int) -> RunDir:
+        """The same run at another attempt, its folder made."""
+        run = RunDir(self.path, attempt)
+        run.attempt_path.mkdir(parents=True, exist_ok=True)
+        return run
+
+    def _next_attempt(self) -> int:
+        folder = self.path / "attempts"
+        if not folder.is_dir():
+            return 0
+        return max((int(p.name) for p in folder.iterdir() if p.name.isdigit()), default=-1) + 1
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def run_json(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def dumps(self) -> Path:
+        return self.path / "dumps"
+
+    @property
+    def attempt_path(self) -> Path:
+        return self.path / "attempts" / f"{self.attempt:03d}"
+
+    def log(self, rank: int) -> Path:
+        return self.attempt_path / f"rank{rank}.log"
+
+    def events(self, rank: int) -> Path:
+        return self.attempt_path / f"events.rank{rank}.jsonl"
+
+    def rank_exit(self, rank: int) -> Path:
+        return self.attempt_path / f"exit.rank{rank}.json"
+
+    @property
+    def exit_json(self) -> Path:
+        return self.attempt_path / "exit.json"
+
+    def newest_sibling_with_checkpoint(self, stem: str) -> RunDir | None:
+        """The newest other run whose name begins with `stem` and that holds a committed checkpoint."""
+        runs = [RunDir(p) for p in self.path.parent.glob(f"{stem}*") if p != self.path]
+        runs = [r for r in runs if any(r.checkpoints.glob("step-*"))]
+        return max(runs, key=lambda r: r.checkpoints.stat().st_mtime, default=None)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a small JSON file so that a reader sees the old or the new text, never half of one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=2, default=str) + "\n")
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None if it is absent or was cut off by a kill."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

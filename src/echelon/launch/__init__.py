@@ -1,0 +1,1 @@
+"""Start processes and learn how they ended. Imports without torch; the elastic agent and the ranks load it."""

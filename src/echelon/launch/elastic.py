@@ -1,0 +1,290 @@
+"""The elastic agent of this machine: torchelastic's agent over ranks that are forked instead of started.
+
+torchelastic documents `SimpleElasticAgent` as the class to extend, by four methods with a leading underscore; they and
+`_remaining_restarts` are all that is used of it (tests/test_elastic_seam.py notices a change; tested with torch 2.13.0).
+It keeps the decisions (ranks, restarts, when a group is done); ours are how a rank starts, stops and is heard to end.
+
+Every attempt gets a store of its own: a new socket on loopback, a new server, no key of an earlier attempt. With
+torchrun's shared store, restarted ranks read the addresses of dead ones and wait for half an hour.
+
+The only module of `launch` that imports torch at its top; `launch.local` imports it inside a function.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server import SimpleElasticAgent, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from echelon.contracts.errors import RankTimeoutError
+from echelon.contracts.rank import RankInfo
+from echelon.contracts.run_dir import read_json
+from echelon.launch.job import Failure, JobSpec, signal_name
+from echelon.launch.server import ForkServer
+from echelon.launch.worker import STACK_SIGNAL
+
+__all__ = ["Attempt", "ForkAgent", "OneNodeRendezvous"]
+
+_LOOPBACK = "127.0.0.1"
+# How long a rank may take to react to SIGTERM once another has failed: it has nothing left to finish.
+_FAILURE_GRACE_S = 5.0
+
+
+class OneNodeRendezvous(RendezvousHandler):
+    """The meeting of one agent with itself: no port for the agents, and a fresh store for the ranks at every attempt."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._closed = False
+        self._store: dist.TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return "echelon-one-node"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        # Bound here and handed over: no other process can take the port first, and nothing listens beyond loopback.
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind((_LOOPBACK, 0))
+        listener.listen(1024)
+        port = int(listener.getsockname()[1])
+        self._store = dist.TCPStore(
+            _LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            timeout=timedelta(seconds=60),
+        )
+        return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._closed, self._store = True, None
+        return True
+
+
+class Attempt:
+    """One start of the whole group: the processes of its ranks and where each leaves its record."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.number, self.folder = number, folder
+        self.pids: dict[int, int] = {}
+        self.ended: dict[int, tuple[int, int]] = {}
+
+    def record_path(self, rank: int) -> Path:
+        return self.folder / f"exit.rank{rank}.json"
+
+    def stacks_path(self, rank: int) -> Path:
+        return self.folder / f"stacks.rank{rank}.txt"
+
+    def log_path(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.log"
+
+    def failure(self, rank: int) -> Failure | None:
+        """How the rank failed; None if it ended well or still runs."""
+        if rank not in self.ended:
+            return None
+        status, time_ns = self.ended[rank]
+        code = os.waitstatus_to_exitcode(status)
+        if code == 0:
+            return None
+        record = read_json(self.record_path(rank)) or {}
+        if code < 0:
+            name = signal_name(-code)
+            hint = " (the OOM killer? `dmesg` tells)" if -code == signal.SIGKILL else ""
+            return Failure(rank, 128 - code, time_ns, name, f"killed by {name}{hint}", log=self.log_path(rank))
+        return Failure(
+            rank,
+            code,
+            int(record.get("time_ns", time_ns)),
+            str(record.get("kind", "exit")),
+            str(record.get("message", f"exit code {code}")),
+            tuple(record.get("user_frames", ())),
+            str(record.get("traceback", "")),
+            bool(record.get("ours", False)),
+            self.log_path(rank),
+        )
+
+
+class ForkAgent(SimpleElasticAgent):
+    """Runs the ranks of one node through a `ForkServer`.
+
+    Args:
+        job: what to run.
+        server: forks the ranks.
+        begin_attempt: called with the number of each attempt; returns its folder and, for rank 0, the two descriptors
+            that become its standard output and error.
+        start_fields: the fields of `worker.Start` for a rank, without the rank's own variables.
+        timeout_s: after so long the stacks of all ranks are collected and `RankTimeoutError` is raised; None never does.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        server: ForkServer,
+        begin_attempt: Callable[[int], tuple[Attempt, tuple[int, ...]]],
+        start_fields: Callable[[Attempt, RankInfo], Mapping[str, Any]],
+        run_id: str,
+        timeout_s: float | None = None,
+    ) -> None:
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=job.ranks,
+            rdzv_handler=OneNodeRendezvous(run_id),
+            entrypoint=job.target,
+            max_restarts=job.max_restarts,
+            monitor_interval=0.01,
+        )
+        super().__init__(spec, exit_barrier_timeout=60, shutdown_timeout=int(job.grace_s))
+        self._job, self._server = job, server
+        self._begin_attempt, self._start_fields = begin_attempt, start_fields
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+        self.attempt: Attempt | None = None
+        self.failures: list[Failure] = []  # of the latest failed attempt
+
+    @property
+    def restarts(self) -> int:
+        return self._job.max_restarts - int(self._remaining_restarts)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.attempt, fds = self._begin_attempt(self.restarts)
+        for worker in worker_group.workers:
+            info = self._rank_info(worker, worker_group)
+            request = dict(self._start_fields(self.attempt, info))
+            request["env"] = {**request["env"], **info.to_env(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            self.attempt.pids[worker.local_rank] = self._server.fork(request, fds if worker.local_rank == 0 else ())
+        for fd in fds:
+            os.close(fd)
+        if self.restarts == 0 and self._job.max_restarts > 0:
+            # A restart should not wait for what the first start imported rank by rank.
+            self._server.preload(["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"])
+        return dict(self.attempt.pids)
+
+    def _rank_info(self, worker: Worker, group: WorkerGroup) -> RankInfo:
+        return RankInfo(
+            rank=worker.global_rank,
+            local_rank=worker.local_rank,
+            node_rank=group.group_rank,
+            world_size=worker.world_size,
+            local_world_size=group.spec.local_world_size,
+            master_addr=group.master_addr,
+            master_port=group.master_port,
+            restart_count=self.restarts,
+            run_id=group.spec.rdzv_handler.get_run_id(),
+        )
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        attempt = self._note_ends(0.0)
+        failed = {rank: f for rank in attempt.ended if (f := attempt.failure(rank)) is not None}
+        if failed:
+            # Ranks fall within milliseconds of one another: hear them out, so that the first is found by time, not by luck.
+            attempt = self._note_ends(0.05)
+            found = [attempt.failure(rank) for rank in attempt.ended]
+            self.failures = [f for f in found if f is not None]
+            return RunResult(WorkerState.FAILED, {}, {f.rank: self._as_torch(f, attempt) for f in self.failures})
+        if len(attempt.ended) == len(attempt.pids):
+            return RunResult(WorkerState.SUCCEEDED, dict.fromkeys(attempt.ended))
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self._raise_timeout(attempt)
+        return RunResult(WorkerState.HEALTHY)
+
+    def _raise_timeout(self, attempt: Attempt) -> NoReturn:
+        """Every rank that still runs writes the stacks of its threads; the error shows them side by side."""
+        running = [rank for rank in attempt.pids if rank not in attempt.ended]
+        for rank in running:
+            self._server.signal(attempt.pids[rank], STACK_SIGNAL, group=False)
+        time.sleep(0.5)  # faulthandler writes inside the signal handler; it answers even when Python code is stuck
+        stacks = []
+        for rank in attempt.pids:
+            path = attempt.stacks_path(rank)
+            text = path.read_text().strip() if path.exists() else ""
+            state = "ended" if rank not in running else "still running"
+            stacks.append(f"--- rank {rank} ({state}) ---\n{text or '(no Python stack)'}")
+        raise RankTimeoutError(
+            f"{len(running)} of {len(attempt.pids)} ranks had not finished after {self._timeout_s:g} s: "
+            f"rank {', '.join(map(str, running))}.\n" + "\n".join(stacks),
+            rank=running[0],
+            exit_code=124,
+            logs=str(attempt.folder),
+        )
+
+    def _note_ends(self, settle_s: float) -> Attempt:
+        assert self.attempt is not None
+        until = time.monotonic() + settle_s
+        while True:
+            exits = self._server.poll(max(0.0, until - time.monotonic()))
+            for rank, pid in self.attempt.pids.items():
+                if pid in exits and rank not in self.attempt.ended:
+                    self.attempt.ended[rank] = exits[pid]
+                    self._server.forget(pid)
+            if time.monotonic() >= until or len(self.attempt.ended) == len(self.attempt.pids):
+                return self.attempt
+
+    @staticmethod
+    def _as_torch(failure: Failure, attempt: Attempt) -> ProcessFailure:
+        return ProcessFailure(
+            local_rank=failure.rank,
+            pid=attempt.pids[failure.rank],
+            exitcode=failure.exit_code,
+            error_file="",  # ours has another form
+        )
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._end(signal.SIGTERM, min(_FAILURE_GRACE_S, self._job.grace_s))
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._end(death_sig, min(timeout, self._job.grace_s))
+        self._worker_group.spec.rdzv_handler.shutdown()
+
+    def _end(self, number: int, grace_s: float) -> None:
+        """Ask the ranks that still run to stop, and kill those that have not by the end of the grace time."""
+        if self.attempt is None:
+            return
+        for sign, wait_s in ((number, grace_s), (signal.SIGKILL, 10.0)):
+            alive = [pid for rank, pid in self.attempt.pids.items() if rank not in self.attempt.ended]
+            for pid in alive:
+                self._server.signal(pid, sign)
+                if sign != signal.SIGKILL:
+                    self._server.signal(pid, signal.SIGCONT)  # a stopped process would not get the first one
+            until = time.monotonic() + wait_s
+            while len(self.attempt.ended) < len(self.attempt.pids) and time.monotonic() < until:
+                self._note_ends(min(0.1, max(0.001, until - time.monotonic())))
+
+
+def quiet_elastic_logs() -> None:
+    """torchelastic warns of each failure in its own words; ours say it once, with the cause first."""
+    import logging
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    if not sys.warnoptions:
+        import warnings
+
+        warnings.filterwarnings("ignore", module=r"torch\.distributed\.elastic.*")

@@ -1,0 +1,22 @@
+"""A failure as text for the person at the terminal: which rank first, why, where in the user's code, where the logs are."""
+
+from __future__ import annotations
+
+from echelon.launch.job import Failure
+
+__all__ = ["render"]
+
+
+def render(failure: Failure, ranks: int) -> str:
+    """Three parts: the rank and its error; the user's own frames; the logs. An error of ours needs no library frames."""
+    who = f"rank {failure.rank}" + (" failed first" if ranks > 1 else " failed")
+    lines = [f"echelon: {who} (exit code {failure.exit_code})"]
+    lines += [f"  {line}" for frame in failure.user_frames for line in frame.splitlines()]
+    hidden = failure.traceback.count('\n  File "') - len(failure.user_frames)
+    if hidden > 0 and not failure.ours:
+        lines.append(f"  ... {hidden} more frames in libraries, in the log")
+    text = failure.message if failure.kind in ("SystemExit", "exit") or failure.kind.startswith("SIG") else f"{failure.kind}: {failure.message}"
+    lines += text.splitlines() or [failure.kind]
+    if failure.log is not None:
+        lines.append(f"log: {failure.log}" + (f"   all ranks: {failure.log.parent}" if ranks > 1 else ""))
+    return "\n".join(lines)

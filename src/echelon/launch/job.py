@@ -1,0 +1,144 @@
+"""What to start, and how it ended: the values that the launchers exchange with whoever called them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["Failure", "JobSpec", "Outcome", "auto_ranks", "parse_ranks"]
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A program to run on the ranks of this machine.
+
+    Args:
+        target: path of a Python script; with `module`, a dotted module name; with `payload`, a pickled call.
+        kind: which of the three `target` is: "script", "module" or "call".
+        args: the program's own arguments.
+        ranks: how many processes.
+        max_restarts: how often the whole group is started again after a rank failed.
+        grace_s: seconds between asking the ranks to stop and killing them.
+        env: variables set on top of this process's environment.
+    """
+
+    target: str
+    kind: str = "script"
+    args: Sequence[str] = ()
+    ranks: int = 1
+    max_restarts: int = 0
+    grace_s: float = 30.0
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+# What a survivor of a peer's death reports: gloo's and NCCL's words for a connection that went away.
+_PEER_LOST = re.compile(
+    r"Connection (closed|reset) by (peer|remote)|Connection refused|Broken pipe|remote process exited|NCCL.*(remote|abort)"
+    r"|Socket closed|gloo/transport|Software caused connection abort",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed.
+
+    Args:
+        rank: which.
+        exit_code: its exit code; 128 + n if signal n ended it, as a shell counts.
+        time_ns: when it failed, on the machine's monotonic clock, comparable between its processes.
+        kind: name of the exception's class, or of the signal.
+        message: the exception's text.
+        user_frames, traceback: the frames in the user's own files, and the whole text.
+        ours: an error of echelon's own, whose text already says all.
+        log: where the rank's output is.
+    """
+
+    rank: int
+    exit_code: int
+    time_ns: int
+    kind: str
+    message: str = ""
+    user_frames: Sequence[str] = ()
+    traceback: str = ""
+    ours: bool = False
+    log: Path | None = None
+
+    @property
+    def is_victim(self) -> bool:
+        """True for a rank that only noticed that another had gone."""
+        return bool(self.traceback) and _PEER_LOST.search(self.message) is not None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "exit_code": self.exit_code,
+            "kind": self.kind,
+            "message": self.message,
+            "traceback": self.traceback,
+            "log": str(self.log) if self.log else None,
+        }
+
+    @staticmethod
+    def first(failures: Sequence[Failure]) -> Failure:
+        """The failure that the others follow from: the earliest that is not the mere loss of a peer."""
+        return min(failures, key=lambda f: (f.is_victim, f.time_ns))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: exit code 0 and no failure, or the first failing rank's."""
+
+    exit_code: int
+    failure: Failure | None = None
+    restarts: int = 0
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def auto_ranks() -> int:
+    """One rank per visible NVIDIA device, else one per core this process may use. Counts without starting CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [p for p in Path("/dev").glob("nvidia*") if p.name.removeprefix("nvidia").isdigit()]
+    if visible is not None:
+        listed = [d for d in visible.split(",") if d.strip() not in ("", "-1", "NoDevFiles")]
+        count = min(len(listed), len(devices)) if devices else 0
+    else:
+        count = len(devices)
+    return count or usable_cores()
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, not the cores of the machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def parse_ranks(text: str | int) -> int:
+    """The number of ranks from "auto" or a whole number of at least 1.
+
+    Raises:
+        UsageError: anything else.
+    """
+    if text == "auto":
+        return auto_ranks()
+    try:
+        ranks = int(text)
+    except ValueError:
+        raise UsageError(f"ranks {text!r}: give a whole number of at least 1, or 'auto' for one per device or core.") from None
+    if ranks < 1:
+        raise UsageError(f"ranks {ranks}: at least 1 is needed; 'auto' takes one per device or core.")
+    return ranks

@@ -1,0 +1,231 @@
+"""Run a job on this machine: the elastic agent here, the ranks forked from a server that has torch loaded.
+
+One rank without restarts runs in this very process instead, so that a debugger works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from echelon.contracts.errors import RankTimeoutError
+from echelon.contracts.rank import RankInfo
+from echelon.contracts.run_dir import RunDir, write_json
+from echelon.launch.failure import render
+from echelon.launch.job import Failure, JobSpec, Outcome, usable_cores
+from echelon.launch.relay import PlainScreen, Relay, Screen
+from echelon.launch.server import ForkServer
+from echelon.launch.worker import Start, run_program
+
+__all__ = ["run_here", "run_local"]
+
+
+def rank_environment(job: JobSpec, run: RunDir) -> dict[str, str]:
+    """What every rank's environment holds apart from its rank."""
+    env = {**os.environ, **run.to_env(), "ECHELON_LAUNCHER": "local", **job.env}
+    # Two processes with two threads each are five times slower on two cores than with one: the threads wait for one another.
+    env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // job.ranks)))
+    # One machine: gloo need not resolve a host name, which fails in many containers, nor open a port to the network.
+    if sys.platform == "linux" and Path("/sys/class/net/lo").exists():
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return env
+
+
+def run_local(
+    job: JobSpec,
+    run: RunDir,
+    *,
+    screen: Screen | None = None,
+    server: ForkServer | None = None,
+    start_fields: Mapping[str, Any] | None = None,
+    timeout_s: float | None = None,
+) -> Outcome:
+    """Run `job` on ranks of this machine until all have ended, restarting the group as often as the job allows.
+
+    Args:
+        run: the run folder; logs and records go to its attempts.
+        screen: who shows rank 0's output; by default it goes to this process's own.
+        server: forks the ranks; by default this process forks itself, which needs it to be single-threaded.
+        start_fields: more fields of `worker.Start`, as `launch` of a function needs.
+        timeout_s: raise `RankTimeoutError` with all stacks after so long.
+    Returns:
+        Exit code 0, or the first failing rank's with its failure; 128 + n when signal n stopped the job.
+    """
+    env = rank_environment(job, run)
+    os.environ.setdefault("OMP_NUM_THREADS", env["OMP_NUM_THREADS"])  # before torch is imported here: libgomp reads it once
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    from echelon.launch.elastic import Attempt, ForkAgent, quiet_elastic_logs
+
+    quiet_elastic_logs()
+    own_server = server is None
+    if server is None:
+        server = ForkServer.fork_self()
+    relay = Relay(screen or PlainScreen())
+    relay.start()
+    first = run.attempt
+
+    def begin_attempt(number: int) -> tuple[Attempt, tuple[int, ...]]:
+        here = run.at_attempt(first + number)
+        run.attempt = here.attempt
+        if number:
+            _write_exit(agent, run.at_attempt(here.attempt - 1))
+            sys.stderr.write(f"{render(Failure.first(agent.failures), job.ranks)}\nechelon: restart {number} of {job.max_restarts}\n")
+        return Attempt(here.attempt, here.attempt_path), relay.open(here.log(0))
+
+    def fields(attempt: Attempt, info: RankInfo) -> dict[str, Any]:
+        return {
+            "kind": job.kind,
+            "target": job.target,
+            "args": list(job.args),
+            "env": {**env, **RunDir(run.path, attempt.number).to_env()},
+            "cwd": os.getcwd(),
+            "sys_path": [p for p in sys.path if p],
+            "log": str(attempt.log_path(info.rank).absolute()),
+            "record": str(attempt.record_path(info.rank).absolute()),
+            "stacks": str(attempt.stacks_path(info.rank).absolute()) if timeout_s is not None else None,
+            **{k: v(attempt, info) if callable(v) else v for k, v in (start_fields or {}).items()},
+        }
+
+    agent = ForkAgent(job, server, begin_attempt, fields, run.name, timeout_s)
+    try:
+        with _signals_raise(SignalException):
+            result = agent.run()
+        failure = Failure.first(agent.failures) if result.is_failed() else None
+        outcome = Outcome(failure.exit_code if failure else 0, failure, agent.restarts)
+    except SignalException as stop:
+        outcome = Outcome(128 + int(stop.sigval), None, agent.restarts)
+    except RankTimeoutError:
+        _write_exit(agent, run, stopped="timeout")
+        raise
+    finally:
+        relay.stop()
+        if own_server:
+            server.close()
+    _write_exit(agent, run, outcome)
+    return outcome
+
+
+@contextlib.contextmanager
+def _signals_raise(exception: type[Exception]) -> Iterator[None]:
+    """The first SIGINT, SIGTERM or SIGHUP raises in the main thread, so that the agent stops its ranks; a second kills at once."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, lambda *_: os._exit(128 + number))  # the server notices our end and kills the ranks
+        raise exception(f"stopped by {signal.Signals(number).name}", signal.Signals(number))
+
+    previous = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            previous[number] = signal.signal(number, handle)
+    except ValueError:  # not the main thread, as in a notebook's executor: whoever owns the main thread owns the signals
+        pass
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _write_exit(agent: Any, run: RunDir, outcome: Outcome | None = None, stopped: str | None = None) -> None:
+    """Record how an attempt ended."""
+    failures: list[Failure] = agent.failures
+    first = outcome.failure if outcome else (Failure.first(failures) if failures else None)
+    ranks = {str(f.rank): f.as_json() for f in failures}
+    write_json(
+        run.exit_json,
+        {
+            "exit_code": outcome.exit_code if outcome else (first.exit_code if first else 1),
+            "stopped": stopped,
+            "first_failure": first.as_json() if first else None,
+            "ranks": ranks,
+            "ended": time.time(),
+        },
+    )
+
+
+def run_here(job: JobSpec, run: RunDir) -> Outcome:
+    """Run a job of one rank in this very process: `breakpoint()` and an interactive debugger work.
+
+    Its output also goes to the rank's log.
+    """
+    info = RankInfo(rank=0, world_size=1, run_id=run.name)
+    env = rank_environment(job, run)
+    # Without a group to join, a world of one needs no address; scripts that insist on env:// find a free port.
+    os.environ.update({**env, **info.to_env(), "MASTER_PORT": str(_free_port())})
+    log = open(run.log(0), "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open until the process ends
+    out, err = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _Tee(out, log), _Tee(err, log)  # type: ignore[assignment]
+    start = Start(
+        job.kind,
+        job.target,
+        job.args,
+        {},
+        os.getcwd(),
+        [p for p in sys.path[1:] if p],
+        log=str(run.log(0)),
+        record=str(run.rank_exit(0)),
+    )
+    try:
+        code = run_program(start)
+    finally:
+        sys.stdout, sys.stderr = out, err
+        log.close()
+    failure = None
+    if code:
+        from echelon.contracts.run_dir import read_json
+
+        record = read_json(run.rank_exit(0)) or {}
+        failure = Failure(
+            0,
+            code,
+            0,
+            str(record.get("kind", "exit")),
+            str(record.get("message", f"exit code {code}")),
+            tuple(record.get("user_frames", ())),
+            str(record.get("traceback", "")),
+            bool(record.get("ours", False)),
+            run.log(0),
+        )
+    outcome = Outcome(code, failure)
+    write_json(
+        run.exit_json,
+        {
+            "exit_code": code,
+            "stopped": None,
+            "first_failure": failure.as_json() if failure else None,
+            "ranks": {"0": failure.as_json()} if failure else {},
+            "ended": time.time(),
+        },
+    )
+    return outcome
+
+
+class _Tee:
+    """A text stream that also writes to a log; everything else is the terminal's own."""
+
+    def __init__(self, stream: Any, log: Any) -> None:
+        self._stream, self._log = stream, log
+
+    def write(self, text: str) -> int:
+        self._log.write(text)
+        return int(self._stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+

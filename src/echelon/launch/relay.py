@@ -1,0 +1,112 @@
+"""Rank 0's output on its way to the terminal: read from two pipes, copied to the rank's log, handed to a screen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import sys
+import threading
+from pathlib import Path
+from typing import IO, Protocol
+
+__all__ = ["PlainScreen", "Relay", "Screen"]
+
+
+class Screen(Protocol):
+    """Who owns the terminal while ranks run."""
+
+    def write(self, stream: str, data: bytes) -> None:
+        """Show output of rank 0; `stream` is "stdout" or "stderr"."""
+
+    def tick(self) -> None:
+        """Called about ten times a second, to redraw."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was found."""
+
+
+class PlainScreen:
+    """Passes everything on to this process's own standard output and error."""
+
+    def write(self, stream: str, data: bytes) -> None:
+        target = sys.stdout if stream == "stdout" else sys.stderr
+        buffer: IO[bytes] | None = getattr(target, "buffer", None)
+        with contextlib.suppress(BrokenPipeError):
+            if buffer is not None:
+                target.flush()
+                buffer.write(data)
+                buffer.flush()
+            else:  # a notebook's or pytest's stream takes text only
+                target.write(data.decode("utf-8", "replace"))
+                target.flush()
+
+    def tick(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Relay:
+    """A thread that moves bytes from the pipes of rank 0 to its log and to a screen, and lets the screen redraw."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._lock = threading.Lock()
+        self._pending: list[tuple[int, str, IO[bytes]]] = []
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="echelon-relay", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def open(self, log: Path) -> tuple[int, int]:
+        """Two descriptors to write to, for standard output and error; the caller closes them once the rank has them."""
+        file = open(log, "ab", buffering=0)
+        writers = []
+        with self._lock:
+            for stream in ("stdout", "stderr"):
+                reader, writer = os.pipe()
+                self._pending.append((reader, stream, file))
+                writers.append(writer)
+        os.write(self._wake_write, b"x")
+        return writers[0], writers[1]
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Pass on what is still in the pipes, then end. A process that outlived its rank cannot hold us longer than the timeout."""
+        self._stopping = True
+        os.write(self._wake_write, b"x")
+        self._thread.join(timeout_s)
+        self._screen.close()
+
+    def _run(self) -> None:
+        open_pipes = 0
+        while True:
+            for key, _ in self._selector.select(0.1):
+                if key.data is None:
+                    os.read(self._wake_read, 4096)
+                    continue
+                stream, log = key.data
+                data = os.read(key.fd, 65536)
+                if data:
+                    log.write(data)
+                    self._screen.write(stream, data)
+                else:
+                    self._selector.unregister(key.fd)
+                    os.close(key.fd)
+                    open_pipes -= 1
+            with self._lock:
+                for reader, stream, log in self._pending:
+                    self._selector.register(reader, selectors.EVENT_READ, (stream, log))
+                    open_pipes += 1
+                self._pending.clear()
+            self._screen.tick()
+            if self._stopping and open_pipes == 0:
+                break
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)

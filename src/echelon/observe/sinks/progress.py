@@ -1,0 +1,279 @@
+"""Progress for people: a live line on a terminal, plain lines elsewhere. Never a control character into a file.
+
+`ProgressModel` is what is known; `ProgressSink` shows it inside a training process; `RunScreen` shows it in the launcher,
+which reads the run folder instead, so that drawing costs the ranks nothing and rank 0's own prints do not tear the line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any, TextIO
+
+from echelon.contracts.events import LineReader
+from echelon.contracts.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+__all__ = ["ProgressModel", "ProgressSink", "RunScreen"]
+
+PLAIN_EVERY_S = 5.0
+LIVE_EVERY_S = 0.2
+
+
+class ProgressModel:
+    """The latest of everything worth showing, and the time left."""
+
+    def __init__(self) -> None:
+        self.phase = ""
+        self.step = 0
+        self.total_steps: int | None = None
+        self.loss: float | None = None
+        self.lr: float | None = None
+        self.rate: float | None = None
+        self.rate_unit = ""
+        self.eval_loss: float | None = None
+        self._origin: tuple[float, int] | None = None
+        self._seconds_per_step: float | None = None
+        self._shown_step = -1
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Take in one line of metrics.jsonl."""
+        if "eval_loss" in record:
+            self.eval_loss = _number(record["eval_loss"])
+            return
+        step, now = int(record.get("step", self.step)), float(record.get("time", time.time()))
+        if self._origin is not None and step > self._origin[1]:
+            # The mean since the phase began: compile and warm-up steps fade, a short stall does not swing the estimate.
+            self._seconds_per_step = (now - self._origin[0]) / (step - self._origin[1])
+        elif self._origin is None:
+            self._origin = (now, step)
+        self.step = step
+        loss = _number(record.get("loss"))
+        if loss is not None:
+            self.loss = loss if self.loss is None or loss != loss else 0.9 * self.loss + 0.1 * loss
+        self.lr = _number(record.get("lr"))
+        for key, value in record.items():
+            if key.endswith("_per_s"):
+                rate = _number(value)
+                self.rate_unit = key.removesuffix("_per_s")
+                if rate is not None:
+                    self.rate = rate if self.rate is None else 0.9 * self.rate + 0.1 * rate
+
+    def event(self, event: dict[str, Any]) -> str | None:
+        """Take in one event; returns a line if it is worth one."""
+        name = event.get("event", "")
+        if name == "train_start":
+            self.phase, self.total_steps = "train", event.get("total_steps")
+            self.step = int(event.get("step") or 0)
+            self._origin, self._seconds_per_step = None, None
+            total = f" of {self.total_steps}" if self.total_steps else ""
+            return f"training from step {self.step}{total}"
+        if name == "eval_start":
+            self.phase = "evaluate"
+        elif name == "eval_end":
+            self.phase = "train" if event.get("within_fit") else ""
+            loss = _number(event.get("eval_loss"))
+            return f"step {event.get('step', self.step)}  eval loss {loss:.4f}" if loss is not None else None
+        elif name == "train_end":
+            self.phase = ""
+        elif name == "checkpoint_saved":
+            return f"checkpoint {_short(str(event.get('path', '')))}"
+        return None
+
+    @property
+    def left_s(self) -> float | None:
+        if self._seconds_per_step is None or not self.total_steps:
+            return None
+        return max(0, self.total_steps - self.step) * self._seconds_per_step
+
+    def line(self) -> str:
+        """One line of plain text, the same for both kinds of output."""
+        parts = [f"step {self.step}" + (f"/{self.total_steps}" if self.total_steps else "")]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4f}")
+        if self.lr is not None:
+            parts.append(f"lr {self.lr:.3g}")
+        if self.rate is not None:
+            parts.append(f"{_count(self.rate)} {self.rate_unit}/s")
+        if self.left_s is not None:
+            parts.append(f"{_duration(self.left_s)} left")
+        if self.phase == "evaluate":
+            parts.append("evaluating")
+        return "  ".join(parts)
+
+    @property
+    def fraction(self) -> float | None:
+        return min(1.0, self.step / self.total_steps) if self.total_steps else None
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _count(value: float) -> str:
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= limit:
+            return f"{value / (1e3 if unit == 'k' else limit):.1f}{unit}"
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+    return f"{whole // 60}:{whole % 60:02d}"
+
+
+def _short(path: str) -> str:
+    with contextlib.suppress(ValueError):
+        relative = os.path.relpath(path)
+        return relative if len(relative) < len(path) else path
+    return path
+
+
+class _Painter:
+    """Puts lines on a stream: above a live line that is redrawn if the stream is a terminal, else just lines."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.is_live = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._live: Live | None = None
+        self._drawn_at = 0.0
+        self._printed = ("", 0.0)
+
+    def line(self, text: str) -> None:
+        if self._live is not None:
+            from rich.text import Text
+
+            self._live.console.print(Text(text))
+        else:
+            self.stream.write(text + "\n")
+            self.stream.flush()
+
+    def progress(self, model: ProgressModel, *, final: bool = False) -> None:
+        """Redraw if it is time; `final` shows the last state even if it is not."""
+        now = time.monotonic()
+        if model.step == 0 and model.loss is None:
+            return
+        if self.is_live:
+            if final or now - self._drawn_at >= LIVE_EVERY_S:
+                self._drawn_at = now
+                self._draw(model)
+            return
+        text = model.line()
+        if text != self._printed[0] and (final or now - self._printed[1] >= PLAIN_EVERY_S):
+            self._printed = (text, now)
+            self.line(text)
+
+    def _draw(self, model: ProgressModel) -> None:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        if self._live is None:
+            console = Console(file=self.stream)
+            # We refresh: a thread of rich's own would compete with the training process for the interpreter.
+            self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+            self._live.start()
+        row = Table.grid(padding=(0, 1))
+        fraction = model.fraction
+        if fraction is not None:
+            row.add_row(ProgressBar(total=1.0, completed=fraction, width=24), Text(f"{fraction:4.0%}"), Text(model.line()))
+        else:
+            row.add_row(Text(model.line()))
+        self._live.update(row, refresh=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+class ProgressSink:
+    """Progress inside the training process, for runs without our launcher."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._model, self._painter = ProgressModel(), _Painter(stream or sys.stderr)
+
+    def records(self, records: list[dict[str, Any]]) -> None:
+        for record in records:
+            self._model.record(record)
+        self._painter.progress(self._model)
+
+    def event(self, event: dict[str, Any]) -> None:
+        if event.get("event") == "train_end":
+            self._painter.progress(self._model, final=True)
+        line = self._model.event(event)
+        if line:
+            self._painter.line(line)
+
+    def close(self) -> None:
+        self._painter.close()
+
+
+class RunScreen:
+    """The launcher's terminal: rank 0's output as it comes, and progress read from the run folder."""
+
+    def __init__(self, run: RunDir, stream: TextIO | None = None) -> None:
+        self._run = run
+        self._painter = _Painter(stream or sys.stderr)
+        self._model = ProgressModel()
+        self._metrics = LineReader(run.metrics, from_end=True)
+        self._attempt = -1
+        self._events: LineReader | None = None
+        self._partial: dict[str, bytes] = {}
+        self._partial_since = 0.0
+
+    def write(self, stream: str, data: bytes) -> None:
+        """A live line may only be interrupted by whole lines; without one, bytes pass through untouched."""
+        target = sys.stdout if stream == "stdout" else sys.stderr
+        if not (self._painter.is_live and target.isatty()):
+            with contextlib.suppress(BrokenPipeError):
+                target.flush()
+                target.buffer.write(data)
+                target.buffer.flush()
+            return
+        *lines, rest = (self._partial.pop(stream, b"") + data).split(b"\n")
+        for line in lines:
+            self._painter.line(line.decode("utf-8", "replace"))
+        if rest:
+            self._partial[stream] = rest
+            self._partial_since = time.monotonic()
+
+    def tick(self) -> None:
+        if self._partial and time.monotonic() - self._partial_since > 0.5:
+            self._flush_partial()
+        self._read()
+        self._painter.progress(self._model)
+
+    def _read(self) -> None:
+        if self._attempt != self._run.attempt:
+            self._attempt = self._run.attempt
+            self._events = LineReader(self._run.events(0))
+        for record in self._metrics.read():
+            self._model.record(record)
+        for event in self._events.read() if self._events else ():
+            if event.get("event") == "train_end":
+                self._painter.progress(self._model, final=True)
+            line = self._model.event(event)
+            if line:
+                self._painter.line(line)
+
+    def _flush_partial(self) -> None:
+        for data in self._partial.values():
+            self._painter.line(data.decode("utf-8", "replace"))
+        self._partial.clear()
+
+    def close(self) -> None:
+        self._flush_partial()
+        self._read()
+        self._painter.close()
