@@ -1,0 +1,136 @@
+"""The loop's iterator over a loader: moves batches to the device, one ahead on a GPU, and knows which batch is the last.
+
+It belongs to one epoch, so nothing read ahead can leak into another. It counts what was used, so a checkpoint never holds
+the position of a batch that was only read ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from echelon.contracts.errors import EchelonError
+from echelon.data.loader import Loader, Padding
+from echelon.world.device import record_stream
+
+__all__ = ["Feed", "known_length"]
+
+_END = object()
+
+
+def known_length(loader: Iterable[Any]) -> int | None:
+    """How many batches an iteration will give; None if only iterating tells, as with an IterableDataset."""
+    if isinstance(loader, Loader):
+        return loader.batches_left()
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return None  # its len is a guess that workers can make wrong
+    if isinstance(loader, Sized):
+        try:
+            return len(loader)
+        except TypeError:  # a DataLoader over a sampler without a length
+            return None
+    return None
+
+
+class Feed(Iterator[Any]):
+    """Iterates over one epoch of a loader.
+
+    Args:
+        loader: any iterable.
+        limit: use at most so many batches.
+        move: puts a batch on the device; None leaves it where it is.
+        stream: side stream for the copies; with it, one batch is read and copied ahead.
+    Attributes:
+        is_last: whether the batch handed out last is the epoch's last, or the last that `limit` allows.
+        is_padding: whether it weighs nothing.
+        used: how many were handed out.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        limit: int | None = None,
+        move: Callable[[Any, bool], Any] | None = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self._loader, self._limit, self._move, self._stream = loader, limit, move, stream
+        self._start = loader.position if isinstance(loader, Loader) and loader.position < len(loader) else 0
+        self.length = known_length(loader)
+        total = self.length if limit is None else (limit if self.length is None else min(limit, self.length))
+        self._total = total
+        # Reading ahead tells the last batch when no length does.
+        self._ahead = stream is not None or self.length is None
+        self._iterator = iter(loader)
+        self._next: Any = None
+        self._state_before: Any = None
+        self._started = False
+        self.is_last = self.is_padding = False
+        self.used = 0
+
+    def __next__(self) -> Any:
+        if self._total is not None and self.used >= self._total:
+            raise StopIteration
+        if not self._ahead:
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                raise EchelonError(
+                    f"the loader has length {self.length} but gave only {self.used} batches: its __len__ is wrong."
+                ) from None
+            self.used += 1
+            self.is_last = self.used == self._total
+            self.is_padding = isinstance(batch, Padding)
+            if self.is_padding:
+                batch = batch.batch
+            return batch if self._move is None else self._move(batch, False)
+        return self._next_ahead()
+
+    def _next_ahead(self) -> Any:
+        if not self._started:
+            self._started = True
+            self._next = self._read()
+        current = self._next
+        if current is _END:
+            raise StopIteration
+        batch, self.is_padding = current
+        self.used += 1
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            record_stream(batch, torch.cuda.current_stream())
+        if self.used == self._total:
+            self._next = _END
+        else:
+            self._next = self._read()
+        self.is_last = self._next is _END
+        return batch
+
+    def _read(self) -> Any:
+        if not isinstance(self._loader, Loader):
+            state = getattr(self._loader, "state_dict", None)
+            self._state_before = state() if state is not None else None
+        batch = next(self._iterator, _END)
+        if batch is _END:
+            return _END
+        padding = isinstance(batch, Padding)
+        if padding:
+            batch = batch.batch
+        if self._move is not None:
+            if self._stream is not None:
+                with torch.cuda.stream(self._stream):
+                    batch = self._move(batch, True)
+            else:
+                batch = self._move(batch, False)
+        return batch, padding
+
+    def loader_state(self) -> dict[str, Any] | None:
+        """The loader's state after the batches that were used; None for a loader without one."""
+        if isinstance(self._loader, Loader):
+            return self._loader.state_at(self._start + self.used)
+        if self._ahead and self._started and self._next is not _END:
+            return self._state_before  # type: ignore[no-any-return]
+        state = getattr(self._loader, "state_dict", None)
+        return state() if state is not None else None

@@ -1,0 +1,62 @@
+"""Text as bytes: a folder of files becomes windows of a fixed length, for models that need no tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["ByteText", "split_files"]
+
+
+class ByteText(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Windows of `context` bytes from files laid end to end, each with the byte that follows every position.
+
+    Args:
+        files: read in the order given, joined by a zero byte so that a model can tell them apart.
+        context: bytes in a window.
+        stride: from one window's beginning to the next; by default `context`, so that windows do not overlap.
+    Sample: (inputs, targets), int64 of shape (context,), values 0 .. 255.
+    Raises:
+        UsageError: the files hold less than one window.
+    """
+
+    def __init__(self, files: Iterable[Path], context: int, *, stride: int | None = None) -> None:
+        self.context, self.stride = context, stride or context
+        parts = [np.frombuffer(path.read_bytes() + b"\0", dtype=np.uint8) for path in files]
+        self.bytes = np.concatenate(parts) if parts else np.empty(0, np.uint8)
+        if len(self.bytes) < context + 1:
+            raise UsageError(f"{len(parts)} files with {len(self.bytes)} bytes hold no window of {context + 1} bytes. Use more text.")
+
+    def __len__(self) -> int:
+        return (len(self.bytes) - self.context - 1) // self.stride + 1
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        starts = np.asarray(indices)[:, None] * self.stride
+        windows = torch.from_numpy(self.bytes[starts + np.arange(self.context + 1)].astype(np.int64))  # (B, context + 1)
+        return [(w[:-1], w[1:]) for w in windows]
+
+
+def split_files(folder: Path, pattern: str = "**/*.py", *, held_out: float = 0.05) -> tuple[list[Path], list[Path]]:
+    """Files for training and files held out, chosen by a hash of each path: the same on every rank and in every run.
+
+    Raises:
+        UsageError: the folder does not exist or holds too few files.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder. Name one with text files in it.")
+    files = sorted(p for p in folder.glob(pattern) if p.is_file() and p.stat().st_size)
+    if len(files) < 2:
+        raise UsageError(f"{folder} holds {len(files)} files for {pattern!r}; at least two are needed, one of them held out.")
+    scored = sorted(files, key=lambda p: hashlib.sha256(str(p.relative_to(folder)).encode()).digest())
+    count = min(len(files) - 1, max(1, round(len(files) * held_out)))
+    return sorted(scored[count:]), sorted(scored[:count])

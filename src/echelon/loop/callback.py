@@ -1,0 +1,153 @@
+"""Callbacks: what acts on a run between the steps of a unit. To watch only, write a sink of events instead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon.loop.state import State
+    from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit, Unit
+
+__all__ = ["Callback"]
+
+
+class Callback:
+    """Override the hooks you need; one that is not overridden costs nothing.
+
+    Hooks run on every rank, in the order of the list of callbacks, after the unit's own hook of that name. Work for rank 0
+    only goes inside a condition on the rank; a collective never does. A callback with `state_dict` and `load_state_dict`
+    is saved in checkpoints under its `name`.
+
+    Attributes:
+        may_stop: False promises never to call `state.stop()` in a step hook; then ranks need not agree after every step.
+    """
+
+    may_stop = True
+
+    @property
+    def name(self) -> str:
+        """Unique among the callbacks of a run; by default the class's name."""
+        return type(self).__qualname__
+
+    def on_exception(self, state: State, unit: Unit, exc: BaseException) -> None:
+        """The run ends with this exception. Other ranks may still be at work: no collective here."""
+
+    def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
+        """Before the first epoch."""
+
+    def on_train_epoch_start(self, state: State, unit: TrainUnit[Any]) -> None:
+        """Before an epoch; not when resuming inside one."""
+
+    def on_train_dataloader_iter_creation_start(self, state: State, unit: TrainUnit[Any]) -> None:
+        """Before the loader is iterated."""
+
+    def on_train_dataloader_iter_creation_end(self, state: State, unit: TrainUnit[Any]) -> None:
+        """After the iterator was made."""
+
+    def on_train_get_next_batch_start(self, state: State, unit: TrainUnit[Any]) -> None:
+        """Before a batch is fetched; at an epoch's end without an `_end` to follow."""
+
+    def on_train_get_next_batch_end(self, state: State, unit: TrainUnit[Any]) -> None:
+        """After a batch was fetched."""
+
+    def on_train_step_start(self, state: State, unit: TrainUnit[Any]) -> None:
+        """Before the step."""
+
+    def on_train_step_end(self, state: State, unit: TrainUnit[Any]) -> None:
+        """After the step; the progress counts it already."""
+
+    def on_train_epoch_end(self, state: State, unit: TrainUnit[Any]) -> None:
+        """After a whole epoch; the progress counts it already."""
+
+    def on_train_end(self, state: State, unit: TrainUnit[Any]) -> None:
+        """After the last epoch."""
+
+    def on_eval_start(self, state: State, unit: EvalUnit[Any]) -> None:
+        """Before the first epoch."""
+
+    def on_eval_epoch_start(self, state: State, unit: EvalUnit[Any]) -> None:
+        """Before an epoch; not when resuming inside one."""
+
+    def on_eval_dataloader_iter_creation_start(self, state: State, unit: EvalUnit[Any]) -> None:
+        """Before the loader is iterated."""
+
+    def on_eval_dataloader_iter_creation_end(self, state: State, unit: EvalUnit[Any]) -> None:
+        """After the iterator was made."""
+
+    def on_eval_get_next_batch_start(self, state: State, unit: EvalUnit[Any]) -> None:
+        """Before a batch is fetched; at an epoch's end without an `_end` to follow."""
+
+    def on_eval_get_next_batch_end(self, state: State, unit: EvalUnit[Any]) -> None:
+        """After a batch was fetched."""
+
+    def on_eval_step_start(self, state: State, unit: EvalUnit[Any]) -> None:
+        """Before the step."""
+
+    def on_eval_step_end(self, state: State, unit: EvalUnit[Any]) -> None:
+        """After the step; the progress counts it already."""
+
+    def on_eval_epoch_end(self, state: State, unit: EvalUnit[Any]) -> None:
+        """After a whole epoch; the progress counts it already."""
+
+    def on_eval_end(self, state: State, unit: EvalUnit[Any]) -> None:
+        """After the last epoch."""
+
+    def on_predict_start(self, state: State, unit: PredictUnit[Any]) -> None:
+        """Before the first epoch."""
+
+    def on_predict_epoch_start(self, state: State, unit: PredictUnit[Any]) -> None:
+        """Before an epoch; not when resuming inside one."""
+
+    def on_predict_dataloader_iter_creation_start(self, state: State, unit: PredictUnit[Any]) -> None:
+        """Before the loader is iterated."""
+
+    def on_predict_dataloader_iter_creation_end(self, state: State, unit: PredictUnit[Any]) -> None:
+        """After the iterator was made."""
+
+    def on_predict_get_next_batch_start(self, state: State, unit: PredictUnit[Any]) -> None:
+        """Before a batch is fetched; at an epoch's end without an `_end` to follow."""
+
+    def on_predict_get_next_batch_end(self, state: State, unit: PredictUnit[Any]) -> None:
+        """After a batch was fetched."""
+
+    def on_predict_step_start(self, state: State, unit: PredictUnit[Any]) -> None:
+        """Before the step."""
+
+    def on_predict_step_end(self, state: State, unit: PredictUnit[Any]) -> None:
+        """After the step; the progress counts it already."""
+
+    def on_predict_epoch_end(self, state: State, unit: PredictUnit[Any]) -> None:
+        """After a whole epoch; the progress counts it already."""
+
+    def on_predict_end(self, state: State, unit: PredictUnit[Any]) -> None:
+        """After the last epoch."""
+
+    def on_test_start(self, state: State, unit: TestUnit[Any]) -> None:
+        """Before the first epoch."""
+
+    def on_test_epoch_start(self, state: State, unit: TestUnit[Any]) -> None:
+        """Before an epoch; not when resuming inside one."""
+
+    def on_test_dataloader_iter_creation_start(self, state: State, unit: TestUnit[Any]) -> None:
+        """Before the loader is iterated."""
+
+    def on_test_dataloader_iter_creation_end(self, state: State, unit: TestUnit[Any]) -> None:
+        """After the iterator was made."""
+
+    def on_test_get_next_batch_start(self, state: State, unit: TestUnit[Any]) -> None:
+        """Before a batch is fetched; at an epoch's end without an `_end` to follow."""
+
+    def on_test_get_next_batch_end(self, state: State, unit: TestUnit[Any]) -> None:
+        """After a batch was fetched."""
+
+    def on_test_step_start(self, state: State, unit: TestUnit[Any]) -> None:
+        """Before the step."""
+
+    def on_test_step_end(self, state: State, unit: TestUnit[Any]) -> None:
+        """After the step; the progress counts it already."""
+
+    def on_test_epoch_end(self, state: State, unit: TestUnit[Any]) -> None:
+        """After a whole epoch; the progress counts it already."""
+
+    def on_test_end(self, state: State, unit: TestUnit[Any]) -> None:
+        """After the last epoch."""

@@ -1,0 +1,161 @@
+"""State: what the loops hand to every unit and callback, and the one place to ask for a stop."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, Protocol
+
+from echelon.data.prefetch import Feed
+
+if TYPE_CHECKING:
+    from echelon.loop.record import Recorder
+
+__all__ = ["ActivePhase", "EntryPoint", "IterationTimer", "PhaseState", "State", "TimerProtocol"]
+
+
+class EntryPoint(Enum):
+    """Which function the user called."""
+
+    FIT = auto()
+    TRAIN = auto()
+    EVALUATE = auto()
+    PREDICT = auto()
+    TEST = auto()
+
+
+class ActivePhase(Enum):
+    """Which phase runs now: within `fit`, training and evaluation alternate."""
+
+    TRAIN = auto()
+    EVALUATE = auto()
+    PREDICT = auto()
+    TEST = auto()
+
+    def into_phase(self) -> str:
+        return self.name.lower()
+
+
+class TimerProtocol(Protocol):
+    """What may be passed as `timer`: it times named stages."""
+
+    def time(self, action_name: str) -> AbstractContextManager[Any]: ...
+
+
+class IterationTimer:
+    """Durations of the latest iterations in seconds, by name. Bounded, so that a long run does not grow."""
+
+    def __init__(self, keep: int = 5000) -> None:
+        self._keep = keep
+        self.recorded_durations: dict[str, deque[float]] = {}
+
+    def series(self, name: str) -> deque[float]:
+        """The durations under a name, made when first asked for; append to it to record one."""
+        return self.recorded_durations.setdefault(name, deque(maxlen=self._keep))
+
+    @contextlib.contextmanager
+    def time(self, action_name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.series(action_name).append(time.perf_counter() - start)
+
+    def reset(self) -> None:
+        self.recorded_durations.clear()
+
+
+class PhaseState:
+    """One phase's loader and limits; the loop's, except for `evaluate_every_n_*`, which a callback may change.
+
+    Attributes:
+        step_output: what the step returned, between the step and the end of `on_*_step_end`.
+        iteration_timer: durations "<phase>_iteration_time" and "data_wait_time".
+        feed: the iterator of the present epoch.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataloader: Iterable[Any],
+        max_epochs: int | None = None,
+        max_steps: int | None = None,
+        max_steps_per_epoch: int | None = None,
+        evaluate_every_n_steps: int | None = None,
+        evaluate_every_n_epochs: int | None = None,
+    ) -> None:
+        for name, value in list(locals().items()):
+            if name not in ("self", "dataloader"):
+                _check_limit(name, value)
+        self.dataloader = dataloader
+        self.max_epochs, self.max_steps, self.max_steps_per_epoch = max_epochs, max_steps, max_steps_per_epoch
+        self.evaluate_every_n_steps, self.evaluate_every_n_epochs = evaluate_every_n_steps, evaluate_every_n_epochs
+        self.step_output: Any = None
+        self.iteration_timer = IterationTimer()
+        self.feed: Feed | None = None
+
+
+def _check_limit(name: str, value: Any) -> None:
+    from echelon.contracts.errors import UsageError
+
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < (1 if name.startswith("evaluate") else 0):
+        raise UsageError(f"Invalid value provided for {name}: {value!r}. Give a whole number, or None for no limit.")
+
+
+class State:
+    """Handed to every hook and step. Users read it; they write through `stop`."""
+
+    def __init__(
+        self,
+        *,
+        entry_point: EntryPoint,
+        timer: TimerProtocol | None = None,
+        train_state: PhaseState | None = None,
+        eval_state: PhaseState | None = None,
+        predict_state: PhaseState | None = None,
+        test_state: PhaseState | None = None,
+    ) -> None:
+        self.entry_point, self.timer = entry_point, timer
+        self.train_state, self.eval_state = train_state, eval_state
+        self.predict_state, self.test_state = predict_state, test_state
+        self.active_phase = {
+            EntryPoint.FIT: ActivePhase.TRAIN,
+            EntryPoint.TRAIN: ActivePhase.TRAIN,
+            EntryPoint.EVALUATE: ActivePhase.EVALUATE,
+            EntryPoint.PREDICT: ActivePhase.PREDICT,
+            EntryPoint.TEST: ActivePhase.TEST,
+        }[entry_point]
+        self.recorder: Recorder | None = None
+        self.alone = True  # a world of one; the loop knows better
+        self.stop_requested = False
+        self._stop_agreed = False
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the loop will stop: the same answer on every rank."""
+        return self._stop_agreed or (self.alone and self.stop_requested)
+
+    def stop(self) -> None:
+        """Stop after the present step, on all ranks: any rank may ask, they agree before the next step.
+
+        With accumulation, the update that is under way is finished first.
+        """
+        self.stop_requested = True
+
+    def agree_to_stop(self) -> None:
+        """For the loop: every rank has learned that one asked."""
+        self._stop_agreed = True
+
+    def active_phase_state(self) -> PhaseState | None:
+        return {
+            ActivePhase.TRAIN: self.train_state,
+            ActivePhase.EVALUATE: self.eval_state,
+            ActivePhase.PREDICT: self.predict_state,
+            ActivePhase.TEST: self.test_state,
+        }[self.active_phase]

@@ -1,0 +1,260 @@
+"""Units: the user's code for one step, with the hooks around it. What a unit holds by plain assignment is its state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, get_origin, get_type_hints, runtime_checkable
+
+import torch
+from torch import nn
+
+from echelon.loop.progress import Progress
+
+if TYPE_CHECKING:
+    from echelon.loop.state import State
+
+__all__ = ["AppStateMixin", "EvalUnit", "PredictUnit", "Stateful", "TestUnit", "TrainUnit", "Unit"]
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that can be saved."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@runtime_checkable
+class MetricStateful(Stateful, Protocol):
+    """A metric, such as torchmetrics' or `echelon.Mean`."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def compute(self) -> Any: ...
+
+
+LRScheduler = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+class AppStateMixin:
+    """Finds what is to be saved among the attributes: modules, optimizers, schedulers, progress, metrics, other Statefuls.
+
+    Attributes are looked at when asked, so plain assignment, reassignment and deletion need no bookkeeping. Lists and dicts
+    of modules are not looked into; use nn.ModuleList and nn.ModuleDict.
+    """
+
+    def app_state(self) -> dict[str, Any]:
+        """Everything to be saved, by attribute name."""
+        return {
+            **self.tracked_modules(),
+            **self.tracked_optimizers(),
+            **self.tracked_lr_schedulers(),
+            **self.tracked_progress(),
+            **self.tracked_misc_statefuls(),
+            **self.tracked_metrics(),
+        }
+
+    def _tracked(self, kind: str) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if _kind(value) == kind}
+
+    def tracked_modules(self) -> dict[str, nn.Module]:
+        return self._tracked("module")
+
+    def tracked_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return self._tracked("optimizer")
+
+    def tracked_lr_schedulers(self) -> dict[str, Any]:
+        return self._tracked("lr_scheduler")
+
+    def tracked_progress(self) -> dict[str, Progress]:
+        return self._tracked("progress")
+
+    def tracked_metrics(self) -> dict[str, Any]:
+        return self._tracked("metric")
+
+    def tracked_misc_statefuls(self) -> dict[str, Any]:
+        return self._tracked("misc")
+
+
+def _kind(value: object) -> str | None:
+    if isinstance(value, type):
+        return None
+    if isinstance(value, nn.Module):
+        return "metric" if isinstance(value, MetricStateful) else "module"
+    if isinstance(value, torch.optim.Optimizer):
+        return "optimizer"
+    if isinstance(value, LRScheduler):
+        return "lr_scheduler"
+    if isinstance(value, Progress):
+        return "progress"
+    if isinstance(value, MetricStateful):
+        return "metric"
+    return "misc" if isinstance(value, Stateful) else None
+
+
+class Unit(AppStateMixin):
+    """What all units share. Not for direct use."""
+
+    def on_exception(self, state: State, exc: BaseException) -> None:
+        """The run ends with this exception. No collective here: the other ranks may not have it."""
+
+    # For the loop and AutoUnit; not hooks for users, so that overriding a hook never switches off what AutoUnit does.
+    def phase_started(self, state: State, phase: str) -> None: ...
+
+    def epoch_closed(self, state: State, phase: str) -> None: ...
+
+    @property
+    def at_boundary(self) -> bool:
+        """False in the middle of an accumulation window: neither a stop nor a checkpoint may come here."""
+        return True
+
+    @property
+    def agrees_to_stop(self) -> bool:
+        """True if the unit's own step makes ranks agree to stop; then the loop need not after every step."""
+        return False
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Whether all ranks must take equally many evaluation steps."""
+        return False
+
+    def placement(self, phase: str) -> tuple[Any, Any]:
+        """(move, stream) for the loop's iterator: how a batch gets to the device, and the stream to copy on."""
+        return None, None
+
+
+def wants_iterator(step: Any) -> bool:
+    """Whether a step's `data` is annotated as an Iterator: it then fetches its own batches."""
+    try:
+        hints = get_type_hints(step)
+    except (NameError, TypeError):  # a name that only type checkers can see
+        hints = getattr(step, "__annotations__", {})
+    hint = hints.get("data")
+    return get_origin(hint) is Iterator or hint is Iterator
+
+
+class TrainUnit(Unit, Generic[T], ABC):
+    """Training: write `train_step`. `on_train_*` hooks run before the callbacks' hooks of the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_progress = Progress()
+
+    @abstractmethod
+    def train_step(self, state: State, data: T) -> Any:
+        """One step on one batch. Annotate `data` as `Iterator[...]` to fetch batches yourself."""
+
+    def on_train_start(self, state: State) -> None:
+        """Before the first epoch."""
+
+    def on_train_epoch_start(self, state: State) -> None:
+        """Before an epoch; not when resuming inside one."""
+
+    def on_train_step_end(self, state: State, *results: Any) -> None:
+        """After a step, before the callbacks. AutoUnit passes more: (state, data, step, results)."""
+
+    def on_train_epoch_end(self, state: State) -> None:
+        """After a whole epoch."""
+
+    def on_train_end(self, state: State) -> None:
+        """After the last epoch."""
+
+    def get_next_train_batch(self, state: State, data_iter: Iterator[T]) -> T:
+        """Fetch a batch; override to combine or replace batches."""
+        return next(data_iter)
+
+
+class EvalUnit(Unit, Generic[T], ABC):
+    """Evaluation: write `eval_step`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eval_progress = Progress()
+
+    @abstractmethod
+    def eval_step(self, state: State, data: T) -> Any:
+        """One step on one batch, without gradients."""
+
+    def on_eval_start(self, state: State) -> None:
+        """Before the evaluation."""
+
+    def on_eval_epoch_start(self, state: State) -> None:
+        """Before the pass over the loader."""
+
+    def on_eval_step_end(self, state: State, *results: Any) -> None:
+        """After a step, before the callbacks. AutoUnit passes more: (state, data, step, loss, outputs)."""
+
+    def on_eval_epoch_end(self, state: State) -> None:
+        """After the pass over the loader."""
+
+    def on_eval_end(self, state: State) -> None:
+        """After the evaluation."""
+
+    def get_next_eval_batch(self, state: State, data_iter: Iterator[T]) -> T:
+        return next(data_iter)
+
+
+class PredictUnit(Unit, Generic[T], ABC):
+    """Prediction: write `predict_step`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.predict_progress = Progress()
+
+    @abstractmethod
+    def predict_step(self, state: State, data: T) -> Any:
+        """One step on one batch, without gradients."""
+
+    def on_predict_start(self, state: State) -> None:
+        """Before the pass over the loader."""
+
+    def on_predict_epoch_start(self, state: State) -> None:
+        """Before the pass over the loader."""
+
+    def on_predict_step_end(self, state: State, *results: Any) -> None:
+        """After a step, before the callbacks. AutoUnit passes more: (state, data, step, outputs)."""
+
+    def on_predict_epoch_end(self, state: State) -> None:
+        """After the pass over the loader."""
+
+    def on_predict_end(self, state: State) -> None:
+        """After the pass over the loader."""
+
+    def get_next_predict_batch(self, state: State, data_iter: Iterator[T]) -> T:
+        return next(data_iter)
+
+
+class TestUnit(Unit, Generic[T], ABC):
+    """A final test: write `test_step`."""
+
+    __test__ = False  # not a test case, whatever pytest thinks of the name
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.test_progress = Progress()
+
+    @abstractmethod
+    def test_step(self, state: State, data: T) -> Any:
+        """One step on one batch, without gradients."""
+
+    def on_test_start(self, state: State) -> None:
+        """Before the pass over the loader."""
+
+    def on_test_epoch_start(self, state: State) -> None:
+        """Before the pass over the loader."""
+
+    def on_test_step_end(self, state: State, *results: Any) -> None:
+        """After a step, before the callbacks."""
+
+    def on_test_epoch_end(self, state: State) -> None:
+        """After the pass over the loader."""
+
+    def on_test_end(self, state: State) -> None:
+        """After the pass over the loader."""
+
+    def get_next_test_batch(self, state: State, data_iter: Iterator[T]) -> T:
+        return next(data_iter)

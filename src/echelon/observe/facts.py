@@ -1,0 +1,215 @@
+"""The facts of a run, read from its folder for a page or a table: never an error, always a note.
+
+A run that went wrong leaves files that are missing, cut off or of another kind than they should be, and that is the run people
+ask about. So a value of the wrong type counts as unknown, and `Facts.notes` says what could not be read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from echelon.contracts.events import read_lines
+from echelon.contracts.run_dir import RunDir, read_json
+
+__all__ = ["Attempt", "Facts", "Failure", "Status", "children", "get", "number", "read", "word"]
+
+_STOPPED = 75  # exit code of a run that was asked to stop and can go on (EX_TEMPFAIL)
+_INTERRUPTED = (130, 143)  # 128 + SIGINT, 128 + SIGTERM
+
+
+@dataclass(frozen=True)
+class Status:
+    """How an attempt ended, as a kind, a few words, and the reason as far as it is known."""
+
+    kind: Literal["finished", "failed", "stopped", "unknown"]
+    text: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What the rank that failed first said. None is what it did not say."""
+
+    rank: str | None
+    kind: str | None
+    message: str | None
+    traceback: str | None
+
+    def where(self) -> str:
+        return "unknown rank" if self.rank is None else f"rank {self.rank}"
+
+    def one_line(self) -> str:
+        lines = (self.message or "").strip().splitlines()
+        what = ": ".join(part for part in (self.kind, lines[0][:200] if lines else None) if part)
+        return f"{self.where()}: {what or 'no message'}"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What one start of the run left behind. `exit` is None while it runs, and after its launcher was killed."""
+
+    number: int
+    exit: Mapping[str, Any] | None
+    events: Sequence[Mapping[str, Any]]
+
+    def status(self) -> Status:
+        code, failure = get(self.exit, "exit_code"), self.failure()
+        if not isinstance(code, int):
+            lacks = "exit.json" if self.exit is None else "exit code"
+            last = word(self.events[-1].get("event")) if self.events else None
+            seen = f"its last event is {last}" if last else "it wrote no events"
+            return Status("unknown", "unknown", f"attempt {self.number} has no {lacks}; {seen}")
+        if code == 0:
+            return Status("finished", "finished")
+        if code == _STOPPED or (code in _INTERRUPTED and failure is None):
+            return Status("stopped", "stopped", f"exit code {code}")
+        return Status("failed", f"failed with code {code}", failure.one_line() if failure else "no rank reported why")
+
+    def failure(self) -> Failure | None:
+        found = get(self.exit, "first_failure")
+        if not isinstance(found, Mapping):
+            return None
+        return Failure(*(word(get(found, key)) for key in ("rank", "kind", "message", "traceback")))
+
+    def span(self) -> tuple[float | None, float | None]:
+        """Start and end in seconds since the epoch, from exit.json, else from the first and the last event."""
+        times = [t for t in (number(e.get("time")) for e in self.events) if t is not None]
+        started, ended = number(get(self.exit, "started")), number(get(self.exit, "ended"))
+        first, last = (times[0], times[-1]) if times else (None, None)
+        return (first if started is None else started, last if ended is None else ended)
+
+    def seconds(self) -> float | None:
+        started, ended = self.span()
+        return ended - started if started is not None and ended is not None and ended >= started else None
+
+    def saved(self) -> list[tuple[float | None, float | None]]:
+        """(step, time) of every checkpoint that was saved, in order."""
+        return [(number(e.get("step")), number(e.get("time"))) for e in self.events if e.get("event") == "checkpoint_saved"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a run left behind.
+
+    Args:
+        name: from run.json, else of the folder.
+        about: run.json; empty if it cannot be read.
+        train, evals: (step, record), ordered by step, each step once.
+        attempts: in order of their numbers.
+        notes: sentences on what is missing, cut off or unreadable.
+    """
+
+    name: str
+    about: Mapping[str, Any]
+    train: Sequence[tuple[float, Mapping[str, Any]]]
+    evals: Sequence[tuple[float, Mapping[str, Any]]]
+    attempts: Sequence[Attempt]
+    notes: Sequence[str]
+
+    def points(self, key: str) -> list[tuple[float, float]]:
+        """(step, value) of every training record that has a number under `key`; nan and inf are numbers here."""
+        return _points(self.train, key)
+
+    def eval_points(self) -> list[tuple[float, float]]:
+        return _points(self.evals, "eval_loss")
+
+    def rates(self) -> list[str]:
+        """The keys of throughput, the usual ones first."""
+        found = {key for _, record in self.train for key in record if key.endswith("_per_s")}
+        return sorted(found, key=lambda key: (key != "tokens_per_s", key != "samples_per_s", key))
+
+    def status(self) -> Status:
+        """How the run stands: as its last attempt ended."""
+        return self.attempts[-1].status() if self.attempts else Status("unknown", "unknown", "there is no exit.json")
+
+
+def read(run: RunDir) -> Facts:
+    """Read a run's folder. Changes nothing in it; a folder that does not exist has no facts, only notes."""
+    notes: list[str] = []
+    about = _object(run.run_json, "run.json", notes)
+    records = _records(run.metrics, "metrics.jsonl", notes)
+    attempts: list[Attempt] = []
+    for n in sorted(int(p.name) for p in children(run.path / "attempts") if p.name.isascii() and p.name.isdigit()):
+        there = RunDir(run.path, n)
+        label = f"attempts/{there.attempt_path.name}"
+        end = _object(there.exit_json, f"{label}/exit.json", notes)
+        attempts.append(Attempt(n, end, _records(there.events(0), f"{label}/events.rank0.jsonl", notes)))
+    if not attempts:
+        notes.append("attempts/ has no attempt.")
+    return Facts(
+        name=(word(get(about, "name")) or "").strip() or run.path.absolute().name,
+        about=about or {},
+        train=_by_step(r for r in records if "loss" in r or "eval_loss" not in r),
+        evals=_by_step(r for r in records if "eval_loss" in r),
+        attempts=attempts,
+        notes=notes,
+    )
+
+
+def _by_step(records: Iterable[Mapping[str, Any]]) -> list[tuple[float, Mapping[str, Any]]]:
+    # A resumed run repeats the steps after its checkpoint. The later record is of the state that went on, so it wins.
+    last = {step: r for r in records if (step := number(r.get("step"))) is not None and math.isfinite(step)}
+    return sorted(last.items(), key=lambda item: item[0])
+
+
+def _points(records: Sequence[tuple[float, Mapping[str, Any]]], key: str) -> list[tuple[float, float]]:
+    return [(step, value) for step, record in records if (value := number(record.get(key))) is not None]
+
+
+def _object(path: Path, label: str, notes: list[str]) -> Mapping[str, Any] | None:
+    try:
+        value = read_json(path)
+    except RecursionError:  # brackets nested a thousand deep
+        value = None
+    if value is None:
+        notes.append(f"{label} {'is not a whole JSON object and was left out' if path.is_file() else 'is missing'}.")
+    return value
+
+
+def _records(path: Path, label: str, notes: list[str]) -> list[dict[str, Any]]:
+    try:
+        content = path.read_bytes()
+        records = read_lines(path)  # second: of a file that grows it may give more than `content` has, which is no fault
+    except (OSError, RecursionError) as error:
+        notes.append(f"{label} {'is missing' if isinstance(error, FileNotFoundError) else 'cannot be read'}.")
+        return []
+    if content and not content.endswith(b"\n"):
+        notes.append(f"{label}: the last line is not whole and was left out.")
+    if (bad := content.count(b"\n") - len(records)) > 0:
+        notes.append(f"{label} {bad} unreadable {'line was' if bad == 1 else 'lines were'} left out.")
+    return records
+
+
+def children(folder: Path) -> list[Path]:
+    """The folders in a folder, by name; none if it cannot be read."""
+    try:
+        return sorted(p for p in folder.iterdir() if p.is_dir())
+    except OSError:
+        return []
+
+
+def get(value: object, *keys: str) -> Any:
+    """The value under nested keys; None where one is absent, or where what should hold it is no object."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def number(value: object) -> float | None:
+    """A JSON number, or "nan", "inf", "-inf", as a float. Beyond 1e300 counts as infinite: differences must stay finite."""
+    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if abs(value) > 1e300:  # compared before the conversion: a Python int may be too large for a float
+        return math.inf if value > 0 else -math.inf
+    return float(value)
+
+
+def word(value: object) -> str | None:
+    """A JSON string or number as text; None for anything else."""
+    return str(value) if isinstance(value, str | int | float) else None

@@ -1,0 +1,163 @@
+"""The seam between the loop and every way of making a module parallel.
+
+A `Strategy` is a frozen value; `prepare` turns a module into a `Prepared`, and the loop speaks to that alone: it never
+asks which strategy it has. A module that the user has wrapped is recognised in one place, `Prepared.of`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.world.init import World
+
+if TYPE_CHECKING:
+    from echelon.parallel.parallelize import Recipe
+
+__all__ = ["NOOPStrategy", "Prepared", "Strategy", "resolve"]
+
+O = TypeVar("O")  # noqa: E741
+M = TypeVar("M", bound=nn.Module)
+
+
+class Prepared(Generic[M]):
+    """A module made parallel, and the operations whose meaning depends on how. This base is one process.
+
+    Attributes:
+        module: what the user calls; may be a wrapper.
+        dp_rank, dp_size: which share of every global batch this rank works on.
+        forward_is_collective: every rank must call the module equally often, also to evaluate.
+    """
+
+    forward_is_collective = False
+
+    def __init__(self, module: M, dp_rank: int = 0, dp_size: int = 1) -> None:
+        self.module = module
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+
+    @staticmethod
+    def of(module: nn.Module, world: World) -> Prepared[Any]:
+        """Recognise what the user did to a module by hand: nothing, DistributedDataParallel, FSDP or `fully_shard`."""
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            from echelon.parallel.ddp import DDPPrepared
+
+            return DDPPrepared(module, world)
+        # Nothing is imported to find out: a module that FSDP has touched has imported it.
+        import sys
+
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            from echelon.parallel.fsdp import FSDPPrepared
+
+            return FSDPPrepared(module, world)
+        if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+            from echelon.parallel.fsdp import FSDP1Prepared
+
+            return FSDP1Prepared(module, world)
+        return Prepared(module)
+
+    @property
+    def plain(self) -> nn.Module:
+        """The module with the parameter names that its author gave."""
+        return self.module
+
+    def optimizer(self, make: Callable[[M], O]) -> O:
+        """Call `make(module)`: only now do the parameters have the form that they keep."""
+        return make(self.module)
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        """Context of one micro-batch's forward and backward: no gradient traffic before the window's last."""
+        return contextlib.nullcontext()
+
+    def forward_backward(
+        self, forward: Callable[[], tuple[torch.Tensor, Any]], backward: Callable[[torch.Tensor], None]
+    ) -> tuple[torch.Tensor, Any]:
+        """One micro-batch. A pipeline replaces this: it runs many of them interleaved."""
+        loss, outputs = forward()
+        backward(loss)
+        return loss, outputs
+
+    def scale_grads(self, factor: float | torch.Tensor) -> None:
+        """Multiply every gradient in place. Per rank; `factor` is the same on all."""
+        grads = [local(p.grad) for p in self.module.parameters() if p.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`.
+
+        Collective over the ranks that hold different parameters: each of them must call it.
+
+        Args:
+            max_norm: > 0, in loss units per unit of weight, that is after `scale_grads`.
+            norm_type: 2 is the Euclidean norm; inf the largest absolute value.
+        Returns:
+            The norm before clipping, a 0-dim tensor, the same number on every rank.
+        Source: Pascanu et al. 2013, section 3.2, as `torch.nn.utils.clip_grad_norm_` does it.
+        """
+        return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+
+    def clip_grad_value_(self, max_value: float) -> None:
+        """Clamp every gradient element to [-max_value, max_value]."""
+        grads = [local(p.grad) for p in self.module.parameters() if p.grad is not None]
+        if grads:
+            torch._foreach_clamp_min_(grads, -max_value)
+            torch._foreach_clamp_max_(grads, max_value)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor; a plain tensor is its own part."""
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor
+
+
+class Strategy(ABC):
+    """How a module is made parallel. Subclasses are frozen dataclasses and final.
+
+    `name` is what users write: `strategy="ddp"`.
+    """
+
+    name: str
+
+    @abstractmethod
+    def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
+        """Make the module parallel over `world`. Collective: every rank calls it with a module of the same shape.
+
+        Args:
+            module: as the user built it; may be changed in place.
+            world: the ranks, and this rank's device.
+            recipe: recompute and compile; `parallelize` owns the order in which they and the strategy are applied.
+        """
+
+
+@dataclass(frozen=True)
+class NOOPStrategy(Strategy):
+    """One process, or ranks that the user keeps in step by hand: the module is moved to the device and left alone."""
+
+    name = "noop"
+
+    def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
+        return Prepared(recipe.compile(recipe.recompute(module.to(world.device))))
+
+
+def resolve(strategy: Strategy | str | None) -> Strategy | None:
+    """A strategy from its name or itself; None stays None: the module may be wrapped already.
+
+    Raises:
+        UsageError: an unknown name, with the known ones.
+    """
+    from echelon.parallel import STRATEGIES
+
+    if strategy is None or isinstance(strategy, Strategy):
+        return strategy
+    if strategy not in STRATEGIES:
+        raise UsageError(f"strategy {strategy!r}: known are {', '.join(map(repr, STRATEGIES))}, or a Strategy such as DDPStrategy(...).")
+    return STRATEGIES[strategy]()

@@ -1,0 +1,1 @@
+"""This rank: its group, its device, its random streams, and how ranks agree."""

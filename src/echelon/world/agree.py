@@ -1,0 +1,108 @@
+"""How ranks agree before they act: rule of truth 5. Small, on host memory, without pickle.
+
+All functions are collective over the default group: every rank calls them in the same order. In a world of one they
+return at once. The group needs a backend for host memory (gloo), which `init_from_env` always provides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from echelon.contracts.errors import EchelonError, RanksDisagreeError
+
+__all__ = ["any_rank", "control_group", "from_rank0", "gather", "same_on_all"]
+
+T = TypeVar("T")
+
+_side_groups: dict[int, dist.ProcessGroup] = {}
+
+
+def is_joined() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def control_group() -> dist.ProcessGroup | None:
+    """The group for host memory: the default one if it has a CPU backend, else a gloo group beside it, made once.
+
+    Collective at its first call for a default group without a CPU backend, as when a user starts plain "nccl".
+    """
+    default = dist.group.WORLD
+    if default is None:
+        return None
+    if "gloo" in str(dist.get_backend_config()):
+        return default
+    key = id(default)
+    if key not in _side_groups:
+        _side_groups.clear()  # of default groups that are gone
+        made = dist.new_group(backend="gloo")
+        assert made is not None
+        _side_groups[key] = made
+    return _side_groups[key]
+
+
+def any_rank(flag: bool) -> bool:
+    """True on all ranks if it is true on one."""
+    if not is_joined():
+        return flag
+    value = torch.tensor([1 if flag else 0], dtype=torch.int32)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=control_group())
+    return bool(value.item())
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's value, by rank, on every rank. The value is anything that JSON can hold."""
+    if not is_joined():
+        return [value]
+    group, size = control_group(), dist.get_world_size()
+    data = torch.frombuffer(bytearray(json.dumps(value).encode() or b" "), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([data.numel()]), group=group)
+    longest = max(int(n.item()) for n in lengths)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: data.numel()] = data
+    parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(parts, padded, group=group)
+    return [json.loads(bytes(p[: int(n.item())].tolist())) for p, n in zip(parts, lengths, strict=True)]
+
+
+def same_on_all(name: str, value: T, remedy: str) -> T:
+    """Return `value` if every rank has the same.
+
+    Raises:
+        RanksDisagreeError: on every rank, with each rank's value and `remedy`.
+    """
+    if not is_joined():
+        return value
+    values = gather(value)
+    if all(v == values[0] for v in values):
+        return value
+    shown = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values[:16])) + (", ..." if len(values) > 16 else "")
+    raise RanksDisagreeError(f"ranks disagree about {name}: {shown}. {remedy}")
+
+
+def from_rank0(read: Callable[[], T]) -> T:
+    """Rank 0 alone runs `read`; every rank gets its value, or its error. The value is anything that JSON can hold.
+
+    For what only one rank should look at: a folder that another machine may still see as it was.
+    """
+    if not is_joined():
+        return read()
+    answer: dict[str, Any] = {}
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            answer = {"value": read()}
+        except Exception as error:  # it must reach the other ranks, whatever it is
+            failure, answer = error, {"error": f"{type(error).__name__}: {error}"}
+    first = gather(answer)[0]
+    if failure is not None:
+        raise failure
+    if "error" in first:
+        raise EchelonError(f"rank 0 failed: {first['error']}")
+    value: T = first["value"]
+    return value

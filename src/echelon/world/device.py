@@ -1,0 +1,92 @@
+"""This rank's device, and data on its way there."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from echelon.contracts.errors import UsageError
+from echelon.contracts.rank import RankInfo
+
+__all__ = ["copy_data_to_device", "device_of", "record_stream", "set_threads"]
+
+T = TypeVar("T")
+
+
+def device_of(info: RankInfo, device_type: str | None = None) -> torch.device:
+    """The device of a rank: cuda:LOCAL_RANK if there is CUDA, else the CPU.
+
+    Raises:
+        UsageError: an unknown or absent device type, or fewer devices than ranks on this node.
+    """
+    if device_type not in (None, "cpu", "cuda"):
+        raise UsageError(f"device type {device_type!r}: known are 'cpu' and 'cuda'.")
+    if device_type == "cpu" or (device_type is None and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise UsageError("device type 'cuda' was asked for, but torch finds no CUDA device here. Use device_type='cpu'.")
+    # A launcher that shows every rank one device only (CUDA_VISIBLE_DEVICES per rank) leaves index 0.
+    index = 0 if count == 1 and info.local_world_size > 1 and "CUDA_VISIBLE_DEVICES" in os.environ else info.local_rank
+    if index >= count:
+        raise UsageError(
+            f"rank {info.rank} is number {info.local_rank} on its node, but the node has {count} CUDA devices. "
+            f"Start at most {count} ranks a node."
+        )
+    return torch.device("cuda", index)
+
+
+def set_threads(info: RankInfo) -> None:
+    """Share the cores of this node between its ranks, unless the user has said otherwise.
+
+    Two ranks with two threads each on two cores are five times slower than with one: the threads wait for one another.
+    """
+    if "OMP_NUM_THREADS" not in os.environ and info.local_world_size > 1:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+        torch.set_num_threads(max(1, cores // info.local_world_size))
+
+
+def copy_data_to_device(data: T, device: torch.device, *, non_blocking: bool = False) -> T:
+    """The same structure with every tensor on `device`: dicts, lists, tuples, named tuples, dataclasses, anything with `.to`."""
+    return _map(data, lambda t: t.to(device, non_blocking=non_blocking))  # type: ignore[no-any-return]
+
+
+def record_stream(data: Any, stream: torch.cuda.Stream) -> None:
+    """Tell the allocator that `stream` uses these tensors, however deep they lie, so that it does not reuse their memory early."""
+
+    def record(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            value.record_stream(stream)
+        return value
+
+    _map(data, record)
+
+
+def _map(data: Any, fn: Any) -> Any:
+    if isinstance(data, torch.Tensor):
+        return fn(data)
+    if isinstance(data, Mapping):
+        items = {k: _map(v, fn) for k, v in data.items()}
+        if type(data) is dict:
+            return items
+        copied = getattr(data, "copy", dict)()  # keeps a defaultdict's factory, an OrderedDict's kind
+        copied.update(items)
+        return copied
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(_map(v, fn) for v in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(_map(v, fn) for v in data)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        # Fields are set on a copy: a constructor may do more than store what it is given.
+        copied = object.__new__(type(data))
+        copied.__dict__.update(data.__dict__)
+        for field in dataclasses.fields(data):
+            object.__setattr__(copied, field.name, _map(getattr(data, field.name), fn))
+        return copied
+    if hasattr(data, "to") and callable(data.to):
+        return fn(data)
+    return data

@@ -1,0 +1,137 @@
+"""Join the group of ranks that the environment describes, and know one's place in it.
+
+`World` is a view of torch's default process group, whoever started it: `init_from_env`, the user by hand, or nobody (a
+world of one). It holds nothing that could disagree with torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from echelon.contracts.errors import LauncherEnvironmentError
+from echelon.contracts.rank import RankInfo
+from echelon.world.device import device_of, set_threads
+
+__all__ = ["World", "ensure_group", "init_from_env"]
+
+logger = logging.getLogger(__name__)
+
+# torch's default is 30 minutes, which is what a hang then costs. A collective that takes ten has gone wrong.
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks as torch has joined them.
+
+    Args:
+        rank, size: of the default group; 0 of 1 without one.
+        device: where this rank computes.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @classmethod
+    def current(cls, device: torch.device | None = None) -> World:
+        """The world as it is now; `device` defaults to this rank's own."""
+        if dist.is_available() and dist.is_initialized():
+            rank, size = dist.get_rank(), dist.get_world_size()
+        else:
+            rank, size = 0, 1
+        return cls(rank, size, device or device_of(RankInfo()))
+
+    @classmethod
+    def single(cls, device: torch.device | None = None) -> World:
+        """A world of one, whatever the environment says."""
+        return cls(0, 1, device or torch.device("cpu"))
+
+
+def init_from_env(
+    device_type: str | None = None,
+    pg_backend: str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    *,
+    pg_timeout: timedelta | None = None,
+    float32_matmul_precision: str | None = None,
+) -> torch.device:
+    """Pick this rank's device and join the process group that the launcher's environment describes.
+
+    Every rank calls it, once, before anything that uses the device or the group; a second call returns the device again.
+    Without a launcher this is a world of one and no group is started.
+
+    Args:
+        device_type: "cpu" or "cuda"; by default cuda if there is a device, else cpu.
+        pg_backend: by default gloo on CPU, and on CUDA nccl for its tensors with gloo for those in host memory.
+        timeout: after which a collective fails. `pg_timeout` is TorchTNT's name for it.
+        float32_matmul_precision: torch's setting of that name; left alone by default.
+    Returns:
+        The device.
+    Raises:
+        LauncherEnvironmentError: variables are missing or contradict each other, or the port is taken.
+        UsageError: the device type does not exist here.
+    """
+    info = RankInfo.from_env()
+    device = device_of(info, device_type)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if float32_matmul_precision is not None:
+        torch.set_float32_matmul_precision(float32_matmul_precision)
+    if not dist.is_available() or dist.is_initialized():
+        return device
+    set_threads(info)
+    if info.world_size == 1 and "RANK" not in os.environ:
+        logger.debug("no launcher: a world of one, without a process group")
+        return device
+    backend = pg_backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    _join(info, backend, pg_timeout or timeout, device)
+    return device
+
+
+def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device) -> None:
+    # torch's env:// reads exactly these; other launchers' facts are given to it under torchrun's names.
+    for name, value in info.to_env().items():
+        os.environ.setdefault(name, value)
+    if info.rank == 0 and info.world_size > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        _check_port(info)
+    try:
+        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    except dist.DistStoreError as error:
+        raise LauncherEnvironmentError(
+            f"rank {info.rank} of {info.world_size} could not join at {info.master_addr}:{info.master_port} within "
+            f"{timeout.total_seconds():g} s: {error}. Do all ranks run, and can this host reach that address?"
+        ) from error
+    except dist.DistNetworkError as error:
+        raise LauncherEnvironmentError(
+            f"rank {info.rank}: no connection to {info.master_addr}:{info.master_port} ({error}). "
+            "Check MASTER_ADDR and MASTER_PORT, and that rank 0 runs there."
+        ) from error
+
+
+def _check_port(info: RankInfo) -> None:
+    """Rank 0 serves the store: a port that another process holds is named now, before the others wait for it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", info.master_port))
+        except OSError as error:
+            raise LauncherEnvironmentError(
+                f"rank 0 cannot serve on MASTER_PORT={info.master_port}: {error.strerror}. Set MASTER_PORT to a free port "
+                "on all ranks, or start with `echelon run`, which finds one itself."
+            ) from error
+
+
+def ensure_group(device: torch.device) -> None:
+    """Start a group of one if there is none: sharding needs a group, even for one rank."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+

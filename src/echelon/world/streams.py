@@ -1,0 +1,70 @@
+"""Random streams: what must start equal on all ranks does, what must differ between data-parallel ranks differs.
+
+A script seeds all ranks alike (`seed`), builds the model, and every rank has the same one. Training then needs another
+stream per data-parallel rank: with one for all, dropout drops the same units of different samples, on every rank.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["load_states", "seed", "separate", "states"]
+
+
+def seed(value: int) -> None:
+    """Seed Python, numpy and torch alike on this rank; call it with the same value on all.
+
+    Raises:
+        UsageError: outside 0 .. 2**32 - 1, numpy's range.
+    """
+    if not 0 <= value < 2**32:
+        raise UsageError(f"seed {value}: between 0 and {2**32 - 1}, the range that numpy takes.")
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+
+
+def separate(dp_rank: int) -> None:
+    """Give this data-parallel rank a torch stream of its own, derived from the common seed. Rank 0 keeps the common one.
+
+    So one process alone draws what plain PyTorch would.
+    """
+    if dp_rank:
+        torch.manual_seed(_mix(torch.initial_seed(), dp_rank))
+
+
+def _mix(common: int, rank: int) -> int:
+    """A 63-bit seed, unrelated for neighbouring ranks. Source: the finalizer of SplitMix64, Steele et al. 2014."""
+    mask = (1 << 64) - 1
+    z = (common + 0x9E3779B97F4A7C15 * rank) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return (z ^ (z >> 31)) >> 1
+
+
+def states() -> dict[str, Any]:
+    """This rank's streams as tensors and plain values, to be saved."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
+        "python": random.getstate(),
+        "numpy": (str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)),
+    }
+
+
+def load_states(saved: dict[str, Any]) -> None:
+    """Put this rank's streams back to `states()`."""
+    torch.set_rng_state(saved["torch"])
+    if saved["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])
+    version, internal, gauss_next = saved["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    kind, keys, position, has_gauss, gauss = saved["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
