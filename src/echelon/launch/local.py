@@ -29,7 +29,7 @@ __all__ = ["run_here", "run_local"]
 
 def rank_environment(job: JobSpec, run: RunDir) -> dict[str, str]:
     """What every rank's environment holds apart from its rank."""
-    env = {**os.environ, **run.to_env(), "ECHELON_LAUNCHER": "local", **job.env}
+    env = {**os.environ, **run.to_env(), **job.env}
     # Two processes with two threads each are five times slower on two cores than with one: the threads wait for one another.
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // job.ranks)))
     # One machine: gloo need not resolve a host name, which fails in many containers, nor open a port to the network.
@@ -59,6 +59,7 @@ def run_local(
         Exit code 0, or the first failing rank's with its failure; 128 + n when signal n stopped the job.
     """
     env = rank_environment(job, run)
+    env["ECHELON_SCREEN"] = "launcher"  # rank 0 need not draw progress: the screen here does
     os.environ.setdefault("OMP_NUM_THREADS", env["OMP_NUM_THREADS"])  # before torch is imported here: libgomp reads it once
     from torch.distributed.elastic.multiprocessing import SignalException
 

@@ -180,7 +180,7 @@ def _records(path: Path, label: str, notes: list[str]) -> list[dict[str, Any]]:
     if content and not content.endswith(b"\n"):
         notes.append(f"{label}: the last line is not whole and was left out.")
     if (bad := content.count(b"\n") - len(records)) > 0:
-        notes.append(f"{label} {bad} unreadable {'line was' if bad == 1 else 'lines were'} left out.")
+        notes.append(f"{label}: {bad} unreadable {'line was' if bad == 1 else 'lines were'} left out.")
     return records
 
 

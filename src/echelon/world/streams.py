@@ -30,13 +30,19 @@ def seed(value: int) -> None:
     torch.manual_seed(value)
 
 
+# The seed of the stream that is this rank's own already, made by `separate` or loaded from a checkpoint.
+_own: int | None = None
+
+
 def separate(dp_rank: int) -> None:
     """Give this data-parallel rank a torch stream of its own, derived from the common seed. Rank 0 keeps the common one.
 
-    So one process alone draws what plain PyTorch would.
+    So one process alone draws what plain PyTorch would. A stream that is this rank's own already is left alone.
     """
-    if dp_rank:
+    global _own
+    if dp_rank and torch.initial_seed() != _own:
         torch.manual_seed(_mix(torch.initial_seed(), dp_rank))
+        _own = torch.initial_seed()
 
 
 def _mix(common: int, rank: int) -> int:
@@ -61,7 +67,9 @@ def states() -> dict[str, Any]:
 
 def load_states(saved: dict[str, Any]) -> None:
     """Put this rank's streams back to `states()`."""
+    global _own
     torch.set_rng_state(saved["torch"])
+    _own = torch.initial_seed()
     if saved["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])
     version, internal, gauss_next = saved["python"]

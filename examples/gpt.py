@@ -1,0 +1,185 @@
+"""Train a byte-level GPT on the source of Python's standard library, on any number of ranks.
+
+    echelon run --ranks 2 examples/gpt.py                     FSDP over two processes
+    echelon run --ranks 2 examples/gpt.py --strategy ddp
+    python examples/gpt.py --strategy noop                    one process, no launcher
+    echelon run --ranks 2 examples/gpt.py --data ~/texts      your own text files
+    echelon run --ranks 2 examples/gpt.py --resume            go on where the last run stopped
+
+The script says what is trained; how many processes there are, and how the model is split over them, is said elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import echelon as ech
+from echelon.data.text import ByteText, split_files
+
+VOCABULARY = 256  # bytes
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP. x: (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm_1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)  # (B, H, T, D/H)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(b, t, d))
+        return x + self.mlp(self.norm_2(x))
+
+
+class GPT(nn.Module):
+    """Bytes (B, T) -> logits (B, T, 256)."""
+
+    def __init__(self, width: int, depth: int, heads: int, context: int) -> None:
+        super().__init__()
+        self.context = context
+        self.bytes, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        for name, p in self.named_parameters():
+            if p.dim() == 2:  # residual branches start small, so that depth does not change the scale of their sum
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * depth) if name.endswith(("out.weight", "mlp.2.weight")) else 0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.bytes(x) + self.positions.weight[: x.shape[1]]
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h))
+
+
+class GPTUnit(ech.AutoUnit[tuple[torch.Tensor, torch.Tensor]]):
+    """Next-byte prediction. The loss is nats per byte."""
+
+    weight_unit = "tokens"
+
+    def __init__(self, *, lr: float, steps: int, **options: Any) -> None:
+        super().__init__(step_lr_interval="step", clip_grad_norm=1.0, **options)
+        self.lr, self.steps = lr, steps
+
+    def compute_loss(self, state: ech.State, data: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = data  # (B, T)
+        logits = self.module(inputs)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()), logits
+
+    def weight(self, data: tuple[torch.Tensor, torch.Tensor]) -> int:
+        return data[1].numel()  # a mean over tokens, not over windows
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        matrices = [p for p in module.parameters() if p.dim() >= 2]
+        others = [p for p in module.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=True)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedule)
+
+    def _schedule(self, step: int) -> float:
+        """Linear warm-up over the first 5%, then a cosine down to a tenth."""
+        warm_up = max(1, self.steps // 20)
+        if step < warm_up:
+            return (step + 1) / warm_up
+        done = min(1.0, (step - warm_up) / max(1, self.steps - warm_up))
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+
+@torch.no_grad()
+def continue_text(unit: GPTUnit, prompt: str, length: int, context: int, temperature: float = 0.8) -> str:
+    """Sample bytes after a prompt. Every rank calls it and draws alike: a sharded model computes on all of them at once."""
+    generator = torch.Generator().manual_seed(0)
+    text = torch.tensor([list(prompt.encode())])
+    for _ in range(length):
+        logits = unit.module(text[:, -context:].to(unit.device))[0, -1].float().cpu()
+        following = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
+        text = torch.cat([text, following[None]], 1)
+    return bytes(text[0].tolist()).decode("utf-8", "replace")
+
+
+def checkpoint_folder(resume: str | None) -> tuple[Path, Path | None]:
+    """Where this run saves, and where to resume from: the run named, else this run, else the newest of this script."""
+    run = ech.RunDir.current()
+    own = run.checkpoints if run is not None else Path("runs") / "gpt" / "checkpoints"
+    if resume is None:
+        return own, None
+    if resume:
+        given = Path(resume)
+        return own, given / "checkpoints" if (given / "checkpoints").is_dir() else given
+    if any(own.glob("step-*")):
+        return own, own
+    newest = (run or ech.RunDir(own.parent)).newest_sibling_with_checkpoint("gpt")
+    if newest is None:
+        raise SystemExit("--resume: no run of this script with a checkpoint is in runs/. Name its folder: --resume runs/NAME")
+    return own, newest.checkpoints
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--strategy", default="fsdp", help="noop, ddp or fsdp")
+    parser.add_argument("--steps", type=int, default=600, help="optimizer updates")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="text files to learn from; default: Python's own source")
+    parser.add_argument("--resume", nargs="?", const="", metavar="RUN", help="go on from a run's newest checkpoint; default: the latest")
+    parser.add_argument("--batch", type=int, default=32, help="windows per update over all ranks")
+    parser.add_argument("--context", type=int, default=128, help="bytes a window")
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per update and rank")
+    parser.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16")
+    parser.add_argument("--save-every", type=int, default=300, help="updates between checkpoints")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    device = ech.init_from_env()
+    ech.seed(args.seed)
+    if args.data is None:
+        folder, pattern = Path(sysconfig.get_paths()["stdlib"]), "*.py"
+    else:
+        folder, pattern = args.data, "**/*"
+    train_files, held_out = split_files(folder, pattern)
+    train_set = ByteText(train_files, args.context)
+    eval_set = ByteText(held_out, args.context)
+    train_loader = ech.Loader(train_set, args.batch, seed=args.seed, accumulation=args.accumulate)
+    # A sample of the held-out windows, spread evenly: enough to tell the loss to one percent.
+    spread = range(0, len(eval_set), max(1, len(eval_set) // 512))
+    eval_loader = ech.Loader(torch.utils.data.Subset(eval_set, spread), args.batch, shuffle=False)
+
+    unit = GPTUnit(
+        module=GPT(args.width, args.depth, heads=max(1, args.width // 64), context=args.context),
+        device=device,
+        strategy=args.strategy,
+        precision=args.precision,
+        gradient_accumulation_steps=args.accumulate,
+        lr=args.lr,
+        steps=args.steps,
+    )
+    own, source = checkpoint_folder(args.resume)
+    if source is not None and not ech.DistributedCheckpointSaver.restore_from_latest(source, unit, train_dataloader=train_loader):
+        raise SystemExit(f"--resume: {source} holds no checkpoint")
+    saver = ech.DistributedCheckpointSaver(own, save_every_n_train_steps=args.save_every * args.accumulate, keep_last_n_checkpoints=2)
+
+    ech.train(unit, train_loader, max_steps=args.steps * args.accumulate, callbacks=[saver])
+    ech.evaluate(unit, eval_loader)
+    sample = continue_text(unit, "import os\n\n\ndef ", 200, args.context)
+    if ech.RankInfo().rank == 0:
+        size = len(train_set.bytes) / 1e6
+        print(f"\nheld-out loss {unit.eval_loss:.3f} nats per byte after {unit.window.updates} updates ({size:.1f} MB of text)")
+        print(f"\n--- a continuation of 'def ' ---\n{sample}\n---")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,431 @@
+"""AutoUnit: the user writes the loss and the optimizer; precision, accumulation, clipping and parallelism are values.
+
+One update, over its micro-batches (`Window` says how they are weighed):
+
+    forward      loss, outputs = compute_loss(state, data)              under autocast
+    backward     of the loss, weighted                                   no gradient traffic before the last micro-batch
+    update       unscale, weigh, clip by norm, clip by value, optimizer step, zero the gradients, scheduler step
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from echelon.contracts.errors import LossError, NonFiniteError, UsageError
+from echelon.loop.metrics import Mean
+from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
+from echelon.loop.window import Window
+from echelon.parallel.parallelize import ActivationCheckpointParams, Recipe, TorchCompileParams, parallelize
+from echelon.parallel.precision import Precision
+from echelon.parallel.strategy import Strategy
+from echelon.world import agree, streams
+from echelon.world.device import copy_data_to_device
+from echelon.world.init import init_from_env
+
+if TYPE_CHECKING:
+    from echelon.loop.state import State
+
+__all__ = ["AutoPredictUnit", "AutoUnit", "TrainStepResults"]
+
+T = TypeVar("T")
+
+_BY_CONFIGURE = ("optimizer", "lr_scheduler")
+
+
+@dataclass(frozen=True)
+class TrainStepResults:
+    """What a training step gave.
+
+    Args:
+        loss: this rank's mean loss of the micro-batch, detached.
+        total_grad_norm: before clipping, over all ranks; None if the step updated nothing or no norm was asked for.
+        outputs: as `compute_loss` returned them.
+    """
+
+    loss: torch.Tensor
+    total_grad_norm: torch.Tensor | None
+    outputs: Any
+
+
+class AutoPredictUnit(PredictUnit[T]):
+    """Prediction with one module: made parallel, moved to the device, called on each batch under autocast.
+
+    The arguments are AutoUnit's.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        device: torch.device | None = None,
+        strategy: Strategy | str | None = None,
+        precision: str | torch.dtype | None = None,
+        torch_compile_params: TorchCompileParams | None = None,
+        activation_checkpoint_params: ActivationCheckpointParams | None = None,
+        detect_anomaly: bool | None = None,
+        enable_prefetch: bool = False,
+    ) -> None:
+        super().__init__()
+        self.device = device or init_from_env()
+        self.precision = Precision.of(precision)
+        self.detect_anomaly = bool(detect_anomaly)
+        self.enable_prefetch = enable_prefetch
+        self.prepared = parallelize(module, strategy, self.device, Recipe(activation_checkpoint_params, torch_compile_params))
+        self.module: nn.Module = self.prepared.module
+        self._copies = torch.cuda.Stream(self.device) if enable_prefetch and self.device.type == "cuda" else None
+
+    @property
+    def forward_is_collective(self) -> bool:
+        return self.prepared.forward_is_collective
+
+    def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
+        """Put a batch on `self.device`; override for batches of a kind of your own."""
+        return copy_data_to_device(data, self.device, non_blocking=non_blocking)
+
+    def placement(self, phase: str) -> tuple[Any, Any]:
+        if self.device.type == "cpu" and type(self).move_data_to_device is AutoPredictUnit.move_data_to_device:
+            return None, None  # loaders give host memory: nothing to move, nothing to call per step
+        return self.move_data_to_device, self._copies
+
+    def autocast(self) -> Any:
+        """The context in which losses and predictions are computed."""
+        return self.precision.autocast(self.device)
+
+    def predict_step(self, state: State, data: T) -> Any:
+        """The module's outputs for a batch."""
+        with self.autocast():
+            outputs = self.module(data)
+        self.on_predict_step_end(state, data, self.predict_progress.num_steps_completed, outputs)
+        return outputs
+
+    def on_predict_step_end(self, state: State, data: T, step: int, outputs: Any) -> None:  # type: ignore[override]
+        """After a prediction step; `step` counts from 0."""
+
+
+class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
+    """Training, evaluation, prediction and testing of one module with one optimizer.
+
+    Write `compute_loss(state, data) -> (loss, outputs)`, with a *mean* loss, and
+    `configure_optimizers_and_lr_scheduler(module) -> (optimizer, scheduler or None)`. Several optimizers are a TrainUnit's
+    business.
+
+    Args:
+        module: the model; `self.module` is what the strategy made of it.
+        device: by default `init_from_env()`'s, which also joins the ranks.
+        strategy: a Strategy, its name, or None for a module that is wrapped already or stays as it is.
+        step_lr_interval: call the scheduler after every "step" (that is, update) or every "epoch".
+        precision: "fp32", "bf16", "fp16" (with a gradient scaler) or a torch dtype. Parameters stay float32.
+        gradient_accumulation_steps: micro-batches per update. A shorter last window of an epoch keeps its full weight.
+        detect_anomaly: stop with the rank and the value at the first loss that is inf or nan, before it reaches the
+            parameters, and trace what produced it (`torch.autograd.set_detect_anomaly`; slow).
+        clip_grad_norm: largest norm of the whole model's gradient; inf only measures it.
+        clip_grad_value: largest absolute value of a gradient element.
+        torch_compile_params, activation_checkpoint_params: compile, and recompute activations.
+        training: False builds no optimizer.
+        loss_backward_retain_graph: passed to `backward`.
+        enable_prefetch: copy the next batch to a GPU while this one computes.
+        zero_grad_at_train_step_start: clear gradients before an update's first micro-batch instead of after the update, so
+            that hooks can look at them.
+    """
+
+    # What `weight` counts; names the throughput in metrics.jsonl: "<weight_unit>_per_s".
+    weight_unit = "samples"
+
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: Any
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        device: torch.device | None = None,
+        strategy: Strategy | str | None = None,
+        step_lr_interval: Literal["step", "epoch"] = "epoch",
+        precision: str | torch.dtype | None = None,
+        gradient_accumulation_steps: int = 1,
+        detect_anomaly: bool | None = None,
+        clip_grad_norm: float | None = None,
+        clip_grad_value: float | None = None,
+        torch_compile_params: TorchCompileParams | None = None,
+        activation_checkpoint_params: ActivationCheckpointParams | None = None,
+        training: bool = True,
+        loss_backward_retain_graph: bool | None = None,
+        enable_prefetch: bool = True,
+        zero_grad_at_train_step_start: bool = False,
+    ) -> None:
+        _check_options(gradient_accumulation_steps, step_lr_interval, clip_grad_norm, clip_grad_value)
+        super().__init__(
+            module=module,
+            device=device,
+            strategy=strategy,
+            precision=precision,
+            torch_compile_params=torch_compile_params,
+            activation_checkpoint_params=activation_checkpoint_params,
+            detect_anomaly=detect_anomaly,
+            enable_prefetch=enable_prefetch,
+        )
+        self.training = training
+        self.step_lr_interval = step_lr_interval
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.clip_grad_norm, self.clip_grad_value = clip_grad_norm, clip_grad_value
+        self.retain_graph = loss_backward_retain_graph
+        self.zero_grad_at_train_step_start = zero_grad_at_train_step_start
+        self.grad_scaler = self.precision.scaler(self.device) if training else None
+        self.window = Window(gradient_accumulation_steps)
+        self.eval_loss = float("nan")  # of the latest evaluation, over all ranks
+        self._evaluation = _EvalLoss()
+        self._joined = False
+        self._norm: torch.Tensor | None = None
+        self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")
+
+    # --- what the user writes
+
+    @abstractmethod
+    def compute_loss(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
+        """The mean loss of a micro-batch, a scalar with a gradient, and anything that hooks should see."""
+
+    @abstractmethod
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        """The optimizer over the parameters of `module`, which has its final form, and a scheduler or None.
+
+        Called once, when the optimizer is first needed, after the whole constructor of your class.
+        """
+
+    def weight(self, data: T) -> float | torch.Tensor:
+        """What a micro-batch counts in the mean over the global batch: its rows. A language model may count tokens.
+
+        A number if it is known on the host; a 0-dim tensor on the device is summed up there without waiting.
+        """
+        return rows(data)
+
+    def on_train_step_end(self, state: State, data: T, step: int, results: TrainStepResults) -> None:  # type: ignore[override]
+        """After a step; `step` counts from 0."""
+
+    def on_eval_step_end(self, state: State, data: T, step: int, loss: torch.Tensor, outputs: Any) -> None:  # type: ignore[override]
+        """After an evaluation step; within `fit`, `step` is the number of training steps so far."""
+
+    def step_lr_scheduler(self) -> None:
+        """Advance the scheduler by one interval; override for one that wants a metric."""
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    def zero_grad(self, state: State) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    # --- what the loops call
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached when the attribute is missing: the optimizer is built at its first use, over the final parameters.
+        if name in _BY_CONFIGURE and self.__dict__.get("training"):
+            self.configure()
+            return self.__dict__[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def configure(self) -> None:
+        """Build optimizer and scheduler if they are not built yet."""
+        if not self.training or "optimizer" in self.__dict__:
+            return
+        made = self.prepared.optimizer(self.configure_optimizers_and_lr_scheduler)
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise UsageError(
+                f"{type(self).__name__}.configure_optimizers_and_lr_scheduler returned {type(made).__name__}; "
+                "return the pair (optimizer, scheduler or None)."
+            )
+        optimizer, scheduler = made
+        if scheduler is None:
+            self.__dict__["lr_scheduler"] = None
+        self.optimizer, self.lr_scheduler = optimizer, scheduler
+
+    def app_state(self) -> dict[str, Any]:
+        self.configure()
+        return super().app_state()
+
+    @property
+    def at_boundary(self) -> bool:
+        return self.window.count == 0
+
+    @property
+    def agrees_to_stop(self) -> bool:
+        return not self._reports_step
+
+    def phase_started(self, state: State, phase: str) -> None:
+        self._joined = agree.is_joined()
+        if phase == "train":
+            if not self.training:
+                raise UsageError(f"{type(self).__name__} was built with training=False: it has no optimizer to train with.")
+            self.configure()
+            accumulation = getattr(getattr(state.train_state, "dataloader", None), "accumulation", None)
+            if accumulation is not None and accumulation != self.gradient_accumulation_steps:
+                raise UsageError(
+                    f"the loader splits a global batch into {accumulation} micro-batches a rank, but the unit accumulates "
+                    f"{self.gradient_accumulation_steps}. Give both the same number."
+                )
+            streams.separate(self.prepared.dp_rank)
+        elif phase == "eval":
+            self._evaluation.mean.reset()
+
+    def epoch_closed(self, state: State, phase: str) -> None:
+        if phase == "train" and self.step_lr_interval == "epoch":
+            self.step_lr_scheduler()
+        elif phase == "eval":
+            self.eval_loss = self._evaluation.mean.compute()
+            if state.recorder is not None:
+                state.recorder.evaluation(self.train_progress.num_steps_completed, "eval_loss", self.eval_loss)
+
+    def train_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
+        """One micro-batch, and an update if it ends its window. Returns the detached loss and the outputs."""
+        window = self.window
+        phase = state.train_state
+        feed = phase.feed if phase is not None else None
+        last = window.open(feed is not None and feed.is_last)
+        weight = 0 if feed is not None and feed.is_padding else self.weight(data)
+        if window.reference is None:
+            window.estimate(weight)
+        if self.zero_grad_at_train_step_start and window.count == 1:
+            self.zero_grad(state)
+
+        def forward() -> tuple[torch.Tensor, Any]:
+            with self.autocast():
+                return self._checked(state, self.compute_loss(state, data))
+
+        def backward(loss: torch.Tensor) -> None:
+            window.add(loss.detach(), weight)
+            if last and self._joined:
+                window.start_reduction(state.stop_requested)
+            self._backward(loss, weight)
+
+        anomaly = torch.autograd.set_detect_anomaly(True) if self.detect_anomaly else contextlib.nullcontext()
+        with self.prepared.accumulate(last), anomaly:
+            loss, outputs = self.prepared.forward_backward(forward, backward)
+        loss = loss.detach()
+        norm = self._update(state) if last else None
+        if self._reports_step:
+            step = self.train_progress.num_steps_completed
+            self.on_train_step_end(state, data, step, TrainStepResults(loss, norm, outputs))
+        return loss, outputs
+
+    def _checked(self, state: State, made: Any) -> tuple[torch.Tensor, Any]:
+        who = f"{type(self).__name__}.compute_loss"
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise LossError(f"{who} returned {type(made).__name__}; return the pair (loss, outputs).")
+        loss = made[0]
+        if not isinstance(loss, torch.Tensor):
+            raise LossError(f"{who} returned a loss of type {type(loss).__name__}; it must be a scalar tensor.")
+        if loss.dim():
+            raise LossError(f"{who} returned a loss of shape {tuple(loss.shape)}; it must be a scalar: take its mean.")
+        if not loss.requires_grad:
+            raise LossError(f"{who} returned a loss without a gradient: was it detached, or computed under no_grad?")
+        if self.detect_anomaly:
+            self._check_finite(loss)
+        return made
+
+    def _check_finite(self, loss: torch.Tensor) -> None:
+        """Before the backward pass, and agreed: a rank that raised alone would leave the others waiting in a collective."""
+        values = agree.gather(str(float(loss)))
+        bad = [f"rank {r}: {v}" for r, v in enumerate(values) if v in ("nan", "inf", "-inf")]
+        if bad:
+            step = self.train_progress.num_steps_completed
+            raise NonFiniteError(f"step {step}: the loss is not finite ({', '.join(bad)}). The parameters were not changed.")
+
+    def _backward(self, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
+        assert self.window.reference is not None
+        scale = weight * self.prepared.dp_size / self.window.reference
+        if self.grad_scaler is not None:
+            loss = self.grad_scaler.scale(loss)
+        if isinstance(scale, float) and scale == 1.0:
+            loss.backward(retain_graph=self.retain_graph)
+        else:
+            # As the first gradient of the chain rule: the weight costs no operation of its own.
+            start = scale.to(loss) if isinstance(scale, torch.Tensor) else loss.new_tensor(scale)
+            loss.backward(gradient=start.reshape(()), retain_graph=self.retain_graph)
+
+    def _update(self, state: State) -> torch.Tensor | None:
+        window, prepared, scaler, optimizer = self.window, self.prepared, self.grad_scaler, self.optimizer
+        weight, loss_sum, stop = window.close()
+        if stop:
+            state.agree_to_stop()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        assert window.reference is not None
+        if isinstance(weight, torch.Tensor):  # on a device: nothing waits for it
+            prepared.scale_grads(window.reference / weight)
+        elif weight != window.reference:
+            prepared.scale_grads(window.reference / weight)
+            window.reference = float(weight)
+        norm = prepared.clip_grad_norm_(self.clip_grad_norm) if self.clip_grad_norm is not None else None
+        if self.clip_grad_value is not None:
+            prepared.clip_grad_value_(self.clip_grad_value)
+        lr = optimizer.param_groups[0]["lr"]
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        if not self.zero_grad_at_train_step_start:
+            self.zero_grad(state)
+        if self.step_lr_interval == "step":
+            self.step_lr_scheduler()
+        if state.recorder is not None:
+            state.recorder.update(self.train_progress.num_steps_completed + 1, window.updates, loss_sum, weight, lr, norm)
+        return norm
+
+    def eval_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
+        """The loss of a batch, counted into `eval_loss` by its weight."""
+        with self.autocast():
+            loss, outputs = self.compute_loss(state, data)
+        feed = state.eval_state.feed if state.eval_state is not None else None
+        if feed is None or not feed.is_padding:
+            self._evaluation.mean.update(loss, self.weight(data))
+        within_fit = state.train_state is not None
+        step = (self.train_progress if within_fit else self.eval_progress).num_steps_completed
+        self.on_eval_step_end(state, data, step, loss, outputs)
+        return loss, outputs
+
+    def test_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
+        """As `eval_step`, without touching `eval_loss`."""
+        with self.autocast():
+            return self.compute_loss(state, data)
+
+
+class _EvalLoss:
+    """Holds the running mean outside the unit's saved state: it is finished before a checkpoint can be taken."""
+
+    def __init__(self) -> None:
+        self.mean = Mean()
+
+
+def rows(data: Any) -> int:
+    """The first dimension of the first tensor in a batch; 1 if there is none."""
+    if isinstance(data, torch.Tensor):
+        return data.shape[0] if data.dim() else 1
+    if isinstance(data, Mapping):
+        data = list(data.values())
+    elif not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
+        data = list(vars(data).values()) if hasattr(data, "__dict__") else []
+    for value in data:
+        if isinstance(value, torch.Tensor):
+            return rows(value)
+        if isinstance(value, (Mapping, Sequence)) and not isinstance(value, (str, bytes)):
+            return rows(value)
+    return 1
+
+
+def _overrides(unit: object, base: type, name: str) -> bool:
+    return name in vars(unit) or getattr(type(unit), name) is not getattr(base, name)
+
+
+def _check_options(accumulation: int, interval: str, norm: float | None, value: float | None) -> None:
+    if accumulation < 1:
+        raise UsageError(f"gradient_accumulation_steps {accumulation}: at least 1.")
+    if interval not in ("step", "epoch"):
+        raise UsageError(f"step_lr_interval {interval!r}: 'step' or 'epoch'.")
+    for name, limit in (("clip_grad_norm", norm), ("clip_grad_value", value)):
+        if limit is not None and not limit > 0:
+            raise UsageError(f"{name} {limit}: more than 0; None does not clip.")

@@ -1,0 +1,50 @@
+"""Metrics that are the same number on any number of ranks: sums and counts are added up, means are divided once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from echelon.world.agree import control_group, is_joined
+
+__all__ = ["Mean"]
+
+
+class Mean:
+    """A weighted mean over all ranks, however many updates each has seen.
+
+    `update` is local and does not wait for a device; `compute` is collective.
+    """
+
+    def __init__(self) -> None:
+        self._sum: Any = 0.0
+        self._weight: Any = 0.0
+
+    def update(self, value: float | torch.Tensor, weight: float | torch.Tensor = 1.0) -> None:
+        """Add a mean over `weight` samples. A weight of zero adds nothing, not even a nan."""
+        if isinstance(weight, (int, float)) and weight == 0:
+            return
+        if isinstance(value, torch.Tensor):
+            value = value.detach().double()
+        self._sum = self._sum + value * weight
+        self._weight = self._weight + weight
+
+    def compute(self) -> float:
+        """The mean over all ranks; nan if nothing was added. Every rank must call it."""
+        total = torch.tensor([float(self._sum), float(self._weight)], dtype=torch.float64)
+        if is_joined():
+            dist.all_reduce(total, group=control_group())
+        value, weight = total.tolist()
+        return value / weight if weight else float("nan")
+
+    def reset(self) -> None:
+        self._sum = self._weight = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's share. Saved by one rank only, so compute and reset before a checkpoint."""
+        return {"sum": float(self._sum), "weight": float(self._weight)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._sum, self._weight = state_dict["sum"], state_dict["weight"]

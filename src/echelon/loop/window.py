@@ -1,0 +1,111 @@
+"""The accumulation window: the micro-batches of one optimizer update, and what all ranks together weigh.
+
+Rule of truth 2. With weights w and mean losses l over all micro-batches i of all ranks, the gradient of an update is
+
+    g  =  sum_i w_i grad(l_i)  /  W,      W = sum_i w_i
+
+whatever the sizes: short last windows, uneven micro-batches, ranks with other counts, padding of weight zero. W is known
+only when the window ends, but the backward passes come before. So each is started with the gradient w_i * R / W0, where
+W0 is the W of the last update (the same number on every rank; at first, an estimate that the ranks agree on) and R the
+factor that undoes the strategy's averaging; at the end the gradients are multiplied by W0 / W. As a rule the two are
+equal, and nothing is multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from echelon.contracts.errors import UsageError
+from echelon.world.agree import control_group, gather
+
+__all__ = ["Window"]
+
+
+class Window:
+    """Counts and weighs the micro-batches of an update. Its state is saved: W0 decides how a sum is rounded.
+
+    Args:
+        size: micro-batches per update.
+    Attributes:
+        count: micro-batches so far in this window.
+        updates: updates so far in the run.
+        reference: W0.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.count = self.updates = 0
+        self.reference: float | None = None
+        self._weight: Any = 0.0
+        self._loss: Any = None
+        self._reduction: _Reduction | None = None
+
+    def open(self, is_last_batch: bool) -> bool:
+        """Count one more micro-batch; True if it is the window's last."""
+        self.count += 1
+        return is_last_batch or self.count >= self.size
+
+    def estimate(self, weight: float | torch.Tensor) -> None:
+        """Before the first backward pass of a run: W0 from every rank's first weight. Collective, once."""
+        self.reference = (sum(gather(float(weight))) * self.size) or 1.0
+
+    def add(self, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
+        """Take in a micro-batch's mean loss, without its graph, and its weight."""
+        weighted = loss if isinstance(weight, (int, float)) and weight == 1 else loss * weight
+        self._loss = weighted if self._loss is None else self._loss + weighted
+        self._weight = self._weight + weight
+
+    def start_reduction(self, wants_stop: bool) -> None:
+        """Begin to sum up over the ranks; the backward pass runs meanwhile. Collective, in the same order on every rank."""
+        self._reduction = _Reduction(self._weight, self._loss, wants_stop)
+
+    def close(self) -> tuple[Any, Any, bool]:
+        """End the window: (global weight, global sum of weighted losses, whether a rank wants to stop).
+
+        Weight and sum are floats where no device has to be waited for, else 0-dim tensors.
+        """
+        if self._reduction is not None:
+            weight, loss, stop = self._reduction.wait()
+        else:
+            weight, loss, stop = self._weight, self._loss, False
+        if isinstance(weight, (int, float)) and weight <= 0:
+            raise UsageError(
+                f"update {self.updates}: the global batch weighs {weight:g}. A weight is a number of samples or tokens; "
+                "at least one rank must have some."
+            )
+        self.count, self._weight, self._loss, self._reduction = 0, 0.0, None, None
+        self.updates += 1
+        return weight, loss, stop
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reference": self.reference, "updates": self.updates}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.reference, self.updates = state_dict["reference"], state_dict["updates"]
+
+
+class _Reduction:
+    """Sums of a window over the ranks, under way. One small message on a CPU; on a GPU a second one for what lives there."""
+
+    def __init__(self, weight: Any, loss: torch.Tensor, wants_stop: bool) -> None:
+        self._on_device = loss.device.type != "cpu"
+        self._weight_on_device = self._on_device and isinstance(weight, torch.Tensor)
+        host = [0.0 if self._weight_on_device else float(weight), 0.0 if self._on_device else float(loss), float(wants_stop)]
+        self._host = torch.tensor(host, dtype=torch.float64)
+        self._works = [dist.all_reduce(self._host, group=control_group(), async_op=True)]
+        if self._on_device:
+            rest = [loss.double(), weight.double()] if self._weight_on_device else [loss.double()]
+            self._device = torch.stack([t.reshape(()) for t in rest])
+            self._works.append(dist.all_reduce(self._device, async_op=True))
+
+    def wait(self) -> tuple[Any, Any, bool]:
+        for work in self._works:
+            assert work is not None
+            work.wait()
+        weight, loss, stop = self._host.tolist()
+        if self._on_device:
+            return (self._device[1] if self._weight_on_device else weight), self._device[0], stop > 0
+        return weight, loss, stop > 0

@@ -1,0 +1,60 @@
+"""The run folder's own sink: numbers to metrics.jsonl, events to this rank's event file."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol
+
+from echelon.contracts.events import EventLog
+from echelon.contracts.run_dir import RunDir
+
+__all__ = ["FolderSink", "Sink", "default_sinks"]
+
+
+class Sink(Protocol):
+    """Is given what happens, on rank 0."""
+
+    def records(self, records: list[dict[str, Any]]) -> None:
+        """Numbers of updates or evaluations, in order."""
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Something that happened once."""
+
+    def close(self) -> None: ...
+
+
+class FolderSink:
+    """Appends to the files of a run."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._metrics, self._events = EventLog(run.metrics), EventLog(run.events(0), rank=0, attempt=run.attempt)
+
+    def records(self, records: list[dict[str, Any]]) -> None:
+        self._metrics.write(records)
+
+    def event(self, event: dict[str, Any]) -> None:
+        fields = {k: v for k, v in event.items() if k not in ("event", "time")}
+        self._events.emit(event["event"], **fields)
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._events.close()
+
+
+def default_sinks() -> list[Sink]:
+    """What watches rank 0 when nobody said anything: the run folder if there is one, and progress if somebody looks.
+
+    Our launcher draws progress itself from the folder and says so. Without a launcher progress is shown on a terminal only.
+    """
+    import sys
+
+    sinks: list[Sink] = []
+    run = RunDir.current()
+    if run is not None:
+        sinks.append(FolderSink(run))
+    drawn_elsewhere = os.environ.get("ECHELON_SCREEN") == "launcher"
+    if not drawn_elsewhere and (run is not None or sys.stderr.isatty()):
+        from echelon.observe.sinks.progress import ProgressSink
+
+        sinks.append(ProgressSink())
+    return sinks
