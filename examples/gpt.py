@@ -130,17 +130,19 @@ def checkpoint_folder(resume: str | None) -> tuple[Path, Path | None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strategy", default="fsdp", help="noop, ddp or fsdp")
-    parser.add_argument("--steps", type=int, default=600, help="optimizer updates")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer updates")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="text files to learn from; default: Python's own source")
-    parser.add_argument("--resume", nargs="?", const="", metavar="RUN", help="go on from a run's newest checkpoint; default: the latest")
+    parser.add_argument(
+        "--resume", nargs="?", const="", metavar="RUN", help="go on from a run's newest checkpoint; default: the latest"
+    )
     parser.add_argument("--batch", type=int, default=32, help="windows per update over all ranks")
     parser.add_argument("--context", type=int, default=128, help="bytes a window")
-    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per update and rank")
     parser.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16")
-    parser.add_argument("--save-every", type=int, default=300, help="updates between checkpoints")
+    parser.add_argument("--save-every", type=int, default=200, help="updates between checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -170,7 +172,9 @@ def main() -> None:
     own, source = checkpoint_folder(args.resume)
     if source is not None and not ech.DistributedCheckpointSaver.restore_from_latest(source, unit, train_dataloader=train_loader):
         raise SystemExit(f"--resume: {source} holds no checkpoint")
-    saver = ech.DistributedCheckpointSaver(own, save_every_n_train_steps=args.save_every * args.accumulate, keep_last_n_checkpoints=2)
+    saver = ech.DistributedCheckpointSaver(
+        own, save_every_n_train_steps=args.save_every * args.accumulate, keep_last_n_checkpoints=2
+    )
 
     ech.train(unit, train_loader, max_steps=args.steps * args.accumulate, callbacks=[saver])
     ech.evaluate(unit, eval_loader)

@@ -25,7 +25,13 @@ if TYPE_CHECKING:
     from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
     from echelon.parallel.ddp import DDPStrategy
     from echelon.parallel.fsdp import FSDPStrategy
-    from echelon.parallel.parallelize import ActivationCheckpointParams, TorchCompileParams, prepare_ddp, prepare_fsdp, prepare_module
+    from echelon.parallel.parallelize import (
+        ActivationCheckpointParams,
+        TorchCompileParams,
+        prepare_ddp,
+        prepare_fsdp,
+        prepare_module,
+    )
     from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
     from echelon.world.init import World, init_from_env
     from echelon.world.streams import seed

@@ -54,7 +54,9 @@ def write_states(folder: Path, states: dict[str, Stateful], rank_state: dict[str
             _save(rest, folder / "rest.pt")
         _save(rank_state, folder / f"rank-{rank}.pt")
         if tensors:
-            dcp.save(tensors, checkpoint_id=folder / "tensors", no_dist=not agree.is_joined(), process_group=agree.control_group())
+            dcp.save(
+                tensors, checkpoint_id=folder / "tensors", no_dist=not agree.is_joined(), process_group=agree.control_group()
+            )
     except dcp.api.CheckpointException as error:  # no subclass of Exception: `except Exception` would miss it
         raise CheckpointError(f"rank {rank} could not write {folder}: {error}") from error
     except OSError as error:

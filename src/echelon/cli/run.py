@@ -20,10 +20,14 @@ __all__ = ["add_arguments", "execute"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", default="auto", metavar="N|auto", help="processes to start; auto: one per GPU, else per core")
-    parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="start all ranks again up to N times after a failure")
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="start all ranks again up to N times after a failure"
+    )
     parser.add_argument("--name", metavar="NAME", help="the run's folder below runs/; an existing one gets one more attempt")
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")
-    parser.add_argument("--grace", type=float, default=30.0, metavar="S", help="seconds between asking ranks to stop and killing them")
+    parser.add_argument(
+        "--grace", type=float, default=30.0, metavar="S", help="seconds between asking ranks to stop and killing them"
+    )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
     parser.add_argument("script", help="the training script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
@@ -108,7 +112,9 @@ def _git(folder: Path) -> dict[str, object] | None:
     """Commit and whether files differ from it; None outside a repository or without git."""
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5, check=True)
-        status = subprocess.run(["git", "status", "--porcelain"], cwd=folder, capture_output=True, text=True, timeout=5, check=True)
+        status = subprocess.run(
+            ["git", "status", "--porcelain"], cwd=folder, capture_output=True, text=True, timeout=5, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}

@@ -1,15 +1,15 @@
 """The run folder: everything a run leaves behind, and the only thing the commands after a run read.
 
-    runs/NAME/
-      run.json                      what was started: command, versions, git state, launcher
-      metrics.jsonl                 one record per optimizer update or evaluation, global values, written by rank 0
-      attempts/000/rank0.log        output of a rank
-      attempts/000/events.rank0.jsonl
-      attempts/000/exit.rank0.json  how a rank ended, written by the rank if it still could
-      attempts/000/exit.json        how the attempt ended, written by the launcher
-      checkpoints/step-00000500/    committed states
-      dumps/                        stacks and flight records
-      report.html
+runs/NAME/
+  run.json                      what was started: command, versions, git state, launcher
+  metrics.jsonl                 one record per optimizer update or evaluation, global values, written by rank 0
+  attempts/000/rank0.log        output of a rank
+  attempts/000/events.rank0.jsonl
+  attempts/000/exit.rank0.json  how a rank ended, written by the rank if it still could
+  attempts/000/exit.json        how the attempt ended, written by the launcher
+  checkpoints/step-00000500/    committed states
+  dumps/                        stacks and flight records
+  report.html
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class RunDir:
             else:
                 run = cls._unique(root, re.sub(r"[^A-Za-z0-9_-]", "_", stem)[:40] or "run")
         except OSError as error:
-            raise UsageError(f"cannot make a run folder in {root}: {error.strerror}. Start from a folder you can write to.") from error
+            raise UsageError(
+                f"cannot make a run folder in {root}: {error.strerror}. Start from a folder you can write to."
+            ) from error
         run.attempt = run._next_attempt()
         for folder in (run.attempt_path, run.checkpoints, run.dumps):
             folder.mkdir(parents=True, exist_ok=True)

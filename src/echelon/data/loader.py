@@ -78,7 +78,9 @@ class Loader:
         dp_size: int | None = None,
     ) -> None:
         if not isinstance(dataset, Sized):
-            raise UsageError(f"{type(dataset).__name__} has no length: Loader needs a map-style dataset with __len__ and __getitem__.")
+            raise UsageError(
+                f"{type(dataset).__name__} has no length: Loader needs a map-style dataset with __len__ and __getitem__."
+            )
         if tail not in ("keep", "drop"):
             raise UsageError(f"tail {tail!r}: 'keep' or 'drop'.")
         if global_batch < 1 or accumulation < 1:

@@ -32,7 +32,9 @@ class ByteText(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         parts = [np.frombuffer(path.read_bytes() + b"\0", dtype=np.uint8) for path in files]
         self.bytes = np.concatenate(parts) if parts else np.empty(0, np.uint8)
         if len(self.bytes) < context + 1:
-            raise UsageError(f"{len(parts)} files with {len(self.bytes)} bytes hold no window of {context + 1} bytes. Use more text.")
+            raise UsageError(
+                f"{len(parts)} files with {len(self.bytes)} bytes hold no window of {context + 1} bytes. Use more text."
+            )
 
     def __len__(self) -> int:
         return (len(self.bytes) - self.context - 1) // self.stride + 1

@@ -284,6 +284,7 @@ def quiet_elastic_logs() -> None:
     import logging
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    logging.getLogger("torchelastic-events-null").propagate = False  # one JSON line per change of state
     if not sys.warnoptions:
         import warnings
 

@@ -15,7 +15,11 @@ def render(failure: Failure, ranks: int) -> str:
     hidden = failure.traceback.count('\n  File "') - len(failure.user_frames)
     if hidden > 0 and not failure.ours:
         lines.append(f"  ... {hidden} more frames in libraries, in the log")
-    text = failure.message if failure.kind in ("SystemExit", "exit") or failure.kind.startswith("SIG") else f"{failure.kind}: {failure.message}"
+    text = (
+        failure.message
+        if failure.kind in ("SystemExit", "exit") or failure.kind.startswith("SIG")
+        else f"{failure.kind}: {failure.message}"
+    )
     lines += text.splitlines() or [failure.kind]
     if failure.log is not None:
         lines.append(f"log: {failure.log}" + (f"   all ranks: {failure.log.parent}" if ranks > 1 else ""))

@@ -85,7 +85,9 @@ def launch(
     fields = {
         "result": lambda attempt, info: str(attempt.folder.absolute() / f"value.rank{info.rank}.pkl"),
         # spawn's own description of how to make the caller's `__main__` importable elsewhere.
-        "preparation": {k: v for k, v in mp_spawn.get_preparation_data("rank").items() if k in ("init_main_from_name", "init_main_from_path")},
+        "preparation": {
+            k: v for k, v in mp_spawn.get_preparation_data("rank").items() if k in ("init_main_from_name", "init_main_from_path")
+        },
     }
     outcome = run_local(job, run, server=_shared_server(), start_fields=fields, timeout_s=timeout_s)
     results = [run.attempt_path / f"value.rank{rank}.pkl" for rank in range(count)]
@@ -152,4 +154,3 @@ def _load_exception(path: Path) -> BaseException | None:
         if isinstance(value, BaseException):
             return value
     return None
-

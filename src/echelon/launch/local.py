@@ -60,7 +60,8 @@ def run_local(
     """
     env = rank_environment(job, run)
     env["ECHELON_SCREEN"] = "launcher"  # rank 0 need not draw progress: the screen here does
-    os.environ.setdefault("OMP_NUM_THREADS", env["OMP_NUM_THREADS"])  # before torch is imported here: libgomp reads it once
+    if server is None:  # this process becomes the server; libgomp reads the number when torch is imported, below
+        os.environ.setdefault("OMP_NUM_THREADS", env["OMP_NUM_THREADS"])
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from echelon.launch.elastic import Attempt, ForkAgent, quiet_elastic_logs
@@ -78,7 +79,9 @@ def run_local(
         run.attempt = here.attempt
         if number:
             _write_exit(agent, run.at_attempt(here.attempt - 1))
-            sys.stderr.write(f"{render(Failure.first(agent.failures), job.ranks)}\nechelon: restart {number} of {job.max_restarts}\n")
+            sys.stderr.write(
+                f"{render(Failure.first(agent.failures), job.ranks)}\nechelon: restart {number} of {job.max_restarts}\n"
+            )
         return Attempt(here.attempt, here.attempt_path), relay.open(here.log(0))
 
     def fields(attempt: Attempt, info: RankInfo) -> dict[str, Any]:
@@ -229,4 +232,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-

@@ -58,6 +58,7 @@ class Relay:
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._lock = threading.Lock()
         self._pending: list[tuple[int, str, IO[bytes]]] = []
+        self._logs: list[IO[bytes]] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="echelon-relay", daemon=True)
 
@@ -67,6 +68,7 @@ class Relay:
     def open(self, log: Path) -> tuple[int, int]:
         """Two descriptors to write to, for standard output and error; the caller closes them once the rank has them."""
         file = open(log, "ab", buffering=0)
+        self._logs.append(file)
         writers = []
         with self._lock:
             for stream in ("stdout", "stderr"):
@@ -79,8 +81,7 @@ class Relay:
     def stop(self, timeout_s: float = 5.0) -> None:
         """Pass on what is still in the pipes, then end. A process that outlived its rank cannot hold us longer than the timeout."""
         self._stopping = True
-        os.write(self._wake_write, b"x")
-        self._thread.join(timeout_s)
+        self._thread.join(timeout_s)  # it looks up ten times a second, and at once when the last pipe closes
         self._screen.close()
 
     def _run(self) -> None:
@@ -108,5 +109,7 @@ class Relay:
             if self._stopping and open_pipes == 0:
                 break
         self._selector.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        for fd in (self._wake_read, self._wake_write):
+            os.close(fd)
+        for file in self._logs:
+            file.close()

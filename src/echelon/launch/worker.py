@@ -138,7 +138,11 @@ def run_program(start: Start) -> int:
         else:
             sys.stderr.write(text)
     if start.record:
-        record = {"exit_code": code, "time_ns": time.monotonic_ns() if failure is None else failure.pop("time_ns"), **(failure or {})}
+        record = {
+            "exit_code": code,
+            "time_ns": time.monotonic_ns() if failure is None else failure.pop("time_ns"),
+            **(failure or {}),
+        }
         temporary = f"{start.record}.{os.getpid()}"
         with contextlib.suppress(OSError):
             Path(temporary).write_text(json.dumps(record))

@@ -16,7 +16,9 @@ class Progress:
         num_steps_completed_in_epoch: steps since the present epoch began.
     """
 
-    def __init__(self, num_epochs_completed: int = 0, num_steps_completed: int = 0, num_steps_completed_in_epoch: int = 0) -> None:
+    def __init__(
+        self, num_epochs_completed: int = 0, num_steps_completed: int = 0, num_steps_completed_in_epoch: int = 0
+    ) -> None:
         self.num_epochs_completed = num_epochs_completed
         self.num_steps_completed = num_steps_completed
         self.num_steps_completed_in_epoch = num_steps_completed_in_epoch

@@ -74,7 +74,9 @@ def train(
         UnitError: the unit has no training step.
         RanksDisagreeError: the ranks' loaders have different lengths.
     """
-    phase = PhaseState(dataloader=train_dataloader, max_epochs=max_epochs, max_steps=max_steps, max_steps_per_epoch=max_steps_per_epoch)
+    phase = PhaseState(
+        dataloader=train_dataloader, max_epochs=max_epochs, max_steps=max_steps, max_steps_per_epoch=max_steps_per_epoch
+    )
     _Run(State(entry_point=EntryPoint.TRAIN, timer=timer, train_state=phase), train_unit, callbacks, ["train"]).train()
 
 
@@ -225,7 +227,9 @@ class _Run:
             self._call(self.hooks[phase].end)
             loss = getattr(self.unit, "eval_loss", None) if phase == "eval" else None
             step = self.unit.train_progress.num_steps_completed if isinstance(self.unit, TrainUnit) else None
-            self._event("eval_end", phase=phase, within_fit=within_fit, step=step, eval_loss=loss if isinstance(loss, float) else None)
+            self._event(
+                "eval_end", phase=phase, within_fit=within_fit, step=step, eval_loss=loss if isinstance(loss, float) else None
+            )
 
     def _evaluate_within_fit(self) -> None:
         steps = self.unit.train_progress.num_steps_completed
@@ -353,7 +357,9 @@ class _Run:
                         here.step_output = step(state, batch)
             except StopIteration:
                 if not own_batches:
-                    raise EchelonError(f"{type(unit).__name__}.{phase}_step raised StopIteration; annotate its data as Iterator.") from None
+                    raise EchelonError(
+                        f"{type(unit).__name__}.{phase}_step raised StopIteration; annotate its data as Iterator."
+                    ) from None
                 break
             progress.num_steps_completed += 1
             progress.num_steps_completed_in_epoch += 1
@@ -411,7 +417,9 @@ class _Run:
         """Find out once whether a stop can come from a hook; only then do the ranks agree after every step."""
         state = self.state
         if not state.alone:
-            stoppers = any(c.may_stop and getattr(type(c), "on_train_step_end") is not Callback.on_train_step_end for c in self.callbacks)
+            stoppers = any(
+                c.may_stop and type(c).on_train_step_end is not Callback.on_train_step_end for c in self.callbacks
+            )
             self._agree_each_step = agree.any_rank(stoppers or not self.unit.agrees_to_stop)
 
     def _agreed_lengths(self, phase: str, feed: Feed) -> bool:
@@ -434,7 +442,9 @@ class _Run:
             return
         counts = agree.gather([used, ended])
         shown = ", ".join(f"rank {r}: {'ended after' if e else 'has batch'} {n}" for r, (n, e) in enumerate(counts))
-        raise RanksDisagreeError(f"ranks disagree about the end of the {phase} epoch: {shown}. Give every rank equally many batches.")
+        raise RanksDisagreeError(
+            f"ranks disagree about the end of the {phase} epoch: {shown}. Give every rank equally many batches."
+        )
 
     def _agree_to_stop(self) -> None:
         state = self.state
@@ -473,6 +483,8 @@ def _keeps(unit: Any, method: str, base: type) -> bool:
 def _check_unit(unit: Any, phase: str, entry: str) -> None:
     kind, name = _KINDS[phase], type(unit).__name__
     if not isinstance(unit, kind):
-        raise UnitError(f"{entry}() needs {phase}_step, but {name} is no {kind.__name__}. Let it inherit from {kind.__name__} too.")
+        raise UnitError(
+            f"{entry}() needs {phase}_step, but {name} is no {kind.__name__}. Let it inherit from {kind.__name__} too."
+        )
     if not hasattr(unit, f"{phase}_progress"):
         raise UnitError(f"{name} has no {phase}_progress: call super().__init__() in its __init__.")

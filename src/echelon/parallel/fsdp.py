@@ -157,7 +157,9 @@ class FSDPStrategy(Strategy):
         ignored = {p for m in self.ignored_modules or () for p in m.parameters()}
         loose = [n for n, p in module.named_parameters() if p in ignored and p.requires_grad]
         if loose and world.size > 1:
-            raise UsageError(f"FSDPStrategy(ignored_modules=...): {loose[0]} would not be reduced over the ranks. Freeze it first.")
+            raise UsageError(
+                f"FSDPStrategy(ignored_modules=...): {loose[0]} would not be reduced over the ranks. Freeze it first."
+            )
         options: dict[str, Any] = {
             "mesh": init_device_mesh(world.device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)),
             "reshard_after_forward": self.reshard_after_forward,
@@ -176,7 +178,9 @@ class FSDPStrategy(Strategy):
             return blocks_to_shard(module)
         names = {b for b in self.blocks if isinstance(b, str)}
         classes = tuple(b for b in self.blocks if isinstance(b, type))
-        found = [(n, m) for n, m in module.named_modules() if m is not module and (n in names or (classes and isinstance(m, classes)))]
+        found = [
+            (n, m) for n, m in module.named_modules() if m is not module and (n in names or (classes and isinstance(m, classes)))
+        ]
         missing = names - {n for n, _ in found}
         if missing:
             raise UsageError(f"FSDPStrategy(blocks=...): no submodule named {sorted(missing)[0]!r} in {type(module).__name__}.")

@@ -159,5 +159,7 @@ def resolve(strategy: Strategy | str | None) -> Strategy | None:
     if strategy is None or isinstance(strategy, Strategy):
         return strategy
     if strategy not in STRATEGIES:
-        raise UsageError(f"strategy {strategy!r}: known are {', '.join(map(repr, STRATEGIES))}, or a Strategy such as DDPStrategy(...).")
+        raise UsageError(
+            f"strategy {strategy!r}: known are {', '.join(map(repr, STRATEGIES))}, or a Strategy such as DDPStrategy(...)."
+        )
     return STRATEGIES[strategy]()

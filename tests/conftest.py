@@ -1,0 +1,143 @@
+"""Tests of several ranks: `ranks` runs a function in worker processes; the leak police looks after every test.
+
+Worker processes are forked from one server that has torch loaded, so that two ranks cost a tenth of a second. They meet
+through a file in the test's own folder: no port that another process could take. A test that hangs ends with the stacks
+of all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+import echelon.loop.auto
+from echelon.launch import function
+from echelon.launch.function import launch
+
+TIMEOUT_S = 60.0
+
+# The server forks ranks with these loaded; a rank that imports them itself takes a second more.
+function._SLOW_MODULES = (*function._SLOW_MODULES, "torch.distributed.checkpoint", "echelon.loop.callbacks", "echelon.loop.run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.fsdp
+
+
+    torch.set_num_threads(1)
+
+
+class Ranks:
+    """Runs functions on ranks. Each call starts fresh processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._calls = folder, 0
+
+    def __call__(
+        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any
+    ) -> list[Any]:
+        """Call `fn(*args, **kwargs)` on `world_size` ranks of a gloo group; the values, by rank. An error of a rank is raised here."""
+        self._calls += 1
+        store = self._folder / f"store-{self._calls}"
+        return launch(
+            functools.partial(_joined, str(store), fn),
+            ranks=world_size,
+            args=args,
+            kwargs=kwargs,
+            timeout_s=timeout_s,
+            run_dir=self._folder / f"launch-{self._calls}",
+        )
+
+
+def _joined(store: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    # The launcher's folder is the harness's own: what a test trains should leave nothing in it.
+    os.environ.pop("ECHELON_RUN_DIR", None)
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Ranks:
+    """`ranks(2, fn, *args)` runs `fn` on two ranks and returns its values by rank."""
+    return Ranks(tmp_path)
+
+
+@pytest.fixture
+def echelon_command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the real command in a folder of its own, without a terminal."""
+
+    def run(*args: str, timeout_s: float = 90.0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "echelon", *args],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env={**clean_environment(), **(env or {})},
+        )
+
+    return run
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without anything a launcher or a test runner put there."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("ECHELON_", "PYTEST_", "RANK", "WORLD_SIZE", "COV_"))}
+
+
+def _children() -> set[int]:
+    server = function._server
+    known = {server.pid} if server is not None else set()
+    return {p.pid for p in psutil.Process().children(recursive=True) if p.pid not in known and p.status() != psutil.STATUS_ZOMBIE}
+
+
+@pytest.fixture(autouse=True)
+def leak_police() -> Iterator[None]:
+    """A test may not leave behind: environment variables, a process group, processes, threads, open files, another directory."""
+    environment, directory = dict(os.environ), os.getcwd()
+    threads, children = set(threading.enumerate()), _children()
+    files = len(psutil.Process().open_files())
+    server = function._server
+    yield
+    leaks = []
+    changed = {k for k in {*environment, *os.environ} if environment.get(k) != os.environ.get(k)} - {"PYTEST_CURRENT_TEST"}
+    if changed:
+        leaks.append(f"environment: {', '.join(sorted(changed))}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        leaks.append("a process group")
+    left = [t for t in threading.enumerate() if t not in threads and t.is_alive()]
+    for thread in left:
+        thread.join(2.0)
+    leaks += [f"thread {t.name}" for t in left if t.is_alive()]
+    leaks += [f"process {pid}" for pid in _children() - children]
+    if len(psutil.Process().open_files()) > files and function._server is server:
+        gc.collect()
+        if len(psutil.Process().open_files()) > files:
+            leaks.append(f"open files: {[f.path for f in psutil.Process().open_files()]}")
+    if os.getcwd() != directory:
+        os.chdir(directory)
+        leaks.append("another working directory")
+    for key in changed:
+        os.environ.pop(key, None)
+        if key in environment:
+            os.environ[key] = environment[key]
+    assert not leaks, f"the test left behind {'; '.join(leaks)}"
+
+
+_ = echelon.loop.auto, sys
