@@ -100,6 +100,10 @@ def clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(("ECHELON_", "PYTEST_", "RANK", "WORLD_SIZE", "COV_"))}
 
 
+# pytest's own, and what torch sets when its compiler is first imported.
+_NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
+
 def _children() -> set[int]:
     server = function._server
     known = {server.pid} if server is not None else set()
@@ -115,7 +119,7 @@ def leak_police() -> Iterator[None]:
     server = function._server
     yield
     leaks = []
-    changed = {k for k in {*environment, *os.environ} if environment.get(k) != os.environ.get(k)} - {"PYTEST_CURRENT_TEST"}
+    changed = {k for k in {*environment, *os.environ} if environment.get(k) != os.environ.get(k)} - _NOT_OURS
     if changed:
         leaks.append(f"environment: {', '.join(sorted(changed))}")
     if dist.is_initialized():

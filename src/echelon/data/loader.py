@@ -157,7 +157,7 @@ class Loader:
         shares = _Shares(self, first, len(self), dp_rank)
         # A generator of its own: the workers' seed must not be drawn from the stream that dropout uses.
         generator = torch.Generator().manual_seed((self.order.seed * 1_000_003 + self.epoch * 1009 + dp_rank) % 2**63)
-        batches = DataLoader(
+        batches: DataLoader[Any] = DataLoader(
             self.dataset,  # type: ignore[arg-type]
             batch_sampler=shares,
             num_workers=self.num_workers,

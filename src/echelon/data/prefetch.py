@@ -115,9 +115,9 @@ class Feed(Iterator[Any]):
         batch = next(self._iterator, _END)
         if batch is _END:
             return _END
-        padding = isinstance(batch, Padding)
-        if padding:
-            batch = batch.batch
+        padding = False
+        if isinstance(batch, Padding):
+            batch, padding = batch.batch, True
         if self._move is not None:
             if self._stream is not None:
                 with torch.cuda.stream(self._stream):

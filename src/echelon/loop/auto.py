@@ -60,6 +60,9 @@ class AutoPredictUnit(PredictUnit[T]):
     The arguments are AutoUnit's.
     """
 
+    reports_own_steps = True
+    weighs_padding = True
+
     def __init__(
         self,
         *,
@@ -102,10 +105,12 @@ class AutoPredictUnit(PredictUnit[T]):
         """The module's outputs for a batch."""
         with self.autocast():
             outputs = self.module(data)
-        self.on_predict_step_end(state, data, self.predict_progress.num_steps_completed, outputs)
+        feed = state.predict_state.feed if state.predict_state is not None else None
+        if feed is None or not feed.is_padding:
+            self.on_predict_step_end(state, data, self.predict_progress.num_steps_completed, outputs)
         return outputs
 
-    def on_predict_step_end(self, state: State, data: T, step: int, outputs: Any) -> None:  # type: ignore[override]
+    def on_predict_step_end(self, state: State, data: T, step: int, outputs: Any) -> None:
         """After a prediction step; `step` counts from 0."""
 
 
@@ -205,10 +210,10 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         """
         return rows(data)
 
-    def on_train_step_end(self, state: State, data: T, step: int, results: TrainStepResults) -> None:  # type: ignore[override]
+    def on_train_step_end(self, state: State, data: T, step: int, results: TrainStepResults) -> None:
         """After a step; `step` counts from 0."""
 
-    def on_eval_step_end(self, state: State, data: T, step: int, loss: torch.Tensor, outputs: Any) -> None:  # type: ignore[override]
+    def on_eval_step_end(self, state: State, data: T, step: int, loss: torch.Tensor, outputs: Any) -> None:
         """After an evaluation step; within `fit`, `step` is the number of training steps so far."""
 
     def step_lr_scheduler(self) -> None:
@@ -286,6 +291,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         feed = phase.feed if phase is not None else None
         last = window.open(feed is not None and feed.is_last)
         weight = 0 if feed is not None and feed.is_padding else self.weight(data)
+        if isinstance(weight, torch.Tensor):  # whole numbers in float32 end at 16 million; waiting for a CPU costs nothing
+            weight = float(weight) if weight.device.type == "cpu" else weight.double()
         if window.reference is None:
             window.estimate(weight)
         if self.zero_grad_at_train_step_start and window.count == 1:

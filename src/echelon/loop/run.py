@@ -162,7 +162,7 @@ class _Hooks:
             found: list[Hook] = []
             own = getattr(unit, hook, None) if with_unit else None
             if own is not None and (hook in vars(unit) or getattr(type(unit), hook) is not getattr(base, hook)):
-                found.append(lambda state, _unit, own=own: own(state))
+                found.append(_as_callback(own))
             for callback in callbacks:
                 if hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook):
                     found.append(getattr(callback, hook))
@@ -176,7 +176,11 @@ class _Hooks:
         self.next_end = of("get_next_batch_end", with_unit=False)
         self.step_start = of("step_start", with_unit=False)
         # AutoUnit calls its own, with more arguments, from inside its step.
-        self.step_end = of("step_end", with_unit=not hasattr(unit, "prepared"))
+        self.step_end = of("step_end", with_unit=not unit.reports_own_steps)
+
+
+def _as_callback(own: Callable[[State], None]) -> Hook:
+    return lambda state, unit: own(state)
 
 
 class _Run:
@@ -392,9 +396,10 @@ class _Run:
         if here.max_steps is not None:
             limits.append(here.max_steps - progress.num_steps_completed)
         for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(progress.num_epochs_completed)
-        if isinstance(loader, Loader) and loader.pads and not hasattr(self.unit, "prepared"):
+            set_epoch = getattr(part, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(progress.num_epochs_completed)
+        if isinstance(loader, Loader) and loader.pads and not self.unit.weighs_padding:
             raise UsageError(
                 f"the last global batch ({loader.order.length % loader.global_batch} samples) is too short for "
                 f"{loader.dp[1]} ranks, and only AutoUnit can weigh padding as nothing. Use Loader(..., tail='drop')."

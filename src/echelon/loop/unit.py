@@ -97,7 +97,15 @@ def _kind(value: object) -> str | None:
 
 
 class Unit(AppStateMixin):
-    """What all units share. Not for direct use."""
+    """What all units share. Not for direct use.
+
+    Attributes:
+        reports_own_steps: its steps call `on_*_step_end` themselves, with more than the loop knows.
+        weighs_padding: it counts a batch of padding as nothing.
+    """
+
+    reports_own_steps = False
+    weighs_padding = False
 
     def on_exception(self, state: State, exc: BaseException) -> None:
         """The run ends with this exception. No collective here: the other ranks may not have it."""

@@ -7,6 +7,7 @@ a reduce-scatter of its gradients after the backward (of a window's last micro-b
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -167,11 +168,11 @@ class FSDPStrategy(Strategy):
             "ignored_params": ignored or None,
         }
         sharded = [fully_shard(block, **options) for _, block in self._blocks(module)]
-        root = fully_shard(module, **options)
+        fully_shard(module, **options)
         if self.forward_prefetch:
-            for block, following in zip(sharded, sharded[1:], strict=False):
+            for block, following in itertools.pairwise(sharded):
                 block.set_modules_to_forward_prefetch([following])
-        return FSDPPrepared(root, world)
+        return FSDPPrepared(module, world)
 
     def _blocks(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
         if self.blocks is None:

@@ -87,9 +87,9 @@ class Recipe:
                 f"activation_checkpoint_params chose no submodule of {type(module).__name__}. Give a check_fn that returns "
                 "True for its blocks."
             )
-        options = {"context_fn": params.context_fn} if params.context_fn is not None else {}
+        options: dict[str, Any] = {"context_fn": params.context_fn} if params.context_fn is not None else {}
         for block in chosen:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)  # type: ignore[method-assign]
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
         return module
 
     def compile(self, module: nn.Module) -> nn.Module:
@@ -147,7 +147,8 @@ def prepare_module(
     activation_checkpoint_params: ActivationCheckpointParams | None = None,
 ) -> nn.Module:
     """The module moved to `device` and made parallel, for those who write their own unit."""
-    return parallelize(module, strategy, device, Recipe(activation_checkpoint_params, torch_compile_params)).module
+    prepared: nn.Module = parallelize(module, strategy, device, Recipe(activation_checkpoint_params, torch_compile_params)).module
+    return prepared
 
 
 def prepare_ddp(module: nn.Module, device: torch.device, strategy: DDPStrategy | None = None) -> DistributedDataParallel:
@@ -159,4 +160,5 @@ def prepare_ddp(module: nn.Module, device: torch.device, strategy: DDPStrategy |
 
 def prepare_fsdp(module: nn.Module, device: torch.device, strategy: FSDPStrategy | None = None) -> nn.Module:
     """The module on `device`, sharded in place by `fully_shard`; its parameters are DTensors."""
-    return parallelize(module, strategy or FSDPStrategy(), device).module
+    prepared: nn.Module = parallelize(module, strategy or FSDPStrategy(), device).module
+    return prepared

@@ -56,7 +56,7 @@ def copy_data_to_device(data: T, device: torch.device, *, non_blocking: bool = F
 
 
 def record_stream(data: Any, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that `stream` uses these tensors, however deep they lie, so that it does not reuse their memory early."""
+    """Tell the allocator that `stream` uses these tensors, however deep they lie, so that their memory is not reused early."""
 
     def record(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_cuda:
@@ -73,7 +73,7 @@ def _map(data: Any, fn: Any) -> Any:
         items = {k: _map(v, fn) for k, v in data.items()}
         if type(data) is dict:
             return items
-        copied = getattr(data, "copy", dict)()  # keeps a defaultdict's factory, an OrderedDict's kind
+        copied: Any = getattr(data, "copy", dict)()  # keeps a defaultdict's factory, an OrderedDict's kind
         copied.update(items)
         return copied
     if isinstance(data, tuple) and hasattr(data, "_fields"):
@@ -82,11 +82,11 @@ def _map(data: Any, fn: Any) -> Any:
         return type(data)(_map(v, fn) for v in data)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         # Fields are set on a copy: a constructor may do more than store what it is given.
-        copied = object.__new__(type(data))
-        copied.__dict__.update(data.__dict__)
+        twin: Any = object.__new__(type(data))
+        twin.__dict__.update(data.__dict__)
         for field in dataclasses.fields(data):
-            object.__setattr__(copied, field.name, _map(getattr(data, field.name), fn))
-        return copied
+            object.__setattr__(twin, field.name, _map(getattr(data, field.name), fn))
+        return twin
     if hasattr(data, "to") and callable(data.to):
         return fn(data)
     return data

@@ -152,6 +152,7 @@ class DistributedCheckpointSaver(Callback):
 
 
 def _chosen(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
+    state = unit.app_state()  # first: it builds what is built at first use
     dropped: set[str] = set()
     if not options.restore_modules:
         dropped |= set(unit.tracked_modules())
@@ -162,7 +163,7 @@ def _chosen(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
     for phase in ("train", "eval", "predict"):
         if not getattr(options, f"restore_{phase}_progress"):
             dropped.add(f"{phase}_progress")
-    return {name: value for name, value in unit.app_state().items() if name not in dropped}
+    return {name: value for name, value in state.items() if name not in dropped}
 
 
 class _Fixed:

@@ -1,0 +1,83 @@
+"""Small models, data and units that the tests share, and the reference: plain PyTorch that imports nothing of echelon."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Net(nn.Module):
+    """Two repeated blocks between an input and an output layer, so that block-wise sharding has something to find."""
+
+    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Dropout(dropout)) for _ in range(2)
+        )
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, 4) -> (B, 1)
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+def net(seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any) -> Net:
+    torch.manual_seed(seed)
+    return Net(**options).to(dtype)
+
+
+def batch(rows: int, seed: int, dtype: torch.dtype = torch.float64) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 4, generator=generator, dtype=dtype), torch.randn(rows, 1, generator=generator, dtype=dtype)
+
+
+def plain_training(
+    windows: Sequence[Sequence[Batch]],
+    *,
+    clip: float | None = None,
+    clip_value: float | None = None,
+    optimizer: str = "SGD",
+    lr: float = 0.1,
+    module: nn.Module | None = None,
+) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+    """One process: each window is one optimizer update on the mean over all its rows.
+
+    Returns:
+        parameters by name, losses and gradient norms (before clipping) by update.
+    """
+    module = module or net()
+    kind = getattr(torch.optim, optimizer)
+    opt = kind(module.parameters(), lr=lr, **({"momentum": 0.9} if optimizer == "SGD" else {}))
+    losses, norms = [], []
+    for window in windows:
+        x, y = (torch.cat(parts) for parts in zip(*window, strict=True))
+        loss = nn.functional.mse_loss(module(x), y)
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), clip if clip is not None else float("inf"))))
+        if clip_value is not None:
+            torch.nn.utils.clip_grad_value_(module.parameters(), clip_value)
+        opt.step()
+        opt.zero_grad()
+        losses.append(float(loss.detach()))
+    return {n: p.detach().clone() for n, p in module.named_parameters()}, losses, norms
+
+
+def whole(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's parameters, gathered, under the names that its author gave them. Collective."""
+    return {
+        n.removeprefix("module."): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for n, p in module.named_parameters()
+    }
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys(), f"different parameters: {sorted(a.keys() ^ b.keys())}"
+    return max(float((a[k] - b[k]).abs().max()) for k in a)

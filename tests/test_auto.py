@@ -1,0 +1,388 @@
+"""AutoUnit: precision, schedulers, recompute, compile, random streams, wrapped modules, and its errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import LossError, NonFiniteError, UsageError
+from echelon.parallel import STRATEGIES
+from tests.conftest import Ranks
+from tests.models import batch, largest_difference, net, plain_training, whole
+from tests.units import Regression
+
+PARALLEL = [s for s in STRATEGIES if s != "noop"]
+
+
+def _step_schedule(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def _rate_after(interval: str, size: int = 2) -> float:
+    unit = Regression(lr=1.0, schedule=_step_schedule, step_lr_interval=interval, gradient_accumulation_steps=size)
+    ech.train(unit, [batch(2, i) for i in range(4)], max_epochs=2)
+    return float(unit.optimizer.param_groups[0]["lr"])
+
+
+def test_schedulers_step_per_update_or_per_epoch() -> None:
+    assert _rate_after("step") == 0.5**4  # two epochs of two updates
+    assert _rate_after("epoch") == 0.5**2
+
+
+def test_the_schedule_is_the_same_on_two_ranks(ranks: Ranks) -> None:
+    """Accelerate steps it once per process and step."""
+    assert ranks(2, _rate_after, "step") == [0.5**4] * 2
+
+
+def test_the_epoch_schedule_does_not_depend_on_overridden_hooks() -> None:
+    class Overrides(Regression):
+        def on_train_epoch_end(self, state: ech.State) -> None:
+            pass  # without super()
+
+    unit = Overrides(lr=1.0, schedule=_step_schedule)
+    ech.train(unit, [batch(2, 0)], max_epochs=2)
+    assert float(unit.optimizer.param_groups[0]["lr"]) == 0.25
+
+
+def _small_scaler() -> torch.amp.GradScaler:
+    """The usual 65536 overflows by itself in the first steps of so small a model."""
+    return torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+
+def _train_fp32(strategy: str | None, precision: str, updates: int = 5) -> tuple[dict[str, torch.Tensor], set[torch.dtype], Any]:
+    unit = Regression(module=net(dtype=torch.float32), strategy=strategy, precision=precision, optimizer="AdamW", lr=0.01)
+    if unit.grad_scaler is not None:
+        unit.grad_scaler = _small_scaler()
+    seen: set[torch.dtype] = set()
+    unit.compute = unit.compute_loss
+
+    def compute(state: ech.State, data: Any) -> Any:
+        loss, out = unit.compute(state, data)
+        seen.add(out.dtype)
+        return loss, out
+
+    unit.compute_loss = compute  # type: ignore[method-assign]
+    world = ech.World.current()
+    ech.train(unit, [batch(64, 10 * world.rank + i, torch.float32) for i in range(updates)], max_epochs=1)
+    scale = unit.grad_scaler.get_scale() if unit.grad_scaler is not None else None
+    kinds = {v.dtype for s in unit.optimizer.state.values() for k, v in s.items() if k != "step"}
+    assert kinds == {torch.float32}  # master weights and optimizer state stay float32
+    return whole(unit.module), seen, scale
+
+
+@pytest.mark.parametrize("strategy", PARALLEL)
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_low_precision_computes_low_and_stays_near_float32(ranks: Ranks, strategy: str, precision: str, dtype: torch.dtype) -> None:
+    full = ranks(2, _train_fp32, strategy, "fp32")
+    low = ranks(2, _train_fp32, strategy, precision)
+    assert low[0][1] == {dtype}
+    assert largest_difference(low[0][0], low[1][0]) == 0
+    assert 0 < largest_difference(full[0][0], low[0][0]) < 0.05
+
+
+class Overflows(Regression):
+    """An inf in the gradient of the blocks, on rank 1 only, at the second step."""
+
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        loss, out = super().compute_loss(state, data)
+        if self.train_progress.num_steps_completed == 1 and ech.World.current().rank == 1:
+            loss = loss * 1e30 * 1e30
+        return loss, out
+
+
+def _overflow(strategy: str) -> tuple[dict[str, torch.Tensor], float]:
+    unit = Overflows(module=net(dtype=torch.float32), strategy=strategy, precision="fp16")
+    unit.grad_scaler = _small_scaler()
+    ech.train(unit, [batch(64, i, torch.float32) for i in range(3)], max_epochs=1)
+    assert unit.grad_scaler is not None
+    return whole(unit.module), unit.grad_scaler.get_scale()
+
+
+@pytest.mark.parametrize("strategy", PARALLEL)
+def test_an_overflow_on_one_rank_skips_the_update_on_all(ranks: Ranks, strategy: str) -> None:
+    (first, scale_0), (second, scale_1) = ranks(2, _overflow, strategy)
+    assert scale_0 == scale_1 == 512  # halved once
+    assert largest_difference(first, second) == 0
+    assert all(v.isfinite().all() for v in first.values())
+
+
+def test_recompute_changes_no_gradient_and_no_name() -> None:
+    data = [batch(4, i) for i in range(3)]
+    unit = Regression(activation_checkpoint_params=ech.ActivationCheckpointParams())
+    ech.train(unit, data, max_epochs=1)
+    want, _, _ = plain_training([[b] for b in data])
+    assert largest_difference(whole(unit.module), want) < 1e-12
+
+
+def _recompute_sharded() -> dict[str, torch.Tensor]:
+    unit = Regression(strategy="fsdp", activation_checkpoint_params=ech.ActivationCheckpointParams())
+    ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1)
+    return whole(unit.module)
+
+
+def test_recompute_works_under_sharding(ranks: Ranks) -> None:
+    want, _, _ = plain_training([[batch(4, i)] for i in range(3)])
+    assert largest_difference(ranks(2, _recompute_sharded)[0], want) < 1e-12
+
+
+def test_recompute_really_forgets_activations() -> None:
+    calls = []
+    module = net()
+    module.blocks[0][0].register_forward_hook(lambda *a: calls.append(1))
+    unit = Regression(module=module, activation_checkpoint_params=ech.ActivationCheckpointParams())
+    ech.train(unit, [batch(4, 0)], max_epochs=1)
+    assert len(calls) == 2
+
+
+def test_compile_changes_no_name_and_no_number() -> None:
+    """With dynamo's own "eager" backend: what inductor makes of a graph is torch's business, and takes half a minute."""
+    data = [batch(4, i) for i in range(3)]
+    unit = Regression(torch_compile_params=ech.TorchCompileParams(backend="eager"))
+    ech.train(unit, data, max_epochs=1)
+    want, _, _ = plain_training([[b] for b in data])
+    assert largest_difference(whole(unit.module), want) < 1e-12
+
+
+def _dropout_masks(strategy: str) -> tuple[list[float], list[float]]:
+    ech.seed(5)
+    unit = Regression(module=net(dropout=0.5), strategy=strategy)
+    before = whole(unit.module)["blocks.0.0.weight"].flatten().tolist()
+    masks = []
+    hook = nn.Dropout(0.5)
+    unit.on_train_step_end = lambda *a: masks.append(hook(torch.ones(64)).tolist())  # type: ignore[method-assign]
+    ech.train(unit, [batch(4, 0)], max_epochs=1)
+    return before, masks[0]
+
+
+@pytest.mark.parametrize("strategy", PARALLEL)
+def test_ranks_start_alike_and_drop_differently(ranks: Ranks, strategy: str) -> None:
+    """Accelerate, Lightning and TorchTNT drop the same units on every rank."""
+    (params_0, mask_0), (params_1, mask_1) = ranks(2, _dropout_masks, strategy)
+    assert params_0 == params_1
+    assert mask_0 != mask_1
+    ech.seed(5)
+    alone = _dropout_masks("noop")
+    assert alone == (params_0, mask_0)  # rank 0 draws what one process would
+
+
+def _unequal_start(strategy: str) -> dict[str, torch.Tensor]:
+    module = net(seed=dist.get_rank())
+    return whole(Regression(module=module, strategy=strategy).module)
+
+
+@pytest.mark.parametrize("strategy", PARALLEL)
+def test_models_that_were_seeded_apart_start_from_rank_0s(ranks: Ranks, strategy: str) -> None:
+    want = {n: p.detach() for n, p in net(seed=0).named_parameters()}
+    for got in ranks(2, _unequal_start, strategy):
+        assert largest_difference(got, want) == 0
+
+
+def _wrapped_by_hand(how: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    module: Any = net(dtype=dtype)
+    if how == "ddp":
+        module = nn.parallel.DistributedDataParallel(module)
+    elif how == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        module = FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in module.blocks:
+            fully_shard(block)
+        fully_shard(module)
+    unit = Regression(module=module, gradient_accumulation_steps=2, clip_grad_norm=0.5)
+    ech.train(unit, [batch(4, 10 * dist.get_rank() + i, dtype) for i in range(3)], max_epochs=1)
+    if how == "fsdp1":
+        with FullyShardedDataParallel.summon_full_params(module):
+            return {n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in module.named_parameters()}
+    return whole(module)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp1", "fully_shard"])
+def test_modules_that_users_wrapped_train_just_as_well(ranks: Ranks, how: str) -> None:
+    # The older FSDP computes its norm in float32 and refuses float64.
+    dtype, tolerance = (torch.float32, 1e-6) if how == "fsdp1" else (torch.float64, 1e-9)
+    rows = [[batch(4, 10 * r + i, dtype) for r in range(2)] for i in range(3)]
+    want, _, _ = plain_training([rows[0] + rows[1], rows[2]], clip=0.5, module=net(dtype=dtype))
+    assert largest_difference(ranks(2, _wrapped_by_hand, how, dtype)[0], want) < tolerance
+
+
+def _strategy_on_wrapped() -> str:
+    with pytest.raises(UsageError) as caught:
+        Regression(module=nn.parallel.DistributedDataParallel(net()), strategy="fsdp")
+    return str(caught.value)
+
+
+def test_a_strategy_for_a_wrapped_module_is_refused(ranks: Ranks) -> None:
+    assert "made parallel already" in ranks(2, _strategy_on_wrapped)[0]
+
+
+def test_an_unknown_strategy_names_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="strategy 'ddpp': known are 'noop', 'ddp', 'fsdp'"):
+        Regression(strategy="ddpp")
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda out: out, r"loss of shape \(2, 1\); it must be a scalar"),
+        (lambda out: out.mean().detach(), "loss without a gradient"),
+        (lambda out: 3.0, "loss of type float"),
+    ],
+)
+def test_a_loss_that_cannot_be_differentiated_is_named(loss: Any, message: str) -> None:
+    class Odd(Regression):
+        def compute_loss(self, state: ech.State, data: Any) -> Any:
+            out = self.module(data[0])
+            return loss(out), out
+
+    with pytest.raises(LossError, match=f"Odd.compute_loss returned a {message}"):
+        ech.train(Odd(), [batch(2, 0)], max_epochs=1)
+
+
+def test_a_loss_without_outputs_is_named() -> None:
+    class Single(Regression):
+        def compute_loss(self, state: ech.State, data: Any) -> Any:
+            return self.module(data[0]).mean()
+
+    with pytest.raises(LossError, match=r"returned Tensor; return the pair \(loss, outputs\)"):
+        ech.train(Single(), [batch(2, 0)], max_epochs=1)
+
+
+class NaNOnRank1(Regression):
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        loss, out = super().compute_loss(state, data)
+        if self.train_progress.num_steps_completed == 2 and ech.World.current().rank == 1:
+            loss = loss * float("nan")
+        return loss, out
+
+
+def _nan(strategy: str) -> tuple[str, bool]:
+    unit = NaNOnRank1(strategy=strategy, detect_anomaly=True)
+    with pytest.raises(NonFiniteError) as caught:
+        ech.train(unit, [batch(2, i) for i in range(5)], max_epochs=1)
+    return str(caught.value), all(bool(p.isfinite().all()) for p in whole(unit.module).values())
+
+
+@pytest.mark.parametrize("strategy", PARALLEL)
+def test_a_nan_on_one_rank_is_named_on_all_and_reaches_no_parameter(ranks: Ranks, strategy: str) -> None:
+    for text, finite in ranks(2, _nan, strategy):
+        assert "step 2" in text and "rank 1: nan" in text and "rank 0" not in text
+        assert finite
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps 0"),
+        ({"step_lr_interval": "batch"}, "step_lr_interval 'batch'"),
+        ({"clip_grad_norm": 0.0}, "clip_grad_norm 0.0"),
+        ({"clip_grad_value": -1.0}, "clip_grad_value -1.0"),
+        ({"precision": "fp8"}, "precision 'fp8'"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Regression(**options)
+
+
+def test_accumulation_of_loader_and_unit_must_agree() -> None:
+    data = torch.utils.data.TensorDataset(*batch(16, 0))
+    with pytest.raises(UsageError, match="2 micro-batches a rank, but the unit accumulates 1"):
+        ech.train(Regression(), ech.Loader(data, 8, accumulation=2), max_epochs=1)
+
+
+def test_a_unit_without_training_builds_no_optimizer() -> None:
+    unit = Regression(training=False)
+    assert "optimizer" not in unit.app_state()
+    ech.evaluate(unit, [batch(2, 0)])
+    with pytest.raises(UsageError, match="training=False"):
+        ech.train(unit, [batch(2, 0)], max_epochs=1)
+
+
+def test_the_optimizer_is_built_once_over_the_final_module() -> None:
+    class Counts(Regression):
+        built = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.rate = 0.25  # set after super().__init__(), used when the optimizer is built
+
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+            assert module is self.module
+            self.built += 1
+            return torch.optim.SGD(module.parameters(), lr=self.rate), None
+
+    unit = Counts()
+    assert unit.optimizer.param_groups[0]["lr"] == 0.25
+    ech.train(unit, [batch(2, 0)], max_epochs=1)
+    assert unit.built == 1
+
+
+def test_a_scheduler_alone_is_not_taken_for_the_pair() -> None:
+    class Forgets(Regression):
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+            return torch.optim.SGD(module.parameters(), lr=0.1)
+
+    with pytest.raises(UsageError, match="return the pair"):
+        Forgets().configure()
+
+
+def test_gradients_stay_for_hooks_when_they_are_cleared_at_the_start() -> None:
+    unit = Regression(zero_grad_at_train_step_start=True)
+    ech.train(unit, [batch(2, 0)], max_epochs=1)
+    assert all(p.grad is not None for p in unit.module.parameters())
+    other = Regression()
+    ech.train(other, [batch(2, 0)], max_epochs=1)
+    assert all(p.grad is None for p in other.module.parameters())
+
+
+def test_steps_are_counted_for_the_hook_as_torchtnt_does() -> None:
+    unit = Regression()
+    ech.train(unit, [batch(2, i) for i in range(3)], max_epochs=1)
+    assert unit.steps == [0, 1, 2]
+
+
+def _mean_of_metrics() -> tuple[float, float]:
+    mean, constant = ech.Mean(), ech.Mean()
+    for i in range(3 - dist.get_rank()):
+        mean.update(torch.tensor(100.0 if i == 0 and dist.get_rank() == 0 else 0.0))
+        constant.update(1.0, weight=7)
+    return mean.compute(), constant.compute()
+
+
+def test_metrics_are_sums_over_counts_not_means_of_means(ranks: Ranks) -> None:
+    """Lightning reports 1.25 for the constant and 33.3 for the mean."""
+    assert ranks(2, _mean_of_metrics) == [(20.0, 1.0)] * 2
+
+
+def test_auto_predict_unit_moves_and_predicts() -> None:
+    outputs = []
+
+    class Predicts(ech.AutoPredictUnit[torch.Tensor]):
+        def on_predict_step_end(self, state: ech.State, data: Any, step: int, out: Any) -> None:
+            outputs.append((step, tuple(out.shape)))
+
+    ech.predict(Predicts(module=net(), device=torch.device("cpu")), [batch(3, 0)[0], batch(2, 1)[0]])
+    assert outputs == [(0, (3, 1)), (1, (2, 1))]
+
+
+def test_rows_are_found_in_any_structure() -> None:
+    from dataclasses import dataclass
+
+    from echelon.loop.auto import rows
+
+    @dataclass
+    class Sample:
+        name: str
+        x: torch.Tensor
+
+    x = torch.zeros(5, 2)
+    assert [rows(b) for b in (x, (x, 1), {"a": [x]}, Sample("s", x), "text", torch.tensor(1.0))] == [5, 5, 5, 5, 1, 1]
+

@@ -1,0 +1,236 @@
+"""Rules of truth 1 and 2 in the loader: the samples of a global batch depend on nothing but (seed, epoch, k)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from echelon.data.loader import Padding, share
+from echelon.data.order import Order
+from echelon.data.prefetch import Feed
+from echelon.data.text import ByteText, split_files
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    """Sample i is the number i."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _batches(loader: ech.Loader) -> list[list[int]]:
+    """Each micro-batch as a list of samples; padding is an empty one."""
+    return [[] if isinstance(b, Padding) else b.tolist() for b in loader]
+
+
+def _global_batches(length: int, size: int, ranks: int, accumulation: int, epoch: int = 0, **options: Any) -> list[list[int]]:
+    """The global batches as sets of samples, put together from what every rank sees."""
+    per_rank = []
+    for rank in range(ranks):
+        loader = ech.Loader(Numbers(length), size, accumulation=accumulation, dp_rank=rank, dp_size=ranks, **options)
+        loader.set_epoch(epoch)
+        per_rank.append(_batches(loader))
+    micro = [sum((per_rank[r][m] for r in range(ranks)), []) for m in range(len(per_rank[0]))]
+    return [sorted(sum(micro[k : k + accumulation], [])) for k in range(0, len(micro), accumulation)]
+
+
+@given(length=st.integers(1, 3000), seed=st.integers(0, 2**64), epoch=st.integers(0, 100))
+def test_the_order_is_a_permutation(length: int, seed: int, epoch: int) -> None:
+    assert sorted(Order(length, seed).indices(epoch, 0, length).tolist()) == list(range(length))
+
+
+@given(length=st.integers(1, 2**62), seed=st.integers(0, 2**40), data=st.data())
+def test_any_part_of_a_huge_order_is_the_same_alone_and_in_company(length: int, seed: int, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, length - 1))
+    stop = data.draw(st.integers(start, min(length, start + 50)))
+    order = Order(length, seed)
+    together = order.indices(3, start, stop)
+    assert ((together >= 0) & (together < length)).all()
+    assert len(set(together.tolist())) == stop - start
+    assert [order.indices(3, p, p + 1).item() for p in range(start, stop)] == together.tolist()
+
+
+def test_orders_of_other_seeds_and_epochs_have_little_in_common() -> None:
+    base = Order(10_000, 1).indices(0, 0, 10_000)
+    for other in (Order(10_000, 2).indices(0, 0, 10_000), Order(10_000, 1).indices(1, 0, 10_000)):
+        assert np.mean(base == other) < 0.002  # one in ten thousand is chance
+
+
+def test_neighbours_are_scattered_evenly() -> None:
+    """Chi-squared over a hundred bins of the first thousand positions; 99.9% of fair shuffles stay below 149."""
+    counts = np.bincount(Order(100_000, 7).indices(0, 0, 1000) // 1000, minlength=100)
+    assert ((counts - 10) ** 2 / 10).sum() < 149
+
+
+@given(samples=st.integers(0, 1000), parts=st.integers(1, 50))
+def test_shares_are_disjoint_whole_and_nearly_equal(samples: int, parts: int) -> None:
+    shares = [share(samples, p, parts) for p in range(parts)]
+    assert [start for start, _ in shares[1:]] == [stop for _, stop in shares[:-1]]
+    assert shares[0][0] == 0 and shares[-1][1] == samples
+    sizes = [stop - start for start, stop in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(length=st.integers(24, 300), epoch=st.integers(0, 3), seed=st.integers(0, 50), tail=st.sampled_from(["keep", "drop"]))
+def test_global_batches_do_not_depend_on_ranks_or_accumulation(length: int, epoch: int, seed: int, tail: str) -> None:
+    want = _global_batches(length, 24, 1, 1, epoch, seed=seed, tail=tail)
+    for ranks, accumulation in ((2, 1), (1, 2), (4, 3), (3, 2)):
+        assert _global_batches(length, 24, ranks, accumulation, epoch, seed=seed, tail=tail) == want
+
+
+@given(length=st.integers(24, 300))
+def test_every_sample_is_seen_exactly_once_an_epoch(length: int) -> None:
+    assert sorted(sum(_global_batches(length, 24, 4, 2), [])) == list(range(length))
+
+
+def test_dropping_the_tail_drops_only_the_tail() -> None:
+    assert len(_global_batches(50, 24, 2, 1, tail="drop")) == 2
+    assert len(_global_batches(50, 24, 2, 1, tail="keep")) == 3
+
+
+def test_a_rank_without_a_sample_gets_padding_and_equal_length() -> None:
+    loaders = [ech.Loader(Numbers(9), 8, dp_rank=r, dp_size=4) for r in range(4)]
+    batches = [list(loader) for loader in loaders]
+    assert [len(b) for b in batches] == [2] * 4
+    assert [isinstance(b[-1], Padding) for b in batches] == [False, True, True, True]
+    assert all(loader.pads for loader in loaders)
+
+
+def test_workers_load_the_same_batches() -> None:
+    alone = ech.Loader(Numbers(40), 8, seed=3)
+    workers = ech.Loader(Numbers(40), 8, seed=3, num_workers=2)
+    assert _batches(alone) == _batches(workers)
+
+
+def test_loading_draws_nothing_from_the_global_random_stream() -> None:
+    before = torch.get_rng_state()
+    list(ech.Loader(Numbers(40), 8))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@given(at=st.integers(0, 10), epoch=st.integers(0, 3))
+def test_a_restored_loader_goes_on_where_the_saved_one_stood(at: int, epoch: int) -> None:
+    loader = ech.Loader(Numbers(83), 8, dp_rank=0, dp_size=1)
+    loader.set_epoch(epoch)
+    want = _batches(loader)
+    loader.set_epoch(epoch + 1)
+    loader.set_epoch(epoch)
+    iterator = iter(loader)
+    for _ in range(at):
+        next(iterator)
+    fresh = ech.Loader(Numbers(83), 8, dp_rank=0, dp_size=1)
+    fresh.load_state_dict(loader.state_dict())
+    fresh.set_epoch(epoch)  # as the loop does
+    assert _batches(fresh) == want[at:]
+
+
+def test_a_loader_resumes_under_other_ranks_and_accumulation() -> None:
+    whole = _global_batches(96, 24, 1, 1)
+    loader = ech.Loader(Numbers(96), 24, accumulation=2, dp_rank=0, dp_size=2)
+    iterator = iter(loader)
+    for _ in range(4):  # two global batches
+        next(iterator)
+    rest = []
+    for rank in range(3):
+        other = ech.Loader(Numbers(96), 24, accumulation=4, dp_rank=rank, dp_size=3)
+        other.load_state_dict(loader.state_dict())
+        rest.append(_batches(other))
+    seen = sorted(sum((sum(r, []) for r in rest), []))
+    assert seen == sorted(sum(whole[2:], []))
+
+
+def test_resuming_with_other_data_names_what_changed() -> None:
+    state = ech.Loader(Numbers(40), 8, seed=1).state_dict()
+    with pytest.raises(UsageError, match="samples was 40, is 41; seed was 1, is 2; global_batch was 8, is 4"):
+        ech.Loader(Numbers(41), 4, seed=2).load_state_dict(state)
+
+
+def test_a_global_batch_that_ranks_cannot_divide_names_those_that_can() -> None:
+    loader = ech.Loader(Numbers(100), 10, accumulation=2, dp_rank=0, dp_size=4)
+    with pytest.raises(UsageError, match=r"global_batch 10 cannot be divided by 4 ranks x accumulation 2 = 8.*8 or 16"):
+        len(loader.dp)
+
+
+def test_a_dataset_smaller_than_a_global_batch_is_refused() -> None:
+    with pytest.raises(UsageError, match="7 samples, fewer than one global batch of 8"):
+        ech.Loader(Numbers(7), 8)
+    assert _batches(ech.Loader(Numbers(7), 8, shuffle=False)) == [[0, 1, 2, 3, 4, 5, 6]]  # an evaluation set may be small
+
+
+def test_an_iterable_dataset_is_refused_by_name() -> None:
+    class Endless(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+    with pytest.raises(UsageError, match="Endless has no length"):
+        ech.Loader(Endless(), 8)
+
+
+def test_the_feed_knows_the_last_batch_with_and_without_a_length() -> None:
+    for loader in ([1, 2, 3], iter([1, 2, 3])):
+        feed = Feed(loader)
+        assert [(b, feed.is_last) for b in feed] == [(1, False), (2, False), (3, True)]
+
+
+def test_the_feed_stops_at_its_limit_without_reading_on() -> None:
+    source = iter(range(10))
+    feed = Feed(source, limit=3)
+    assert [(b, feed.is_last) for b in feed] == [(0, False), (1, False), (2, True)]
+    assert next(source) == 3
+
+
+def test_the_feed_reports_the_position_of_what_was_used() -> None:
+    loader = ech.Loader(Numbers(40), 8)
+    feed = Feed(loader)
+    next(feed)
+    next(feed)
+    state = feed.loader_state()
+    assert state is not None and state["position"] == 2
+
+
+def test_a_loader_with_a_wrong_length_is_named() -> None:
+    class Liar(list[int]):
+        def __len__(self) -> int:
+            return 5
+
+    with pytest.raises(ech.EchelonError, match="length 5 but gave only 2"):
+        list(Feed(Liar([1, 2])))
+
+
+def test_byte_windows_hold_each_byte_and_its_successor(tmp_path: Any) -> None:
+    (tmp_path / "a.txt").write_bytes(bytes(range(10)))
+    text = ByteText([tmp_path / "a.txt"], context=4)
+    assert len(text) == 2
+    inputs, targets = text[1]
+    assert inputs.tolist() == [4, 5, 6, 7] and targets.tolist() == [5, 6, 7, 8]
+
+
+def test_files_are_split_the_same_way_whatever_else_is_there(tmp_path: Any) -> None:
+    for i in range(40):
+        (tmp_path / f"{i}.py").write_text("x = 1\n")
+    train, held_out = split_files(tmp_path, held_out=0.1)
+    assert len(held_out) == 4 and not set(train) & set(held_out) and len(train) == 36
+    assert split_files(tmp_path, held_out=0.1) == (train, held_out)
+
+
+def test_text_that_is_missing_or_too_little_is_named(tmp_path: Any) -> None:
+    with pytest.raises(UsageError, match="is no folder"):
+        split_files(tmp_path / "absent")
+    with pytest.raises(UsageError, match="holds 0 files"):
+        split_files(tmp_path)
+    (tmp_path / "a.txt").write_text("ab")
+    with pytest.raises(UsageError, match="no window of 9 bytes"):
+        ByteText([tmp_path / "a.txt"], context=8)

@@ -1,0 +1,360 @@
+"""The loops: order of hooks, limits, stops, what ranks agree on, and the defects of TorchTNT that must not be here."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import RanksDisagreeError, UnitError, UsageError
+from echelon.loop.unit import Stateful
+from tests.conftest import Ranks
+from tests.models import batch, net
+from tests.units import Regression
+
+
+class Plain(ech.TrainUnit[int], ech.EvalUnit[int], ech.PredictUnit[int], ech.TestUnit[int]):
+    """Writes down what it was given."""
+
+    def __init__(self, log: list[str] | None = None) -> None:
+        super().__init__()
+        self.log = [] if log is None else log
+        self.seen: list[int] = []
+
+    def train_step(self, state: ech.State, data: int) -> int:
+        self.log.append("unit.train_step")
+        self.seen.append(data)
+        return data
+
+    def eval_step(self, state: ech.State, data: int) -> None:
+        self.log.append("unit.eval_step")
+        assert not torch.is_grad_enabled()
+
+    def predict_step(self, state: ech.State, data: int) -> int:
+        assert torch.is_inference_mode_enabled()
+        self.seen.append(data)
+        return data
+
+    def test_step(self, state: ech.State, data: int) -> None:
+        self.seen.append(data)
+
+
+def _recording(log: list[str], who: str, base: type) -> Any:
+    """An object with every hook of `base` overridden by one that writes its name down."""
+    hooks = {
+        name: (lambda n: lambda self, *a: log.append(f"{who}.{n}"))(name)
+        for name in dir(base)
+        if name.startswith("on_") and name != "on_exception"
+    }
+    return type(f"Recording{base.__name__}", (base,), hooks)
+
+
+def test_hooks_run_in_torchtnts_order() -> None:
+    log: list[str] = []
+    unit = _recording(log, "unit", Plain)(log)
+    unit.__class__.on_train_step_end = Plain.on_train_step_end  # TorchTNT's TrainUnit has none
+    ech.train(unit, [1, 2], max_epochs=1, callbacks=[_recording(log, "cb", ech.Callback)()])
+    step = ["cb.get_next_batch_start", "cb.get_next_batch_end", "cb.step_start", "unit.train_step", "cb.step_end"]
+    want = ["unit.start", "cb.start", "unit.epoch_start", "cb.epoch_start"]
+    want += ["cb.dataloader_iter_creation_start", "cb.dataloader_iter_creation_end", *step, *step, "cb.get_next_batch_start"]
+    want += ["unit.epoch_end", "cb.epoch_end", "unit.end", "cb.end"]
+    assert [entry.replace("on_train_", "") for entry in log] == want
+
+
+def test_fit_evaluates_inside_the_epoch_after_the_step() -> None:
+    log: list[str] = []
+    unit = Plain(log)
+    ech.fit(unit, [1, 2, 3, 4], [1], max_epochs=1, evaluate_every_n_steps=2, evaluate_every_n_epochs=None)
+    assert log == ["unit.train_step"] * 2 + ["unit.eval_step"] + ["unit.train_step"] * 2 + ["unit.eval_step"]
+
+
+def test_an_epochs_last_step_is_evaluated_once_though_both_intervals_end() -> None:
+    log: list[str] = []
+    ech.fit(Plain(log), [1, 2], [1], max_epochs=1, evaluate_every_n_steps=2, evaluate_every_n_epochs=1)
+    assert log.count("unit.eval_step") == 1
+
+
+@pytest.mark.parametrize("limit", [2, 3, 5])
+def test_every_epoch_runs_as_many_steps_as_allowed(limit: int) -> None:
+    """TorchTNT with prefetch runs every other epoch empty when the limit is the loader's length."""
+    for unit in (Plain(), Regression(enable_prefetch=True)):
+        data = [1, 2, 3] if isinstance(unit, Plain) else [batch(2, i) for i in range(3)]
+        ech.train(unit, data, max_epochs=3, max_steps_per_epoch=limit)
+        assert unit.train_progress.num_steps_completed == 3 * min(limit, 3)
+
+
+def test_no_batch_of_one_epoch_leaks_into_the_next() -> None:
+    unit = Plain()
+    ech.train(unit, [0, 1, 2], max_epochs=3, max_steps_per_epoch=2)
+    assert unit.seen == [0, 1, 0, 1, 0, 1]
+
+
+def test_max_steps_in_mid_epoch_does_not_count_the_epoch() -> None:
+    log: list[str] = []
+    unit = Plain()
+    ech.train(unit, [0, 1, 2], max_steps=4, callbacks=[_recording(log, "cb", ech.Callback)()])
+    assert unit.train_progress.num_epochs_completed == 1
+    assert unit.train_progress.num_steps_completed_in_epoch == 1
+    assert log.count("cb.on_train_epoch_end") == 1 and log[-1] == "cb.on_train_end"
+
+
+def test_max_steps_at_the_end_of_an_epoch_counts_it() -> None:
+    unit = Plain()
+    ech.train(unit, [0, 1, 2], max_steps=6)
+    assert unit.train_progress.num_epochs_completed == 2
+
+
+class StopAfter(ech.Callback):
+    def __init__(self, step: int, rank: int = 0) -> None:
+        self.step, self.rank = step, rank
+
+    def on_train_step_end(self, state: ech.State, unit: Any) -> None:
+        if unit.train_progress.num_steps_completed == self.step and ech.World.current().rank == self.rank:
+            state.stop()
+
+
+def test_a_stop_ends_after_the_step_and_runs_no_evaluation() -> None:
+    log: list[str] = []
+    unit = Plain(log)
+    ech.fit(unit, [1, 2, 3, 4], [1], max_epochs=5, callbacks=[StopAfter(2)])
+    assert log == ["unit.train_step"] * 2
+    assert unit.train_progress.num_epochs_completed == 0
+
+
+def _stop_on_one_rank(kind: str) -> tuple[int, int]:
+    unit = Plain() if kind == "plain" else Regression(strategy="ddp", gradient_accumulation_steps=2)
+    data = list(range(10)) if kind == "plain" else [batch(2, i) for i in range(10)]
+    ech.train(unit, data, max_epochs=1, callbacks=[StopAfter(3, rank=1)])
+    return unit.train_progress.num_steps_completed, torch.distributed.get_rank()
+
+
+def test_a_stop_of_one_rank_stops_all_after_the_same_step(ranks: Ranks) -> None:
+    assert ranks(2, _stop_on_one_rank, "plain") == [(3, 0), (3, 1)]
+
+
+def test_a_stop_finishes_the_update_under_way(ranks: Ranks) -> None:
+    assert ranks(2, _stop_on_one_rank, "auto") == [(4, 0), (4, 1)]
+
+
+class StopsInLoss(Regression):
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        if self.train_progress.num_steps_completed == 2 and ech.World.current().rank == 1:
+            state.stop()
+        return super().compute_loss(state, data)
+
+
+StopsInLoss.on_train_step_end = ech.AutoUnit.on_train_step_end  # type: ignore[method-assign]  # so that nothing can stop after the step
+
+
+def _stop_in_loss() -> int:
+    unit = StopsInLoss(strategy="ddp")
+    ech.train(unit, [batch(2, i) for i in range(10)], max_epochs=1)
+    return unit.train_progress.num_steps_completed
+
+
+def test_a_stop_inside_a_step_travels_with_the_windows_own_message(ranks: Ranks) -> None:
+    assert ranks(2, _stop_in_loss) == [3, 3]
+
+
+def _other_lengths(kind: str) -> str:
+    rank = ech.World.current().rank
+    data: Any = [batch(2, i) for i in range(3 - rank)]
+    if kind == "unsized":
+        data = iter(data)
+    unit = Regression(strategy="fsdp" if kind == "evaluate" else "ddp")
+    with pytest.raises(RanksDisagreeError) as caught:
+        if kind == "evaluate":
+            ech.evaluate(unit, data)
+        else:
+            ech.train(unit, data, max_epochs=1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["sized", "unsized", "evaluate"])
+def test_ranks_with_other_numbers_of_batches_are_named_not_hung(ranks: Ranks, kind: str) -> None:
+    for text in ranks(2, _other_lengths, kind, timeout_s=20):
+        assert "rank 0" in text and "rank 1" in text
+        assert ("3" in text and "2" in text) or kind == "unsized"
+
+
+def _uneven_prediction() -> int:
+    unit = Plain()
+    ech.predict(unit, list(range(3 - ech.World.current().rank)))
+    return len(unit.seen)
+
+
+def test_predictions_without_collectives_may_differ_in_number(ranks: Ranks) -> None:
+    assert ranks(2, _uneven_prediction) == [3, 2]
+
+
+def test_predict_runs_as_often_as_it_is_called() -> None:
+    unit = Plain()
+    for _ in range(2):
+        ech.predict(unit, [1, 2])
+    assert unit.seen == [1, 2, 1, 2]
+
+
+def test_test_is_a_phase_of_its_own() -> None:
+    unit = Plain()
+    ech.test(unit, [1, 2])
+    assert unit.seen == [1, 2] and unit.test_progress.num_epochs_completed == 1
+
+
+class FetchesItself(ech.TrainUnit[Iterator[int]]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs: list[tuple[int, int]] = []
+
+    def train_step(self, state: ech.State, data: Iterator[int]) -> None:
+        self.pairs.append((next(data), next(data)))
+
+
+def test_a_step_that_takes_the_iterator_fetches_its_own_batches() -> None:
+    unit = FetchesItself()
+    ech.train(unit, [1, 2, 3, 4], max_epochs=1)
+    assert unit.pairs == [(1, 2), (3, 4)] and unit.train_progress.num_steps_completed == 2
+
+
+def test_a_unit_can_fetch_its_batches_otherwise() -> None:
+    class Doubles(Plain):
+        def get_next_train_batch(self, state: ech.State, data_iter: Iterator[int]) -> int:
+            return 2 * next(data_iter)
+
+    unit = Doubles()
+    ech.train(unit, [1, 2], max_epochs=1)
+    assert unit.seen == [2, 4]
+
+
+class Breaks(Plain):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.module, self.error, self.told = nn.Dropout(), error, None
+
+    def train_step(self, state: ech.State, data: int) -> int:
+        raise self.error
+
+    def on_exception(self, state: ech.State, exc: BaseException) -> None:
+        self.told = exc
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(3)])
+def test_whatever_ends_a_run_is_told_and_leaves_modules_in_their_mode(error: BaseException) -> None:
+    unit = Breaks(error)
+    unit.module.eval()
+    told = []
+    callback = ech.Callback()
+    callback.on_exception = lambda state, u, exc: told.append(exc)  # type: ignore[method-assign]
+    with pytest.raises(type(error)):
+        ech.train(unit, [1], max_epochs=1, callbacks=[callback])
+    assert unit.told is error and told == [error]
+    assert not unit.module.training
+
+
+def test_modes_are_restored_module_by_module() -> None:
+    unit = Regression()
+    unit.module.train()
+    unit.module.first.eval()
+    ech.evaluate(unit, [batch(2, 0)])
+    assert unit.module.training and not unit.module.first.training
+
+
+def test_sampler_epochs_are_set() -> None:
+    class Sampled(list[int]):
+        def __init__(self) -> None:
+            super().__init__([1, 2])
+            self.epochs: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    data = Sampled()
+    ech.train(Plain(), data, max_epochs=3)
+    assert data.epochs == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ech.train(Plain(), [1], max_epochs=-1), "max_epochs: -1"),
+        (lambda: ech.train(Plain(), [1], max_steps=1.5), "max_steps: 1.5"),  # type: ignore[arg-type]
+        (lambda: ech.fit(Plain(), [1], [1], max_epochs=1, evaluate_every_n_steps=0), "evaluate_every_n_steps: 0"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(call: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        call()
+
+
+def test_a_unit_without_the_step_of_its_entry_point_is_named() -> None:
+    class OnlyTrains(ech.TrainUnit[int]):
+        def train_step(self, state: ech.State, data: int) -> None: ...
+
+    with pytest.raises(UnitError, match=r"evaluate\(\) needs eval_step, but OnlyTrains is no EvalUnit"):
+        ech.evaluate(OnlyTrains(), [1])  # type: ignore[arg-type]
+    with pytest.raises(UnitError, match=r"fit\(\) needs eval_step, but OnlyTrains"):
+        ech.fit(OnlyTrains(), [1], [1], max_epochs=1)
+    with pytest.raises(TypeError, match="train_step"):
+        type("Nothing", (ech.TrainUnit,), {})()
+
+
+def test_a_unit_that_forgets_super_init_is_told_so() -> None:
+    class Forgets(ech.TrainUnit[int]):
+        def __init__(self) -> None:
+            pass
+
+        def train_step(self, state: ech.State, data: int) -> None: ...
+
+    with pytest.raises(UnitError, match=r"Forgets has no train_progress: call super\(\).__init__\(\)"):
+        ech.train(Forgets(), [1], max_epochs=1)
+
+
+def test_what_a_unit_holds_is_its_state_sorted_by_kind() -> None:
+    class Counter:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    unit = Plain()
+    unit.net = net()
+    unit.opt = torch.optim.SGD(unit.net.parameters(), lr=0.1)
+    unit.sched = torch.optim.lr_scheduler.StepLR(unit.opt, 1)
+    unit.counter, unit.mean, unit.kind = Counter(), ech.Mean(), Counter
+    assert set(unit.tracked_modules()) == {"net"} and set(unit.tracked_optimizers()) == {"opt"}
+    assert set(unit.tracked_lr_schedulers()) == {"sched"} and set(unit.tracked_metrics()) == {"mean"}
+    assert set(unit.tracked_misc_statefuls()) == {"counter"}  # not the class
+    assert isinstance(unit.counter, Stateful)
+    unit.net = None  # type: ignore[assignment]
+    assert "net" not in unit.app_state()
+
+
+def test_iteration_times_are_kept_and_bounded() -> None:
+    class Looks(ech.Callback):
+        def on_train_end(self, state: ech.State, unit: Any) -> None:
+            assert state.train_state is not None
+            self.durations = state.train_state.iteration_timer.recorded_durations
+
+    looks = Looks()
+    ech.train(Plain(), [1, 2, 3], max_epochs=1, callbacks=[looks])
+    assert len(looks.durations["train_iteration_time"]) == 3 == len(looks.durations["data_wait_time"])
+
+
+def test_a_run_leaves_no_reference_cycle_with_the_model() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        import weakref
+
+        unit = Regression()
+        module = weakref.ref(unit.module)
+        ech.train(unit, [batch(2, 0)], max_epochs=1)
+        del unit
+        gc.collect()
+        assert module() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,154 @@
+"""Rule of truth 2: the gradient of an update is the mean over the samples of its global batch. For every strategy.
+
+The reference is plain PyTorch with SGD and momentum in float64, and gradient norms are compared as well: Adam and clipping
+hide a wrong scale.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import echelon as ech
+from echelon.parallel import STRATEGIES
+from tests.conftest import Ranks
+from tests.models import batch, largest_difference, plain_training, whole
+from tests.units import Regression
+
+# Rows of each micro-batch: [window][micro-batch][rank]. A window shorter than the accumulation can only be the last.
+SHAPES = {
+    "equal": [[[4, 4], [4, 4]], [[4, 4], [4, 4]]],
+    "short last window": [[[4, 4], [4, 4]], [[4, 4]]],
+    "uneven micro-batches": [[[4, 4], [1, 1]], [[6, 6], [3, 3]]],
+    "ranks with other counts": [[[4, 1], [2, 5]], [[7, 1], [1, 3]]],
+    "all at once": [[[4, 2], [3, 5]], [[6, 6], [1, 2]], [[2, 7]]],
+}
+
+
+def _windows(shape: list[list[list[int]]], ranks: int) -> list[list[list[Any]]]:
+    """Batches by window, micro-batch and rank; other numbers of ranks than two repeat the rows given."""
+    seed = iter(range(1000))
+    return [[[batch(micro[r % 2], next(seed)) for r in range(ranks)] for micro in window] for window in shape]
+
+
+def _train(strategy: str, shape: list[list[list[int]]], **options: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+    world = ech.World.current()
+    windows = _windows(shape, world.size)
+    mine = [micro[world.rank] for window in windows for micro in window]
+    unit = Regression(strategy=strategy, gradient_accumulation_steps=2, **options)
+    ech.train(unit, mine, max_epochs=1)
+    return whole(unit.module), unit.norms
+
+
+def _reference(shape: list[list[list[int]]], ranks: int, **options: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+    windows = _windows(shape, ranks)
+    parameters, _, norms = plain_training([[b for micro in window for b in micro] for window in windows], **options)
+    return parameters, norms
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "noop"])
+def test_two_ranks_equal_one_process(ranks: Ranks, strategy: str, shape: list[list[list[int]]]) -> None:
+    for ours, norms in ranks(2, _train, strategy, shape, clip_grad_norm=float("inf")):
+        want, want_norms = _reference(shape, 2)
+        assert norms == pytest.approx(want_norms, rel=1e-12)
+        assert largest_difference(ours, want) < 1e-12
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "noop"])
+def test_four_ranks_equal_one_process(ranks: Ranks, strategy: str) -> None:
+    shape = SHAPES["all at once"]
+    for ours, norms in ranks(4, _train, strategy, shape, clip_grad_norm=float("inf")):
+        want, want_norms = _reference(shape, 4)
+        assert norms == pytest.approx(want_norms, rel=1e-12)
+        assert largest_difference(ours, want) < 1e-12
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_one_process_equals_plain_pytorch(shape: list[list[list[int]]]) -> None:
+    ours, norms = _train("noop", shape, clip_grad_norm=float("inf"))
+    want, want_norms = _reference(shape, 1)
+    assert norms == pytest.approx(want_norms, rel=1e-12)
+    assert largest_difference(ours, want) < 1e-12
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "noop"])
+@pytest.mark.parametrize("options", [{"clip_grad_norm": 0.3}, {"clip_grad_value": 0.02}, {"clip_grad_norm": 0.5, "clip_grad_value": 0.05}])
+def test_clipping_is_global(ranks: Ranks, strategy: str, options: dict[str, float]) -> None:
+    shape = SHAPES["all at once"]
+    want, want_norms = _reference(shape, 2, clip=options.get("clip_grad_norm"), clip_value=options.get("clip_grad_value"))
+    for ours, norms in ranks(2, _train, strategy, shape, **options):
+        if "clip_grad_norm" in options:
+            assert norms == pytest.approx(want_norms, rel=1e-12)
+        assert largest_difference(ours, want) < 1e-9  # torch divides by norm + 1e-6
+
+
+class _Tokens(Regression):
+    """Weighs by the number of targets that count, on the device, as a language model with padding does."""
+
+    def weight(self, data: Any) -> torch.Tensor:
+        return (data[1] > 0).sum()
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = data
+        out = self.module(x)
+        counts = y > 0
+        return ((out - y).square() * counts).sum() / counts.sum(), out
+
+
+def _train_tokens(strategy: str, shape: list[list[list[int]]]) -> dict[str, torch.Tensor]:
+    world = ech.World.current()
+    windows = _windows(shape, world.size)
+    unit = _Tokens(strategy=strategy, gradient_accumulation_steps=2)
+    ech.train(unit, [micro[world.rank] for window in windows for micro in window], max_epochs=1)
+    return whole(unit.module)
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "noop"])
+def test_a_unit_can_weigh_by_tokens(ranks: Ranks, strategy: str) -> None:
+    from tests.models import net
+
+    shape = [[[6, 5], [7, 9]], [[8, 4]]]
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for window in _windows(shape, 2):
+        x, y = (torch.cat(parts) for parts in zip(*[b for micro in window for b in micro], strict=True))
+        counts = y > 0
+        ((((module(x) - y).square() * counts).sum()) / counts.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    want = {n: p.detach() for n, p in module.named_parameters()}
+    for ours in ranks(2, _train_tokens, strategy, shape):
+        assert largest_difference(ours, want) < 1e-12
+
+
+def _weightless(strategy: str) -> str:
+    unit = Regression(strategy=strategy)
+    unit.weight = lambda data: 0  # type: ignore[method-assign]
+    with pytest.raises(ech.EchelonError) as caught:
+        ech.train(unit, [batch(2, 0)], max_epochs=1)
+    return str(caught.value)
+
+
+def test_a_global_batch_without_weight_is_an_error_on_all_ranks(ranks: Ranks) -> None:
+    assert all("weighs 0" in text for text in ranks(2, _weightless, "ddp"))
+
+
+def _losses(strategy: str, rows: list[int]) -> tuple[float, float]:
+    world = ech.World.current()
+    unit = Regression(strategy=strategy)
+    # Ranks evaluate other numbers of batches of other sizes; fsdp's ranks take equally many.
+    mine = [batch(n, 10 * world.rank + i) for i, n in enumerate(rows if world.rank == 0 or strategy == "fsdp" else rows[:1])]
+    ech.evaluate(unit, mine)
+    total = sum(float(((unit.module(x) - y) ** 2).sum().detach()) for x, y in mine)
+    return unit.eval_loss, total
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_evaluation_loss_is_the_mean_over_all_samples(ranks: Ranks, strategy: str) -> None:
+    rows = [5, 3, 1]
+    (loss_0, total_0), (loss_1, total_1) = ranks(2, _losses, strategy, rows)
+    samples = sum(rows) + (sum(rows) if strategy == "fsdp" else rows[0])
+    assert loss_0 == loss_1 == pytest.approx((total_0 + total_1) / samples, rel=1e-12)

@@ -1,0 +1,38 @@
+"""Units over the shared model, with what they saw written down."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import echelon as ech
+from tests.models import Batch, net
+
+
+class Regression(ech.AutoUnit[Batch]):
+    """Least squares with SGD; remembers the loss and the norm of each update."""
+
+    def __init__(self, *, lr: float = 0.1, optimizer: str = "SGD", schedule: Any = None, **options: Any) -> None:
+        options.setdefault("module", net())
+        options.setdefault("device", torch.device("cpu"))
+        super().__init__(**options)
+        self.lr, self.kind, self.schedule = lr, optimizer, schedule
+        self.norms: list[float] = []
+        self.steps: list[int] = []
+
+    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = data
+        out = self.module(x)
+        return nn.functional.mse_loss(out, y), out
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        kind = getattr(torch.optim, self.kind)
+        optimizer = kind(module.parameters(), lr=self.lr, **({"momentum": 0.9} if self.kind == "SGD" else {}))
+        return optimizer, (self.schedule(optimizer) if self.schedule else None)
+
+    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.TrainStepResults) -> None:
+        self.steps.append(step)
+        if results.total_grad_norm is not None:
+            self.norms.append(float(results.total_grad_norm))
