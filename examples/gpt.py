@@ -107,7 +107,8 @@ def continue_text(unit: GPTUnit, prompt: str, length: int, context: int, tempera
         logits = unit.module(text[:, -context:].to(unit.device))[0, -1].float().cpu()
         following = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
         text = torch.cat([text, following[None]], 1)
-    return bytes(text[0].tolist()).decode("utf-8", "replace")
+    written = bytes(text[0].tolist()).decode("utf-8", "replace")
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in written)  # an untrained model writes anything
 
 
 def checkpoint_folder(resume: str | None) -> tuple[Path, Path | None]:

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
 
+# Slurm numbers what is no step from the top: the batch script, the shell of an interactive salloc, the external step.
+_PSEUDO_STEPS = 0xFFFFFFF0
+
 
 @dataclass(frozen=True, init=False)
 class RankInfo:
@@ -147,6 +150,12 @@ def _read(env: Mapping[str, str]) -> dict[str, Any]:
         if values is not None:
             logger.debug("rank %s of %s, from %s's environment", values["rank"], values["world_size"], name)
             return values
+    lonely = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK") if env.get(name, "").strip()]
+    if lonely:
+        raise LauncherEnvironmentError(
+            f"{' and '.join(f'{name}={env[name]}' for name in lonely)} set, but RANK and WORLD_SIZE are not. "
+            f"Set both, or unset {' and '.join(lonely)} to run one process alone."
+        )
     logger.debug("no launcher's environment found: a world of one")
     return _values(0, 1)
 
@@ -223,6 +232,11 @@ def _torchrun(env: Mapping[str, str]) -> dict[str, Any] | None:
     addr, port = read.master("MASTER_ADDR", "MASTER_PORT", world)
     local_world = read.number("LOCAL_WORLD_SIZE")
     local = read.number("LOCAL_RANK")
+    node = read.number("GROUP_RANK")
+    if step := _same_in_slurm(env, rank, world):  # `export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS`: Slurm knows the rest
+        local = step["local_rank"] if local is None else local
+        local_world = step["local_world_size"] if local_world is None else local_world
+        node = step["node_rank"] if node is None else node
     if local is None and local_world is not None:
         local = rank % local_world
     if local is not None and local_world is None:
@@ -239,7 +253,7 @@ def _torchrun(env: Mapping[str, str]) -> dict[str, Any] | None:
         world,
         local_rank=local,
         local_world_size=local_world,
-        node_rank=read.number("GROUP_RANK"),
+        node_rank=node,
         master_addr=addr,
         master_port=port,
         restart_count=read.number("TORCHELASTIC_RESTART_COUNT"),
@@ -279,8 +293,8 @@ def _mpi(env: Mapping[str, str]) -> dict[str, Any] | None:
     ):
         read = _Reader(env, launcher)
         pair = read.pair(rank_name, size_name)
-        if pair is None:
-            continue
+        if pair is None or (rank_name == "PMI_RANK" and _same_in_slurm(env, *pair)):
+            continue  # `srun --mpi=pmi2` sets PMI's variables too, but Slurm's say more
         rank, world = pair
         local, local_world = read.number(local_name), read.number(local_size_name)
         addr, port = read.text("MASTER_ADDR"), read.number("MASTER_PORT")
@@ -306,16 +320,11 @@ def _mpi(env: Mapping[str, str]) -> dict[str, Any] | None:
 
 def _slurm(env: Mapping[str, str]) -> dict[str, Any] | None:
     read = _Reader(env, "Slurm's variables")
-    if read.number("SLURM_JOB_ID") is None and read.text("SLURM_PROCID") is None:
+    if read.text("SLURM_JOB_ID") is None and read.text("SLURM_PROCID") is None:
         return None
-    # srun sets a step id; the batch script and an salloc shell have none but still carry SLURM_NTASKS.
-    if read.text("SLURM_STEP_ID") is None:
-        tasks = read.number("SLURM_NTASKS") or 1
-        if tasks > 1:
-            raise LauncherEnvironmentError(
-                f"SLURM_NTASKS={tasks}, but this process was not started by srun: every task would think it is alone. "
-                "Start it with `srun python ...`, or set RANK=0 WORLD_SIZE=1 to run one process on purpose."
-            )
+    step = read.number("SLURM_STEP_ID")
+    if step is None or step >= _PSEUDO_STEPS:
+        _refuse_if_srun_forgotten(read)
         return _values(0, 1, run_id=read.text("SLURM_JOB_ID"), restart_count=read.number("SLURM_RESTART_COUNT"))
     size_name = "SLURM_STEP_NUM_TASKS" if read.text("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     pair = read.pair("SLURM_PROCID", size_name)
@@ -330,7 +339,6 @@ def _slurm(env: Mapping[str, str]) -> dict[str, Any] | None:
     per_node = read.text("SLURM_STEP_TASKS_PER_NODE") or read.text("SLURM_TASKS_PER_NODE")
     local_world = _tasks_on_node(per_node, node_rank) if per_node else None
     job = read.text("SLURM_JOB_ID") or "slurm"
-    step = read.text("SLURM_STEP_ID") or "0"
     return _values(
         rank,
         world,
@@ -342,6 +350,24 @@ def _slurm(env: Mapping[str, str]) -> dict[str, Any] | None:
         restart_count=read.number("SLURM_RESTART_COUNT"),
         run_id=job,
     )
+
+
+def _refuse_if_srun_forgotten(read: _Reader) -> None:
+    """The batch script and an salloc shell are one process each, whatever the allocation; a training script there is alone."""
+    name = "SLURM_NTASKS" if read.text("SLURM_NTASKS") else "SLURM_JOB_NUM_NODES"
+    count = read.number(name) or 1
+    if count > 1:
+        raise LauncherEnvironmentError(
+            f"{name}={count}, but this process was not started by srun: it would train alone. "
+            "Start it with `srun python ...`, or set RANK=0 WORLD_SIZE=1 to run one process on purpose."
+        )
+
+
+def _same_in_slurm(env: Mapping[str, str], rank: int, world_size: int) -> dict[str, Any] | None:
+    """Slurm's facts, if its step holds this very rank of this very world; else None: then they are of another level."""
+    if env.get("SLURM_PROCID") != str(rank) or env.get("SLURM_STEP_NUM_TASKS") != str(world_size):
+        return None
+    return _slurm(env)
 
 
 _LAUNCHERS = (("torchrun", _torchrun), ("Dragon", _dragon), ("MPI", _mpi), ("Slurm", _slurm))
@@ -367,29 +393,27 @@ def expand_hostlist(text: str) -> list[str]:
     """Slurm's "node[01-03,07],login" as names, in order. No `scontrol`: it is often missing inside a container.
 
     Raises:
-        LauncherEnvironmentError: the brackets do not match.
+        LauncherEnvironmentError: the brackets do not match, or hold no ranges.
     """
     hosts: list[str] = []
-    for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
-        parts = re.split(r"\[([^\]]*)\]", item)
-        if "[" in "".join(parts[::2]) or "]" in "".join(parts[::2]):
-            raise LauncherEnvironmentError(f"cannot read the node list {text!r}: a bracket is not closed.")
+    for item in re.split(r",(?![^\[\]]*\])", text):  # commas outside of brackets
+        parts = re.split(r"\[([^\[\]]*)\]", item.strip())
         names = [""]
         for i, part in enumerate(parts):
+            if i % 2 == 0 and re.search(r"[\[\],]", part):
+                raise LauncherEnvironmentError(f"cannot read the node list {text!r}: brackets do not match.")
             choices = [part] if i % 2 == 0 else _expand_ranges(part, text)
             names = [name + choice for name in names for choice in choices]
-        hosts += names
-    if text.count("[") != text.count("]"):
-        raise LauncherEnvironmentError(f"cannot read the node list {text!r}: a bracket is not closed.")
+        hosts += [name for name in names if name]
     return hosts
 
 
 def _expand_ranges(ranges: str, whole: str) -> list[str]:
     out: list[str] = []
     for part in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None:
+        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if match is None or high < low or high - low > 1_000_000:
             raise LauncherEnvironmentError(f"cannot read {part!r} in the node list {whole!r}.")
-        low, high = match[1], match[2] or match[1]
-        out += [str(n).zfill(len(low)) for n in range(int(low), int(high) + 1)]
+        out += [str(n).zfill(len(match[1])) for n in range(low, high + 1)]
     return out

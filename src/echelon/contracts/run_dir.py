@@ -69,13 +69,14 @@ class RunDir:
                 run.path.mkdir(parents=True, exist_ok=True)
             else:
                 run = cls._unique(root, re.sub(r"[^A-Za-z0-9_-]", "_", stem)[:40] or "run")
+            run._claim_attempt()
+            for folder in (run.checkpoints, run.dumps):
+                folder.mkdir(exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"cannot make a run folder in {root}: {error.strerror}. Start from a folder you can write to."
+                f"cannot make the run folder {error.filename or root}: {error.strerror}. "
+                "Start from a folder you can write to, or choose another with --runs or --name."
             ) from error
-        run.attempt = run._next_attempt()
-        for folder in (run.attempt_path, run.checkpoints, run.dumps):
-            folder.mkdir(parents=True, exist_ok=True)
         return run
 
     @classmethod
@@ -107,11 +108,17 @@ class RunDir:
         run.attempt_path.mkdir(parents=True, exist_ok=True)
         return run
 
-    def _next_attempt(self) -> int:
+    def _claim_attempt(self) -> None:
+        """Take the first number after all others; making its folder takes it, so that two launchers never share one."""
         folder = self.path / "attempts"
-        if not folder.is_dir():
-            return 0
-        return max((int(p.name) for p in folder.iterdir() if p.name.isdigit()), default=-1) + 1
+        folder.mkdir(exist_ok=True)
+        while True:
+            self.attempt = max((int(p.name) for p in folder.iterdir() if p.name.isdigit()), default=-1) + 1
+            try:
+                self.attempt_path.mkdir()
+                return
+            except FileExistsError:  # another launcher was faster
+                continue
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import signal
@@ -44,6 +45,7 @@ _PEER_LOST = re.compile(
     r"|Socket closed|gloo/transport|Software caused connection abort",
     re.IGNORECASE,
 )
+_HEARD_LATE_NS = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Failure:
         user_frames, traceback: the frames in the user's own files, and the whole text.
         ours: an error of echelon's own, whose text already says all.
         log: where the rank's output is.
+        reported: the rank itself said so; False if only its parent saw it end.
     """
 
     rank: int
@@ -70,11 +73,29 @@ class Failure:
     traceback: str = ""
     ours: bool = False
     log: Path | None = None
+    reported: bool = True
+
+    @classmethod
+    def from_record(cls, rank: int, exit_code: int, time_ns: int, record: Mapping[str, Any], log: Path) -> Failure:
+        """From what the rank wrote when it failed; an empty record is a rank that ended without a word."""
+        return cls(
+            rank,
+            exit_code,
+            int(record.get("time_ns", time_ns)),
+            str(record.get("kind", "exit")),
+            str(record.get("message", f"exit code {exit_code}")),
+            tuple(record.get("user_frames", ())),
+            str(record.get("traceback", "")),
+            bool(record.get("ours", False)),
+            log,
+            bool(record),
+        )
 
     @property
     def is_victim(self) -> bool:
-        """True for a rank that only noticed that another had gone."""
-        return bool(self.traceback) and _PEER_LOST.search(self.message) is not None
+        """True for a rank that only noticed that another had gone, however it put that into an error of its own."""
+        said = [line for line in self.traceback.splitlines() if line[:1].strip()]  # the messages; code is indented
+        return bool(said) and _PEER_LOST.search("\n".join(said)) is not None
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -88,8 +109,12 @@ class Failure:
 
     @staticmethod
     def first(failures: Sequence[Failure]) -> Failure:
-        """The failure that the others follow from: the earliest that is not the mere loss of a peer."""
-        return min(failures, key=lambda f: (f.is_victim, f.time_ns))
+        """The failure that the others follow from: the earliest that is not the mere loss of a peer.
+
+        A death without a word is heard of late: the kernel closes a dying process's connections before it tells the parent,
+        so that a survivor's own error may carry the earlier time. And nothing is killed by SIGKILL because a peer failed.
+        """
+        return min(failures, key=lambda f: (f.is_victim, f.kind != "SIGKILL", f.time_ns - (0 if f.reported else _HEARD_LATE_NS)))
 
 
 @dataclass(frozen=True)
@@ -136,8 +161,8 @@ def parse_ranks(text: str | int) -> int:
     if text == "auto":
         return auto_ranks()
     try:
-        ranks = int(text)
-    except ValueError:
+        ranks = int(text) if isinstance(text, str) else operator.index(text)
+    except (TypeError, ValueError):
         raise UsageError(f"ranks {text!r}: give a whole number of at least 1, or 'auto' for one per device or core.") from None
     if ranks < 1:
         raise UsageError(f"ranks {ranks}: at least 1 is needed; 'auto' takes one per device or core.")

@@ -2,8 +2,8 @@
 
 The server is single-threaded and never touches CUDA, so that forking it is safe. It speaks lines of JSON over one socket
 with its owner: requests `{"fork": {...}}`, `{"signal": [pid, number]}`, answers `{"forked": pid}`, `{"exited": pid, ...}`.
-When the owner goes away, however it dies, the socket closes and the server kills every process group it started; when
-the server itself is killed, the kernel kills the ranks (parent-death signal).
+When the owner goes away, however it dies, the socket closes and the server kills every process it started; when the
+server itself is killed, the kernel kills the ranks (parent-death signal) and the owner what these had started.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import psutil
 
 from echelon.contracts.errors import EchelonError
 
@@ -43,6 +46,7 @@ class ForkServer:
         self._socket, self.pid, self._process = sock, pid, process
         self._buffer = b""
         self._exits: dict[int, tuple[int, int]] = {}
+        self._running: set[int] = set()
         self._owner = os.getpid()
 
     @classmethod
@@ -84,12 +88,15 @@ class ForkServer:
         Returns:
             The rank's process id, which is also its process group.
         """
-        self._send({"fork": {**request, "fds": len(fds)}}, fds)
+        with contextlib.suppress(OSError):  # the server has gone: the answer says so
+            self._send({"fork": {**request, "fds": len(fds)}}, fds)
         while True:
             message = self._receive(None)
             assert message is not None  # no timeout was given
             if "forked" in message:
-                return int(message["forked"])
+                pid = int(message["forked"])
+                self._running.add(pid)
+                return pid
             self._note(message)
 
     def poll(self, timeout_s: float = 0.0) -> dict[int, tuple[int, int]]:
@@ -145,8 +152,13 @@ class ForkServer:
             ready, _, _ = select.select([self._socket], [], [], timeout_s)
             if not ready:
                 return None
-            chunk = self._socket.recv(65536)
+            try:
+                chunk = self._socket.recv(65536)
+            except ConnectionError:
+                chunk = b""
             if not chunk:
+                for pid in self._running:  # the kernel has killed the ranks; this is for what they had started
+                    _kill_group(pid, signal.SIGKILL)
                 raise EchelonError("the process that forks the ranks has gone. Was it killed? `dmesg` tells of the OOM killer.")
             self._buffer += chunk
         line, self._buffer = self._buffer.split(b"\n", 1)
@@ -155,7 +167,9 @@ class ForkServer:
 
     def _note(self, message: Mapping[str, Any]) -> None:
         if "exited" in message:
-            self._exits[int(message["exited"])] = (int(message["status"]), int(message["time_ns"]))
+            pid = int(message["exited"])
+            self._exits[pid] = (int(message["status"]), int(message["time_ns"]))
+            self._running.discard(pid)
 
 
 def main(fd: int, preload: Sequence[str]) -> None:
@@ -181,12 +195,11 @@ class _Server:
             signal.signal(number, signal.SIG_IGN)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         while True:
-            ready, _, _ = select.select([self.socket, self.wake_read], [], [])
+            ready = select.select([self.socket.fileno(), self.wake_read], [], [])[0]
             if self.wake_read in ready:
                 os.read(self.wake_read, 4096)
                 self.reap()
-            if self.socket in ready and not self.read():
-                self.kill_all()
+            if self.socket.fileno() in ready and not self.read():
                 return
 
     def read(self) -> bool:
@@ -226,6 +239,8 @@ class _Server:
         if pid == 0:
             try:
                 self.become_rank(request, fds)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)  # never reached after a start that worked
         with contextlib.suppress(PermissionError, ProcessLookupError):
@@ -260,11 +275,19 @@ class _Server:
             except ChildProcessError:
                 return
             if pid == 0:
-                return
+                break
             if pid in self.children:
                 self.children.discard(pid)
                 _kill_group(pid, signal.SIGKILL)  # what the rank started: its data workers must not outlive it
                 self.send({"exited": pid, "status": status, "time_ns": time.monotonic_ns()})
+        if not self.children:
+            self.kill_orphans()
+
+    def kill_orphans(self) -> None:
+        """Kill what ranks had started in a process group or session of its own: as subreaper, we have become its parent."""
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
@@ -273,8 +296,10 @@ class _Server:
     def kill_all(self) -> None:
         for pid in self.children:
             _kill_group(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while self.children:
+        with contextlib.suppress(ChildProcessError):  # none is left
+            while True:
+                if not self.children:
+                    self.kill_orphans()
                 pid, _ = os.waitpid(-1, 0)
                 self.children.discard(pid)
 
@@ -286,4 +311,10 @@ def _kill_group(pid: int, number: int) -> None:
 
 def serve(sock: socket.socket) -> None:
     """Serve one owner until it goes away, then kill every process started for it."""
-    _Server(sock).run()
+    server = _Server(sock)
+    try:
+        server.run()
+    except Exception:
+        traceback.print_exc()  # of ours: nothing that a rank does gets here
+    finally:
+        server.kill_all()

@@ -1,0 +1,29 @@
+# Two commands for a fresh clone: `make train` and `make test`. Both make .venv first; nothing else is touched.
+
+PYTHON ?= python3
+RANKS ?= 2
+ARGS ?=
+
+.PHONY: train test check clean
+
+train: .venv/ready
+	.venv/bin/echelon run --ranks $(RANKS) examples/gpt.py $(ARGS)
+
+test: .venv/ready
+	.venv/bin/python -m pytest -q
+
+check: .venv/ready
+	.venv/bin/ruff format --check src tests examples bench
+	.venv/bin/ruff check src tests examples bench
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+# torch first and by its exact version: a range would let pip choose the newest build, with gigabytes of CUDA.
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist src/*.egg-info

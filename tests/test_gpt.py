@@ -1,0 +1,95 @@
+"""The first thing a newcomer runs: examples/gpt.py by the real command, small."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GPT = str(Path(__file__).resolve().parents[1] / "examples" / "gpt.py")
+SMALL = ["--width", "32", "--depth", "2", "--context", "32", "--batch", "8", "--save-every", "4"]
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def _records(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _run(command: Command, folder: Path, *args: str, launcher: tuple[str, ...] = ("--ranks", "2")) -> tuple[Path, str]:
+    done = command("run", *launcher, GPT, *SMALL, *args)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = re.search(r"^run +(\S+)$", done.stderr, re.MULTILINE)
+    assert run is not None, done.stderr
+    return folder / run[1], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_train_evaluate_sample_and_leave_everything_behind(
+    echelon_command: Command, tmp_path: Path, strategy: str
+) -> None:
+    run, text = _run(echelon_command, tmp_path, "--steps", "6", "--strategy", strategy)
+    records = _records(run)
+    training = [r for r in records if "loss" in r]
+    assert [r["step"] for r in training] == [1, 2, 3, 4, 5, 6]
+    assert all(r["loss"] > 0 and r["lr"] > 0 and r["grad_norm"] > 0 and r["tokens_per_s"] > 0 for r in training)
+    assert [set(r) for r in records if "eval_loss" in r] == [{"step", "eval_loss", "time"}]
+    assert training[0]["loss"] > training[-1]["loss"]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    assert {"run.json", "metrics.jsonl", "report.html", "attempts"} <= {p.name for p in run.iterdir()}
+    attempt = {p.name for p in (run / "attempts" / "000").iterdir()}
+    assert {"rank0.log", "rank1.log", "exit.json", "events.rank0.jsonl"} <= attempt
+    assert "held-out loss" in text and "a continuation of" in text and str(run.name) in text
+    assert re.search(r"step \d+/6  loss \d\.\d+  lr \S+  \S+ tokens/s  \d:\d\d left", text)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", text)  # without a terminal, no control characters
+
+
+def test_the_strategies_train_the_same_model(echelon_command: Command, tmp_path: Path) -> None:
+    losses = {}
+    for strategy, ranks in (("noop", "1"), ("ddp", "2"), ("fsdp", "2")):
+        run, _ = _run(echelon_command, tmp_path, "--steps", "4", "--strategy", strategy, launcher=("--ranks", ranks))
+        losses[strategy] = [r.get("loss", r.get("eval_loss")) for r in _records(run)]
+    assert losses["ddp"] == pytest.approx(losses["noop"], abs=2e-5)
+    assert losses["fsdp"] == pytest.approx(losses["noop"], abs=2e-5)
+
+
+def test_resume_goes_on_as_if_nothing_had_happened(echelon_command: Command, tmp_path: Path) -> None:
+    whole, _ = _run(echelon_command, tmp_path, "--steps", "6", launcher=("--ranks", "2", "--runs", "whole"))
+    # The schedule depends on the number of steps: the first part is the same run, stopped by a failure after step 4.
+    first, _ = _run(echelon_command, tmp_path, "--steps", "6", launcher=("--ranks", "2", "--name", "gpt-part"))
+    (first / "checkpoints" / "step-00000006" / "manifest.json").unlink()
+    resumed, text = _run(echelon_command, tmp_path, "--steps", "6", "--resume")
+    assert resumed != first and "training from step 4" in text
+    want = [r["loss"] for r in _records(whole) if "loss" in r][4:]
+    assert [r["loss"] for r in _records(resumed) if "loss" in r] == want
+    again, text = _run(echelon_command, tmp_path, "--steps", "8", "--resume", launcher=("--ranks", "1", "--name", resumed.name))
+    assert again == resumed and "training from step 6" in text
+    assert [p.name for p in sorted((again / "attempts").iterdir())] == ["000", "001"]
+
+
+def test_ones_own_text_is_learnt(echelon_command: Command, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for i in range(30):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"the number is {i}. " * 20)
+    _run(echelon_command, tmp_path, "--steps", "4", "--data", "texts")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--strategy", "zeppelin"), "strategy 'zeppelin': known are 'noop', 'ddp', 'fsdp'"),
+        (("--data", "absent"), "absent is no folder"),
+        (("--batch", "7"), "global_batch 7 cannot be divided by 2 ranks"),
+        (("--batch", "10000000"), "fewer than one global batch of 10000000"),
+        (("--resume",), "no run of this script with a checkpoint"),
+    ],
+)
+def test_bad_input_is_an_error_of_a_line_or_two(echelon_command: Command, args: tuple[str, ...], message: str) -> None:
+    done = echelon_command("run", "--ranks", "2", GPT, *SMALL, "--steps", "2", *args)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
