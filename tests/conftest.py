@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import os
 import subprocess
 import sys
@@ -19,24 +20,39 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
-import echelon.loop.auto
 from echelon.launch import function
 from echelon.launch.function import launch
 
 TIMEOUT_S = 60.0
 
-# The server forks ranks with these loaded; a rank that imports them itself takes a second more.
+# The server forks ranks with what is loaded here of these; a rank that imports them itself takes a second more.
 function._SLOW_MODULES = (*function._SLOW_MODULES, "torch.distributed.checkpoint", "echelon.loop.callbacks", "echelon.loop.run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    import torch.distributed.checkpoint.state_dict
-    import torch.distributed.fsdp
-
-
+    for name in function._SLOW_MODULES:
+        importlib.import_module(name)
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests for a GPU are not part of the suite of a machine without one; everything else that is skipped fails in CI."""
+    if not torch.cuda.is_available():
+        gpu = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if item not in gpu]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
+    report: pytest.TestReport = yield  # type: ignore[misc]
+    if report.skipped and os.environ.get("CI") and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which fails in CI: {report.longrepr}"
+    return report  # type: ignore[return-value]
 
 
 class Ranks:
@@ -48,7 +64,7 @@ class Ranks:
     def __call__(
         self, world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any
     ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on `world_size` ranks of a gloo group; the values, by rank. An error of a rank is raised here."""
+        """Call `fn(*args, **kwargs)` on `world_size` ranks of a gloo group; its values, by rank. A rank's error is raised."""
         self._calls += 1
         store = self._folder / f"store-{self._calls}"
         return launch(
@@ -142,6 +158,3 @@ def leak_police() -> Iterator[None]:
         if key in environment:
             os.environ[key] = environment[key]
     assert not leaks, f"the test left behind {'; '.join(leaks)}"
-
-
-_ = echelon.loop.auto, sys

@@ -77,7 +77,9 @@ def _train_fp32(strategy: str | None, precision: str, updates: int = 5) -> tuple
 
 @pytest.mark.parametrize("strategy", PARALLEL)
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_low_precision_computes_low_and_stays_near_float32(ranks: Ranks, strategy: str, precision: str, dtype: torch.dtype) -> None:
+def test_low_precision_computes_low_and_stays_near_float32(
+    ranks: Ranks, strategy: str, precision: str, dtype: torch.dtype
+) -> None:
     full = ranks(2, _train_fp32, strategy, "fp32")
     low = ranks(2, _train_fp32, strategy, precision)
     assert low[0][1] == {dtype}
@@ -385,4 +387,3 @@ def test_rows_are_found_in_any_structure() -> None:
 
     x = torch.zeros(5, 2)
     assert [rows(b) for b in (x, (x, 1), {"a": [x]}, Sample("s", x), "text", torch.tensor(1.0))] == [5, 5, 5, 5, 1, 1]
-

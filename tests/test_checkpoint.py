@@ -121,7 +121,8 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
 
 
 def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
-    ech.train(_unit("noop"), _loader(), max_steps=4, callbacks=[ech.DistributedCheckpointSaver(tmp_path, save_every_n_train_steps=2)])
+    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_train_steps=2)
+    ech.train(_unit("noop"), _loader(), max_steps=4, callbacks=[saver])
     newest = tmp_path / "step-00000004"
     assert commit.latest(tmp_path) == newest
     (newest / "rest.pt").write_bytes((newest / "rest.pt").read_bytes()[:-1])
@@ -161,7 +162,8 @@ KILLED = """
             armed = False
             return path
 
-    ech.train(_unit("noop"), _loader(), max_steps=4, callbacks=[Saver({folder!r}, save_every_n_train_steps=2, keep_last_n_checkpoints=1)])
+    saver = Saver({folder!r}, save_every_n_train_steps=2, keep_last_n_checkpoints=1)
+    ech.train(_unit("noop"), _loader(), max_steps=4, callbacks=[saver])
     print("calls", calls)
 """
 

@@ -61,7 +61,8 @@ LEAKS = {
     "process group": "import torch.distributed as dist\n"
     "def test_it():\n    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n",
     "process": "import subprocess, sys\ndef test_it():\n    global p\n    p = subprocess.Popen(['sleep', '20'])\n",
-    "thread": "import threading, time\ndef test_it():\n    threading.Thread(target=time.sleep, args=(20,), daemon=True).start()\n",
+    "thread": "import threading, time\n"
+    "def test_it():\n    threading.Thread(target=time.sleep, args=(20,), daemon=True).start()\n",
     "open files": "def test_it(tmp_path):\n    global f\n    f = open(tmp_path / 'left', 'w')\n",
 }
 

@@ -182,6 +182,32 @@ def test_ranks_with_other_numbers_of_batches_are_named_not_hung(ranks: Ranks, ki
         assert ("3" in text and "2" in text) or kind == "unsized"
 
 
+def _other_limits() -> str:
+    with pytest.raises(RanksDisagreeError) as caught:
+        ech.train(Regression(strategy="ddp"), [batch(2, 0)] * 9, max_steps=3 + ech.World.current().rank)
+    return str(caught.value)
+
+
+def test_ranks_with_other_limits_are_named_not_hung(ranks: Ranks) -> None:
+    for text in ranks(2, _other_limits, timeout_s=20):
+        assert "'max_steps': 3" in text and "'max_steps': 4" in text
+
+
+def _launched_but_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+
+
+def test_launched_ranks_that_have_not_joined_are_not_taken_for_a_world_of_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _launched_but_not_joined(monkeypatch)
+    with pytest.raises(UsageError, match=r"2 ranks were launched, but rank 0 has not joined.*init_from_env"):
+        Regression(strategy="ddp")
+    ech.train(Plain(), [1], max_epochs=1)
+    assert "2 ranks were launched" in caplog.text
+
+
 def _uneven_prediction() -> int:
     unit = Plain()
     ech.predict(unit, list(range(3 - ech.World.current().rank)))

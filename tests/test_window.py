@@ -75,7 +75,9 @@ def test_one_process_equals_plain_pytorch(shape: list[list[list[int]]]) -> None:
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "noop"])
-@pytest.mark.parametrize("options", [{"clip_grad_norm": 0.3}, {"clip_grad_value": 0.02}, {"clip_grad_norm": 0.5, "clip_grad_value": 0.05}])
+@pytest.mark.parametrize(
+    "options", [{"clip_grad_norm": 0.3}, {"clip_grad_value": 0.02}, {"clip_grad_norm": 0.5, "clip_grad_value": 0.05}]
+)
 def test_clipping_is_global(ranks: Ranks, strategy: str, options: dict[str, float]) -> None:
     shape = SHAPES["all at once"]
     want, want_norms = _reference(shape, 2, clip=options.get("clip_grad_norm"), clip_value=options.get("clip_grad_value"))

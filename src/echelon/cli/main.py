@@ -17,8 +17,8 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. 2 means that the command was not understood."""
-    from echelon.contracts.errors import EchelonError
+    """Run the command line; returns the exit code. 2 means that the command or a value in it makes no sense."""
+    from echelon.contracts.errors import EchelonError, UsageError
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb = arguments[0] if arguments else ""
@@ -40,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(module.execute(parser.parse_args(arguments[1:])))
     except EchelonError as error:
         print(f"echelon: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:  # before or after the ranks: while they run, the launcher hears it itself
+        print("echelon: stopped by SIGINT", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

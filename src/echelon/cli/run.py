@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import socket
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 from echelon.contracts.errors import UsageError
@@ -37,8 +39,8 @@ def execute(arguments: argparse.Namespace) -> int:
     ranks = parse_ranks(arguments.ranks)
     if arguments.max_restarts < 0:
         raise UsageError(f"--max-restarts {arguments.max_restarts}: 0 or more.")
-    if arguments.grace < 0:
-        raise UsageError(f"--grace {arguments.grace:g}: 0 seconds or more.")
+    if not 0 <= arguments.grace < math.inf:
+        raise UsageError(f"--grace {arguments.grace:g}: a number of seconds, 0 or more.")
     if not arguments.module:
         _check_script(arguments.script)
     job = JobSpec(
@@ -75,9 +77,11 @@ def _check_script(script: str) -> None:
     if path.is_dir():
         raise UsageError(f"script {script} is a folder. Name the Python file to run, or a module with -m.")
     try:
-        compile(path.read_bytes(), script, "exec", dont_inherit=True)
+        with warnings.catch_warnings(action="ignore"):  # the rank says them
+            compile(path.read_bytes(), script, "exec", dont_inherit=True)
     except SyntaxError as error:
-        raise UsageError(f"script {script} is not Python: line {error.lineno}: {error.msg}.") from error
+        line = f"line {error.lineno}: " if error.lineno else ""
+        raise UsageError(f"script {script} is not Python: {line}{error.msg}.") from error
     except ValueError as error:  # null bytes: some binary
         raise UsageError(f"script {script} is not Python: {error}.") from error
     except OSError as error:

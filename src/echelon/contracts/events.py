@@ -18,12 +18,16 @@ from typing import IO, Any
 __all__ = ["EventLog", "LineReader", "encode", "read_lines"]
 
 
+# Made once: json.dumps with options makes an encoder for every call.
+_strict = json.JSONEncoder(allow_nan=False, default=str)
+
+
 def encode(record: Mapping[str, Any]) -> str:
     """One line of JSON. inf and nan become the strings "inf", "-inf", "nan": JSON has no such numbers."""
     try:
-        return json.dumps(record, allow_nan=False, default=str)
+        return _strict.encode(record)
     except ValueError:
-        return json.dumps({k: _finite(v) for k, v in record.items()}, default=str)
+        return _strict.encode({k: _finite(v) for k, v in record.items()})
 
 
 def _finite(value: Any) -> Any:

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,6 +41,7 @@ __all__ = ["Attempt", "ForkAgent", "OneNodeRendezvous"]
 _LOOPBACK = "127.0.0.1"
 # How long a rank may take to react to SIGTERM once another has failed: it has nothing left to finish.
 _FAILURE_GRACE_S = 5.0
+_CULPRIT_WAIT_S = 2.0
 
 
 class OneNodeRendezvous(RendezvousHandler):
@@ -108,29 +110,23 @@ class Attempt:
         return self.folder / f"rank{rank}.log"
 
     def failure(self, rank: int) -> Failure | None:
-        """How the rank failed; None if it ended well or still runs."""
+        """How the rank failed; None if it ended well or runs on. One may still run its exit functions with its record written."""
+        record = read_json(self.record_path(rank)) or {}
         if rank not in self.ended:
-            return None
+            code = int(record.get("exit_code", 0))
+            return Failure.from_record(rank, code, 0, record, self.log_path(rank)) if code else None
         status, time_ns = self.ended[rank]
         code = os.waitstatus_to_exitcode(status)
         if code == 0:
             return None
-        record = read_json(self.record_path(rank)) or {}
         if code < 0:
             name = signal_name(-code)
             hint = " (the OOM killer? `dmesg` tells)" if -code == signal.SIGKILL else ""
-            return Failure(rank, 128 - code, time_ns, name, f"killed by {name}{hint}", log=self.log_path(rank))
-        return Failure(
-            rank,
-            code,
-            int(record.get("time_ns", time_ns)),
-            str(record.get("kind", "exit")),
-            str(record.get("message", f"exit code {code}")),
-            tuple(record.get("user_frames", ())),
-            str(record.get("traceback", "")),
-            bool(record.get("ours", False)),
-            self.log_path(rank),
-        )
+            return Failure(rank, 128 - code, time_ns, name, f"killed by {name}{hint}", log=self.log_path(rank), reported=False)
+        return Failure.from_record(rank, code, time_ns, record, self.log_path(rank))
+
+    def failures(self) -> list[Failure]:
+        return [f for rank in self.pids if (f := self.failure(rank)) is not None]
 
 
 class ForkAgent(SimpleElasticAgent):
@@ -162,7 +158,7 @@ class ForkAgent(SimpleElasticAgent):
             max_restarts=job.max_restarts,
             monitor_interval=0.01,
         )
-        super().__init__(spec, exit_barrier_timeout=60, shutdown_timeout=int(job.grace_s))
+        super().__init__(spec, exit_barrier_timeout=60)
         self._job, self._server = job, server
         self._begin_attempt, self._start_fields = begin_attempt, start_fields
         self._timeout_s = timeout_s
@@ -176,23 +172,27 @@ class ForkAgent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.attempt, fds = self._begin_attempt(self.restarts)
-        for worker in worker_group.workers:
-            info = self._rank_info(worker, worker_group)
-            request = dict(self._start_fields(self.attempt, info))
-            request["env"] = {**request["env"], **info.to_env(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-            self.attempt.pids[worker.local_rank] = self._server.fork(request, fds if worker.local_rank == 0 else ())
-        for fd in fds:
-            os.close(fd)
+        self.failures = []
+        try:
+            for worker in worker_group.workers:
+                info = self._rank_info(worker, worker_group)
+                request = dict(self._start_fields(self.attempt, info))
+                request["env"] = {**request["env"], **info.to_env(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+                self.attempt.pids[worker.local_rank] = self._server.fork(request, fds if worker.local_rank == 0 else ())
+        finally:
+            for fd in fds:
+                os.close(fd)
         if self.restarts == 0 and self._job.max_restarts > 0:
             # A restart should not wait for what the first start imported rank by rank.
             self._server.preload(["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"])
         return dict(self.attempt.pids)
 
     def _rank_info(self, worker: Worker, group: WorkerGroup) -> RankInfo:
+        assert group.master_addr is not None and group.master_port is not None  # the rendezvous has set them
         return RankInfo(
             rank=worker.global_rank,
             local_rank=worker.local_rank,
-            node_rank=group.group_rank,
+            node_rank=group.group_rank or 0,
             world_size=worker.world_size,
             local_world_size=group.spec.local_world_size,
             master_addr=group.master_addr,
@@ -203,18 +203,33 @@ class ForkAgent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         attempt = self._note_ends(0.0)
-        failed = {rank: f for rank in attempt.ended if (f := attempt.failure(rank)) is not None}
-        if failed:
-            # Ranks fall within milliseconds of one another: hear them out, so that the first is found by time, not by luck.
-            attempt = self._note_ends(0.05)
-            found = [attempt.failure(rank) for rank in attempt.ended]
-            self.failures = [f for f in found if f is not None]
+        if any(attempt.failure(rank) for rank in attempt.ended):
+            self.failures = self._hear_them_out()
             return RunResult(WorkerState.FAILED, {}, {f.rank: self._as_torch(f, attempt) for f in self.failures})
         if len(attempt.ended) == len(attempt.pids):
             return RunResult(WorkerState.SUCCEEDED, dict.fromkeys(attempt.ended))
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._raise_timeout(attempt)
         return RunResult(WorkerState.HEALTHY)
+
+    def _hear_them_out(self) -> list[Failure]:
+        """Ranks fall within milliseconds of one another: wait, so that the first is found by its time, not by luck.
+
+        While all that is known is that a peer has gone, wait longer for that peer.
+        """
+        until = time.monotonic() + _CULPRIT_WAIT_S
+        while True:
+            attempt = self._note_ends(0.05)
+            failures = attempt.failures()
+            if not all(f.is_victim for f in failures):
+                return failures
+            if len(attempt.ended) == len(attempt.pids) or time.monotonic() > until:
+                break
+        left = [rank for rank, (status, _) in attempt.ended.items() if status == 0]
+        if left:
+            hint = f"(rank {', '.join(map(str, sorted(left)))} had ended before, with exit code 0: it left while this one waited)"
+            failures = [replace(f, message=f"{f.message}\n{hint}") for f in failures]
+        return failures
 
     def _raise_timeout(self, attempt: Attempt) -> NoReturn:
         """Every rank that still runs writes the stacks of its threads; the error shows them side by side."""
@@ -261,7 +276,7 @@ class ForkAgent(SimpleElasticAgent):
         self._end(signal.SIGTERM, min(_FAILURE_GRACE_S, self._job.grace_s))
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self._end(death_sig, min(timeout, self._job.grace_s))
+        self._end(death_sig, self._job.grace_s)  # torch's is in whole seconds
         self._worker_group.spec.rdzv_handler.shutdown()
 
     def _end(self, number: int, grace_s: float) -> None:

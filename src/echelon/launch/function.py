@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import spawn as mp_spawn
 from pathlib import Path
@@ -34,7 +37,10 @@ _SLOW_MODULES = (
     "echelon.loop.auto",
 )
 
+_TEMPORARY_NAME = "launch"
+
 _server: ForkServer | None = None
+_one_at_a_time = threading.Lock()  # the server speaks with one caller
 
 
 def _shared_server() -> ForkServer:
@@ -74,37 +80,75 @@ def launch(
         UsageError: `fn` cannot be sent to another process, or `ranks` makes no sense.
     """
     count = parse_ranks(ranks)
+    _refuse_in_bootstrap()
+    _check_environment(env or {})
     payload = _pickle((fn, tuple(args), dict(kwargs or {})), fn)
-    temporary = run_dir is None
-    folder = Path(tempfile.mkdtemp(prefix="echelon-") if run_dir is None else run_dir)
-    run = RunDir.create(folder, "launch" if temporary else None, stem=getattr(fn, "__name__", "launch"))
+    if run_dir is not None:
+        return _launch(payload, count, max_restarts, timeout_s, env, RunDir.create(run_dir, None, stem=_name_of(fn)))
+    folder = Path(tempfile.mkdtemp(prefix="echelon-"))
+    keep = False
+    try:
+        return _launch(payload, count, max_restarts, timeout_s, env, RunDir.create(folder, _TEMPORARY_NAME))
+    except RankFailedError:
+        keep = True  # the error names the logs in there
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _launch(
+    payload: bytes, ranks: int, max_restarts: int, timeout_s: float | None, env: Mapping[str, str] | None, run: RunDir
+) -> list[Any]:
     call = run.path / "call.pkl"
     with open(os.open(call, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(payload)
-    job = JobSpec(str(call.absolute()), "call", ranks=count, max_restarts=max_restarts, grace_s=5.0, env=dict(env or {}))
+    job = JobSpec(str(call.absolute()), "call", ranks=ranks, max_restarts=max_restarts, grace_s=5.0, env=dict(env or {}))
     fields = {
         "result": lambda attempt, info: str(attempt.folder.absolute() / f"value.rank{info.rank}.pkl"),
-        # spawn's own description of how to make the caller's `__main__` importable elsewhere.
-        "preparation": {
-            k: v for k, v in mp_spawn.get_preparation_data("rank").items() if k in ("init_main_from_name", "init_main_from_path")
-        },
+        "preparation": _main_module(),
     }
-    outcome = run_local(job, run, server=_shared_server(), start_fields=fields, timeout_s=timeout_s)
-    results = [run.attempt_path / f"value.rank{rank}.pkl" for rank in range(count)]
+    with _one_at_a_time:
+        outcome = run_local(job, run, server=_shared_server(), start_fields=fields, timeout_s=timeout_s)
+    results = [run.attempt_path / f"value.rank{rank}.pkl" for rank in range(ranks)]
     if outcome.failure is not None:
         failure = outcome.failure
-        text = f"{render(failure, count)}\n\n{failure.traceback}".rstrip()
+        text = f"{render(failure, ranks)}\n\n{failure.traceback}".rstrip()
         error = RankFailedError(text, rank=failure.rank, exit_code=failure.exit_code, logs=str(run.attempt_path))
         raise error from _load_exception(run.attempt_path / f"value.rank{failure.rank}.pkl.error")
     if outcome.exit_code:
+        # A signal that was meant for this process: our ranks have ended, now it takes its ordinary course.
+        signal.raise_signal(outcome.exit_code - 128)
         raise KeyboardInterrupt
-    values = [_load(path) for path in results]
-    if temporary:
-        shutil.rmtree(folder, ignore_errors=True)
-    return values
+    return [_load(path) for path in results]
 
 
-def spawn(fn: Callable[..., T], nprocs: int | str = 1, args: Sequence[Any] = (), **options: Any) -> list[T]:
+def _main_module() -> dict[str, Any]:
+    """spawn's own description of how to make the caller's `__main__` importable elsewhere; empty in an interactive session."""
+    known = mp_spawn.get_preparation_data("rank")
+    return {k: v for k, v in known.items() if k in ("init_main_from_name", "init_main_from_path")}
+
+
+def _refuse_in_bootstrap() -> None:
+    """A rank imports the caller's script to find its functions; a `launch` at the top level of it would start ranks for ever."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            'launch() was called while a rank imports this script. Put the call under `if __name__ == "__main__":`, '
+            "which is false in a rank."
+        )
+
+
+def _check_environment(env: Mapping[str, str]) -> None:
+    for name, value in env.items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise UsageError(f"env[{name!r}] = {value!r}: names and values of environment variables are strings.")
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    return str(getattr(fn, "__name__", "launch"))
+
+
+def spawn(fn: Callable[..., T], args: Sequence[Any] = (), nprocs: int | str = 1, **options: Any) -> list[T]:
     """`torch.multiprocessing.spawn`'s call: `fn(rank, *args)` on `nprocs` ranks; returns each rank's value.
 
     `options` are those of `launch`. `join`, `daemon` and `start_method` of the original are accepted where they change
@@ -129,18 +173,26 @@ class _WithRank:
 
 def _pickle(call: Any, fn: Callable[..., Any]) -> bytes:
     try:
-        return pickle.dumps(call)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        if importlib.util.find_spec("cloudpickle") is not None:
-            import cloudpickle  # type: ignore[import-not-found,unused-ignore]
-
-            data: bytes = cloudpickle.dumps(call)
+        data = pickle.dumps(call)
+        if b"__main__" not in data or _main_module():
             return data
-        name = getattr(fn, "__qualname__", repr(fn))
-        raise UsageError(
-            f"{name} cannot be sent to other processes ({error}). Define it at the top level of a module, "
-            "with arguments that can be pickled, or `pip install cloudpickle`."
-        ) from error
+        reason = "the module __main__ of an interactive session cannot be imported elsewhere"
+    except Exception as error:  # any type can raise anything when it is pickled
+        reason = str(error)
+    if importlib.util.find_spec("cloudpickle") is not None:
+        import cloudpickle
+
+        try:
+            by_value: bytes = cloudpickle.dumps(call)
+            return by_value
+        except Exception as error:
+            raise UsageError(
+                f"{getattr(fn, '__qualname__', repr(fn))} or its arguments cannot be sent to other processes: {error}."
+            ) from error
+    raise UsageError(
+        f"{getattr(fn, '__qualname__', repr(fn))} cannot be sent to other processes: {reason}. Define it at the top level "
+        "of a module, with arguments that can be pickled, or `pip install cloudpickle`."
+    )
 
 
 def _load(path: Path) -> Any:

@@ -10,14 +10,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from echelon.contracts.errors import RankTimeoutError
+from echelon.contracts.errors import EchelonError
 from echelon.contracts.rank import RankInfo
-from echelon.contracts.run_dir import RunDir, write_json
+from echelon.contracts.run_dir import RunDir, read_json, write_json
 from echelon.launch.failure import render
 from echelon.launch.job import Failure, JobSpec, Outcome, usable_cores
 from echelon.launch.relay import PlainScreen, Relay, Screen
@@ -71,8 +71,9 @@ def run_local(
     if server is None:
         server = ForkServer.fork_self()
     relay = Relay(screen or PlainScreen())
-    relay.start()
     first = run.attempt
+    # `launch` needs the caller's whole path; a program has its own folder there, instead of the launcher's.
+    sys_path = [p for p in sys.path if p] if job.kind == "call" else _path_without_launcher()
 
     def begin_attempt(number: int) -> tuple[Attempt, tuple[int, ...]]:
         here = run.at_attempt(first + number)
@@ -91,7 +92,7 @@ def run_local(
             "args": list(job.args),
             "env": {**env, **RunDir(run.path, attempt.number).to_env()},
             "cwd": os.getcwd(),
-            "sys_path": [p for p in sys.path if p],
+            "sys_path": sys_path,
             "log": str(attempt.log_path(info.rank).absolute()),
             "record": str(attempt.record_path(info.rank).absolute()),
             "stacks": str(attempt.stacks_path(info.rank).absolute()) if timeout_s is not None else None,
@@ -99,15 +100,16 @@ def run_local(
         }
 
     agent = ForkAgent(job, server, begin_attempt, fields, run.name, timeout_s)
+    relay.start()
     try:
-        with _signals_raise(SignalException):
+        with _signals_raise(SignalException, job.grace_s):
             result = agent.run()
         failure = Failure.first(agent.failures) if result.is_failed() else None
         outcome = Outcome(failure.exit_code if failure else 0, failure, agent.restarts)
     except SignalException as stop:
         outcome = Outcome(128 + int(stop.sigval), None, agent.restarts)
-    except RankTimeoutError:
-        _write_exit(agent, run, stopped="timeout")
+    except EchelonError as error:  # out of time, or the server was killed
+        _write_exit(agent, run, stopped=str(error).partition("\n")[0])
         raise
     finally:
         relay.stop()
@@ -118,17 +120,30 @@ def run_local(
 
 
 @contextlib.contextmanager
-def _signals_raise(exception: type[Exception]) -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP raises in the main thread, so that the agent stops its ranks; a second kills at once."""
+def _signals_raise(exception: type[Exception], grace_s: float) -> Iterator[None]:
+    """The first SIGINT, SIGTERM or SIGHUP raises in the main thread, so that the agent stops its ranks; a second kills at once.
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, lambda *_: os._exit(128 + number))  # the server notices our end and kills the ranks
-        raise exception(f"stopped by {signal.Signals(number).name}", signal.Signals(number))
+    One that is ignored stays so: `nohup` means what it says.
+    """
+
+    def kill(number: int, frame: FrameType | None) -> None:
+        if sys.stderr.isatty():
+            os.write(sys.stderr.fileno(), b"\x1b[?25h")  # a live line hides the cursor
+        os._exit(128 + number)  # the server notices our end and kills the ranks
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, kill)
+        name = signal.Signals(number).name
+        if sys.stderr.isatty():
+            text = f"\r\nechelon: {name}: asked the ranks to stop within {grace_s:g} s; once more kills them at once\r\n"
+            os.write(sys.stderr.fileno(), text.encode())
+        raise exception(f"stopped by {name}", signal.Signals(number))
 
     previous = {}
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            previous[number] = signal.signal(number, handle)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, stop)
     except ValueError:  # not the main thread, as in a notebook's executor: whoever owns the main thread owns the signals
         pass
     try:
@@ -136,6 +151,11 @@ def _signals_raise(exception: type[Exception]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _path_without_launcher() -> list[str]:
+    """Where the launcher looks for modules, without the first place, which is its own folder or the one it was started in."""
+    return [p for p in sys.path[0 if sys.flags.safe_path else 1 :] if p]
 
 
 def _write_exit(agent: Any, run: RunDir, outcome: Outcome | None = None, stopped: str | None = None) -> None:
@@ -164,40 +184,28 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
     env = rank_environment(job, run)
     # Without a group to join, a world of one needs no address; scripts that insist on env:// find a free port.
     os.environ.update({**env, **info.to_env(), "MASTER_PORT": str(_free_port())})
-    log = open(run.log(0), "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open until the process ends
-    out, err = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Tee(out, log), _Tee(err, log)  # type: ignore[assignment]
+    log, record = run.log(0), run.rank_exit(0)
     start = Start(
         job.kind,
         job.target,
         job.args,
         {},
         os.getcwd(),
-        [p for p in sys.path[1:] if p],
-        log=str(run.log(0)),
-        record=str(run.rank_exit(0)),
+        _path_without_launcher(),
+        log=str(log.absolute()),
+        record=str(record.absolute()),
     )
-    try:
-        code = run_program(start)
-    finally:
-        sys.stdout, sys.stderr = out, err
-        log.close()
-    failure = None
-    if code:
-        from echelon.contracts.run_dir import read_json
-
-        record = read_json(run.rank_exit(0)) or {}
-        failure = Failure(
-            0,
-            code,
-            0,
-            str(record.get("kind", "exit")),
-            str(record.get("message", f"exit code {code}")),
-            tuple(record.get("user_frames", ())),
-            str(record.get("traceback", "")),
-            bool(record.get("ours", False)),
-            run.log(0),
-        )
+    pid = os.getpid()
+    with open(log, "a", encoding="utf-8", errors="backslashreplace", buffering=1) as copy:
+        out, err = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = _Tee(out, copy), _Tee(err, copy)
+        try:
+            code = run_program(start)
+            if os.getpid() != pid:  # a child that the program forked and that came back here
+                sys.exit(code)
+        finally:
+            sys.stdout, sys.stderr = out, err
+    failure = Failure.from_record(0, code, 0, read_json(record) or {}, log) if code else None
     outcome = Outcome(code, failure)
     write_json(
         run.exit_json,
@@ -219,8 +227,13 @@ class _Tee:
         self._stream, self._log = stream, log
 
     def write(self, text: str) -> int:
-        self._log.write(text)
+        with contextlib.suppress(OSError, ValueError):  # a full disk; or a logger that outlives the program and its log
+            self._log.write(text)
         return int(self._stream.write(text))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -7,8 +7,10 @@ import os
 import selectors
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 __all__ = ["PlainScreen", "Relay", "Screen"]
 
@@ -59,7 +61,7 @@ class Relay:
         self._lock = threading.Lock()
         self._pending: list[tuple[int, str, IO[bytes]]] = []
         self._logs: list[IO[bytes]] = []
-        self._stopping = False
+        self._stopping = self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="echelon-relay", daemon=True)
 
     def start(self) -> None:
@@ -79,9 +81,13 @@ class Relay:
         return writers[0], writers[1]
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Pass on what is still in the pipes, then end. A process that outlived its rank cannot hold us longer than the timeout."""
+        """Pass on what is still in the pipes, then end. A process that outlived its rank holds us no longer than the timeout."""
         self._stopping = True
-        self._thread.join(timeout_s)  # it looks up ten times a second, and at once when the last pipe closes
+        os.write(self._wake_write, b"x")
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            os.close(self._wake_read)
+            os.close(self._wake_write)
         self._screen.close()
 
     def _run(self) -> None:
@@ -94,8 +100,7 @@ class Relay:
                 stream, log = key.data
                 data = os.read(key.fd, 65536)
                 if data:
-                    log.write(data)
-                    self._screen.write(stream, data)
+                    self._pass_on(stream, log, data)
                 else:
                     self._selector.unregister(key.fd)
                     os.close(key.fd)
@@ -105,11 +110,25 @@ class Relay:
                     self._selector.register(reader, selectors.EVENT_READ, (stream, log))
                     open_pipes += 1
                 self._pending.clear()
-            self._screen.tick()
+            self._guarded(self._screen.tick)
             if self._stopping and open_pipes == 0:
                 break
         self._selector.close()
-        for fd in (self._wake_read, self._wake_write):
-            os.close(fd)
         for file in self._logs:
             file.close()
+
+    def _pass_on(self, stream: str, log: IO[bytes], data: bytes) -> None:
+        with contextlib.suppress(OSError):  # a full disk costs the log, not the run
+            rest = memoryview(data)
+            while rest:
+                rest = rest[log.write(rest) :]
+        self._guarded(self._screen.write, stream, data)
+
+    def _guarded(self, show: Callable[..., None], *args: Any) -> None:
+        """Whatever goes wrong with showing, the pipes must be emptied: else rank 0 waits for us in its next print."""
+        try:
+            show(*args)
+        except Exception:
+            if not self._has_failed:
+                self._has_failed = True
+                traceback.print_exc()

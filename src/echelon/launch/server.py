@@ -24,8 +24,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import psutil
-
 from echelon.contracts.errors import EchelonError
 
 __all__ = ["ForkServer", "serve"]
@@ -285,6 +283,8 @@ class _Server:
 
     def kill_orphans(self) -> None:
         """Kill what ranks had started in a process group or session of its own: as subreaper, we have become its parent."""
+        import psutil  # type: ignore[import-untyped,unused-ignore]  # here: few need it, and it is slower to import than a rank
+
         for process in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

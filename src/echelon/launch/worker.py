@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import contextlib
 import faulthandler
-import json
+import gc
+import io
+import multiprocessing
 import os
 import pickle
 import random
@@ -12,15 +16,20 @@ import runpy
 import signal
 import sys
 import sysconfig
+import threading
 import time
 import traceback
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import SourceFileLoader
+from multiprocessing import spawn
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from echelon.contracts.errors import EchelonError
+from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.run_dir import write_json
 
 __all__ = ["Start", "run", "run_program", "user_frames"]
 
@@ -47,36 +56,43 @@ class Start:
 
 def run(start: Start, fds: Sequence[int]) -> NoReturn:
     """Become the rank described by `start`. Never returns: the process ends with the program's exit code."""
+    try:
+        _take_on(start, fds)
+    except Exception as error:  # a folder that has gone, a log that cannot be written: the launcher shows it
+        _record(start, 1, describe(error))
+        os._exit(1)
+    pid = os.getpid()
+    code = run_program(start)
+    if os.getpid() == pid:
+        _leave(code)
+    os._exit(code)  # a child that the program forked and that came back here
+
+
+def _take_on(start: Start, fds: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(start.env)
-    os.chdir(start.cwd)
     _redirect(start.log, fds)
-    stacks = None
+    os.chdir(start.cwd)
     if start.stacks:
-        stacks = open(start.stacks, "w")  # noqa: SIM115 - held open for the life of the process
+        stacks = open(start.stacks, "w")  # held open for the life of the process
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=sys.stderr)
     _fresh_state()
-    code = run_program(start)
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    _leave(code)
 
 
 def _leave(code: int) -> NoReturn:
-    """End like an ordinary Python process: threads joined, atexit run; but without tearing the shared interpreter down."""
-    import atexit
-    import threading
+    """End like an ordinary Python process: threads joined, atexit run, files flushed; but without tearing the interpreter down.
 
+    A rank that failed does not wait for its threads: the others wait for it to end.
+    """
     with contextlib.suppress(BaseException):
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon and code == 0:
-                thread.join()
+        if code == 0:
+            threading._shutdown()  # type: ignore[attr-defined]  # also ends idle executors, whose threads nobody else would
         atexit._run_exitfuncs()
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for thing in gc.get_objects():  # files that the program left open; Python flushes them when it collects them at its end
+        if issubclass(type(thing), io.IOBase):
+            with contextlib.suppress(Exception):
+                thing.flush()
     os._exit(code)
 
 
@@ -96,9 +112,13 @@ def _redirect(log: str | None, fds: Sequence[int]) -> None:
         os.dup2(fd, 2)
         os.close(fd)
     # New objects: the server's may hold another encoding or buffer. Lines are flushed, so a kill loses none.
-    sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _line_writer(1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _line_writer(2)  # type: ignore[misc]
+
+
+def _line_writer(fd: int) -> io.TextIOWrapper:
+    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def _fresh_state() -> None:
@@ -115,17 +135,16 @@ def run_program(start: Start) -> int:
     """Run the user's program in this process; returns its exit code and writes the rank's record."""
     sys.argv = [start.target, *start.args]
     failure: dict[str, Any] | None = None
-    code = 0
+    code, pid = 0, os.getpid()
     try:
         if start.kind == "call":
             _call(start)
         elif start.kind == "module":
-            sys.path[:] = ["", *start.sys_path]
+            sys.path[:] = [start.cwd, *start.sys_path]
             runpy.run_module(start.target, run_name="__main__", alter_sys=True)
         else:
-            # As `python script.py` does: the script's own folder comes first.
             sys.path[:] = [str(Path(start.target).resolve().parent), *start.sys_path]
-            runpy.run_path(start.target, run_name="__main__")
+            _run_script(start.target)
     except SystemExit as stop:
         code, failure = _system_exit(stop)
     except BaseException as error:
@@ -133,21 +152,32 @@ def run_program(start: Start) -> int:
         failure = describe(error)
         text = failure["traceback"]
         if start.log:  # the launcher shows the first failure itself; the log has them all, whole
-            with contextlib.suppress(OSError), open(start.log, "a", encoding="utf-8") as log:
+            with contextlib.suppress(OSError), open(start.log, "a", encoding="utf-8", errors="backslashreplace") as log:
                 log.write(text)
         else:
             sys.stderr.write(text)
-    if start.record:
-        record = {
-            "exit_code": code,
-            "time_ns": time.monotonic_ns() if failure is None else failure.pop("time_ns"),
-            **(failure or {}),
-        }
-        temporary = f"{start.record}.{os.getpid()}"
-        with contextlib.suppress(OSError):
-            Path(temporary).write_text(json.dumps(record))
-            os.replace(temporary, start.record)
+    if os.getpid() == pid:  # else a child that the program forked
+        _record(start, code, failure)
     return code
+
+
+def _run_script(script: str) -> None:
+    """As `python script.py` does. Unlike with `runpy`, `__main__` stays: threads and atexit functions still need it."""
+    path = os.path.abspath(script)
+    main = types.ModuleType("__main__")
+    main.__dict__.update(
+        __file__=path, __builtins__=builtins, __cached__=None, __loader__=SourceFileLoader("__main__", path), __annotations__={}
+    )
+    sys.modules["__main__"] = main
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
+
+
+def _record(start: Start, code: int, failure: dict[str, Any] | None) -> None:
+    """Leave how this rank ended for the launcher: whole or not at all."""
+    if start.record:
+        record = {"exit_code": code, "time_ns": time.monotonic_ns(), **(failure or {})}
+        with contextlib.suppress(OSError):
+            write_json(Path(start.record), record)
 
 
 def _system_exit(stop: SystemExit) -> tuple[int, dict[str, Any] | None]:
@@ -160,7 +190,9 @@ def _system_exit(stop: SystemExit) -> tuple[int, dict[str, Any] | None]:
         sys.stderr.write(message + "\n")
     if code == 0:
         return 0, None
-    return code, {"time_ns": time.monotonic_ns(), "kind": "SystemExit", "message": message or f"exit code {code}"}
+    # `except RuntimeError: sys.exit(1)`: what was being handled tells whether this rank or its peer failed first.
+    chain = describe(stop) if stop.__context__ is not None else {"time_ns": time.monotonic_ns()}
+    return code, {**chain, "kind": "SystemExit", "message": message or f"exit code {code}"}
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -170,19 +202,25 @@ def describe(error: BaseException) -> dict[str, Any]:
     return {
         "time_ns": time.monotonic_ns(),
         "kind": type(error).__name__,
-        "message": str(error),
+        "message": _text_of(error),
         "ours": isinstance(error, EchelonError),
         "user_frames": user_frames(trace),
         "traceback": text,
     }
 
 
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as bad:
+        return f"(its text cannot be shown: {type(bad).__name__})"
+
+
 def _skip_launcher(trace: TracebackType | None) -> TracebackType | None:
     """Drop the frames that lead into the user's program: ours and runpy's say nothing about it."""
     entry = trace
     while entry is not None:
-        name = entry.tb_frame.f_code.co_filename
-        if name != __file__ and "runpy" not in name:
+        if entry.tb_frame.f_code.co_filename not in (__file__, runpy.__file__, "<frozen runpy>"):
             return entry
         entry = entry.tb_next
     return trace
@@ -190,10 +228,9 @@ def _skip_launcher(trace: TracebackType | None) -> TracebackType | None:
 
 def user_frames(trace: TracebackType | None) -> list[str]:
     """The frames in files that belong to no library, outermost first, as a traceback prints them."""
-    libraries = {os.path.realpath(p) for p in sysconfig.get_paths().values()}
-    libraries |= {str(Path(__file__).resolve().parents[1]), os.path.dirname(os.__file__)}
-    # A project's own .venv lies inside the project; the project's files lie outside site-packages, though under its parent.
-    libraries = {p for p in libraries if p != os.path.realpath(sys.prefix)}
+    # Not the prefix, which is among these paths too: a project may lie below it, and often does in a container.
+    libraries = {os.path.realpath(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    libraries |= {str(Path(__file__).resolve().parents[1]), os.path.dirname(os.path.realpath(os.__file__))}
     frames = []
     for frame in traceback.extract_tb(trace):
         path = os.path.realpath(frame.filename)
@@ -205,11 +242,14 @@ def user_frames(trace: TracebackType | None) -> list[str]:
 
 def _call(start: Start) -> None:
     """Call the pickled function and leave its value for the launcher."""
-    from multiprocessing import spawn
-
     sys.path[:] = list(start.sys_path)
-    if start.preparation:
-        spawn.prepare(dict(start.preparation))  # makes the caller's `__main__` importable, as multiprocessing does
+    if start.preparation:  # make the caller's `__main__` importable, as multiprocessing does
+        process: Any = multiprocessing.current_process()
+        process._inheriting = True  # whoever starts processes at the script's top level is told not to
+        try:
+            spawn.prepare(dict(start.preparation))
+        finally:
+            del process._inheriting
     assert start.result is not None
     with open(start.target, "rb") as file:
         function, args, kwargs = pickle.load(file)
@@ -219,11 +259,21 @@ def _call(start: Start) -> None:
         with contextlib.suppress(Exception):  # not every exception can be pickled; its text arrives in any case
             _dump(error, f"{start.result}.error")
         raise
-    _dump(value, start.result)
+    try:
+        _dump(value, start.result)
+    except Exception as error:
+        raise UsageError(
+            f"the value that {getattr(function, '__name__', 'the function')} returned, of type {type(value).__name__}, "
+            f"cannot be sent to the caller ({error}). Return plain values, arrays or tensors."
+        ) from error
 
 
 def _dump(value: Any, path: str) -> None:
     temporary = f"{path}.{os.getpid()}"
-    with open(temporary, "wb") as file:
-        pickle.dump(value, file)
+    try:
+        with open(temporary, "wb") as file:
+            pickle.dump(value, file)
+    except BaseException:
+        os.unlink(temporary)
+        raise
     os.replace(temporary, path)

@@ -9,7 +9,6 @@ One update, over its micro-batches (`Window` says how they are weighed):
 
 from __future__ import annotations
 
-import contextlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -300,7 +299,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
 
         def forward() -> tuple[torch.Tensor, Any]:
             with self.autocast():
-                return self._checked(state, self.compute_loss(state, data))
+                return self._checked(self.compute_loss(state, data))
 
         def backward(loss: torch.Tensor) -> None:
             window.add(loss.detach(), weight)
@@ -308,9 +307,12 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
                 window.start_reduction(state.stop_requested)
             self._backward(loss, weight)
 
-        anomaly = torch.autograd.set_detect_anomaly(True) if self.detect_anomaly else contextlib.nullcontext()
-        with self.prepared.accumulate(last), anomaly:
-            loss, outputs = self.prepared.forward_backward(forward, backward)
+        with self.prepared.accumulate(last):
+            if self.detect_anomaly:
+                with torch.autograd.set_detect_anomaly(True):
+                    loss, outputs = self.prepared.forward_backward(forward, backward)
+            else:
+                loss, outputs = self.prepared.forward_backward(forward, backward)
         loss = loss.detach()
         norm = self._update(state) if last else None
         if self._reports_step:
@@ -318,20 +320,13 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
             self.on_train_step_end(state, data, step, TrainStepResults(loss, norm, outputs))
         return loss, outputs
 
-    def _checked(self, state: State, made: Any) -> tuple[torch.Tensor, Any]:
-        who = f"{type(self).__name__}.compute_loss"
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise LossError(f"{who} returned {type(made).__name__}; return the pair (loss, outputs).")
-        loss = made[0]
-        if not isinstance(loss, torch.Tensor):
-            raise LossError(f"{who} returned a loss of type {type(loss).__name__}; it must be a scalar tensor.")
-        if loss.dim():
-            raise LossError(f"{who} returned a loss of shape {tuple(loss.shape)}; it must be a scalar: take its mean.")
-        if not loss.requires_grad:
-            raise LossError(f"{who} returned a loss without a gradient: was it detached, or computed under no_grad?")
+    def _checked(self, made: Any) -> tuple[torch.Tensor, Any]:
+        problem = _problem(made)
+        if problem is not None:
+            raise LossError(f"{type(self).__name__}.compute_loss returned {problem}")
         if self.detect_anomaly:
-            self._check_finite(loss)
-        return made
+            self._check_finite(made[0])
+        return made  # type: ignore[no-any-return]
 
     def _check_finite(self, loss: torch.Tensor) -> None:
         """Before the backward pass, and agreed: a rank that raised alone would leave the others waiting in a collective."""
@@ -355,7 +350,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
 
     def _update(self, state: State) -> torch.Tensor | None:
         window, prepared, scaler, optimizer = self.window, self.prepared, self.grad_scaler, self.optimizer
-        weight, loss_sum, stop = window.close()
+        weight, loss, stop = window.close()
         if stop:
             state.agree_to_stop()
         if scaler is not None:
@@ -380,7 +375,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         if self.step_lr_interval == "step":
             self.step_lr_scheduler()
         if state.recorder is not None:
-            state.recorder.update(self.train_progress.num_steps_completed + 1, window.updates, loss_sum, weight, lr, norm)
+            state.recorder.update(self.train_progress.num_steps_completed + 1, window.updates, loss, weight, lr, norm)
         return norm
 
     def eval_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
@@ -408,8 +403,24 @@ class _EvalLoss:
         self.mean = Mean()
 
 
+def _problem(made: Any) -> str | None:
+    """What is wrong with the value of `compute_loss`; None if nothing is."""
+    if not isinstance(made, tuple) or len(made) != 2:
+        return f"{type(made).__name__}; return the pair (loss, outputs)."
+    loss = made[0]
+    if not isinstance(loss, torch.Tensor):
+        return f"a loss of type {type(loss).__name__}; it must be a scalar tensor."
+    if loss.dim():
+        return f"a loss of shape {tuple(loss.shape)}; it must be a scalar: take its mean."
+    if not loss.requires_grad:
+        return "a loss without a gradient: was it detached, or computed under no_grad?"
+    return None
+
+
 def rows(data: Any) -> int:
     """The first dimension of the first tensor in a batch; 1 if there is none."""
+    if type(data) in (tuple, list) and data and type(data[0]) is torch.Tensor and data[0].dim():
+        return data[0].size(0)  # the usual kind of batch, without the slow questions below
     if isinstance(data, torch.Tensor):
         return data.shape[0] if data.dim() else 1
     if isinstance(data, Mapping):

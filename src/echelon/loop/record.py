@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from echelon.observe.sinks.folder import Sink
 
@@ -15,24 +17,28 @@ _FLUSH_S = 0.2
 
 
 class Recorder:
-    """Collects the records of updates as tuples of tensors and floats and gives them to the sinks a few times a second.
+    """Collects the records of updates and gives them to the sinks a few times a second.
 
-    Tensors are read when a batch is flushed, without the newest record: watching does not wait for the device's last work.
+    What lives on a GPU is copied to the host beside the computation and read when it has arrived: watching a run never
+    makes it wait for its device.
     """
 
     def __init__(self, sinks: list[Sink], weight_unit: str) -> None:
         self._sinks = sinks
         self._rate_key = f"{weight_unit}_per_s"
-        self._pending: list[tuple[int, int, Any, Any, Any, Any, float]] = []
+        self._pending: list[tuple[int, int, Any, Any, Any, Any, float, Any]] = []
         self._flushed_at = self._last_at = time.perf_counter()
         self._wall_offset = time.time() - self._flushed_at
 
-    def update(self, step: int, update: int, loss_sum: Any, weight: Any, lr: Any, grad_norm: Any) -> None:
-        """One optimizer update: global sum of weighted losses and weight, so that loss is their quotient."""
+    def update(self, step: int, update: int, loss: Any, weight: Any, lr: Any, grad_norm: Any) -> None:
+        """One optimizer update: mean loss and weight of its global batch. Numbers or 0-dim tensors."""
         now = time.perf_counter()
-        self._pending.append((step, update, loss_sum, weight, lr, grad_norm, now))
+        arrival = None
+        if isinstance(loss, torch.Tensor) and loss.is_cuda:
+            loss, weight, grad_norm, arrival = _to_host(loss, weight, grad_norm)
+        self._pending.append((step, update, loss, weight, lr, grad_norm, now, arrival))
         if now - self._flushed_at >= _FLUSH_S:
-            self.flush(keep_newest=True)
+            self._write_arrived()
             self._flushed_at = now
 
     def evaluation(self, step: int, name: str, value: float) -> None:
@@ -50,24 +56,33 @@ class Recorder:
         """Time since the last update does not count as training: an evaluation or a checkpoint took it."""
         self._last_at = time.perf_counter()
 
-    def flush(self, *, keep_newest: bool = False) -> None:
-        newest = [self._pending.pop()] if keep_newest and self._pending else []
-        records = [self._read(*row) for row in self._pending]
-        self._pending = newest
+    def flush(self) -> None:
+        """Write all records, waiting for the device if need be."""
+        if self._pending and self._pending[-1][-1] is not None:
+            self._pending[-1][-1].synchronize()
+        self._write_arrived()
+
+    def _write_arrived(self) -> None:
+        arrived = len(self._pending)
+        while arrived and (late := self._pending[arrived - 1][-1]) is not None and not late.query():
+            arrived -= 1
+        records = [self._read(*row) for row in self._pending[:arrived]]
+        del self._pending[:arrived]
         if records:
             for sink in self._sinks:
                 sink.records(records)
 
-    def _read(self, step: int, update: int, loss_sum: Any, weight: Any, lr: Any, grad_norm: Any, at: float) -> dict[str, Any]:
-        weight = float(weight)
+    def _read(
+        self, step: int, update: int, loss: Any, weight: Any, lr: Any, grad_norm: Any, at: float, arrival: Any
+    ) -> dict[str, Any]:
         elapsed, self._last_at = at - self._last_at, max(at, self._last_at)
         return {
             "step": step,
             "update": update,
-            "loss": float(loss_sum) / weight,
+            "loss": float(loss),
             "lr": float(lr),
             "grad_norm": None if grad_norm is None else float(grad_norm),
-            self._rate_key: weight / elapsed if elapsed > 0 else None,
+            self._rate_key: float(weight) / elapsed if elapsed > 0 else None,
             "time": at + self._wall_offset,
         }
 
@@ -75,3 +90,16 @@ class Recorder:
         self.flush()
         for sink in self._sinks:
             sink.close()
+
+
+def _to_host(loss: torch.Tensor, weight: Any, grad_norm: Any) -> tuple[Any, Any, Any, torch.cuda.Event]:
+    """Start copying what is on the device; the event tells when it is there."""
+    given = [loss, weight, grad_norm]
+    there = [v.detach().double() for v in given if isinstance(v, torch.Tensor)]
+    here = torch.empty(len(there), dtype=torch.float64, pin_memory=True)
+    here.copy_(torch.stack(there), non_blocking=True)
+    arrival = torch.cuda.Event()
+    arrival.record()
+    values = iter(here)
+    loss_, weight_, norm_ = (next(values) if isinstance(v, torch.Tensor) else v for v in given)
+    return loss_, weight_, norm_, arrival

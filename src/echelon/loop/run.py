@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.contracts.errors import EchelonError, RanksDisagreeError, UnitError, UsageError
+from echelon.contracts.rank import RankInfo
 from echelon.data.loader import Loader
 from echelon.data.prefetch import Feed
 from echelon.loop.callback import Callback
@@ -193,6 +194,10 @@ class _Run:
         self.state, self.unit, self.callbacks = state, unit, list(callbacks or [])
         self.hooks = {phase: _Hooks(phase, unit, self.callbacks) for phase in phases}
         state.alone = not agree.is_joined()
+        if state.alone and (launched := RankInfo().world_size) > 1:
+            logger.warning(
+                "%s ranks were launched, but this process has not joined them and runs alone: call echelon.init_from_env()", launched
+            )
         self._evaluated_at = -1
         self._agree_each_step = False
 
@@ -204,6 +209,7 @@ class _Run:
         if phase.max_epochs is None and phase.max_steps is None:
             logger.warning("training without max_epochs and max_steps runs until something calls state.stop()")
         with self._running(), torch.enable_grad(), self._mode("train"):
+            self._agree_on_limits(phase, progress)
             self._begin("train")
             self._agree_on_agreeing()
             self._event("train_start", total_steps=self._total_steps(), step=progress.num_steps_completed)
@@ -256,17 +262,22 @@ class _Run:
         try:
             yield
         except BaseException as error:
-            self._event("exception", kind=type(error).__name__, message=str(error))
+            with contextlib.suppress(Exception):  # nothing may hide the error itself, not even a device that no longer answers
+                self._event("exception", kind=type(error).__name__, message=str(error))
             with contextlib.suppress(Exception):
                 self.unit.on_exception(state, error)
             for callback in self.callbacks:
                 with contextlib.suppress(Exception):
                     callback.on_exception(state, self.unit, error)
+            with contextlib.suppress(Exception):
+                self._close_sinks()
             raise
-        finally:
-            if state.recorder is not None:
-                state.recorder.close()
-                state.recorder = None
+        self._close_sinks()
+
+    def _close_sinks(self) -> None:
+        recorder, self.state.recorder = self.state.recorder, None
+        if recorder is not None:
+            recorder.close()
 
     @contextlib.contextmanager
     def _mode(self, mode: str) -> Iterator[None]:
@@ -422,10 +433,19 @@ class _Run:
         """Find out once whether a stop can come from a hook; only then do the ranks agree after every step."""
         state = self.state
         if not state.alone:
-            stoppers = any(
-                c.may_stop and type(c).on_train_step_end is not Callback.on_train_step_end for c in self.callbacks
-            )
+            stoppers = any(c.may_stop and type(c).on_train_step_end is not Callback.on_train_step_end for c in self.callbacks)
             self._agree_each_step = agree.any_rank(stoppers or not self.unit.agrees_to_stop)
+
+    def _agree_on_limits(self, phase: PhaseState, progress: Progress) -> None:
+        """Ranks that would stop at other places, or that begin at other places, leave one another waiting."""
+        limits = {
+            "max_epochs": phase.max_epochs,
+            "max_steps": phase.max_steps,
+            "max_steps_per_epoch": phase.max_steps_per_epoch,
+            "epochs done": progress.num_epochs_completed,
+            "steps done": progress.num_steps_completed,
+        }
+        agree.same_on_all("where training begins and ends", limits, "Give all ranks the same limits and the same checkpoint.")
 
     def _agreed_lengths(self, phase: str, feed: Feed) -> bool:
         """Compare the lengths of the ranks' loaders; True if they have none and must agree batch by batch.

@@ -39,8 +39,8 @@ class Window:
         self.size = size
         self.count = self.updates = 0
         self.reference: float | None = None
-        self._weight: Any = 0.0
-        self._loss: Any = None
+        self._losses: list[torch.Tensor] = []
+        self._weights: list[Any] = []
         self._reduction: _Reduction | None = None
 
     def open(self, is_last_batch: bool) -> bool:
@@ -54,29 +54,37 @@ class Window:
 
     def add(self, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
         """Take in a micro-batch's mean loss, without its graph, and its weight."""
-        weighted = loss if isinstance(weight, (int, float)) and weight == 1 else loss * weight
-        self._loss = weighted if self._loss is None else self._loss + weighted
-        self._weight = self._weight + weight
+        self._losses.append(loss)
+        self._weights.append(weight)
 
     def start_reduction(self, wants_stop: bool) -> None:
         """Begin to sum up over the ranks; the backward pass runs meanwhile. Collective, in the same order on every rank."""
-        self._reduction = _Reduction(self._weight, self._loss, wants_stop)
+        self._reduction = _Reduction(sum(self._weights), self._weighted_sum(), wants_stop)
+
+    def _weighted_sum(self) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self._losses[0].device)
+        for loss, weight in zip(self._losses, self._weights, strict=True):
+            total = total + loss * weight
+        return total
 
     def close(self) -> tuple[Any, Any, bool]:
-        """End the window: (global weight, global sum of weighted losses, whether a rank wants to stop).
+        """End the window: (global weight, global mean loss, whether a rank wants to stop).
 
-        Weight and sum are floats where no device has to be waited for, else 0-dim tensors.
+        Weight and loss are floats where no device has to be waited for, else 0-dim tensors.
         """
+        stop = False
         if self._reduction is not None:
-            weight, loss, stop = self._reduction.wait()
+            weight, total, stop = self._reduction.wait()
+            loss = total / weight if weight else total
         else:
-            weight, loss, stop = self._weight, self._loss, False
+            weight = self._weights[0] if self.count == 1 else sum(self._weights)
+            loss = self._losses[0] if self.count == 1 or not weight else self._weighted_sum() / weight
         if isinstance(weight, (int, float)) and weight <= 0:
             raise UsageError(
                 f"update {self.updates}: the global batch weighs {weight:g}. A weight is a number of samples or tokens; "
                 "at least one rank must have some."
             )
-        self.count, self._weight, self._loss, self._reduction = 0, 0.0, None, None
+        self.count, self._losses, self._weights, self._reduction = 0, [], [], None
         self.updates += 1
         return weight, loss, stop
 
@@ -97,7 +105,7 @@ class _Reduction:
         self._host = torch.tensor(host, dtype=torch.float64)
         self._works = [dist.all_reduce(self._host, group=control_group(), async_op=True)]
         if self._on_device:
-            rest = [loss.double(), weight.double()] if self._weight_on_device else [loss.double()]
+            rest = [loss, weight] if self._weight_on_device else [loss.double()]
             self._device = torch.stack([t.reshape(()) for t in rest])
             self._works.append(dist.all_reduce(self._device, async_op=True))
 

@@ -6,7 +6,6 @@ micro-batch, all-reduces of gradient buckets, overlapped with the computation.
 
 from __future__ import annotations
 
-import contextlib
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.strategy import Prepared, Strategy
+from echelon.parallel.strategy import NO_CONTEXT, Prepared, Strategy
 from echelon.world.init import World, ensure_group
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class DDPPrepared(Prepared[DistributedDataParallel]):
         return inner
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext() if last else self.module.no_sync()
+        return NO_CONTEXT if last else self.module.no_sync()
 
 
 @dataclass(frozen=True)

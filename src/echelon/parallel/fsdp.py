@@ -6,7 +6,6 @@ a reduce-scatter of its gradients after the backward (of a window's last micro-b
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.strategy import Prepared, Strategy, local
+from echelon.parallel.strategy import NO_CONTEXT, Prepared, Strategy, local
 from echelon.world.init import World, ensure_group
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class FSDPPrepared(Prepared[nn.Module]):
             sharded: FSDPModule = self.module  # type: ignore[assignment]
             sharded.set_requires_gradient_sync(last)
             self._sync = last
-        return contextlib.nullcontext()
+        return NO_CONTEXT
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """As the base; parameters outside the shards are counted once, those inside over all ranks."""
@@ -80,7 +79,7 @@ class FSDP1Prepared(Prepared["FullyShardedDataParallel"]):
         return inner
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext() if last else self.module.no_sync()
+        return NO_CONTEXT if last else self.module.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         return self.module.clip_grad_norm_(max_norm, norm_type)

@@ -132,7 +132,8 @@ def parallelize(
         return (chosen or NOOPStrategy()).prepare(module, world, recipe)
     if chosen is not None and not isinstance(chosen, NOOPStrategy):
         raise UsageError(
-            f"strategy {chosen.name!r} for a {type(module).__name__} that is made parallel already. Pass the plain module, or no strategy."
+            f"strategy {chosen.name!r} for a {type(module).__name__} that is made parallel already. "
+            "Pass the plain module, or no strategy."
         )
     recipe.compile(recipe.recompute(given.plain))
     return given

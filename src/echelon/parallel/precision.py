@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.strategy import NO_CONTEXT
 
 __all__ = ["Precision"]
 
@@ -39,7 +39,7 @@ class Precision:
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         if self.dtype is None:
-            return contextlib.nullcontext()
+            return NO_CONTEXT
         return torch.autocast(device.type, dtype=self.dtype)
 
     def scaler(self, device: torch.device) -> torch.amp.GradScaler | None:

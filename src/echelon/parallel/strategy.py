@@ -28,6 +28,9 @@ O = TypeVar("O")  # noqa: E741
 M = TypeVar("M", bound=nn.Module)
 
 
+NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()  # one for all: making one takes longer than entering it
+
+
 class Prepared(Generic[M]):
     """A module made parallel, and the operations whose meaning depends on how. This base is one process.
 
@@ -75,7 +78,7 @@ class Prepared(Generic[M]):
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         """Context of one micro-batch's forward and backward: no gradient traffic before the window's last."""
-        return contextlib.nullcontext()
+        return NO_CONTEXT
 
     def forward_backward(
         self, forward: Callable[[], tuple[torch.Tensor, Any]], backward: Callable[[torch.Tensor], None]

@@ -130,7 +130,17 @@ def _check_port(info: RankInfo) -> None:
 
 
 def ensure_group(device: torch.device) -> None:
-    """Start a group of one if there is none: sharding needs a group, even for one rank."""
+    """Start a group of one if there is none: sharding needs a group, even for one rank.
+
+    Raises:
+        LauncherEnvironmentError: several ranks were launched; each alone would train a model of its own.
+    """
     if not dist.is_initialized():
+        info = RankInfo.from_env()
+        if info.world_size > 1:
+            raise LauncherEnvironmentError(
+                f"{info.world_size} ranks were launched, but rank {info.rank} has not joined the others. "
+                "Call echelon.init_from_env() first."
+            )
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -34,7 +34,7 @@ class ProgressModel:
         self.loss: float | None = None
         self.lr: float | None = None
         self.rate: float | None = None
-        self.rate_unit = ""
+        self.rate_unit = self._rate_key = ""
         self.eval_loss: float | None = None
         self._origin: tuple[float, int] | None = None
         self._seconds_per_step: float | None = None
@@ -56,12 +56,12 @@ class ProgressModel:
         if loss is not None:
             self.loss = loss if self.loss is None or loss != loss else 0.9 * self.loss + 0.1 * loss
         self.lr = _number(record.get("lr"))
-        for key, value in record.items():
-            if key.endswith("_per_s"):
-                rate = _number(value)
-                self.rate_unit = key.removesuffix("_per_s")
-                if rate is not None:
-                    self.rate = rate if self.rate is None else 0.9 * self.rate + 0.1 * rate
+        if self._rate_key not in record:
+            self._rate_key = next((k for k in record if k.endswith("_per_s")), "")
+            self.rate_unit = self._rate_key.removesuffix("_per_s")
+        rate = _number(record.get(self._rate_key))
+        if rate is not None:
+            self.rate = rate if self.rate is None else 0.9 * self.rate + 0.1 * rate
 
     def event(self, event: dict[str, Any]) -> str | None:
         """Take in one event; returns a line if it is worth one."""

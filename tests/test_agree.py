@@ -1,0 +1,103 @@
+"""How ranks agree: by value, by name, without pickle, and never one rank alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from echelon.contracts.errors import EchelonError, RanksDisagreeError
+from echelon.world import agree, streams
+from tests.conftest import Ranks
+
+
+def _gather() -> list[Any]:
+    rank = dist.get_rank()
+    return agree.gather({"rank": rank, "text": "ü" * rank, "none": None})
+
+
+def test_values_of_any_length_are_gathered_by_rank(ranks: Ranks) -> None:
+    want = [{"rank": r, "text": "ü" * r, "none": None} for r in range(4)]
+    assert ranks(4, _gather) == [want] * 4
+
+
+def _any(flags: list[bool]) -> bool:
+    return agree.any_rank(flags[dist.get_rank()])
+
+
+def test_one_rank_is_enough(ranks: Ranks) -> None:
+    assert ranks(2, _any, [False, True]) == [True, True]
+    assert ranks(2, _any, [False, False]) == [False, False]
+
+
+def _same(values: list[int]) -> str:
+    try:
+        agree.same_on_all("the number of steps", values[dist.get_rank()], "Mend it.")
+    except RanksDisagreeError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_disagreement_is_raised_on_every_rank_with_every_value(ranks: Ranks) -> None:
+    assert ranks(2, _same, [3, 3]) == ["agreed"] * 2
+    assert ranks(2, _same, [3, 4]) == ["ranks disagree about the number of steps: rank 0: 3, rank 1: 4. Mend it."] * 2
+
+
+def _read(fails: bool) -> Any:
+    def read() -> str:
+        assert dist.get_rank() == 0, "only rank 0 looks"
+        if fails:
+            raise FileNotFoundError("the folder is gone")
+        return "seen"
+
+    try:
+        return agree.from_rank0(read)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def test_rank_0_looks_and_all_believe_it(ranks: Ranks) -> None:
+    assert ranks(2, _read, False) == ["seen", "seen"]
+
+
+def test_rank_0s_error_reaches_all_instead_of_leaving_them_waiting(ranks: Ranks) -> None:
+    first, second = ranks(2, _read, True)
+    assert first == ("FileNotFoundError", "the folder is gone")
+    assert second == ("EchelonError", "rank 0 failed: FileNotFoundError: the folder is gone")
+
+
+def test_a_world_of_one_agrees_with_itself_without_a_group() -> None:
+    assert agree.gather(5) == [5] and agree.any_rank(True) and agree.same_on_all("x", 1, "") == 1
+    with pytest.raises(FileNotFoundError):
+        agree.from_rank0(lambda: open("/absent"))
+
+
+def test_streams_come_back() -> None:
+    import random
+
+    import numpy as np
+    import torch
+
+    streams.seed(3)
+    saved = streams.states()
+    first = (random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1))
+    streams.load_states(saved)
+    assert (random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1)) == first
+
+
+def test_streams_of_ranks_differ_and_rank_0_keeps_the_common_one() -> None:
+    import torch
+
+    drawn = []
+    for rank in range(4):
+        streams.seed(7)
+        streams.separate(rank)
+        drawn.append(torch.rand(1).item())
+    streams.seed(7)
+    assert drawn[0] == torch.rand(1).item() and len(set(drawn)) == 4
+
+
+def test_a_seed_outside_numpys_range_is_refused() -> None:
+    with pytest.raises(EchelonError, match="seed -1"):
+        streams.seed(-1)

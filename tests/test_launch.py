@@ -1,0 +1,738 @@
+"""Starting ranks: values and errors come back, the first failure is the cause, nothing outlives its launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import echelon
+from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
+from echelon.launch import function
+from echelon.launch.failure import render
+from echelon.launch.function import launch, spawn
+from echelon.launch.job import Failure, JobSpec, auto_ranks, parse_ranks
+from echelon.launch.relay import Relay
+from echelon.launch.server import ForkServer
+from tests.conftest import clean_environment
+
+MARK = "ECHO_TEST_MARK"
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
+    """Poll until the condition is true; fail by name if that takes too long."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"not within {timeout_s:g} s: {what}")
+
+
+def processes_with(mark: str) -> list[psutil.Process]:
+    """Every process whose environment holds the mark, whoever its parent is."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+                found.append(process)
+    return found
+
+
+class Started:
+    """Programs that a test runs beside itself; whatever they leave is found by a mark in the environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.mark = folder, f"{folder.name}-{time.monotonic_ns()}"
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def python(self, *args: str, **options: Any) -> subprocess.Popen[bytes]:
+        env = {**clean_environment(), MARK: self.mark, "TMPDIR": str(self.folder), **options.pop("env", {})}
+        defaults = {"cwd": self.folder, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen([sys.executable, *args], env=env, **{**defaults, **options})
+        self._processes.append(process)
+        return process
+
+    def run(self, *args: str, **options: Any) -> subprocess.Popen[bytes]:
+        return self.python("-m", "echelon", "run", *args, **options)
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        (self.folder / name).write_text(text)
+        return name
+
+    def alive(self) -> list[psutil.Process]:
+        return processes_with(self.mark)
+
+    def all_gone(self, timeout_s: float = 20.0) -> None:
+        wait_until(lambda: not self.alive(), "every process has ended", timeout_s)
+
+    def end(self) -> None:
+        for process in self.alive():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for started in self._processes:
+            started.wait()
+            for pipe in (started.stdin, started.stdout, started.stderr):
+                if pipe is not None:
+                    pipe.close()
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Started]:
+    programs = Started(tmp_path)
+    yield programs
+    programs.end()
+
+
+# ---- functions that ranks run -------------------------------------------------------------------------------------------
+
+
+def _who(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), args, kwargs
+
+
+def _rank_first(rank: int, *args: Any) -> tuple[Any, ...]:
+    return rank, args
+
+
+def _environment(*names: str) -> list[str | None]:
+    return [os.environ.get(name) for name in names]
+
+
+def _wait_in_all_reduce() -> None:
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+
+
+def _fail_while_others_wait(how: str, victim: str, folder: str) -> None:
+    """Rank 1 ends in some way; rank 0, which waits for it in a collective, ends in consequence in another."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        if how == "raise":
+            raise ValueError("rank 1 has bad data")
+        if how == "raise after goodbye":  # the peers hear of the end before the launcher can
+            try:
+                raise ValueError("rank 1 has bad data")
+            finally:
+                dist.destroy_process_group()
+                time.sleep(0.3)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if how == "exit":
+            os._exit(7)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        if victim == "wraps":
+            raise KeyError("training went wrong") from error
+        if victim == "exits":
+            sys.exit(9)
+        raise
+
+
+def _leave_early() -> None:
+    dist.init_process_group("gloo")
+    if int(os.environ["RANK"]) == 0:
+        dist.all_reduce(torch.ones(1))
+
+
+def _die_once(folder: str, skew_ms: int) -> tuple[int, int]:
+    """In attempt 0 rank 1 kills itself, at some moment around the first collective; afterwards all must meet."""
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if rank == 1 and attempt == 0:
+        threading.Timer(skew_ms / 1000, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    dist.init_process_group("gloo")
+    value = torch.tensor(float(rank + 1))
+    dist.all_reduce(value)
+    if attempt == 0:
+        time.sleep(60)  # until the launcher ends this attempt
+    return int(value), attempt
+
+
+class Point:
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+
+class TwoArguments(Exception):
+    """An exception that pickles but cannot be unpickled."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+def _raise_unpicklable() -> None:
+    raise TwoArguments(1, 2)
+
+
+def _return_a_lock() -> Any:
+    return threading.Lock()
+
+
+def _leave_an_executor_idle() -> int:
+    pool = ThreadPoolExecutor(2)
+    _KEPT.append(pool)
+    return pool.submit(int, "3").result()
+
+
+_KEPT: list[Any] = []
+
+
+def _write_without_closing(folder: str) -> None:
+    file = open(Path(folder) / f"{os.environ['RANK']}.txt", "w")
+    file.write("kept")
+    _KEPT.append(file)
+
+
+def _print_and_warn() -> None:
+    print("from rank", os.environ["RANK"])
+
+
+def _start_children(folder: str) -> None:
+    """One child in the rank's process group, one in a session of its own; then wait for the end."""
+    for own_session in (False, True):
+        subprocess.Popen(["sleep", "600"], start_new_session=own_session)
+    Path(folder, f"ready{os.environ['RANK']}").touch()
+    time.sleep(600)
+
+
+def _children_and_return() -> list[int]:
+    return [subprocess.Popen(["sleep", "600"], start_new_session=own).pid for own in (False, True)]
+
+
+def _nothing() -> None:
+    pass
+
+
+# ---- values -------------------------------------------------------------------------------------------------------------
+
+
+def test_launch_returns_each_ranks_value() -> None:
+    assert launch(_who, ranks=3, args=(1,), kwargs={"b": 2}) == [(rank, 3, (1,), {"b": 2}) for rank in range(3)]
+
+
+def test_spawn_passes_the_rank_first_in_torchs_order_of_arguments() -> None:
+    assert spawn(_rank_first, ("a",), 2) == [(0, ("a",)), (1, ("a",))]
+
+
+def test_spawn_refuses_an_option_that_it_cannot_honour() -> None:
+    with pytest.raises(UsageError, match="join"):
+        spawn(_rank_first, nprocs=1, join=False)
+
+
+def test_launch_is_found_at_the_root_although_a_package_has_its_name() -> None:
+    assert echelon.launch(_who, ranks=1) == [(0, 1, (), {})]
+
+
+def test_launch_hands_on_more_environment() -> None:
+    assert launch(_environment, ranks=1, args=("A_B",), env={"A_B": "c"}) == [["c"]]
+
+
+def test_launch_does_not_start_threads_that_fight_for_cores() -> None:
+    (threads,) = {int(value) for (value,) in launch(_environment, ranks=2, args=("OMP_NUM_THREADS",))}
+    assert 1 <= threads <= max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def test_a_value_may_be_an_instance_of_a_class_in_the_test_module() -> None:
+    (value,) = launch(Point, ranks=1, args=(4,))
+    assert value.x == 4
+
+
+def test_classes_of_the_main_script_travel_both_ways(started: Started) -> None:
+    script = started.script(
+        "import echelon\n"
+        "class Point:\n    def __init__(self, x): self.x = x\n"
+        "class Bad(Exception): pass\n"
+        "def double(p): return Point(2 * p.x)\n"
+        "def fail(): raise Bad('mine')\n"
+        "if __name__ == '__main__':\n"
+        "    print([p.x for p in echelon.launch(double, ranks=2, args=(Point(3),))])\n"
+        "    try: echelon.launch(fail, ranks=1)\n"
+        "    except echelon.EchelonError as e: print(type(e.__cause__) is Bad, e.__cause__)\n"
+    )
+    out, err = started.python(script).communicate(timeout=60)
+    assert out.decode().splitlines() == ["[6, 6]", "True mine"], err.decode()
+
+
+def test_a_launch_at_a_scripts_top_level_is_refused_instead_of_starting_ranks_for_ever(started: Started) -> None:
+    script = started.script("import echelon\ndef f(): return 1\nprint(echelon.launch(f, ranks=1))\n")
+    process = started.python(script)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert 'if __name__ == "__main__"' in err.decode()
+
+
+def test_rank_0_is_shown_and_rank_1_is_not(capfd: pytest.CaptureFixture[str]) -> None:
+    launch(_print_and_warn, ranks=2)
+    assert capfd.readouterr().out == "from rank 0\n"
+
+
+def test_an_idle_executor_does_not_keep_a_rank() -> None:
+    assert launch(_leave_an_executor_idle, ranks=1, timeout_s=30) == [3]
+
+
+def test_a_file_left_open_is_not_cut_off(tmp_path: Path) -> None:
+    launch(_write_without_closing, ranks=2, args=(str(tmp_path),))
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["kept", "kept"]
+
+
+def test_two_threads_may_launch_at_once() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda n: launch(_who, ranks=n), (1, 2)))
+    assert [len(values) for values in both] == [1, 2]
+
+
+def test_a_rank_may_launch_ranks() -> None:
+    assert launch(functools.partial(launch, _who, ranks=2), ranks=1) == [[(0, 2, (), {}), (1, 2, (), {})]]
+
+
+# ---- what cannot work ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [0, -1, "0", "many", "", "1.5", 1.5, None, [2]])
+def test_a_bad_number_of_ranks_is_named(ranks: Any) -> None:
+    with pytest.raises(UsageError) as caught:
+        launch(_who, ranks=ranks)
+    assert str(ranks).strip("'") in str(caught.value) and "auto" in str(caught.value)
+
+
+def test_auto_takes_one_rank_per_core_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert parse_ranks("auto") == auto_ranks() == len(os.sched_getaffinity(0))
+
+
+def test_a_lambda_without_cloudpickle_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(UsageError, match=r"<lambda> cannot be sent .* top level .*pip install cloudpickle"):
+        launch(lambda: 1, ranks=1)
+
+
+def test_a_lambda_with_cloudpickle_works() -> None:
+    pytest.importorskip("cloudpickle")
+    assert launch(lambda: os.environ["RANK"], ranks=2) == ["0", "1"]
+
+
+def test_a_function_typed_into_a_session_is_refused_with_the_remedy(started: Started) -> None:
+    code = "import sys; sys.modules['cloudpickle'] = None\nimport echelon\ndef f(): return 1\nechelon.launch(f, ranks=1)"
+    _, err = started.python("-c", code).communicate(timeout=60)
+    assert "UsageError: f cannot be sent to other processes" in err.decode()
+
+
+def test_a_value_that_cannot_be_sent_back_is_named() -> None:
+    with pytest.raises(RankFailedError, match="the value that _return_a_lock returned, of type lock, cannot be sent") as caught:
+        launch(_return_a_lock, ranks=1)
+    assert caught.value.exit_code == 1
+
+
+def test_an_exception_that_cannot_be_unpickled_still_arrives_as_text() -> None:
+    with pytest.raises(RankFailedError, match="TwoArguments: 1 and 2"):
+        launch(_raise_unpicklable, ranks=1)
+
+
+def test_an_environment_that_is_no_text_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"env\['A'\] = 1"):
+        launch(_who, ranks=1, env={"A": 1})  # type: ignore[dict-item]
+
+
+def test_a_rank_that_cannot_even_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    function._shared_server()
+    monkeypatch.setattr(os, "getcwd", lambda: str(tmp_path / "never"))
+    with pytest.raises(RankFailedError, match="FileNotFoundError"):
+        launch(_who, ranks=1, run_dir=tmp_path)
+
+
+# ---- the first failure --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "victim", "exit_code", "says"),
+    [
+        ("raise", "raises", 1, "ValueError: rank 1 has bad data"),
+        ("raise after goodbye", "raises", 1, "ValueError: rank 1 has bad data"),
+        ("raise after goodbye", "wraps", 1, "ValueError: rank 1 has bad data"),
+        ("raise after goodbye", "exits", 1, "ValueError: rank 1 has bad data"),
+        ("kill", "raises", 137, "killed by SIGKILL"),
+        ("kill", "wraps", 137, "killed by SIGKILL"),
+        ("kill", "exits", 137, "killed by SIGKILL"),
+        ("segfault", "exits", 139, "killed by SIGSEGV"),
+        ("exit", "exits", 7, "exit code 7"),
+    ],
+)
+def test_the_first_failure_is_the_cause_whatever_follows(
+    tmp_path: Path, how: str, victim: str, exit_code: int, says: str
+) -> None:
+    for _ in range(3):
+        with pytest.raises(RankFailedError) as caught:
+            launch(_fail_while_others_wait, ranks=2, args=(how, victim, str(tmp_path)), run_dir=tmp_path)
+        text = str(caught.value)
+        assert (caught.value.rank, caught.value.exit_code) == (1, exit_code), text
+        assert "rank 1 failed first" in text and says in text
+
+
+def test_a_rank_that_left_early_is_named_beside_the_one_that_noticed(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match=r"rank 1 had ended before, with exit code 0"):
+        launch(_leave_early, ranks=2, run_dir=tmp_path)
+
+
+def test_a_failure_shows_the_users_frames_and_where_the_logs_are(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        launch(_fail_while_others_wait, ranks=2, args=("raise", "raises", ""), run_dir=tmp_path)
+    head = str(caught.value).split("\n\n")[0]
+    assert f'File "{__file__}"' in head and "in _fail_while_others_wait" in head
+    assert "site-packages" not in head and "echelon/launch" not in head
+    assert str(Path(caught.value.logs or "") / "rank1.log") in head
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_every_ranks_own_traceback_is_in_its_log(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        launch(_fail_while_others_wait, ranks=2, args=("raise after goodbye", "raises", ""), run_dir=tmp_path)
+    logs = Path(caught.value.logs or "")
+    assert "ValueError: rank 1 has bad data" in (logs / "rank1.log").read_text()
+    assert "RuntimeError" in (logs / "rank0.log").read_text()
+
+
+def _failure(rank: int, ms: int, kind: str = "ValueError", said: str = "", reported: bool = True) -> Failure:
+    trace = f"Traceback (most recent call last):\n    code()\n{kind}: {said}\n" if reported else ""
+    return Failure(rank, 1, ms * 1_000_000, kind, said, traceback=trace, reported=reported)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [_failure(0, 5, said="later")],
+        [_failure(0, 0, said="[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:4711")],
+        [_failure(0, 0, "RuntimeError", "NCCL error: remote process exited")],
+    ],
+)
+def test_the_earliest_that_is_no_mere_loss_of_a_peer_comes_first(others: list[Failure]) -> None:
+    assert Failure.first([*others, _failure(1, 3, said="mine")]).rank == 1
+
+
+def test_user_code_that_speaks_of_connections_is_no_victim() -> None:
+    """Only what an exception says counts, not the source lines of its traceback."""
+    trace = "Traceback (most recent call last):\n    raise ValueError(x)  # Connection reset by peer\nValueError: x\n"
+    assert not Failure(0, 1, 0, "ValueError", "x", traceback=trace).is_victim
+
+
+def test_a_failure_in_libraries_only_says_how_much_is_hidden() -> None:
+    trace = (
+        'Traceback (most recent call last):\n  File "/lib/a.py", line 1, in f\n  File "/lib/b.py", line 2, in g\nKeyError: 1\n'
+    )
+    text = render(Failure(0, 1, 0, "KeyError", "1", traceback=trace, log=Path("runs/x/rank0.log")), ranks=1)
+    assert text.splitlines() == [
+        "echelon: rank 0 failed (exit code 1)",
+        "  ... 2 more frames in libraries, in the log",
+        "KeyError: 1",
+        "log: runs/x/rank0.log",
+    ]
+
+
+# ---- restarts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skew_ms", [0, 1, 3, 7, 15, 25, 40, 60, 90, 130])
+def test_a_restart_joins_whenever_a_rank_is_killed(tmp_path: Path, skew_ms: int) -> None:
+    values = launch(_die_once, ranks=2, args=(str(tmp_path), skew_ms), max_restarts=1, timeout_s=30, run_dir=tmp_path)
+    assert values == [(3, 1), (3, 1)]
+
+
+def _meet_at_attempt_2() -> tuple[str, ...]:
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    print("attempt", attempt)
+    if attempt != "2":
+        raise ValueError(f"attempt {attempt}")
+    return tuple(_environment("TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", "ECHELON_ATTEMPT"))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def third_attempt(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[str, ...]], Path]:
+    """A job that fails twice: its values and its run folder."""
+    folder = tmp_path_factory.mktemp("third")
+    values = launch(_meet_at_attempt_2, ranks=2, max_restarts=3, timeout_s=30, run_dir=folder)
+    (run,) = folder.iterdir()
+    return values, run
+
+
+def test_ranks_know_the_number_of_restarts(third_attempt: tuple[list[tuple[str, ...]], Path]) -> None:
+    assert [value[0] for value in third_attempt[0]] == ["2", "2"]
+
+
+def test_each_attempt_has_a_folder_with_its_own_logs(third_attempt: tuple[list[tuple[str, ...]], Path]) -> None:
+    attempts = third_attempt[1] / "attempts"
+    assert sorted(p.name for p in attempts.iterdir()) == ["000", "001", "002"]
+    assert [(attempts / f"{n:03d}" / "rank1.log").read_text().splitlines()[0] for n in range(3)] == [
+        f"attempt {n}" for n in range(3)
+    ]
+
+
+def test_each_attempt_says_how_it_ended(third_attempt: tuple[list[tuple[str, ...]], Path]) -> None:
+    ends = [json.loads((third_attempt[1] / "attempts" / f"{n:03d}" / "exit.json").read_text()) for n in range(3)]
+    assert [end["exit_code"] for end in ends] == [1, 1, 0]
+    assert [(end["first_failure"] or {}).get("message") for end in ends] == ["attempt 0", "attempt 1", None]
+    assert ends[2]["ranks"] == {}
+
+
+def test_a_job_that_fails_for_ever_ends_with_its_last_failure(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="attempt 1"):
+        launch(_meet_at_attempt_2, ranks=1, max_restarts=1, run_dir=tmp_path)
+
+
+# ---- what is left behind ------------------------------------------------------------------------------------------------
+
+
+def _temporary_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("echelon-*"))
+
+
+def test_a_launch_that_went_well_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    launch(_nothing, ranks=1)
+    assert not _temporary_folders()
+
+
+def test_a_launch_that_failed_keeps_the_logs_it_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(RankFailedError) as caught:
+        launch(_raise_unpicklable, ranks=1)
+    assert Path(caught.value.logs or "", "rank0.log").exists()
+
+
+def test_a_launch_that_could_not_begin_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(UsageError):
+        launch(lambda: 1, ranks=1)
+    assert not _temporary_folders()
+
+
+def test_thirty_launches_leak_no_descriptor_no_thread_and_no_zombie() -> None:
+    launch(_nothing, ranks=1)
+    server = psutil.Process(function._shared_server().pid)
+    before = (psutil.Process().num_fds(), threading.active_count(), server.num_fds())
+    for _ in range(30):
+        launch(_nothing, ranks=1)
+    assert (psutil.Process().num_fds(), threading.active_count(), server.num_fds()) == before
+    assert [p for p in psutil.Process().children(recursive=True) if p.status() == psutil.STATUS_ZOMBIE] == []
+
+
+def test_the_server_has_one_thread_so_that_forking_it_is_safe() -> None:
+    assert psutil.Process(function._shared_server().pid).num_threads() == 1
+
+
+def test_what_a_rank_started_ends_with_it_even_in_a_session_of_its_own() -> None:
+    ((in_group, in_session),) = launch(_children_and_return, ranks=1)
+    wait_until(lambda: not (psutil.pid_exists(in_group) or psutil.pid_exists(in_session)), "the children have ended")
+
+
+def test_a_killed_server_fails_the_launch_and_the_next_one_works() -> None:
+    server = function._shared_server()
+    threading.Timer(0.3, os.kill, (server.pid, signal.SIGKILL)).start()
+    with pytest.raises(EchelonError, match="the process that forks the ranks has gone"):
+        launch(time.sleep, ranks=2, args=(600,))
+    assert launch(_who, ranks=1) == [(0, 1, (), {})]
+
+
+@pytest.mark.parametrize("who", ["launcher", "server"])
+def test_killing_the_launcher_or_the_server_leaves_nothing_running(started: Started, who: str) -> None:
+    """Both ranks have a child in their group; the launcher's death also ends one in a session of its own."""
+    script = started.script(
+        "import os, subprocess, sys, time\n"
+        f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "import echelon\n"
+        "def wait():\n"
+        f"    for own in ({'False, True' if who == 'launcher' else 'False,'}):\n"
+        "        subprocess.Popen(['sleep', '600'], start_new_session=own)\n"
+        "    open(f'ready{os.environ[\"RANK\"]}', 'w').close()\n"
+        "    time.sleep(600)\n"
+        "if __name__ == '__main__':\n"
+        "    echelon.launch(wait, ranks=2)\n"
+    )
+    launcher = started.python(script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until(lambda: all((started.folder / f"ready{r}").exists() for r in range(2)), "the ranks run")
+    (server,) = psutil.Process(launcher.pid).children()
+    os.kill(launcher.pid if who == "launcher" else server.pid, signal.SIGKILL)
+    launcher.wait(20)
+    started.all_gone()
+
+
+def test_a_signal_to_the_callers_process_takes_its_ordinary_course_after_the_ranks_ended(started: Started) -> None:
+    script = started.script(
+        "import os, time, signal, threading, echelon\n"
+        "def wait():\n    open(f'ready{os.environ[\"RANK\"]}', 'w').close(); time.sleep(600)\n"
+        "if __name__ == '__main__':\n"
+        "    try: echelon.launch(wait, ranks=2)\n"
+        "    except KeyboardInterrupt: print('interrupted', flush=True)\n"
+        "    echelon.launch(wait, ranks=2)\n"
+    )
+    launcher = started.python(script)
+    ready = [started.folder / f"ready{r}" for r in range(2)]
+    wait_until(lambda: all(p.exists() for p in ready), "the ranks run")
+    for path in ready:
+        path.unlink()
+    launcher.send_signal(signal.SIGINT)
+    wait_until(lambda: all(p.exists() for p in ready), "the second launch runs")
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(20) == -signal.SIGTERM
+    assert launcher.stdout is not None and launcher.stdout.read() == b"interrupted\n"
+    started.all_gone()
+
+
+# ---- the server's protocol ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def raw_server(started: Started) -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
+    """A server and the bare socket to it."""
+    ours, theirs = socket.socketpair()
+    code = f"from echelon.launch.server import main; main({theirs.fileno()}, [])"
+    process = started.python("-c", code, pass_fds=[theirs.fileno()])
+    theirs.close()
+    yield ours, process
+    ours.close()
+
+
+def _request(folder: Path, script: str) -> bytes:
+    (folder / "s.py").write_text(script)
+    fields = {
+        "kind": "script", "target": str(folder / "s.py"), "args": [], "env": dict(os.environ), "cwd": str(folder),
+        "sys_path": [p for p in sys.path if p], "log": str(folder / "log"), "fds": 0,
+    }  # fmt: skip
+    return json.dumps({"fork": fields}).encode() + b"\n"
+
+
+def _answers(sock: socket.socket, count: int) -> list[dict[str, Any]]:
+    data = b""
+    while data.count(b"\n") < count:
+        assert select.select([sock], [], [], 20)[0], f"only {data!r}"
+        data += sock.recv(65536)
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def test_the_server_understands_a_message_that_arrives_in_pieces(
+    raw_server: tuple[socket.socket, subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    sock, _ = raw_server
+    message = _request(tmp_path, "raise SystemExit(5)")
+    for i in range(0, len(message), 97):
+        sock.sendall(message[i : i + 97])
+    forked, exited = _answers(sock, 2)
+    assert exited["exited"] == forked["forked"] and os.waitstatus_to_exitcode(exited["status"]) == 5
+
+
+def test_the_server_understands_two_messages_that_arrive_as_one(
+    raw_server: tuple[socket.socket, subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    sock, _ = raw_server
+    sock.sendall(_request(tmp_path, "pass") * 2)
+    assert len({a["forked"] for a in _answers(sock, 4) if "forked" in a}) == 2
+
+
+def test_the_server_ends_when_the_owner_goes_in_the_middle_of_a_message(
+    raw_server: tuple[socket.socket, subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    sock, process = raw_server
+    sock.sendall(_request(tmp_path, "pass")[:40])
+    sock.close()
+    assert process.wait(20) == 0
+
+
+def test_a_message_that_makes_no_sense_ends_the_server_and_its_ranks(
+    raw_server: tuple[socket.socket, subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    sock, process = raw_server
+    sock.sendall(_request(tmp_path, "import time; time.sleep(600)"))
+    (forked,) = _answers(sock, 1)
+    sock.sendall(b"nonsense\n")
+    process.wait(20)
+    assert not psutil.pid_exists(forked["forked"])
+
+
+def test_the_server_ignores_a_signal_for_a_process_that_is_not_its_own(
+    raw_server: tuple[socket.socket, subprocess.Popen[bytes]], started: Started, tmp_path: Path
+) -> None:
+    sock, _ = raw_server
+    stranger = started.python("-c", "import time; time.sleep(600)")
+    sock.sendall(json.dumps({"signal": [stranger.pid, signal.SIGKILL, False]}).encode() + b"\n" + _request(tmp_path, "pass"))
+    _answers(sock, 2)
+    assert stranger.poll() is None
+
+
+# ---- the relay ----------------------------------------------------------------------------------------------------------
+
+
+class _Screen:
+    """Collects; fails on demand."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.data, self.fails = b"", fails
+
+    def write(self, stream: str, data: bytes) -> None:
+        if self.fails:
+            raise RuntimeError("the screen is broken")
+        self.data += data
+
+    def tick(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _through_relay(screen: _Screen, log: Path, data: bytes) -> None:
+    relay = Relay(screen)
+    relay.start()
+    fds = relay.open(log)
+    for fd in fds:
+        with open(fd, "wb", buffering=0) as pipe:
+            pipe.write(data)
+    relay.stop()
+
+
+def test_the_relay_copies_to_the_log_and_to_the_screen(tmp_path: Path) -> None:
+    screen = _Screen()
+    _through_relay(screen, tmp_path / "log", b"x\xff" * 100_000)
+    assert sorted(screen.data) == sorted((tmp_path / "log").read_bytes()) == sorted(b"x\xff" * 200_000)
+
+
+def test_a_full_disk_costs_the_log_and_not_the_run() -> None:
+    screen = _Screen()
+    _through_relay(screen, Path("/dev/full"), b"y" * 300_000)  # more than a pipe holds: a dead relay would block the writer
+    assert len(screen.data) == 600_000
+
+
+def test_a_broken_screen_costs_the_display_and_not_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    _through_relay(_Screen(fails=True), tmp_path / "log", b"z" * 300_000)
+    assert (tmp_path / "log").stat().st_size == 600_000
+    assert capfd.readouterr().err.count("RuntimeError: the screen is broken") == 1
+
+
+_ = ctypes, warnings, JobSpec, ForkServer, _wait_in_all_reduce, _start_children

@@ -1,0 +1,188 @@
+"""Strategies as users meet them: which blocks are sharded, modules prepared for one's own unit, options, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from echelon.parallel.fsdp import blocks_to_shard
+from tests.conftest import Ranks
+from tests.models import batch, largest_difference, net, plain_training, whole
+from tests.units import Regression
+
+CPU = torch.device("cpu")
+
+
+class ByHand(ech.TrainUnit[Any]):
+    """A user's own unit and optimizer around a module that was prepared."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+    def train_step(self, state: ech.State, data: Any) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self.module(data[0]), data[1])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def _prepared(how: str) -> dict[str, torch.Tensor]:
+    device = ech.init_from_env()
+    prepare: Any = {"ddp": ech.prepare_ddp, "fsdp": ech.prepare_fsdp}.get(how)
+    module = prepare(net(), device) if prepare else ech.prepare_module(net(), device, strategy="ddp")
+    assert isinstance(module, nn.parallel.DistributedDataParallel) == (how != "fsdp")
+    unit = ByHand(module)
+    ech.train(unit, [batch(4, 10 * dist.get_rank() + i) for i in range(3)], max_epochs=1)
+    return whole(module)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "module"])
+def test_ones_own_unit_trains_on_a_prepared_module(ranks: Ranks, how: str) -> None:
+    want, _, _ = plain_training([[batch(4, i), batch(4, 10 + i)] for i in range(3)])
+    assert largest_difference(ranks(2, _prepared, how)[0], want) < 1e-12
+
+
+def _memory(strategy: str) -> tuple[int, int]:
+    unit = Regression(module=net(width=64), strategy=strategy, optimizer="AdamW")
+    ech.train(unit, [batch(4, 0)], max_epochs=1)
+    held = [p.to_local() if hasattr(p, "to_local") else p for p in unit.module.parameters()]
+    state = [v for s in unit.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
+    return sum(p.numel() for p in held), sum(getattr(v, "to_local", lambda v=v: v)().numel() for v in state)
+
+
+def test_sharding_halves_what_each_of_two_ranks_holds(ranks: Ranks) -> None:
+    whole_parameters, whole_state = ranks(2, _memory, "ddp")[0]
+    for parameters, state in ranks(2, _memory, "fsdp"):
+        assert parameters < 0.52 * whole_parameters and state < 0.52 * whole_state
+
+
+def test_repeated_blocks_are_sharded_and_single_layers_are_not() -> None:
+    assert [name for name, _ in blocks_to_shard(net())] == ["blocks.0", "blocks.1"]
+    assert blocks_to_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []  # layers alone: a collective each is dear
+    nested = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([net(), net()]))
+    assert [name for name, _ in blocks_to_shard(nested)] == ["1.0", "1.1"]  # outermost
+
+
+def _chosen_blocks(blocks: Any) -> list[str]:
+    from torch.distributed.fsdp import FSDPModule
+
+    unit = Regression(strategy=ech.FSDPStrategy(blocks=blocks))
+    return [name for name, m in unit.module.named_modules() if isinstance(m, FSDPModule)]
+
+
+def test_blocks_can_be_chosen_by_name_and_class(ranks: Ranks) -> None:
+    assert ranks(2, _chosen_blocks, ["blocks.1", "last"])[0] == ["", "blocks.1", "last"]
+    assert ranks(2, _chosen_blocks, [nn.Sequential])[0] == ["", "blocks.0", "blocks.1"]
+
+
+def _refusal(strategy: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        Regression(strategy=strategy)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (ech.FSDPStrategy(blocks=["blocks.7"]), "no submodule named 'blocks.7'"),
+        (ech.FSDPStrategy(limit_all_gathers=False), "always limits them"),
+        (ech.DDPStrategy(sync_batchnorm=True), "works on GPUs only"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_remedy(ranks: Ranks, strategy: Any, message: str) -> None:
+    assert all(message in text for text in ranks(2, _refusal, strategy))
+
+
+def _options(strategy: Any) -> dict[str, torch.Tensor]:
+    unit = Regression(strategy=strategy)
+    ech.train(unit, [batch(4, dist.get_rank())], max_epochs=1)
+    return whole(unit.module)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ech.DDPStrategy(broadcast_buffers=False, check_reduction=True),
+        ech.DDPStrategy(static_graph=True, find_unused_parameters=True, bucket_cap_mb=1),
+        ech.FSDPStrategy(forward_prefetch=True, limit_all_gathers=True),
+        ech.FSDPStrategy(reshard_after_forward=False),
+    ],
+    ids=["ddp", "ddp static", "fsdp", "fsdp whole parameters"],
+)
+def test_options_change_no_number(ranks: Ranks, strategy: Any) -> None:
+    want, _, _ = plain_training([[batch(4, 0), batch(4, 1)]])
+    assert largest_difference(ranks(2, _options, strategy)[0], want) < 1e-12
+
+
+class Half(nn.Module):
+    """Uses its second layer in every other step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.calls = nn.Linear(4, 1).double(), nn.Linear(4, 1).double(), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.a(x) + (self.b(x) if self.calls % 2 else 0)
+
+
+def _unused(strategy: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    unit = Regression(module=Half(), strategy=strategy)
+    ech.train(unit, [batch(4, 10 * dist.get_rank() + i) for i in range(4)], max_epochs=1)
+    return whole(unit.module)
+
+
+@pytest.mark.parametrize("strategy", [ech.DDPStrategy(find_unused_parameters=True), "fsdp"], ids=["ddp", "fsdp"])
+def test_a_layer_unused_in_some_steps(ranks: Ranks, strategy: Any) -> None:
+    torch.manual_seed(0)
+    want, _, _ = plain_training([[batch(4, i), batch(4, 10 + i)] for i in range(4)], module=Half())
+    for got in ranks(2, _unused, strategy):
+        assert largest_difference(got, want) < 1e-12
+
+
+def _frozen(strategy: str) -> dict[str, torch.Tensor]:
+    module = net()
+    module.first.requires_grad_(False)
+    unit = Regression(module=module, strategy=strategy, clip_grad_norm=0.3)
+    ech.train(unit, [batch(4, 10 * dist.get_rank() + i) for i in range(3)], max_epochs=1)
+    return whole(unit.module)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_frozen_layer_stays_and_the_rest_trains(ranks: Ranks, strategy: str) -> None:
+    module = net()
+    module.first.requires_grad_(False)
+    want, _, _ = plain_training([[batch(4, i), batch(4, 10 + i)] for i in range(3)], clip=0.3, module=module)
+    assert largest_difference(ranks(2, _frozen, strategy)[0], want) < 1e-9
+
+
+def _tied(strategy: str) -> bool:
+    module = net()
+    module.blocks[1][0].weight = module.blocks[0][0].weight
+    unit = Regression(module=module, strategy=strategy)
+    ech.train(unit, [batch(4, 0)], max_epochs=1)
+    plain = unit.prepared.plain
+    return plain.blocks[1][0].weight is plain.blocks[0][0].weight
+
+
+@pytest.mark.parametrize("strategy", ["noop", "ddp"])
+def test_tied_weights_stay_tied(ranks: Ranks, strategy: str) -> None:
+    assert ranks(2, _tied, strategy) == [True, True]
+
+
+def test_a_world_of_one_shards_without_a_launcher() -> None:
+    unit = Regression(strategy="fsdp")
+    ech.train(unit, [batch(4, 0)], max_epochs=1)
+    want, _, _ = plain_training([[batch(4, 0)]])
+    assert largest_difference(whole(unit.module), want) < 1e-12
+    dist.destroy_process_group()

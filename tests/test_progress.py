@@ -1,0 +1,122 @@
+"""Progress for people, from records and events alone."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import echelon as ech
+from echelon.contracts.events import LineReader, encode, read_lines
+from echelon.observe.sinks.progress import ProgressModel, ProgressSink, _count, _duration
+from tests.models import batch
+from tests.units import Regression
+
+
+def _record(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "update": step,
+        "loss": 2.0,
+        "lr": 1e-3,
+        "grad_norm": None,
+        "tokens_per_s": 1e4,
+        "time": 100.0 + step,
+        **more,
+    }
+
+
+def test_the_line_holds_loss_rate_learning_rate_and_time_left() -> None:
+    model = ProgressModel()
+    model.event({"event": "train_start", "total_steps": 100, "step": 0})
+    for step in range(1, 41):
+        model.record(_record(step))
+    assert model.line() == "step 40/100  loss 2.0000  lr 0.001  10.0k tokens/s  1:00 left"
+
+
+def test_a_run_without_an_end_shows_no_time_left() -> None:
+    model = ProgressModel()
+    model.event({"event": "train_start", "total_steps": None, "step": 0})
+    model.record(_record(1))
+    assert "left" not in model.line() and model.fraction is None
+
+
+def test_time_left_of_a_resumed_run_counts_its_own_steps() -> None:
+    model = ProgressModel()
+    model.event({"event": "train_start", "total_steps": 1000, "step": 900})
+    model.record(_record(901))
+    model.record(_record(911))
+    assert model.left_s == pytest.approx(89)
+
+
+def test_numbers_that_are_none_or_not_finite_do_not_stop_it() -> None:
+    model = ProgressModel()
+    model.record(_record(1, loss="nan", tokens_per_s=None))
+    model.record(_record(2, loss="inf"))
+    assert "step 2" in model.line()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3599.7, "1:00:00"), (7384, "2:03:04")])
+def test_durations(seconds: float, text: str) -> None:
+    assert _duration(seconds) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(3.14, "3.1"), (999, "999"), (9999, "9999"), (12_345, "12.3k"), (4.2e6, "4.2M")])
+def test_counts(value: float, text: str) -> None:
+    assert _count(value) == text
+
+
+def test_without_a_terminal_there_are_lines_and_no_control_characters() -> None:
+    stream = io.StringIO()
+    sink = ProgressSink(stream)
+    sink.event({"event": "train_start", "total_steps": 2, "step": 0})
+    sink.records([_record(1)])
+    sink.records([_record(2)])
+    sink.event({"event": "train_end"})
+    sink.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "training from step 0 of 2" and lines[-1].startswith("step 2/2")
+    assert all(c.isprintable() or c == "\n" for c in stream.getvalue())
+
+
+def test_a_reader_follows_a_growing_file_by_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    reader = LineReader(path)
+    assert reader.read() == []
+    path.write_text('{"a": 1}\n{"b"')
+    assert reader.read() == [{"a": 1}]
+    with open(path, "a") as file:
+        file.write(': 2}\nnonsense\n{"c": 3}\n')
+    assert reader.read() == [{"b": 2}, {"c": 3}]
+
+
+def test_numbers_that_json_lacks_become_words() -> None:
+    text = encode({"a": float("nan"), "b": float("-inf"), "c": 1.5})
+    assert json.loads(text, parse_constant=pytest.fail) == {"a": "nan", "b": "-inf", "c": 1.5}
+
+
+def test_a_run_folder_gets_a_record_for_every_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ech.RunDir.create(tmp_path, "here")
+    for name, value in run.to_env().items():
+        monkeypatch.setenv(name, value)
+    unit = Regression(gradient_accumulation_steps=2, clip_grad_norm=1.0)
+    ech.fit(unit, [batch(4, 0), batch(2, 1), batch(3, 2)], [batch(5, 3)], max_epochs=1)
+    training = [r for r in read_lines(run.metrics) if "loss" in r]
+    evaluation = [r for r in read_lines(run.metrics) if "eval_loss" in r]
+    assert [(r["step"], r["update"]) for r in training] == [(2, 1), (3, 2)]
+    assert all(r["grad_norm"] > 0 and r["lr"] == 0.1 and r["samples_per_s"] > 0 for r in training)
+    assert evaluation == [{"step": 3, "eval_loss": unit.eval_loss, "time": evaluation[0]["time"]}]
+    events = [e["event"] for e in read_lines(run.events(0))]
+    assert events == ["train_start", "eval_start", "eval_end", "train_end"]
+
+
+def test_a_failed_run_says_so_in_its_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ech.RunDir.create(tmp_path, "here")
+    for name, value in run.to_env().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError):
+        ech.train(Regression(), [(batch(4, 0)[0][:, :2], batch(4, 0)[1])], max_epochs=1)
+    assert read_lines(run.events(0))[-1]["event"] == "exception"
