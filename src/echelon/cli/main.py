@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         parser = _parser()
         if verb in ("-h", "--help", ""):
-            parser.print_help()
+            parser.print_help(sys.stdout if verb else sys.stderr)
             return 0 if verb else 2
         parser.error(f"unknown command {verb!r}; known: {', '.join(VERBS)}")
     module = importlib.import_module(f"echelon.cli.{verb}")

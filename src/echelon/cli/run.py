@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import platform
@@ -65,7 +66,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
         outcome = run_local(job, run, screen=RunScreen(run))
     if outcome.failure is not None:
-        print(render(outcome.failure, ranks), file=sys.stderr)
+        _say(render(outcome.failure, ranks))
     _finish(run, outcome.exit_code)
     return outcome.exit_code
 
@@ -136,4 +137,9 @@ def _finish(run: RunDir, exit_code: int) -> None:
         lines.append(f"report     {report.write(run)}")
     except OSError as error:
         lines.append(f"report     not written: {error}")
-    print("\n".join(lines), file=sys.stderr)
+    _say("\n".join(lines))
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may have gone, and the run with it
+        print(text, file=sys.stderr, flush=True)

@@ -27,10 +27,14 @@ def encode(record: Mapping[str, Any]) -> str:
     try:
         return _strict.encode(record)
     except ValueError:
-        return _strict.encode({k: _finite(v) for k, v in record.items()})
+        return _strict.encode(_finite(record))
 
 
 def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     return value

@@ -280,13 +280,16 @@ class ForkAgent(SimpleElasticAgent):
         self._worker_group.spec.rdzv_handler.shutdown()
 
     def _end(self, number: int, grace_s: float) -> None:
-        """Ask the ranks that still run to stop, and kill those that have not by the end of the grace time."""
+        """Ask the ranks that still run to stop, and kill those that have not by the end of the grace time.
+
+        The request goes to the rank alone: it may want to save, for which it needs its data workers and helpers.
+        """
         if self.attempt is None:
             return
         for sign, wait_s in ((number, grace_s), (signal.SIGKILL, 10.0)):
             alive = [pid for rank, pid in self.attempt.pids.items() if rank not in self.attempt.ended]
             for pid in alive:
-                self._server.signal(pid, sign)
+                self._server.signal(pid, sign, group=sign == signal.SIGKILL)
                 if sign != signal.SIGKILL:
                     self._server.signal(pid, signal.SIGCONT)  # a stopped process would not get the first one
             until = time.monotonic() + wait_s

@@ -121,25 +121,28 @@ def run_local(
 
 @contextlib.contextmanager
 def _signals_raise(exception: type[Exception], grace_s: float) -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP raises in the main thread, so that the agent stops its ranks; a second kills at once.
+    """The first SIGINT, SIGTERM or SIGHUP raises in the main thread, so that the agent stops its ranks; the next kills at once.
 
     One that is ignored stays so: `nohup` means what it says.
     """
 
+    on_terminal = os.isatty(2)
+
     def kill(number: int, frame: FrameType | None) -> None:
-        if sys.stderr.isatty():
-            os.write(sys.stderr.fileno(), b"\x1b[?25h")  # a live line hides the cursor
+        if on_terminal:
+            os.write(2, b"\x1b[?25h")  # a live line hides the cursor
         os._exit(128 + number)  # the server notices our end and kills the ranks
 
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, kill)
+        for heard in previous:
+            signal.signal(heard, kill)
         name = signal.Signals(number).name
-        if sys.stderr.isatty():
-            text = f"\r\nechelon: {name}: asked the ranks to stop within {grace_s:g} s; once more kills them at once\r\n"
-            os.write(sys.stderr.fileno(), text.encode())
+        text = f"echelon: {name}: asked the ranks to stop within {grace_s:g} s; once more kills them at once"
+        with contextlib.suppress(OSError):  # descriptor 2 itself: a handler may interrupt a write to sys.stderr
+            os.write(2, (f"\r\n{text}\r\n" if on_terminal else f"{text}\n").encode())
         raise exception(f"stopped by {name}", signal.Signals(number))
 
-    previous = {}
+    previous: dict[signal.Signals, Any] = {}
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:

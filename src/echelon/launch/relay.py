@@ -88,7 +88,7 @@ class Relay:
         if not self._thread.is_alive():
             os.close(self._wake_read)
             os.close(self._wake_write)
-        self._screen.close()
+        self._guarded(self._screen.close)
 
     def _run(self) -> None:
         open_pipes = 0
@@ -131,4 +131,5 @@ class Relay:
         except Exception:
             if not self._has_failed:
                 self._has_failed = True
-                traceback.print_exc()
+                with contextlib.suppress(OSError):  # a terminal that has gone
+                    traceback.print_exc()

@@ -35,7 +35,18 @@ __all__ = ["AutoPredictUnit", "AutoUnit", "TrainStepResults"]
 
 T = TypeVar("T")
 
-_BY_CONFIGURE = ("optimizer", "lr_scheduler")
+
+class _BuiltAtFirstUse:
+    """An attribute that `configure` sets. Not `__getattr__`, which would make every attribute of the unit slower to reach."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, unit: Any, owner: type | None = None) -> Any:
+        if unit is None or not unit.__dict__.get("training"):
+            raise AttributeError(f"no {self._name}: the unit was built with training=False, or its __init__ has not run")
+        unit.configure()
+        return unit.__dict__[self._name]
 
 
 @dataclass(frozen=True)
@@ -142,8 +153,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
     # What `weight` counts; names the throughput in metrics.jsonl: "<weight_unit>_per_s".
     weight_unit = "samples"
 
-    optimizer: torch.optim.Optimizer
-    lr_scheduler: Any
+    optimizer: torch.optim.Optimizer = _BuiltAtFirstUse()  # type: ignore[assignment]
+    lr_scheduler: Any = _BuiltAtFirstUse()
 
     def __init__(
         self,
@@ -225,13 +236,6 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
 
     # --- what the loops call
 
-    def __getattr__(self, name: str) -> Any:
-        # Only reached when the attribute is missing: the optimizer is built at its first use, over the final parameters.
-        if name in _BY_CONFIGURE and self.__dict__.get("training"):
-            self.configure()
-            return self.__dict__[name]
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     def configure(self) -> None:
         """Build optimizer and scheduler if they are not built yet."""
         if not self.training or "optimizer" in self.__dict__:
@@ -242,10 +246,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
                 f"{type(self).__name__}.configure_optimizers_and_lr_scheduler returned {type(made).__name__}; "
                 "return the pair (optimizer, scheduler or None)."
             )
-        optimizer, scheduler = made
-        if scheduler is None:
-            self.__dict__["lr_scheduler"] = None
-        self.optimizer, self.lr_scheduler = optimizer, scheduler
+        self.optimizer, self.lr_scheduler = made
 
     def app_state(self) -> dict[str, Any]:
         self.configure()
@@ -297,22 +298,13 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         if self.zero_grad_at_train_step_start and window.count == 1:
             self.zero_grad(state)
 
-        def forward() -> tuple[torch.Tensor, Any]:
-            with self.autocast():
-                return self._checked(self.compute_loss(state, data))
-
-        def backward(loss: torch.Tensor) -> None:
-            window.add(loss.detach(), weight)
-            if last and self._joined:
-                window.start_reduction(state.stop_requested)
-            self._backward(loss, weight)
-
-        with self.prepared.accumulate(last):
+        prepared, micro_batch = self.prepared, (state, data, weight, last)
+        with prepared.accumulate(last):
             if self.detect_anomaly:
                 with torch.autograd.set_detect_anomaly(True):
-                    loss, outputs = self.prepared.forward_backward(forward, backward)
+                    loss, outputs = prepared.forward_backward(micro_batch, self._forward, self._backward)
             else:
-                loss, outputs = self.prepared.forward_backward(forward, backward)
+                loss, outputs = prepared.forward_backward(micro_batch, self._forward, self._backward)
         loss = loss.detach()
         norm = self._update(state) if last else None
         if self._reports_step:
@@ -320,25 +312,33 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
             self.on_train_step_end(state, data, step, TrainStepResults(loss, norm, outputs))
         return loss, outputs
 
-    def _checked(self, made: Any) -> tuple[torch.Tensor, Any]:
+    def _forward(self, micro_batch: tuple[State, T, Any, bool]) -> tuple[torch.Tensor, Any]:
+        state, data, _, _ = micro_batch
+        with self.autocast():
+            made = self.compute_loss(state, data)
         problem = _problem(made)
         if problem is not None:
             raise LossError(f"{type(self).__name__}.compute_loss returned {problem}")
         if self.detect_anomaly:
             self._check_finite(made[0])
-        return made  # type: ignore[no-any-return]
+        return made
 
     def _check_finite(self, loss: torch.Tensor) -> None:
         """Before the backward pass, and agreed: a rank that raised alone would leave the others waiting in a collective."""
-        values = agree.gather(str(float(loss)))
+        values = agree.gather(str(float(loss.detach())))
         bad = [f"rank {r}: {v}" for r, v in enumerate(values) if v in ("nan", "inf", "-inf")]
         if bad:
             step = self.train_progress.num_steps_completed
             raise NonFiniteError(f"step {step}: the loss is not finite ({', '.join(bad)}). The parameters were not changed.")
 
-    def _backward(self, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
-        assert self.window.reference is not None
-        scale = weight * self.prepared.dp_size / self.window.reference
+    def _backward(self, loss: torch.Tensor, micro_batch: tuple[State, T, Any, bool]) -> None:
+        state, _, weight, last = micro_batch
+        window = self.window
+        window.add(loss.detach(), weight)
+        if last and self._joined:
+            window.start_reduction(state.stop_requested)
+        assert window.reference is not None
+        scale = weight * self.prepared.dp_size / window.reference
         if self.grad_scaler is not None:
             loss = self.grad_scaler.scale(loss)
         if isinstance(scale, float) and scale == 1.0:

@@ -81,11 +81,14 @@ class Prepared(Generic[M]):
         return NO_CONTEXT
 
     def forward_backward(
-        self, forward: Callable[[], tuple[torch.Tensor, Any]], backward: Callable[[torch.Tensor], None]
+        self,
+        micro_batch: Any,
+        forward: Callable[[Any], tuple[torch.Tensor, Any]],
+        backward: Callable[[torch.Tensor, Any], None],
     ) -> tuple[torch.Tensor, Any]:
-        """One micro-batch. A pipeline replaces this: it runs many of them interleaved."""
-        loss, outputs = forward()
-        backward(loss)
+        """`forward(micro_batch)` gives loss and outputs, `backward(loss, micro_batch)` follows. A pipeline interleaves many."""
+        loss, outputs = forward(micro_batch)
+        backward(loss, micro_batch)
         return loss, outputs
 
     def scale_grads(self, factor: float | torch.Tensor) -> None:

@@ -97,22 +97,22 @@ def init_from_env(
 
 
 def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device) -> None:
+    device_id = device if device.type == "cuda" else None
+    if info.world_size == 1:  # nobody to meet: no port that another process could have taken
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id)
+        return
     # torch's env:// reads exactly these; other launchers' facts are given to it under torchrun's names.
     for name, value in info.to_env().items():
         os.environ.setdefault(name, value)
-    if info.rank == 0 and info.world_size > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         _check_port(info)
     try:
-        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
-    except dist.DistStoreError as error:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise LauncherEnvironmentError(
-            f"rank {info.rank} of {info.world_size} could not join at {info.master_addr}:{info.master_port} within "
-            f"{timeout.total_seconds():g} s: {error}. Do all ranks run, and can this host reach that address?"
-        ) from error
-    except dist.DistNetworkError as error:
-        raise LauncherEnvironmentError(
-            f"rank {info.rank}: no connection to {info.master_addr}:{info.master_port} ({error}). "
-            "Check MASTER_ADDR and MASTER_PORT, and that rank 0 runs there."
+            f"rank {info.rank} of {info.world_size} could not join at MASTER_ADDR={info.master_addr} "
+            f"MASTER_PORT={info.master_port} within {timeout.total_seconds():g} s ({str(error).splitlines()[0]}). "
+            "Do all ranks run, and can this host reach that address?"
         ) from error
 
 

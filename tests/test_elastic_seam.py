@@ -1,0 +1,227 @@
+"""What launch/elastic.py uses of torchelastic is still there, and still means the same.
+
+Everything in this file is torch's. If a test fails after an upgrade of torch, launch/elastic.py must be read again with the
+new source of torch.distributed.elastic.agent.server.api beside it; each message says what to look at.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server import SimpleElasticAgent, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from echelon.launch.elastic import ForkAgent, OneNodeRendezvous
+from echelon.launch.function import launch
+
+LOOK = f"torch {torch.__version__} differs from 2.13.0, with which launch/elastic.py was written: "
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("_start_workers", ["self", "worker_group"]),
+        ("_stop_workers", ["self", "worker_group"]),
+        ("_monitor_workers", ["self", "worker_group"]),
+        ("_shutdown", ["self", "death_sig", "timeout"]),
+    ],
+)
+def test_the_four_methods_to_extend_take_what_they_took(method: str, expected: list[str]) -> None:
+    theirs, ours = getattr(SimpleElasticAgent, method), getattr(ForkAgent, method)
+    assert parameters(theirs) == expected, f"{LOOK}{method} takes {parameters(theirs)}; give ForkAgent.{method} the same."
+    assert parameters(ours) == expected
+
+
+def test_there_is_no_fifth_method_to_extend() -> None:
+    missing = getattr(ForkAgent, "__abstractmethods__", frozenset())
+    assert not missing, f"{LOOK}SimpleElasticAgent now also wants {sorted(missing)}; write them in ForkAgent."
+
+
+def test_the_rendezvous_has_what_the_agent_asks_for() -> None:
+    missing = getattr(OneNodeRendezvous, "__abstractmethods__", frozenset())
+    assert not missing, f"{LOOK}RendezvousHandler now also wants {sorted(missing)}; write them in OneNodeRendezvous."
+    assert RendezvousHandler in OneNodeRendezvous.__mro__
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        (SimpleElasticAgent.__init__, {"spec", "exit_barrier_timeout"}),
+        (WorkerSpec, {"role", "local_world_size", "rdzv_handler", "entrypoint", "max_restarts", "monitor_interval"}),
+        (ProcessFailure, {"local_rank", "pid", "exitcode", "error_file"}),
+        (RunResult, {"state", "return_values", "failures"}),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", ""),
+)
+def test_what_we_construct_takes_what_we_give(what: Any, names: set[str]) -> None:
+    missing = names - set(parameters(what))
+    assert not missing, f"{LOOK}{what.__qualname__} no longer takes {sorted(missing)}."
+
+
+@pytest.mark.parametrize(
+    ("what", "count"), [(RendezvousInfo, 4), (RendezvousStoreInfo, 2)], ids=["RendezvousInfo", "RendezvousStoreInfo"]
+)
+def test_what_we_construct_by_position_takes_as_many(what: Any, count: int) -> None:
+    assert len(parameters(what)) == count, f"{LOOK}{what.__qualname__}{inspect.signature(what)}; see next_rendezvous."
+
+
+def test_a_worker_and_its_group_hold_the_facts_of_a_rank() -> None:
+    spec = WorkerSpec(
+        role="default", local_world_size=1, rdzv_handler=OneNodeRendezvous("x"), entrypoint="x", args=(), max_restarts=0
+    )
+    worker, group = Worker(local_rank=0), WorkerGroup(spec)
+    for thing, names in (
+        (worker, ("local_rank", "global_rank", "world_size")),
+        (group, ("workers", "group_rank", "master_addr", "master_port", "spec")),
+    ):
+        missing = [name for name in names if not hasattr(thing, name)]
+        assert not missing, f"{LOOK}{type(thing).__name__} has no {missing}; see ForkAgent._rank_info."
+
+
+def test_the_states_that_we_return_exist() -> None:
+    assert {"FAILED", "SUCCEEDED", "HEALTHY"} <= set(WorkerState.__members__), LOOK + "see ForkAgent._monitor_workers."
+
+
+def test_the_agent_counts_restarts_down_before_it_starts_workers_again() -> None:
+    spec = WorkerSpec(
+        role="default", local_world_size=1, rdzv_handler=OneNodeRendezvous("x"), entrypoint="x", max_restarts=3,
+        monitor_interval=0.01,
+    )  # fmt: skip
+    seen = []
+
+    class Agent(SimpleElasticAgent):
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            seen.append(self._remaining_restarts)
+            return {0: 0}
+
+        def _stop_workers(self, worker_group: WorkerGroup) -> None:
+            pass
+
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            failed = len(seen) < 3
+            failures = {0: ProcessFailure(0, 1, 1, "")} if failed else {}
+            return RunResult(WorkerState.FAILED if failed else WorkerState.SUCCEEDED, {} if failed else {0: None}, failures)
+
+        def _shutdown(self, death_sig: Any = None, timeout: int = 30) -> None:
+            pass
+
+    result = Agent(spec).run()
+    assert seen == [3, 2, 1], f"{LOOK}_remaining_restarts went {seen} over three starts; ForkAgent.restarts counts by it."
+    assert not result.is_failed()
+
+
+def test_a_signal_reaches_the_workers_through_shutdown_and_the_caller_as_an_exception() -> None:
+    source = inspect.getsource(SimpleElasticAgent.run)
+    assert "except SignalException" in source and "self._shutdown(e.sigval" in source, (
+        f"{LOOK}SimpleElasticAgent.run treats signals in another way; see launch/local.py, _signals_raise."
+    )
+    assert parameters(SignalException.__init__)[1:] == ["msg", "sigval"]
+
+
+# ---- the store --------------------------------------------------------------------------------------------------------------
+
+
+def _listening(port: int) -> list[str]:
+    """The addresses on which this machine listens at a port, as the kernel writes them."""
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        if Path(table).exists():
+            for line in Path(table).read_text().splitlines()[1:]:
+                address, state = line.split()[1], line.split()[3]
+                if state == "0A" and int(address.rpartition(":")[2], 16) == port:
+                    found.append(address.rpartition(":")[0])
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's table of sockets")
+def test_the_ranks_store_listens_on_loopback_only() -> None:
+    rendezvous = OneNodeRendezvous("x")
+    info = rendezvous.next_rendezvous()
+    try:
+        assert _listening(info.bootstrap_store_info.master_port) == ["0100007F"], (
+            f"{LOOK}TCPStore(master_listen_fd=...) does not serve on the socket that it is given; see next_rendezvous."
+        )
+    finally:
+        rendezvous.shutdown()
+
+
+def test_each_attempt_has_a_store_of_its_own() -> None:
+    rendezvous = OneNodeRendezvous("x")
+    first = rendezvous.next_rendezvous().bootstrap_store_info
+    dist.TCPStore(first.master_addr, first.master_port, is_master=False, timeout=timedelta(seconds=5)).set("key", "old")
+    second = rendezvous.next_rendezvous().bootstrap_store_info
+    store = dist.TCPStore(second.master_addr, second.master_port, is_master=False, timeout=timedelta(seconds=5))
+    assert not store.check(["key"]), "a key of an earlier attempt is still there: restarted ranks would read dead addresses"
+    rendezvous.shutdown()
+
+
+def test_a_finished_job_leaves_nothing_listening() -> None:
+    rendezvous = OneNodeRendezvous("x")
+    port = rendezvous.next_rendezvous().bootstrap_store_info.master_port
+    rendezvous.shutdown()
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def _who_serves() -> tuple[bool, list[str], float]:
+    """Join by env://; then the sockets on which this very process listens at the store's port."""
+    dist.init_process_group("gloo")
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    mine = [
+        line.split()[1]
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in inodes
+    ]
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    dist.destroy_process_group()
+    return agent, [m for m in mine if int(m.rpartition(":")[2], 16) == int(os.environ["MASTER_PORT"])], value.item()
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's table of sockets")
+def test_ranks_use_the_agents_store_and_serve_none_themselves() -> None:
+    for agent, serving, value in launch(_who_serves, ranks=2, timeout_s=60):
+        assert agent and serving == [] and value == 2, (
+            f"{LOOK}env:// no longer honours TORCHELASTIC_USE_AGENT_STORE; see ForkAgent._start_workers."
+        )
+
+
+def _everything_that_listens() -> list[str]:
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    tables = {table: Path(table).read_text().splitlines()[1:] for table in ("/proc/net/tcp", "/proc/net/tcp6")}
+    inodes = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")}
+    dist.destroy_process_group()
+    return [
+        line.split()[1].rpartition(":")[0]
+        for lines in tables.values()
+        for line in lines
+        if line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in inodes
+    ]
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp6").exists(), reason="needs Linux's table of sockets")
+def test_ranks_listen_on_loopback_only() -> None:
+    for addresses in launch(_everything_that_listens, ranks=2, timeout_s=60):
+        assert set(addresses) <= {"0100007F"}, f"a rank listens on {addresses}; see GLOO_SOCKET_IFNAME in launch/local.py"

@@ -1,0 +1,253 @@
+"""`init_from_env`: the same call joins whoever started the ranks; what cannot work is said before anyone waits."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon.contracts.errors import LauncherEnvironmentError, UsageError
+from echelon.contracts.rank import RankInfo
+from echelon.launch.function import launch
+from echelon.world.device import copy_data_to_device, device_of, set_threads
+from echelon.world.init import World, ensure_group, init_from_env
+from tests.conftest import clean_environment
+
+LAUNCHERS = ("torchrun", "by hand", "srun", "Open MPI", "PMI", "Dragon")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _environment_of(launcher: str, rank: int, size: int, port: int) -> dict[str, str]:
+    """What each launcher sets for a rank on one node."""
+    r, n, meet = str(rank), str(size), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {
+        "torchrun": {**meet, "RANK": r, "WORLD_SIZE": n, "LOCAL_RANK": r, "LOCAL_WORLD_SIZE": n, "GROUP_RANK": "0"},
+        "by hand": {**meet, "RANK": r, "WORLD_SIZE": n},
+        "srun": {
+            "MASTER_PORT": str(port), "SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0", "SLURM_PROCID": r, "SLURM_LOCALID": r,
+            "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": n, "SLURM_NTASKS": n, "SLURM_STEP_TASKS_PER_NODE": n,
+            "SLURM_STEP_NODELIST": "this-host-has-no-address",
+        },
+        "Open MPI": {
+            "MASTER_PORT": str(port), "OMPI_COMM_WORLD_RANK": r, "OMPI_COMM_WORLD_SIZE": n,
+            "OMPI_COMM_WORLD_LOCAL_RANK": r, "OMPI_COMM_WORLD_LOCAL_SIZE": n,
+        },
+        "PMI": {"MASTER_PORT": str(port), "PMI_RANK": r, "PMI_SIZE": n, "MPI_LOCALRANKID": r, "MPI_LOCALNRANKS": n},
+        "Dragon": {
+            "_DRAGON_CG_RANK": r, "_DRAGON_CG_WORLD_SIZE": n, "_DRAGON_CG_LOCAL_RANK": r, "_DRAGON_CG_LOCAL_WORLD_SIZE": n,
+            "_DRAGON_CG_MASTER_ADDR": "127.0.0.1", "_DRAGON_CG_MASTER_PORT": str(port),
+        },
+    }[launcher]  # fmt: skip
+
+
+def _forget_our_launcher() -> int:
+    """Remove what started this process; returns its rank."""
+    rank = int(os.environ["RANK"])
+    for name in (*RankInfo().to_env(), "TORCHELASTIC_USE_AGENT_STORE", "ECHELON_RUN_DIR", "OMP_NUM_THREADS"):
+        os.environ.pop(name, None)
+    return rank
+
+
+def _join_as(launcher: str, port: int) -> tuple[str, int, int, float]:
+    os.environ.update(_environment_of(launcher, _forget_our_launcher(), 2, port))
+    device = init_from_env(timeout=timedelta(seconds=30))
+    value = torch.ones(1) * (dist.get_rank() + 1)
+    dist.all_reduce(value)
+    result = (str(device), dist.get_rank(), dist.get_world_size(), value.item())
+    dist.destroy_process_group()
+    return result
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_of_every_launcher_join(launcher: str) -> None:
+    assert launch(_join_as, ranks=2, args=(launcher, free_port()), timeout_s=60) == [("cpu", 0, 2, 3.0), ("cpu", 1, 2, 3.0)]
+
+
+def _join_ours() -> tuple[int, str | None]:
+    init_from_env()
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    backend = dist.get_backend()
+    init_from_env()  # a second call changes nothing
+    dist.destroy_process_group()
+    return int(value), backend
+
+
+def test_our_own_ranks_join() -> None:
+    assert launch(_join_ours, ranks=2, timeout_s=60) == [(2, "gloo"), (2, "gloo")]
+
+
+def test_no_launcher_is_a_world_of_one_without_a_group() -> None:
+    assert init_from_env() == torch.device("cpu") or torch.cuda.is_available()
+    assert not dist.is_initialized()
+
+
+def test_a_world_of_one_on_purpose_takes_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two such programs at once would otherwise fight for the default port."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        init_from_env()
+    assert dist.get_world_size() == 1
+    dist.destroy_process_group()
+
+
+def _program(code: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**clean_environment(), **env}, timeout=60
+    )
+
+
+def test_a_taken_port_is_said_at_once_and_by_name() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        done = _program("import echelon; echelon.init_from_env()", _environment_of("by hand", 0, 2, port))
+    assert done.returncode == 1
+    assert f"rank 0 cannot serve on MASTER_PORT={port}: Address already in use. Set MASTER_PORT" in done.stderr
+    assert time.monotonic() - began < 30
+
+
+def test_a_port_that_was_used_a_moment_ago_can_be_used_again() -> None:
+    """Its closed connections linger for a minute; a restart must not trip over them."""
+    port = free_port()
+    for _ in range(2):
+        assert len(launch(_join_as, ranks=2, args=("torchrun", port), timeout_s=60)) == 2
+
+
+def _wait_in_vain(port: int) -> str:
+    _forget_our_launcher()
+    os.environ.update(_environment_of("torchrun", 1, 2, port))
+    with pytest.raises(LauncherEnvironmentError) as caught:
+        init_from_env(timeout=timedelta(seconds=1))
+    return str(caught.value)
+
+
+def test_a_rank_that_waits_in_vain_says_for_whom() -> None:
+    port = free_port()
+    (text,) = launch(_wait_in_vain, ranks=1, args=(port,), timeout_s=60)
+    assert f"rank 1 of 2 could not join at MASTER_ADDR=127.0.0.1 MASTER_PORT={port} within 1 s" in text
+    assert len(text.splitlines()) == 1
+
+
+def test_a_half_set_environment_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(LauncherEnvironmentError, match="RANK=0 is set but WORLD_SIZE is not"):
+        init_from_env()
+    assert not dist.is_initialized()
+
+
+# ---- the device -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_device_type_is_named() -> None:
+    with pytest.raises(UsageError, match=r"'tpu'.*'cpu' and 'cuda'"):
+        init_from_env("tpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_cuda_without_a_device_is_refused_with_the_remedy() -> None:
+    with pytest.raises(UsageError, match="device_type='cpu'"):
+        init_from_env("cuda")
+
+
+def _pretend_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_a_rank_takes_the_device_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_devices(monkeypatch, 4)
+    assert device_of(RankInfo(rank=6, local_rank=2, world_size=8, local_world_size=4)) == torch.device("cuda", 2)
+
+
+def test_more_ranks_than_devices_is_an_error_not_a_shared_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_devices(monkeypatch, 2)
+    with pytest.raises(UsageError, match=r"number 2 on its node, but the node has 2 CUDA devices"):
+        device_of(RankInfo(rank=2, local_rank=2, world_size=4, local_world_size=4))
+
+
+def test_a_launcher_that_shows_each_rank_one_device_leaves_index_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_devices(monkeypatch, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert device_of(RankInfo(rank=3, local_rank=3, world_size=4, local_world_size=4)) == torch.device("cuda", 0)
+
+
+def test_two_ranks_on_a_machine_with_one_device_do_not_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_devices(monkeypatch, 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UsageError):
+        device_of(RankInfo(rank=1, local_rank=1, world_size=2, local_world_size=2))
+
+
+def _threads_of(ranks: int, omp: str | None) -> int:
+    os.environ.pop("OMP_NUM_THREADS", None)
+    if omp:
+        os.environ["OMP_NUM_THREADS"] = omp
+    torch.set_num_threads(7)
+    set_threads(RankInfo(rank=0, world_size=ranks, local_world_size=ranks))
+    return torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "omp", "want"), [(10_000, None, 1), (1, None, 7), (10_000, "3", 7)], ids=["shared", "alone", "as the user says"]
+)
+def test_ranks_of_a_node_share_its_cores(ranks: int, omp: str | None, want: int) -> None:
+    assert launch(_threads_of, ranks=1, args=(ranks, omp)) == [want]
+
+
+# ---- the world --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_world_is_what_torch_has_joined() -> None:
+    assert (World.current().rank, World.current().size) == (0, 1)
+    ensure_group(torch.device("cpu"))
+    try:
+        assert dist.is_initialized() and (World.current().rank, World.current().size) == (0, 1)
+        ensure_group(torch.device("cpu"))  # a second time changes nothing
+    finally:
+        dist.destroy_process_group()
+
+
+def _world_by_hand(store: str) -> tuple[int, int]:
+    """A user who joins by hand, without our environment, still has a world."""
+    rank = _forget_our_launcher()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    world = World.current()
+    dist.destroy_process_group()
+    return world.rank, world.size
+
+
+def test_a_group_that_the_user_started_is_the_world(tmp_path: Path) -> None:
+    assert launch(_world_by_hand, ranks=2, args=(str(tmp_path / "store"),)) == [(0, 2), (1, 2)]
+
+
+# ---- data on its way --------------------------------------------------------------------------------------------------------
+
+
+def test_data_keeps_its_structure_on_its_way_to_the_device() -> None:
+    data: dict[str, Any] = {"a": [torch.ones(2), (torch.zeros(1), "text")], "b": {"c": 3}}
+    moved = copy_data_to_device(data, torch.device("meta"))
+    assert moved["a"][0].device.type == moved["a"][1][0].device.type == "meta"
+    assert moved["a"][1][1] == "text" and moved["b"] == {"c": 3} and isinstance(moved["a"][1], tuple)

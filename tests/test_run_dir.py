@@ -1,0 +1,215 @@
+"""The run folder and the lines in it: what a run leaves behind, whoever was killed while writing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import multiprocessing
+import re
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echelon.contracts import errors
+from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.events import EventLog, LineReader, encode, read_lines
+from echelon.contracts.run_dir import RunDir, read_json, write_json
+
+# ---- the folder -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_has_its_folders(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "runs", "first")
+    assert run.path == tmp_path / "runs" / "first" and run.attempt == 0
+    assert run.attempt_path.is_dir() and run.checkpoints.is_dir() and run.dumps.is_dir()
+
+
+def test_a_name_used_again_is_one_more_attempt_in_the_same_folder(tmp_path: Path) -> None:
+    runs = [RunDir.create(tmp_path, "again") for _ in range(3)]
+    assert [run.attempt for run in runs] == [0, 1, 2] and len({run.path for run in runs}) == 1
+
+
+def test_attempts_go_on_after_a_gap(tmp_path: Path) -> None:
+    (tmp_path / "gap" / "attempts" / "007").mkdir(parents=True)
+    assert RunDir.create(tmp_path, "gap").attempt == 8
+
+
+def test_two_launchers_never_share_an_attempt(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        attempts = list(pool.map(lambda _: RunDir.create(tmp_path, "busy").attempt, range(40)))
+    assert sorted(attempts) == list(range(40))
+
+
+def test_two_unnamed_runs_of_the_same_second_get_two_folders(tmp_path: Path) -> None:
+    assert len({RunDir.create(tmp_path, None, stem="train").path for _ in range(5)}) == 5
+
+
+@pytest.mark.parametrize("stem", ["train", "a b/../c", "", "ä" * 100, "-rf"])
+def test_a_name_made_from_a_script_is_a_plain_file_name(tmp_path: Path, stem: str) -> None:
+    run = RunDir.create(tmp_path, None, stem=stem)
+    assert run.path.parent == tmp_path and re.fullmatch(r"[A-Za-z0-9_-]+", run.name)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "-o", "a/b", "/abs", "a b", "a\nb", "ä", "a\x00", "x" * 65, "$(id)"])
+def test_a_name_that_could_be_more_than_a_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        RunDir.create(tmp_path, name)
+    assert repr(name) in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
+@given(st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", fullmatch=True))
+def test_every_name_that_is_allowed_stays_within_the_root(name: str) -> None:
+    assert (Path("/root/of/runs") / name).resolve().parent == Path("/root/of/runs")
+
+
+def test_a_root_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(UsageError, match=rf"{tmp_path}/runs.*--runs"):
+        RunDir.create(tmp_path / "runs", "x")
+
+
+def test_a_run_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("")
+    with pytest.raises(UsageError, match=rf"{tmp_path}/x.*--name"):
+        RunDir.create(tmp_path, "x")
+
+
+def test_a_rank_finds_the_folder_and_the_attempt_of_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in RunDir(tmp_path / "run", 3).to_env().items():
+        monkeypatch.setenv(name, value)
+    found = RunDir.current()
+    assert found is not None and (found.path, found.attempt) == (tmp_path / "run", 3)
+
+
+def test_a_relative_folder_is_found_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert RunDir("runs/x").to_env()["ECHELON_RUN_DIR"] == str(tmp_path / "runs" / "x")
+
+
+def test_without_a_launcher_there_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ECHELON_RUN_DIR", raising=False)
+    assert RunDir.current() is None
+
+
+# ---- small files ------------------------------------------------------------------------------------------------------------
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A reader that looks all the time never sees half of it, nor the file absent, while another process rewrites it."""
+    path = tmp_path / "exit.json"
+    write_json(path, {"n": 0, "text": ""})
+    writer = multiprocessing.get_context("fork").Process(target=_rewrite, args=(path,))
+    writer.start()
+    try:
+        seen = 0
+        while (value := read_json(path)) is not None and value["n"] < 299:
+            assert len(value["text"]) == value["n"] * 100
+            seen += 1
+    finally:
+        writer.join()
+    assert seen > 1 and value is not None
+
+
+def _rewrite(path: Path) -> None:
+    for n in range(300):
+        write_json(path, {"n": n, "text": "x" * 100 * n})
+
+
+def test_writing_json_leaves_no_other_file(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"path": Path("x")})
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize("text", [None, "", '{"a": 1', "[1]", "\x00"])
+def test_json_that_is_absent_or_cut_off_reads_as_none(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "a.json"
+    if text is not None:
+        path.write_text(text)
+    assert read_json(path) is None
+
+
+# ---- lines ------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_event_is_on_disk_when_emit_returns(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", rank=3)
+    log.emit("train_start", step=0)
+    (event,) = read_lines(tmp_path / "events.jsonl")
+    assert (event["event"], event["rank"], event["step"]) == ("train_start", 3, 0) and event["time"] > 1e9
+    log.close()
+
+
+def test_a_closed_log_takes_no_more_and_says_nothing(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.close()
+    log.emit("late")
+    log.close()
+    assert read_lines(tmp_path / "events.jsonl") == []
+
+
+@pytest.mark.parametrize(("value", "text"), [(math.inf, "inf"), (-math.inf, "-inf"), (math.nan, "nan")])
+def test_numbers_that_json_lacks_become_words(value: float, text: str) -> None:
+    record = {"loss": value, "deep": {"list": [value, 1]}}
+    read = json.loads(encode(record), parse_constant=lambda _: pytest.fail("not JSON"))
+    assert read == {"loss": text, "deep": {"list": [text, 1]}}
+
+
+@given(st.dictionaries(st.text(), st.one_of(st.integers(), st.text(), st.floats(), st.none()), max_size=4))
+def test_a_record_is_one_line(record: dict[str, Any]) -> None:
+    assert "\n" not in encode(record)
+
+
+@given(st.lists(st.text(max_size=20), max_size=6), st.lists(st.integers(0, 200), max_size=8))
+def test_a_growing_file_is_read_once_wherever_it_is_cut(texts: list[str], cuts: list[int]) -> None:
+    """However the bytes arrive, each record is seen once, in order, when its line is complete."""
+    data = "".join(encode({"text": text}) + "\n" for text in texts).encode()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lines"
+        reader, seen = LineReader(path), []
+        places = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
+        for low, high in itertools.pairwise(places):
+            with open(path, "ab") as file:
+                file.write(data[low:high])
+            seen += [record["text"] for record in reader.read()]
+    assert seen == texts
+
+
+def test_a_last_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text('{"a": 1}\n{"a": 2')
+    assert read_lines(tmp_path / "lines") == [{"a": 1}]
+
+
+def test_lines_that_are_no_record_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_bytes(b'{"a": 1}\n{"a": {"a": 3}\n\xff\xfe\n[1]\n\n{"a": 2}\n')
+    assert read_lines(tmp_path / "lines") == [{"a": 1}, {"a": 2}]
+
+
+def test_a_reader_from_the_end_sees_only_what_comes_later(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text('{"a": 1}\n')
+    reader = LineReader(path, from_end=True)
+    with open(path, "a") as file:
+        file.write('{"a": 2}\n')
+    assert reader.read() == [{"a": 2}]
+
+
+# ---- errors -----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_error_is_public_and_also_a_builtin_one() -> None:
+    classes = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, EchelonError)]
+    assert {c.__name__ for c in classes} == set(errors.__all__)
+    for cls in classes:
+        if cls is not EchelonError:
+            assert any(base.__module__ == "builtins" and base not in (Exception, BaseException, object) for base in cls.__mro__)
+
+
+def test_the_tree_of_errors_in_the_docstring_is_the_real_one() -> None:
+    names = re.findall(r"(\w+Error)\b", errors.__doc__ or "")
+    assert {n for n in names if n in errors.__all__} == set(errors.__all__)
