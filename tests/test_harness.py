@@ -67,20 +67,26 @@ LEAKS = {
 }
 
 
-@pytest.mark.parametrize("what", LEAKS)
-def test_the_leak_police_notices(tmp_path: Path, what: str) -> None:
-    """Each kind of leak fails the test that left it, in a pytest of its own."""
-    (tmp_path / "test_leak.py").write_text("import pytest\n" + LEAKS[what])
-    here = Path(__file__).resolve().parent
-    (tmp_path / "conftest.py").write_text(
-        f"import sys; sys.path.insert(0, {str(here.parent)!r})\nfrom tests.conftest import leak_police\n"
+@pytest.fixture(scope="module")
+def leaky_run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The output of a pytest of its own, in which every test leaves something behind."""
+    folder = tmp_path_factory.mktemp("leaks")
+    for what, source in LEAKS.items():
+        (folder / f"test_{what.replace(' ', '_')}.py").write_text(source)
+    root = Path(__file__).resolve().parents[1]
+    (folder / "conftest.py").write_text(
+        f"import sys; sys.path.insert(0, {str(root)!r})\nfrom tests.conftest import leak_police\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_leak.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTEST_ADDOPTS": ""},
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, "PYTEST_ADDOPTS": ""})
     assert done.returncode == 1, done.stdout + done.stderr
-    assert f"left behind {what}" in done.stdout or f"left behind a {what}" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("what", LEAKS)
+def test_the_leak_police_notices(leaky_run: str, what: str) -> None:
+    assert f"left behind {what}" in leaky_run or f"left behind a {what}" in leaky_run
+
+
+def test_the_leak_police_fails_each_leaking_test(leaky_run: str) -> None:
+    assert f"{len(LEAKS)} errors" in leaky_run

@@ -289,6 +289,33 @@ def test_modes_are_restored_module_by_module() -> None:
     assert unit.module.training and not unit.module.first.training
 
 
+def test_a_used_up_iterator_is_an_error_not_an_endless_loop(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UsageError, match="gave no batch"):
+        ech.train(Plain(), iter([1, 2]), max_steps=5)
+    ech.train(Plain(), iter([1, 2]), max_epochs=2)
+    assert "gave no batch" in caplog.text
+
+
+def test_going_on_in_mid_epoch_with_a_loader_without_state_warns(caplog: pytest.LogCaptureFixture) -> None:
+    unit = Plain()
+    ech.train(unit, [1, 2, 3], max_steps=2)
+    assert not caplog.text
+    ech.train(unit, [1, 2, 3], max_steps=4)
+    assert "has no state" in caplog.text
+
+
+def test_an_error_while_reporting_an_error_hides_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(*args: Any) -> None:
+        raise OSError("disk full")
+
+    first, second, told = ech.Callback(), ech.Callback(), []
+    first.on_exception = fails  # type: ignore[method-assign]
+    second.on_exception = lambda *args: told.append(1)  # type: ignore[method-assign]
+    with pytest.raises(ValueError):
+        ech.train(Breaks(ValueError()), [1], max_epochs=1, callbacks=[first, second])
+    assert told == [1] and "disk full" in caplog.text
+
+
 def test_sampler_epochs_are_set() -> None:
     class Sampled(list[int]):
         def __init__(self) -> None:

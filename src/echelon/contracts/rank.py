@@ -16,8 +16,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from echelon.contracts.errors import LauncherEnvironmentError
+from echelon.contracts.hostlist import expand_hostlist, tasks_on_node
 
-__all__ = ["RankInfo", "expand_hostlist"]
+__all__ = ["RankInfo"]
 
 logger = logging.getLogger(__name__)
 
@@ -145,9 +146,14 @@ def _check(v: Mapping[str, Any]) -> None:
 
 
 def _read(env: Mapping[str, str]) -> dict[str, Any]:
-    for name, reader in _LAUNCHERS:
+    for name, (reader, variables) in _LAUNCHERS.items():
         values = reader(env)
         if values is not None:
+            try:
+                _check(values)
+            except LauncherEnvironmentError as error:
+                found = ", ".join(f"{k}={env[k]}" for k in sorted(env) if re.fullmatch(variables, k))
+                raise LauncherEnvironmentError(f"{error} {name}'s variables say {found}.") from None
             logger.debug("rank %s of %s, from %s's environment", values["rank"], values["world_size"], name)
             return values
     lonely = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK") if env.get(name, "").strip()]
@@ -212,12 +218,12 @@ class _Reader:
             )
         return r, s
 
-    def master(self, addr: str, port: str, world_size: int) -> tuple[str | None, int | None]:
+    def master(self, addr: str, port: str, size: str) -> tuple[str | None, int | None]:
         a, p = self.text(addr), self.number(port)
         missing = [n for n, v in ((addr, a), (port, p)) if v is None]
-        if world_size > 1 and missing:
+        if int(self.env[size]) > 1 and missing:
             raise LauncherEnvironmentError(
-                f"{world_size} ranks ({self.launcher}), but {' and '.join(missing)} not set: the ranks cannot find each other. "
+                f"{size}={self.env[size]}, but {' and '.join(missing)} not set: the ranks cannot find each other. "
                 f"Set {addr} to the host of rank 0 and {port} to a free port there."
             )
         return a, p
@@ -229,7 +235,7 @@ def _torchrun(env: Mapping[str, str]) -> dict[str, Any] | None:
     if pair is None:
         return None
     rank, world = pair
-    addr, port = read.master("MASTER_ADDR", "MASTER_PORT", world)
+    addr, port = read.master("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
     local_world = read.number("LOCAL_WORLD_SIZE")
     local = read.number("LOCAL_RANK")
     node = read.number("GROUP_RANK")
@@ -266,7 +272,7 @@ def _dragon(env: Mapping[str, str]) -> dict[str, Any] | None:
     pair = read.pair("_DRAGON_CG_RANK", "_DRAGON_CG_WORLD_SIZE")
     if pair is None:
         return None
-    addr, port = read.master("_DRAGON_CG_MASTER_ADDR", "_DRAGON_CG_MASTER_PORT", pair[1])
+    addr, port = read.master("_DRAGON_CG_MASTER_ADDR", "_DRAGON_CG_MASTER_PORT", "_DRAGON_CG_WORLD_SIZE")
     return _values(
         *pair,
         local_rank=read.number("_DRAGON_CG_LOCAL_RANK"),
@@ -300,7 +306,7 @@ def _mpi(env: Mapping[str, str]) -> dict[str, Any] | None:
         addr, port = read.text("MASTER_ADDR"), read.number("MASTER_PORT")
         if addr is None and world > 1 and local_world != world:
             raise LauncherEnvironmentError(
-                f"{world} ranks on several nodes ({launcher}), but MASTER_ADDR is not set, and MPI does not tell "
+                f"{size_name}={world} ranks on several nodes, but MASTER_ADDR is not set, and MPI does not tell "
                 "where rank 0 runs. Set MASTER_ADDR to the first host, for example with `mpirun -x MASTER_ADDR=...`."
             )
         job = read.text(job_name) or "mpi"
@@ -334,10 +340,12 @@ def _slurm(env: Mapping[str, str]) -> dict[str, Any] | None:
     nodes = read.text("SLURM_STEP_NODELIST") or read.text("SLURM_JOB_NODELIST") or read.text("SLURM_NODELIST")
     hosts = expand_hostlist(nodes) if nodes else []
     if world > 1 and not hosts and read.text("MASTER_ADDR") is None:
-        raise LauncherEnvironmentError(f"{world} tasks in Slurm, but neither SLURM_STEP_NODELIST nor MASTER_ADDR is set.")
+        raise LauncherEnvironmentError(
+            f"{size_name}={world}, but neither SLURM_STEP_NODELIST nor MASTER_ADDR is set: the ranks cannot find each other."
+        )
     node_rank = read.number("SLURM_NODEID") or 0
     per_node = read.text("SLURM_STEP_TASKS_PER_NODE") or read.text("SLURM_TASKS_PER_NODE")
-    local_world = _tasks_on_node(per_node, node_rank) if per_node else None
+    local_world = tasks_on_node(per_node, node_rank) if per_node else None
     job = read.text("SLURM_JOB_ID") or "slurm"
     return _values(
         rank,
@@ -370,50 +378,15 @@ def _same_in_slurm(env: Mapping[str, str], rank: int, world_size: int) -> dict[s
     return _slurm(env)
 
 
-_LAUNCHERS = (("torchrun", _torchrun), ("Dragon", _dragon), ("MPI", _mpi), ("Slurm", _slurm))
+# In the order in which they are asked; the variables are shown when they contradict one another.
+_LAUNCHERS = {
+    "torchrun": (_torchrun, "((LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_.*)"),
+    "Dragon": (_dragon, "_DRAGON_CG_.*"),
+    "MPI": (_mpi, "(OMPI_COMM_WORLD|PMI|MPI)_.*|MASTER_.*"),
+    "Slurm": (_slurm, "SLURM_(PROCID|LOCALID|NODEID|NTASKS|STEP_NUM_TASKS|(STEP_)?TASKS_PER_NODE)|MASTER_.*"),
+}
 
 
 def _port_of(job: str) -> int:
     """A port that all ranks of a job compute alike and two jobs seldom share. Below the kernel's ephemeral range (32768)."""
     return 15000 + zlib.crc32(job.encode()) % 15000
-
-
-def _tasks_on_node(per_node: str, node_rank: int) -> int | None:
-    """Slurm's "2(x3),1" means 2,2,2,1. Source: sbatch(1), SLURM_TASKS_PER_NODE."""
-    counts: list[int] = []
-    for part in per_node.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            return None
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts[node_rank] if node_rank < len(counts) else None
-
-
-def expand_hostlist(text: str) -> list[str]:
-    """Slurm's "node[01-03,07],login" as names, in order. No `scontrol`: it is often missing inside a container.
-
-    Raises:
-        LauncherEnvironmentError: the brackets do not match, or hold no ranges.
-    """
-    hosts: list[str] = []
-    for item in re.split(r",(?![^\[\]]*\])", text):  # commas outside of brackets
-        parts = re.split(r"\[([^\[\]]*)\]", item.strip())
-        names = [""]
-        for i, part in enumerate(parts):
-            if i % 2 == 0 and re.search(r"[\[\],]", part):
-                raise LauncherEnvironmentError(f"cannot read the node list {text!r}: brackets do not match.")
-            choices = [part] if i % 2 == 0 else _expand_ranges(part, text)
-            names = [name + choice for name in names for choice in choices]
-        hosts += [name for name in names if name]
-    return hosts
-
-
-def _expand_ranges(ranges: str, whole: str) -> list[str]:
-    out: list[str] = []
-    for part in ranges.split(","):
-        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())
-        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if match is None or high < low or high - low > 1_000_000:
-            raise LauncherEnvironmentError(f"cannot read {part!r} in the node list {whole!r}.")
-        out += [str(n).zfill(len(match[1])) for n in range(low, high + 1)]
-    return out

@@ -145,9 +145,14 @@ def run_program(start: Start) -> int:
         else:
             sys.path[:] = [str(Path(start.target).resolve().parent), *start.sys_path]
             _run_script(start.target)
+        gc.disable()
     except SystemExit as stop:
+        gc.disable()
         code, failure = _system_exit(stop)
     except BaseException as error:
+        # From here on nothing needs collecting, and collecting can hang: a process group that is freed joins its threads
+        # while it holds the interpreter's lock, for which one of them may be waiting (gloo, torch 2.13).
+        gc.disable()
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         failure = describe(error)
         text = failure["traceback"]

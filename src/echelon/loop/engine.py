@@ -1,0 +1,422 @@
+"""One call of an entry point: the loop that serves all phases, its hooks, and what the ranks agree on meanwhile.
+
+`loop/run.py` has the story and the public functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from echelon.contracts.errors import EchelonError, RanksDisagreeError, UnitError, UsageError
+from echelon.contracts.rank import RankInfo
+from echelon.data.loader import Loader
+from echelon.data.prefetch import Feed
+from echelon.loop.callback import Callback
+from echelon.loop.progress import Progress
+from echelon.loop.record import Recorder
+from echelon.loop.state import ActivePhase, EntryPoint, PhaseState, State
+from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit, Unit, wants_iterator
+from echelon.observe.sinks.folder import default_sinks
+from echelon.world import agree
+
+__all__ = ["Run"]
+
+logger = logging.getLogger(__name__)
+
+Hook = Callable[[State, Any], None]
+
+_KINDS: dict[str, type[Unit]] = {"train": TrainUnit, "eval": EvalUnit, "predict": PredictUnit, "test": TestUnit}
+
+
+class _Hooks:
+    """One phase's hooks, looked up once: only those that somebody overrides, the unit's before the callbacks'."""
+
+    def __init__(self, phase: str, unit: Any, callbacks: list[Callback]) -> None:
+        base = _KINDS[phase]
+
+        def of(name: str, *, with_unit: bool = True) -> tuple[Hook, ...]:
+            hook = f"on_{phase}_{name}"
+            found: list[Hook] = []
+            own = getattr(unit, hook, None) if with_unit else None
+            if own is not None and (hook in vars(unit) or getattr(type(unit), hook) is not getattr(base, hook)):
+                found.append(_as_callback(own))
+            for callback in callbacks:
+                if hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook):
+                    found.append(getattr(callback, hook))
+            return tuple(found)
+
+        self.start, self.end = of("start"), of("end")
+        self.epoch_start, self.epoch_end = of("epoch_start"), of("epoch_end")
+        self.iter_start = of("dataloader_iter_creation_start", with_unit=False)
+        self.iter_end = of("dataloader_iter_creation_end", with_unit=False)
+        self.next_start = of("get_next_batch_start", with_unit=False)
+        self.next_end = of("get_next_batch_end", with_unit=False)
+        self.step_start = of("step_start", with_unit=False)
+        # AutoUnit calls its own, with more arguments, from inside its step.
+        self.step_end = of("step_end", with_unit=not unit.reports_own_steps)
+
+
+def _as_callback(own: Callable[[State], None]) -> Hook:
+    return lambda state, unit: own(state)
+
+
+class Run:
+    """One call of an entry point."""
+
+    def __init__(self, state: State, unit: Any, callbacks: list[Callback] | None, phases: list[str]) -> None:
+        entry = state.entry_point.name.lower()
+        for phase in phases:
+            _check_unit(unit, phase, entry)
+        self.state, self.unit, self.callbacks = state, unit, list(callbacks or [])
+        self.hooks = {phase: _Hooks(phase, unit, self.callbacks) for phase in phases}
+        state.alone = not agree.is_joined()
+        if state.alone and (launched := RankInfo().world_size) > 1:
+            logger.warning(
+                "%s ranks were launched, but this process has not joined them and runs alone: call echelon.init_from_env()",
+                launched,
+            )
+        self._evaluated_at = -1
+        self._agree_each_step = False
+
+    # --- the whole run
+
+    def train(self) -> None:
+        state, progress, phase = self.state, self.unit.train_progress, self.state.train_state
+        assert phase is not None
+        if phase.max_epochs is None and phase.max_steps is None:
+            logger.warning("training without max_epochs and max_steps runs until something calls state.stop()")
+        with self._running(), torch.enable_grad(), self._mode("train"):
+            self._agree_on_limits(phase, progress)
+            self._begin("train")
+            self._agree_on_agreeing()
+            self._event("train_start", total_steps=self._total_steps(), step=progress.num_steps_completed)
+            while not self._done(phase, progress):
+                if not self._epoch("train"):
+                    break
+            if state.recorder is not None:
+                state.recorder.flush()
+            self._call(self.hooks["train"].end)
+            self._event("train_end", step=progress.num_steps_completed)
+
+    def once(self, phase: str) -> None:
+        """One epoch of a phase other than training."""
+        with self._running():
+            self._evaluation(phase)
+
+    def _evaluation(self, phase: str) -> None:
+        within_fit = self.state.entry_point is EntryPoint.FIT
+        # Sharded parameters that were touched under inference_mode can never be trained again.
+        plain = within_fit or self.unit.forward_is_collective or phase != "predict"
+        with torch.no_grad() if plain else torch.inference_mode(), self._mode("eval"):
+            self._event("eval_start", phase=phase, within_fit=within_fit)
+            self._begin(phase)
+            self._epoch(phase)
+            self._call(self.hooks[phase].end)
+            loss = getattr(self.unit, "eval_loss", None) if phase == "eval" else None
+            step = self.unit.train_progress.num_steps_completed if isinstance(self.unit, TrainUnit) else None
+            self._event(
+                "eval_end", phase=phase, within_fit=within_fit, step=step, eval_loss=loss if isinstance(loss, float) else None
+            )
+
+    def _evaluate_within_fit(self) -> None:
+        steps = self.unit.train_progress.num_steps_completed
+        if self._evaluated_at == steps or self.state.should_stop:
+            return  # both intervals end here, or the run is about to end
+        self._evaluated_at = steps
+        self.state.active_phase = ActivePhase.EVALUATE
+        self._evaluation("eval")
+        self.state.active_phase = ActivePhase.TRAIN
+        if self.state.recorder is not None:
+            self.state.recorder.pause_clock()
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Sinks around the run, and `on_exception` for whatever ends it, a Ctrl-C included."""
+        state, rank = self.state, dist.get_rank() if agree.is_joined() else 0
+        sinks = default_sinks() if rank == 0 else []
+        if sinks:
+            state.recorder = Recorder(sinks, getattr(self.unit, "weight_unit", "samples"))
+        try:
+            yield
+        except BaseException as error:
+            self._tell(error)
+            raise
+        self._close_sinks()
+
+    def _tell(self, error: BaseException) -> None:
+        """Everyone who wants to know of the error. What fails meanwhile is logged and hides neither the error nor the rest."""
+        told: list[Callable[[], None]] = [
+            lambda: self._event("exception", kind=type(error).__name__, message=str(error)),
+            lambda: self.unit.on_exception(self.state, error),
+            *(partial(c.on_exception, self.state, self.unit, error) for c in self.callbacks),
+            self._close_sinks,
+        ]
+        for tell in told:
+            try:
+                tell()
+            except Exception:
+                logger.exception("while %s was being reported", type(error).__name__)
+
+    def _close_sinks(self) -> None:
+        recorder, self.state.recorder = self.state.recorder, None
+        if recorder is not None:
+            recorder.close()
+
+    @contextlib.contextmanager
+    def _mode(self, mode: str) -> Iterator[None]:
+        """Modules in train or eval mode, and put back as they were, each submodule by itself, whatever happens."""
+        modules = [m for root in self.unit.tracked_modules().values() for m in root.modules()]
+        before = [(m, m.training) for m in modules]
+        for root in self.unit.tracked_modules().values():
+            root.train(mode == "train")
+        try:
+            yield
+        finally:
+            for module, training in before:
+                module.training = training
+
+    def _begin(self, phase: str) -> None:
+        self.unit.phase_started(self.state, phase)
+        self._call(self.hooks[phase].start)
+
+    def _call(self, hooks: tuple[Hook, ...]) -> None:
+        for hook in hooks:
+            hook(self.state, self.unit)
+
+    def _event(self, event: str, **fields: Any) -> None:
+        if self.state.recorder is not None:
+            self.state.recorder.event(event, **fields)
+
+    # --- one epoch
+
+    def _epoch(self, phase: str) -> bool:
+        """Run one epoch; False if a stop or max_steps cut it short."""
+        unit, state, hooks = self.unit, self.state, self.hooks[phase]
+        progress: Progress = getattr(unit, f"{phase}_progress")
+        if phase != "train":
+            progress.num_steps_completed_in_epoch = 0  # an evaluation that was interrupted begins anew
+        if progress.num_steps_completed_in_epoch == 0:
+            self._call(hooks.epoch_start)
+        whole = self._steps(phase, progress)
+        if not whole:
+            return False
+        if progress.num_steps_completed_in_epoch == 0:
+            self._warn_of_nothing(phase)
+        progress.increment_epoch()
+        unit.epoch_closed(state, phase)
+        self._call(hooks.epoch_end)
+        if phase == "train":
+            self._agree_to_stop()
+            every = state.train_state.evaluate_every_n_epochs if state.train_state is not None else None
+            if state.eval_state is not None and every and progress.num_epochs_completed % every == 0:
+                self._evaluate_within_fit()
+        return True
+
+    def _warn_of_nothing(self, phase: str) -> None:
+        here = self.state.active_phase_state()
+        if phase == "train" and here is not None and here.max_epochs is None:
+            raise UsageError(
+                "the loader gave no batch, and without max_epochs training would go on for ever. Is it a used-up iterator?"
+            )
+        logger.warning("the loader of this %s epoch gave no batch. Is it a used-up iterator?", phase)
+
+    def _steps(self, phase: str, progress: Progress) -> bool:
+        """The steps of one epoch; True if it came to its end."""
+        unit, state, hooks = self.unit, self.state, self.hooks[phase]
+        here = state.active_phase_state()
+        assert here is not None
+        feed = self._feed(phase, here, progress)
+        step = getattr(unit, f"{phase}_step")
+        fetch = None if _keeps(unit, f"get_next_{phase}_batch", _KINDS[phase]) else getattr(unit, f"get_next_{phase}_batch")
+        own_batches = wants_iterator(step)
+        waits, durations = here.iteration_timer.series("data_wait_time"), here.iteration_timer.series(f"{phase}_iteration_time")
+        clock, timer = time.perf_counter, state.timer
+        per_step_agreement = phase == "train" and self._agree_each_step
+        evaluate_every = here.evaluate_every_n_steps if state.eval_state is not None and phase == "train" else None
+        unsized = self._agreed_lengths(phase, feed)
+        while not (state.should_stop and unit.at_boundary):
+            for hook in hooks.next_start:
+                hook(state, unit)
+            start = clock()
+            try:
+                if own_batches:
+                    batch: Any = feed
+                elif fetch is not None:
+                    batch = fetch(state, feed)
+                else:
+                    batch = next(feed)
+            except StopIteration:
+                if unsized:
+                    self._agree_on_end(phase, feed.used, ended=True)
+                break
+            if unsized:
+                self._agree_on_end(phase, feed.used, ended=False)
+            fetched = clock()
+            waits.append(fetched - start)
+            for hook in hooks.next_end:
+                hook(state, unit)
+            for hook in hooks.step_start:
+                hook(state, unit)
+            try:
+                if timer is None:
+                    here.step_output = step(state, batch)
+                else:
+                    with timer.time(f"{type(unit).__name__}.{phase}_step"):
+                        here.step_output = step(state, batch)
+            except StopIteration:
+                if not own_batches:
+                    raise EchelonError(
+                        f"{type(unit).__name__}.{phase}_step raised StopIteration; annotate its data as Iterator."
+                    ) from None
+                break
+            progress.num_steps_completed += 1
+            progress.num_steps_completed_in_epoch += 1
+            durations.append(clock() - fetched)
+            for hook in hooks.step_end:
+                hook(state, unit)
+            here.step_output = None
+            if per_step_agreement and unit.at_boundary:
+                self._agree_to_stop()
+            if evaluate_every and progress.num_steps_completed % evaluate_every == 0:
+                self._evaluate_within_fit()
+        ended = self._ended(here, feed, progress)
+        if ended:
+            here.feed = None  # an epoch that was cut short keeps it: a checkpoint at the end wants its position
+        return ended
+
+    def _ended(self, here: PhaseState, feed: Feed, progress: Progress) -> bool:
+        """Whether the epoch came to its end, rather than being cut short by a stop or by max_steps."""
+        if here.max_steps_per_epoch is not None and progress.num_steps_completed_in_epoch >= here.max_steps_per_epoch:
+            return True
+        if feed.length is not None:
+            return feed.used >= feed.length
+        return not (self.state.should_stop or (here.max_steps is not None and progress.num_steps_completed >= here.max_steps))
+
+    def _feed(self, phase: str, here: PhaseState, progress: Progress) -> Feed:
+        hooks, loader = self.hooks[phase], here.dataloader
+        limits = []
+        if here.max_steps_per_epoch is not None:
+            limits.append(here.max_steps_per_epoch - progress.num_steps_completed_in_epoch)
+        if here.max_steps is not None:
+            limits.append(here.max_steps - progress.num_steps_completed)
+        for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+            set_epoch = getattr(part, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(progress.num_epochs_completed)
+        if isinstance(loader, Loader) and loader.pads and not self.unit.weighs_padding:
+            raise UsageError(
+                f"the last global batch ({loader.order.length % loader.global_batch} samples) is too short for "
+                f"{loader.dp[1]} ranks, and only AutoUnit can weigh padding as nothing. Use Loader(..., tail='drop')."
+            )
+        if phase == "train" and progress.num_steps_completed_in_epoch and not hasattr(loader, "load_state_dict"):
+            logger.warning(
+                "training goes on after step %s of an epoch, but %s has no state: it begins anew. echelon.Loader goes on.",
+                progress.num_steps_completed_in_epoch,
+                type(loader).__name__,
+            )
+        self._call(hooks.iter_start)
+        move, stream = self.unit.placement(phase)
+        if move is not None:
+            state, to_device = self.state, move
+
+            def move(batch: Any, non_blocking: bool) -> Any:
+                return to_device(state, batch, non_blocking)
+
+        here.feed = feed = Feed(loader, limit=max(0, min(limits)) if limits else None, move=move, stream=stream)
+        self._call(hooks.iter_end)
+        return feed
+
+    # --- what ranks agree on
+
+    def _agree_on_agreeing(self) -> None:
+        """Find out once whether a stop can come from a hook; only then do the ranks agree after every step."""
+        state = self.state
+        if not state.alone:
+            stoppers = any(c.may_stop and type(c).on_train_step_end is not Callback.on_train_step_end for c in self.callbacks)
+            self._agree_each_step = agree.any_rank(stoppers or not self.unit.agrees_to_stop)
+
+    def _agree_on_limits(self, phase: PhaseState, progress: Progress) -> None:
+        """Ranks that would stop at other places, or that begin at other places, leave one another waiting."""
+        limits = {
+            "max_epochs": phase.max_epochs,
+            "max_steps": phase.max_steps,
+            "max_steps_per_epoch": phase.max_steps_per_epoch,
+            "epochs done": progress.num_epochs_completed,
+            "steps done": progress.num_steps_completed,
+        }
+        agree.same_on_all("where training begins and ends", limits, "Give all ranks the same limits and the same checkpoint.")
+
+    def _agreed_lengths(self, phase: str, feed: Feed) -> bool:
+        """Compare the lengths of the ranks' loaders; True if they have none and must agree batch by batch.
+
+        Without this, ranks with fewer batches leave the others waiting in a collective.
+        """
+        if self.state.alone or not (phase == "train" or self.unit.forward_is_collective):
+            return False
+        length = agree.same_on_all(
+            f"the number of {phase} steps of this epoch",
+            feed.length,
+            "Give every rank a loader of the same length; echelon.Loader does.",
+        )
+        return length is None
+
+    def _agree_on_end(self, phase: str, used: int, *, ended: bool) -> None:
+        """Between two batches of loaders without a length: all ranks have one more, or none has."""
+        if not agree.any_rank(ended) or not agree.any_rank(not ended):
+            return
+        counts = agree.gather([used, ended])
+        shown = ", ".join(f"rank {r}: {'ended after' if e else 'has batch'} {n}" for r, (n, e) in enumerate(counts))
+        raise RanksDisagreeError(
+            f"ranks disagree about the end of the {phase} epoch: {shown}. Give every rank equally many batches."
+        )
+
+    def _agree_to_stop(self) -> None:
+        state = self.state
+        if not state.alone and agree.any_rank(state.stop_requested):
+            state.agree_to_stop()
+
+    # --- limits
+
+    def _done(self, phase: PhaseState, progress: Progress) -> bool:
+        if self.state.should_stop:
+            return True
+        if phase.max_epochs is not None and progress.num_epochs_completed >= phase.max_epochs:
+            return True
+        return phase.max_steps is not None and progress.num_steps_completed >= phase.max_steps
+
+    def _total_steps(self) -> int | None:
+        """Steps when the run is complete, as far as lengths tell."""
+        phase = self.state.train_state
+        assert phase is not None
+        bounds = [phase.max_steps] if phase.max_steps is not None else []
+        try:
+            per_epoch: int | None = len(phase.dataloader)  # type: ignore[arg-type]
+        except TypeError:
+            per_epoch = None
+        if phase.max_steps_per_epoch is not None:
+            per_epoch = phase.max_steps_per_epoch if per_epoch is None else min(per_epoch, phase.max_steps_per_epoch)
+        if phase.max_epochs is not None and per_epoch is not None:
+            bounds.append(phase.max_epochs * per_epoch)
+        return min(bounds, default=None)
+
+
+def _keeps(unit: Any, method: str, base: type) -> bool:
+    return method not in vars(unit) and getattr(type(unit), method) is getattr(base, method)
+
+
+def _check_unit(unit: Any, phase: str, entry: str) -> None:
+    kind, name = _KINDS[phase], type(unit).__name__
+    if not isinstance(unit, kind):
+        raise UnitError(
+            f"{entry}() needs {phase}_step, but {name} is no {kind.__name__}. Let it inherit from {kind.__name__} too."
+        )
+    if not hasattr(unit, f"{phase}_progress"):
+        raise UnitError(f"{name} has no {phase}_progress: call super().__init__() in its __init__.")
