@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import math
 import os
 import platform
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from echelon.contracts.errors import UsageError
@@ -42,7 +44,9 @@ def execute(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--max-restarts {arguments.max_restarts}: 0 or more.")
     if not 0 <= arguments.grace < math.inf:
         raise UsageError(f"--grace {arguments.grace:g}: a number of seconds, 0 or more.")
-    if not arguments.module:
+    if arguments.module:
+        _check_module(arguments.script)
+    else:
         _check_script(arguments.script)
     job = JobSpec(
         arguments.script,
@@ -87,6 +91,14 @@ def _check_script(script: str) -> None:
         raise UsageError(f"script {script} is not Python: {error}.") from error
     except OSError as error:
         raise UsageError(f"script {script} cannot be read: {error.strerror}.") from error
+
+
+def _check_module(name: str) -> None:
+    if name.endswith(".py") or "/" in name:
+        raise UsageError(f"module {name}: -m takes a dotted name, such as package.train; leave -m out to run a file.")
+    top = name.partition(".")[0]
+    if PathFinder.find_spec(top, [os.getcwd()]) is None and (not top or importlib.util.find_spec(top) is None):
+        raise UsageError(f"module {name}: there is no {top!r} in {os.getcwd()}, nor where Python looks for modules.")
 
 
 def _describe(job: JobSpec, run: RunDir) -> dict[str, object]:

@@ -126,6 +126,8 @@ def _launch(
 def _main_module() -> dict[str, Any]:
     """spawn's own description of how to make the caller's `__main__` importable elsewhere; empty in an interactive session."""
     known = mp_spawn.get_preparation_data("rank")
+    if not Path(known.get("init_main_from_path", __file__)).is_file():  # "<stdin>"
+        return {}
     return {k: v for k, v in known.items() if k in ("init_main_from_name", "init_main_from_path")}
 
 

@@ -1,0 +1,47 @@
+"""What the README shows runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import clean_environment
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+SCRIPT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+
+
+@pytest.mark.parametrize("command", [["python"], ["echelon", "run", "--ranks", "2"], ["torchrun", "--nproc-per-node", "2"]])
+def test_the_training_script_runs_under_each_launcher(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT + "\nprint('trained', unit.window.updates, ech.World.current().size)\n")
+    start = {"python": [], "echelon": ["-m", "echelon"], "torchrun": ["-m", "torch.distributed.run"]}[command[0]]
+    done = subprocess.run(
+        [sys.executable, *start, *command[1:], "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=clean_environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    size = 1 if command[0] == "python" else 2
+    assert f"trained 128 {size}" in done.stdout
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([\w./]+)\)", README))))
+def test_every_link_leads_somewhere(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+def test_every_example_option_exists(echelon_command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    text = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "gpt.py"), "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    shown = set(re.findall(r"gpt\.py (--[a-z-]+)", README))
+    assert shown and all(option in text for option in shown)
