@@ -39,6 +39,8 @@ from echelon.launch.worker import STACK_SIGNAL
 __all__ = ["Attempt", "ForkAgent", "OneNodeRendezvous"]
 
 _LOOPBACK = "127.0.0.1"
+# How long a rank may take to end by itself once it has reported its failure.
+_EXIT_WAIT_S = 10.0
 # How long a rank may take to react to SIGTERM once another has failed: it has nothing left to finish.
 _FAILURE_GRACE_S = 5.0
 _CULPRIT_WAIT_S = 2.0
@@ -111,19 +113,24 @@ class Attempt:
 
     def failure(self, rank: int) -> Failure | None:
         """How the rank failed; None if it ended well or runs on. One may still run its exit functions with its record written."""
+        status, time_ns = self.ended.get(rank, (None, 0))
+        if status == 0:
+            return None
         record = read_json(self.record_path(rank)) or {}
-        if rank not in self.ended:
+        if status is None:
             code = int(record.get("exit_code", 0))
             return Failure.from_record(rank, code, 0, record, self.log_path(rank)) if code else None
-        status, time_ns = self.ended[rank]
         code = os.waitstatus_to_exitcode(status)
-        if code == 0:
-            return None
         if code < 0:
             name = signal_name(-code)
             hint = " (the OOM killer? `dmesg` tells)" if -code == signal.SIGKILL else ""
             return Failure(rank, 128 - code, time_ns, name, f"killed by {name}{hint}", log=self.log_path(rank), reported=False)
         return Failure.from_record(rank, code, time_ns, record, self.log_path(rank))
+
+    def stuck(self) -> bool:
+        """Whether a rank has reported its failure and not ended since: a thread or a destructor holds it, and it all others."""
+        limit = time.monotonic_ns() - int(_EXIT_WAIT_S * 1e9)
+        return any(f.time_ns < limit for rank in self.pids if rank not in self.ended and (f := self.failure(rank)) is not None)
 
     def failures(self) -> list[Failure]:
         return [f for rank in self.pids if (f := self.failure(rank)) is not None]
@@ -163,6 +170,7 @@ class ForkAgent(SimpleElasticAgent):
         self._begin_attempt, self._start_fields = begin_attempt, start_fields
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+        self._look_at_records_at = 0.0
         self.attempt: Attempt | None = None
         self.failures: list[Failure] = []  # of the latest failed attempt
 
@@ -203,7 +211,11 @@ class ForkAgent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         attempt = self._note_ends(0.0)
-        if any(attempt.failure(rank) for rank in attempt.ended):
+        stuck = False
+        if time.monotonic() > self._look_at_records_at:
+            self._look_at_records_at = time.monotonic() + 1.0
+            stuck = attempt.stuck()
+        if stuck or any(attempt.failure(rank) for rank in attempt.ended):
             self.failures = self._hear_them_out()
             return RunResult(WorkerState.FAILED, {}, {f.rank: self._as_torch(f, attempt) for f in self.failures})
         if len(attempt.ended) == len(attempt.pids):
