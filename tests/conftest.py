@@ -23,8 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.launch import function
-from echelon.launch.function import launch
+from echelon.launcher import function
+from echelon.launcher.function import launch
 
 TIMEOUT_S = 60.0
 
@@ -113,7 +113,8 @@ def echelon_command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without anything a launcher or a test runner put there."""
-    return {k: v for k, v in os.environ.items() if not k.startswith(("ECHELON_", "PYTEST_", "RANK", "WORLD_SIZE", "COV_"))}
+    foreign = ("ECHELON_", "PYTEST_", "COV_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "MASTER_", "SLURM_", "TORCHELASTIC_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
 
 
 # pytest's own, and what torch sets when its compiler is first imported.

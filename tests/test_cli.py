@@ -657,13 +657,13 @@ def test_a_name_used_again_gets_one_more_attempt(started: Started) -> None:
 
 
 def _outside_modules() -> list[str]:
-    """Every module that works without torch: those of contracts, launch (but the elastic agent), observe and cli."""
+    """Every module that works without torch: those of contracts, launcher (but the elastic agent), observe and cli."""
     found = ["echelon"]
-    for package in ("contracts", "launch", "observe", "cli"):
+    for package in ("contracts", "launcher", "observe", "cli"):
         root = Path(echelon.__path__[0]) / package
         found += [f"echelon.{package}"]
         found += [info.name for info in pkgutil.walk_packages([str(root)], f"echelon.{package}.")]
-    return [name for name in found if name != "echelon.launch.elastic"]
+    return [name for name in found if name != "echelon.launcher.elastic"]
 
 
 def test_the_outside_half_imports_no_torch() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.contracts.errors import RankFailedError
-from echelon.launch import elastic
+from echelon.launcher import elastic
 from tests.conftest import Ranks
 
 

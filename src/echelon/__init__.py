@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from echelon.contracts.run_dir import RunDir
     from echelon.data.loader import Loader
     from echelon.data.text import ByteText
-    from echelon.launch.function import launch, spawn
+    from echelon.launcher.function import launch, spawn
     from echelon.loop.auto import AutoPredictUnit, AutoUnit, TrainStepResults
     from echelon.loop.callback import Callback
     from echelon.loop.callbacks.saver import DistributedCheckpointSaver, RestoreOptions
@@ -114,13 +114,13 @@ _HOMES = {
     "evaluate": "loop.run",
     "fit": "loop.run",
     "init_from_env": "world.init",
-    "launch": "launch.function",
+    "launch": "launcher.function",
     "predict": "loop.run",
     "prepare_ddp": "parallel.parallelize",
     "prepare_fsdp": "parallel.parallelize",
     "prepare_module": "parallel.parallelize",
     "seed": "world.streams",
-    "spawn": "launch.function",
+    "spawn": "launcher.function",
     "test": "loop.run",
     "train": "loop.run",
 }

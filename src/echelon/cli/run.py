@@ -18,7 +18,7 @@ from pathlib import Path
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.run_dir import RunDir, write_json
-from echelon.launch.job import JobSpec, parse_ranks
+from echelon.launcher.job import JobSpec, parse_ranks
 
 __all__ = ["add_arguments", "execute"]
 
@@ -60,8 +60,8 @@ def execute(arguments: argparse.Namespace) -> int:
     run = RunDir.create(arguments.runs, arguments.name, stem=stem)
     write_json(run.run_json, _describe(job, run))
 
-    from echelon.launch.failure import render
-    from echelon.launch.local import run_here, run_local
+    from echelon.launcher.failure import render
+    from echelon.launcher.local import run_here, run_local
 
     if ranks == 1 and arguments.max_restarts == 0:
         outcome = run_here(job, run)

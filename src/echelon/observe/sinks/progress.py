@@ -152,7 +152,8 @@ class _Painter:
         if self._live is not None:
             from rich.text import Text
 
-            self._live.console.print(Text(text))
+            # Colours stay colours, and a long line is the terminal's to wrap, as it would be without us.
+            self._live.console.print(Text.from_ansi(text), soft_wrap=True)
         else:
             self.stream.write(text + "\n")
             self.stream.flush()

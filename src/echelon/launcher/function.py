@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 from echelon.contracts.errors import RankFailedError, UsageError
 from echelon.contracts.run_dir import RunDir
-from echelon.launch.failure import render
-from echelon.launch.job import JobSpec, parse_ranks
-from echelon.launch.local import run_local
-from echelon.launch.server import ForkServer
+from echelon.launcher.failure import render
+from echelon.launcher.job import JobSpec, parse_ranks
+from echelon.launcher.local import run_local
+from echelon.launcher.server import ForkServer
 
 __all__ = ["launch", "spawn"]
 

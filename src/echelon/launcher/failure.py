@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.launch.job import Failure
+from echelon.launcher.job import Failure
 
 __all__ = ["render"]
 

@@ -51,7 +51,7 @@ class ForkServer:
     def start(cls, preload: Sequence[str] = ("torch",)) -> ForkServer:
         """A fresh process that imports `preload` first. For a caller that may have threads or CUDA and must not fork."""
         ours, theirs = socket.socketpair()
-        code = f"from echelon.launch.server import main; main({theirs.fileno()}, {list(preload)!r})"
+        code = f"from echelon.launcher.server import main; main({theirs.fileno()}, {list(preload)!r})"
         # One thread per library at import: libgomp reads this once, and forking a process with running threads is unsafe.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
@@ -262,7 +262,7 @@ class _Server:
         self.socket.close()
         os.close(self.wake_read)
         os.close(self.wake_write)
-        from echelon.launch import worker
+        from echelon.launcher import worker
 
         worker.run(worker.Start(**request), fds)
 

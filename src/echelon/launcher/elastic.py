@@ -32,9 +32,9 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from echelon.contracts.errors import RankTimeoutError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import read_json
-from echelon.launch.job import Failure, JobSpec, signal_name
-from echelon.launch.server import ForkServer
-from echelon.launch.worker import STACK_SIGNAL
+from echelon.launcher.job import Failure, JobSpec, signal_name
+from echelon.launcher.server import ForkServer
+from echelon.launcher.worker import STACK_SIGNAL
 
 __all__ = ["Attempt", "ForkAgent", "OneNodeRendezvous"]
 

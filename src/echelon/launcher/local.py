@@ -18,11 +18,11 @@ from typing import Any
 from echelon.contracts.errors import EchelonError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir, read_json, write_json
-from echelon.launch.failure import render
-from echelon.launch.job import Failure, JobSpec, Outcome, usable_cores
-from echelon.launch.relay import PlainScreen, Relay, Screen
-from echelon.launch.server import ForkServer
-from echelon.launch.worker import Start, run_program
+from echelon.launcher.failure import render
+from echelon.launcher.job import Failure, JobSpec, Outcome, usable_cores
+from echelon.launcher.relay import PlainScreen, Relay, Screen
+from echelon.launcher.server import ForkServer
+from echelon.launcher.worker import Start, run_program
 
 __all__ = ["run_here", "run_local"]
 
@@ -64,7 +64,7 @@ def run_local(
         os.environ.setdefault("OMP_NUM_THREADS", env["OMP_NUM_THREADS"])
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    from echelon.launch.elastic import Attempt, ForkAgent, quiet_elastic_logs
+    from echelon.launcher.elastic import Attempt, ForkAgent, quiet_elastic_logs
 
     quiet_elastic_logs()
     own_server = server is None
