@@ -23,7 +23,7 @@ from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
 from echelon.loop.window import Window
 from echelon.parallel.parallelize import ActivationCheckpointParams, Recipe, TorchCompileParams, parallelize
 from echelon.parallel.precision import Precision
-from echelon.parallel.strategy import Strategy
+from echelon.parallel.strategy import NO_CONTEXT, Strategy
 from echelon.world import agree, streams
 from echelon.world.device import copy_data_to_device
 from echelon.world.init import init_from_env
@@ -299,13 +299,9 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
             self.zero_grad(state)
 
         prepared, micro_batch = self.prepared, (state, data, weight, last)
-        with prepared.accumulate(last):
-            if self.detect_anomaly:
-                with torch.autograd.set_detect_anomaly(True):
-                    loss, outputs = prepared.forward_backward(micro_batch, self._forward, self._backward)
-            else:
-                loss, outputs = prepared.forward_backward(micro_batch, self._forward, self._backward)
-        loss = loss.detach()
+        with prepared.accumulate(last), torch.autograd.set_detect_anomaly(True) if self.detect_anomaly else NO_CONTEXT:
+            _, outputs = prepared.forward_backward(micro_batch, self._forward, self._backward)
+        loss = window.latest_loss
         norm = self._update(state) if last else None
         if self._reports_step:
             step = self.train_progress.num_steps_completed
@@ -314,14 +310,27 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
 
     def _forward(self, micro_batch: tuple[State, T, Any, bool]) -> tuple[torch.Tensor, Any]:
         state, data, _, _ = micro_batch
-        with self.autocast():
+        if self.precision.dtype is None:
             made = self.compute_loss(state, data)
-        problem = _problem(made)
-        if problem is not None:
-            raise LossError(f"{type(self).__name__}.compute_loss returned {problem}")
+        else:
+            with self.autocast():
+                made = self.compute_loss(state, data)
+        if (
+            type(made) is not tuple
+            or len(made) != 2
+            or not isinstance(loss := made[0], torch.Tensor)
+            or loss.dim()
+            or not loss.requires_grad
+        ):
+            self._refuse(made)
         if self.detect_anomaly:
             self._check_finite(made[0])
         return made
+
+    def _refuse(self, made: Any) -> None:
+        problem = _problem(made)
+        if problem is not None:
+            raise LossError(f"{type(self).__name__}.compute_loss returned {problem}")
 
     def _check_finite(self, loss: torch.Tensor) -> None:
         """Before the backward pass, and agreed: a rank that raised alone would leave the others waiting in a collective."""

@@ -234,11 +234,10 @@ class Run:
         here = state.active_phase_state()
         assert here is not None
         feed = self._feed(phase, here, progress)
-        step = getattr(unit, f"{phase}_step")
-        fetch = None if _keeps(unit, f"get_next_{phase}_batch", _KINDS[phase]) else getattr(unit, f"get_next_{phase}_batch")
-        own_batches = wants_iterator(step)
+        step, fetch = self._step_and_fetch(phase, feed)
+        before_step = hooks.next_end + hooks.step_start
         waits, durations = here.iteration_timer.series("data_wait_time"), here.iteration_timer.series(f"{phase}_iteration_time")
-        clock, timer = time.perf_counter, state.timer
+        clock = time.perf_counter
         per_step_agreement = phase == "train" and self._agree_each_step
         evaluate_every = here.evaluate_every_n_steps if state.eval_state is not None and phase == "train" else None
         unsized = self._agreed_lengths(phase, feed)
@@ -247,12 +246,7 @@ class Run:
                 hook(state, unit)
             start = clock()
             try:
-                if own_batches:
-                    batch: Any = feed
-                elif fetch is not None:
-                    batch = fetch(state, feed)
-                else:
-                    batch = next(feed)
+                batch = fetch()
             except StopIteration:
                 if unsized:
                     self._agree_on_end(phase, feed.used, ended=True)
@@ -261,18 +255,12 @@ class Run:
                 self._agree_on_end(phase, feed.used, ended=False)
             fetched = clock()
             waits.append(fetched - start)
-            for hook in hooks.next_end:
-                hook(state, unit)
-            for hook in hooks.step_start:
+            for hook in before_step:
                 hook(state, unit)
             try:
-                if timer is None:
-                    here.step_output = step(state, batch)
-                else:
-                    with timer.time(f"{type(unit).__name__}.{phase}_step"):
-                        here.step_output = step(state, batch)
+                here.step_output = step(state, batch)
             except StopIteration:
-                if not own_batches:
+                if batch is not feed:
                     raise EchelonError(
                         f"{type(unit).__name__}.{phase}_step raised StopIteration; annotate its data as Iterator."
                     ) from None
@@ -291,6 +279,25 @@ class Run:
         if ended:
             here.feed = None  # an epoch that was cut short keeps it: a checkpoint at the end wants its position
         return ended
+
+    def _step_and_fetch(self, phase: str, feed: Feed) -> tuple[Callable[[State, Any], Any], Callable[[], Any]]:
+        """The unit's step, timed if the user asked for it, and the call that gets a batch for it."""
+        unit, state, method = self.unit, self.state, f"get_next_{phase}_batch"
+        step: Callable[[State, Any], Any] = getattr(unit, f"{phase}_step")
+        fetch: Callable[[], Any] = feed.__next__
+        if wants_iterator(step):
+            fetch = partial(_itself, feed)
+        elif not _keeps(unit, method, _KINDS[phase]):
+            fetch = partial(getattr(unit, method), state, feed)
+        timer = state.timer
+        if timer is None:
+            return step, fetch
+
+        def timed(state: State, batch: Any) -> Any:
+            with timer.time(f"{type(unit).__name__}.{phase}_step"):
+                return step(state, batch)
+
+        return timed, fetch
 
     def _ended(self, here: PhaseState, feed: Feed, progress: Progress) -> bool:
         """Whether the epoch came to its end, rather than being cut short by a stop or by max_steps."""
@@ -406,6 +413,10 @@ class Run:
         if phase.max_epochs is not None and per_epoch is not None:
             bounds.append(phase.max_epochs * per_epoch)
         return min(bounds, default=None)
+
+
+def _itself(feed: Feed) -> Feed:
+    return feed
 
 
 def _keeps(unit: Any, method: str, base: type) -> bool:

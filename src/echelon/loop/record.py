@@ -34,8 +34,11 @@ class Recorder:
         """One optimizer update: mean loss and weight of its global batch. Numbers or 0-dim tensors."""
         now = time.perf_counter()
         arrival = None
-        if isinstance(loss, torch.Tensor) and loss.is_cuda:
-            loss, weight, grad_norm, arrival = _to_host(loss, weight, grad_norm)
+        if isinstance(loss, torch.Tensor):
+            if loss.is_cuda:
+                loss, weight, grad_norm, arrival = _to_host(loss, weight, grad_norm)
+            else:  # a number at once: hundreds of tensors kept until the flush would push the model's out of the cache
+                loss = loss.item()
         self._pending.append((step, update, loss, weight, lr, grad_norm, now, arrival))
         if now - self._flushed_at >= _FLUSH_S:
             self._write_arrived()

@@ -133,13 +133,8 @@ class State:
         }[entry_point]
         self.recorder: Recorder | None = None
         self.alone = True  # a world of one; the loop knows better
-        self.stop_requested = False
-        self._stop_agreed = False
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether the loop will stop: the same answer on every rank."""
-        return self._stop_agreed or (self.alone and self.stop_requested)
+        self.stop_requested = False  # by this rank
+        self.should_stop = False  # on all ranks alike: the loop will stop
 
     def stop(self) -> None:
         """Stop after the present step, on all ranks: any rank may ask, they agree before the next step.
@@ -147,10 +142,12 @@ class State:
         With accumulation, the update that is under way is finished first.
         """
         self.stop_requested = True
+        if self.alone:
+            self.should_stop = True
 
     def agree_to_stop(self) -> None:
         """For the loop: every rank has learned that one asked."""
-        self._stop_agreed = True
+        self.should_stop = True
 
     def active_phase_state(self) -> PhaseState | None:
         return {

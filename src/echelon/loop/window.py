@@ -33,14 +33,17 @@ class Window:
         count: micro-batches so far in this window.
         updates: updates so far in the run.
         reference: W0.
+        latest_loss: this rank's mean loss of the latest micro-batch, without its graph.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.count = self.updates = 0
         self.reference: float | None = None
-        self._losses: list[torch.Tensor] = []
-        self._weights: list[Any] = []
+        self.latest_loss: Any = None
+        self._weight: Any = 0
+        self._loss: Any = None  # the mean of the one micro-batch so far, or the weighted sum of several
+        self._is_sum = False
         self._reduction: _Reduction | None = None
 
     def open(self, is_last_batch: bool) -> bool:
@@ -54,17 +57,21 @@ class Window:
 
     def add(self, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
         """Take in a micro-batch's mean loss, without its graph, and its weight."""
-        self._losses.append(loss)
-        self._weights.append(weight)
+        self.latest_loss = loss
+        if self.count == 1:
+            self._loss, self._weight = loss, weight
+        else:
+            self._loss = self._weighted_sum() + loss * weight
+            self._weight = self._weight + weight
+            self._is_sum = True
 
     def start_reduction(self, wants_stop: bool) -> None:
         """Begin to sum up over the ranks; the backward pass runs meanwhile. Collective, in the same order on every rank."""
-        self._reduction = _Reduction(sum(self._weights), self._weighted_sum(), wants_stop)
+        self._reduction = _Reduction(self._weight, self._weighted_sum(), wants_stop)
 
     def _weighted_sum(self) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self._losses[0].device)
-        for loss, weight in zip(self._losses, self._weights, strict=True):
-            total = total + loss * weight
+        """In float64, as a sum over many ranks needs."""
+        total: torch.Tensor = self._loss if self._is_sum else self._loss.double() * self._weight
         return total
 
     def close(self) -> tuple[Any, Any, bool]:
@@ -72,19 +79,19 @@ class Window:
 
         Weight and loss are floats where no device has to be waited for, else 0-dim tensors.
         """
-        stop = False
+        weight, loss, stop = self._weight, self._loss, False
         if self._reduction is not None:
-            weight, total, stop = self._reduction.wait()
-            loss = total / weight if weight else total
-        else:
-            weight = self._weights[0] if self.count == 1 else sum(self._weights)
-            loss = self._losses[0] if self.count == 1 or not weight else self._weighted_sum() / weight
+            weight, loss, stop = self._reduction.wait()
+            self._is_sum, self._reduction = True, None
+        if self._is_sum:
+            loss = loss / weight if isinstance(weight, torch.Tensor) or weight else loss
+            self._is_sum = False
         if isinstance(weight, (int, float)) and weight <= 0:
             raise UsageError(
                 f"update {self.updates}: the global batch weighs {weight:g}. A weight is a number of samples or tokens; "
                 "at least one rank must have some."
             )
-        self.count, self._losses, self._weights, self._reduction = 0, [], [], None
+        self.count = 0
         self.updates += 1
         return weight, loss, stop
 
