@@ -22,6 +22,8 @@ __all__ = ["ProgressModel", "ProgressSink", "RunScreen"]
 
 PLAIN_EVERY_S = 5.0
 LIVE_EVERY_S = 0.2
+# Of a batch of records only the last so many can still be seen in a smoothed number.
+_SMOOTHED = 50
 
 
 class ProgressModel:
@@ -145,7 +147,7 @@ class _Painter:
         self.stream = stream
         self.is_live = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._live: Live | None = None
-        self._drawn_at = 0.0
+        self._draw_next = 0.0
         self._printed = ("", 0.0)
 
     def line(self, text: str) -> None:
@@ -164,9 +166,10 @@ class _Painter:
         if model.step == 0 and model.loss is None:
             return
         if self.is_live:
-            if final or now - self._drawn_at >= LIVE_EVERY_S:
-                self._drawn_at = now
+            if final or now >= self._draw_next:
                 self._draw(model)
+                # Drawing takes a few milliseconds: a hundredth of the time at most, however quick the steps.
+                self._draw_next = now + max(LIVE_EVERY_S, 100 * (time.monotonic() - now))
             return
         text = model.line()
         if text != self._printed[0] and (final or now - self._printed[1] >= PLAIN_EVERY_S):
@@ -206,7 +209,7 @@ class ProgressSink:
         self._model, self._painter = ProgressModel(), _Painter(stream or sys.stderr)
 
     def records(self, records: list[dict[str, Any]]) -> None:
-        for record in records:
+        for record in records[-_SMOOTHED:]:
             self._model.record(record)
         self._painter.progress(self._model)
 
