@@ -23,8 +23,10 @@ def _step_schedule(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
 
-def _rate_after(interval: str, size: int = 2) -> float:
-    unit = Regression(lr=1.0, schedule=_step_schedule, step_lr_interval=interval, gradient_accumulation_steps=size)
+def _rate_after(interval: str, size: int = 2, strategy: str | None = None) -> float:
+    unit = Regression(
+        lr=1.0, strategy=strategy, schedule=_step_schedule, step_lr_interval=interval, gradient_accumulation_steps=size
+    )
     ech.train(unit, [batch(2, i) for i in range(4)], max_epochs=2)
     return float(unit.optimizer.param_groups[0]["lr"])
 
@@ -36,7 +38,79 @@ def test_schedulers_step_per_update_or_per_epoch() -> None:
 
 def test_the_schedule_is_the_same_on_two_ranks(ranks: Ranks) -> None:
     """Accelerate steps it once per process and step."""
-    assert ranks(2, _rate_after, "step") == [0.5**4] * 2
+    assert ranks(2, _rate_after, "step", strategy="ddp") == [0.5**4] * 2
+
+
+def _alone(strategy: str | None) -> dict[str, torch.Tensor]:
+    unit = Regression(strategy=strategy)
+    ech.train(unit, [batch(4, dist.get_rank())], max_epochs=1)
+    return whole(unit.module)
+
+
+def test_several_ranks_without_a_strategy_are_refused(ranks: Ranks) -> None:
+    """Each would train a model of its own; peers do so without a word."""
+    with pytest.raises(ech.EchelonError, match="several ranks, but no strategy"):
+        raise ranks_error(ranks, _alone, None)
+
+
+def ranks_error(ranks: Ranks, fn: Any, *args: Any) -> BaseException:
+    from echelon.contracts.errors import RankFailedError
+
+    with pytest.raises(RankFailedError) as caught:
+        ranks(2, fn, *args)
+    assert caught.value.__cause__ is not None
+    return caught.value.__cause__
+
+
+def test_ranks_that_train_models_of_their_own_on_purpose_get_whole_gradients(ranks: Ranks) -> None:
+    for rank, got in enumerate(ranks(2, _alone, "noop")):
+        want, _, _ = plain_training([[batch(4, rank)]])
+        assert largest_difference(got, want) < 1e-12
+
+
+def _inner_ddp() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.parallel.DistributedDataParallel(nn.Linear(4, 1)))
+    Regression(module=module)
+
+
+def test_a_module_of_which_a_part_is_wrapped_is_refused(ranks: Ranks) -> None:
+    assert "Sequential.1 is a DistributedDataParallel, but the whole module is not" in str(ranks_error(ranks, _inner_ddp))
+
+
+@pytest.mark.parametrize(("name", "value"), [("weight", 0.5), ("window", 3), ("prepared", None)])
+def test_an_attribute_that_hides_autounits_is_named(name: str, value: Any) -> None:
+    unit = Regression()
+    setattr(unit, name, value)
+    with pytest.raises(UsageError, match=f"Regression.{name} is"):
+        ech.train(unit, [batch(2, 0)], max_epochs=1)
+
+
+def test_an_optimizer_set_to_none_in_the_constructor_is_built() -> None:
+    unit = Regression()
+    unit.optimizer = None  # type: ignore[assignment]
+    ech.train(unit, [batch(2, 0)], max_epochs=1)
+    assert isinstance(unit.optimizer, torch.optim.SGD)
+
+
+class CountsRows(Regression):
+    seen = 0
+
+    def on_eval_step_end(self, state: ech.State, data: Any, step: int, loss: Any, outputs: Any) -> None:
+        self.seen += len(data[0])
+
+    on_test_step_end = on_eval_step_end
+
+
+def _rows_seen(entry: str) -> int:
+    unit = CountsRows(strategy="ddp")
+    loader = ech.Loader(torch.utils.data.TensorDataset(*batch(5, 0)), 4, shuffle=False)
+    getattr(ech, entry)(unit, loader)
+    return unit.seen
+
+
+@pytest.mark.parametrize("entry", ["evaluate", "test"])
+def test_hooks_see_each_sample_once_and_no_padding(ranks: Ranks, entry: str) -> None:
+    assert sum(ranks(2, _rows_seen, entry)) == 5
 
 
 def test_the_epoch_schedule_does_not_depend_on_overridden_hooks() -> None:

@@ -120,6 +120,106 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
 
 
+def _reference(steps: int, **options: Any) -> dict[str, torch.Tensor]:
+    return _uninterrupted("noop", steps, **options)
+
+
+@pytest.mark.parametrize("at", [5, 6, 7, 12])
+def test_a_save_on_an_epochs_last_step_resumes_in_the_next_epoch(tmp_path: Path, at: int) -> None:
+    """Six steps an epoch: the sixth is saved before the epoch is closed."""
+    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_train_steps=at)
+    ech.train(_unit("noop"), _loader(), max_steps=at, callbacks=[saver])
+    assert largest_difference(_resume(tmp_path, "noop", 15), _reference(15)) == 0
+
+
+def test_looking_into_a_loader_does_not_move_the_training() -> None:
+    unit, loader = _unit("noop"), _loader()
+    next(iter(loader))
+    ech.train(unit, loader, max_steps=3)
+    other = _unit("noop")
+    ech.train(other, loader, max_steps=3)  # a loader that was stopped in mid-epoch, and another unit
+    assert largest_difference(whole(unit.module), _reference(3)) == 0 == largest_difference(whole(other.module), _reference(3))
+    ech.train(unit, loader, max_steps=8)  # the first goes on where it stood
+    assert largest_difference(whole(unit.module), _reference(8)) == 0
+
+
+def test_a_restored_unit_places_a_loader_that_was_not_restored(tmp_path: Path) -> None:
+    _train_and_save(tmp_path, "noop", 4)
+    unit = _unit("noop", seed=9)
+    ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, unit)
+    ech.train(unit, _loader(), max_steps=8)
+    assert largest_difference(whole(unit.module), _reference(8)) == 0
+
+
+def _accumulated(folder: Path, accumulation: int, updates: int, resume: bool) -> tuple[dict[str, torch.Tensor], int]:
+    unit = _unit("ddp", seed=7 if resume else 0, gradient_accumulation_steps=accumulation)
+    loader = ech.Loader(DATA, 8, seed=1, accumulation=accumulation)
+    if resume:
+        ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
+    saver = ech.DistributedCheckpointSaver(folder)
+    ech.train(unit, loader, max_steps=updates * accumulation, callbacks=[saver])
+    return whole(unit.module), unit.window.updates
+
+
+def test_fewer_ranks_with_more_accumulation_go_on_with_the_same_updates(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(4, _accumulated, tmp_path / "c", 1, 4, False)
+    ((got, updates),) = ranks(1, _accumulated, tmp_path / "c", 4, 9, True)
+    assert updates == 9 and largest_difference(got, _reference(9)) < 1e-12
+
+
+def test_a_fresh_run_does_not_mix_with_an_older_one(tmp_path: Path) -> None:
+    _train_and_save(tmp_path, "noop", 4)
+    with pytest.raises(CheckpointError, match="step-00000004 is ahead of this run, which is at step 0"):
+        _train_and_save(tmp_path, "noop", 2)
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.never = nn.Linear(4, 1).double(), nn.Linear(4, 1).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def test_a_layer_that_never_got_a_gradient_resumes(tmp_path: Path) -> None:
+    def unit() -> Regression:
+        return Regression(module=Unused(), optimizer="Adam")
+
+    torch.manual_seed(0)
+    first = unit()
+    ech.train(first, _loader(), max_steps=3, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
+    second = unit()
+    ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, second)
+    for each in (first, second):
+        ech.train(each, _loader(), max_steps=8)
+    assert largest_difference(whole(first.module), whole(second.module)) == 0
+
+
+def test_what_cannot_be_read_back_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"path": Path("x")}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    unit = _unit("noop")
+    unit.odd = Odd()  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match=r"odd.*could not be read back"):
+        ech.train(unit, _loader(), max_steps=2, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
+    assert commit.latest(tmp_path) is None
+
+
+def test_a_flipped_bit_is_found_when_it_is_restored(tmp_path: Path) -> None:
+    _train_and_save(tmp_path, "noop", 2)
+    victim = max((tmp_path / "step-00000002" / "tensors").glob("*.distcp"), key=lambda p: p.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"{victim.name}.*is not what was written"):
+        ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, _unit("noop"))
+
+
 def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
     saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_train_steps=2)
     ech.train(_unit("noop"), _loader(), max_steps=4, callbacks=[saver])

@@ -141,6 +141,49 @@ def test_a_stop_finishes_the_update_under_way(ranks: Ranks) -> None:
     assert ranks(2, _stop_on_one_rank, "auto") == [(4, 0), (4, 1)]
 
 
+class StopsInEvaluation(ech.Callback):
+    def on_eval_end(self, state: ech.State, unit: Any) -> None:
+        if ech.World.current().rank == 1:
+            state.stop()
+
+
+def _stop_in_evaluation() -> int:
+    unit = Regression(strategy="ddp")
+    ech.fit(unit, [batch(2, 0)] * 4, [batch(2, 1)], max_epochs=3, evaluate_every_n_steps=2, callbacks=[StopsInEvaluation()])
+    return unit.train_progress.num_steps_completed
+
+
+def test_a_stop_from_an_evaluation_takes_no_further_step(ranks: Ranks) -> None:
+    assert ranks(2, _stop_in_evaluation) == [2, 2]
+
+
+def _stop_with_own_step() -> int:
+    class OwnStep(Regression):
+        def train_step(self, state: ech.State, data: Any) -> Any:
+            if self.train_progress.num_steps_completed == 1:
+                state.stop()
+
+    unit = OwnStep(strategy="ddp")
+    ech.train(unit, [batch(2, 0)] * 6, max_epochs=1)
+    return unit.train_progress.num_steps_completed
+
+
+def test_a_step_of_ones_own_can_stop_too(ranks: Ranks) -> None:
+    assert ranks(2, _stop_with_own_step) == [2, 2]
+
+
+def test_a_fetch_that_gives_up_ends_the_epoch_not_the_training() -> None:
+    class TakesTwo(Plain):
+        def get_next_train_batch(self, state: ech.State, data_iter: Iterator[int]) -> int:
+            if self.train_progress.num_steps_completed_in_epoch == 2:
+                raise StopIteration
+            return next(data_iter)
+
+    unit = TakesTwo()
+    ech.train(unit, [1, 2, 3, 4], max_epochs=3)
+    assert unit.seen == [1, 2] * 3 and unit.train_progress.num_epochs_completed == 3
+
+
 class StopsInLoss(Regression):
     def compute_loss(self, state: ech.State, data: Any) -> Any:
         if self.train_progress.num_steps_completed == 2 and ech.World.current().rank == 1:

@@ -1,7 +1,8 @@
 """Commit a checkpoint so that a kill at any moment leaves the old ones and either the new one or nothing of it.
 
 Ranks write into a private folder `.staged-step-N`; when all have, rank 0 syncs it, writes `manifest.json` with every file's
-size, and publishes it as `step-N` by one rename. A folder without a valid manifest is no checkpoint. Nothing is overwritten.
+size and checksum, and publishes it as `step-N` by one rename. A folder without a valid manifest is no checkpoint. Nothing is
+overwritten.
 Collective: every rank calls `stage` and `publish`; only rank 0 looks at the folder, the others believe it.
 """
 
@@ -11,13 +12,14 @@ import json
 import os
 import re
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import CheckpointError
+from echelon.contracts.errors import CheckpointError, CheckpointNotFoundError
 from echelon.world import agree
 
-__all__ = ["committed", "latest", "manifest_of", "publish", "stage"]
+__all__ = ["committed", "latest", "manifest_of", "publish", "stage", "step_of", "verify"]
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -53,7 +55,7 @@ def publish(staged: Path, step: int, facts: dict[str, Any]) -> Path:
         manifest = {
             "format": FORMAT,
             "step": step,
-            "files": {str(p.relative_to(staged)): p.stat().st_size for p in files},
+            "files": {str(p.relative_to(staged)): [p.stat().st_size, _checksum(p)] for p in files},
             **facts,
         }
         path = staged / MANIFEST
@@ -73,10 +75,44 @@ def manifest_of(folder: Path) -> dict[str, Any] | None:
     """The manifest of a checkpoint whose files are all there in full size; None if it is no valid checkpoint."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        whole = all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
+        whole = all((folder / name).stat().st_size == size for name, (size, _) in manifest["files"].items())
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return manifest if whole else None
+
+
+def verify(folder: Path) -> None:
+    """Compare every file with the checksum it was committed with. Collective; rank 0 reads.
+
+    Raises:
+        CheckpointNotFoundError: no valid checkpoint in the folder.
+        CheckpointError: a file is not what was written; names it.
+    """
+
+    def check() -> None:
+        manifest = manifest_of(folder)
+        if manifest is None:
+            raise CheckpointNotFoundError(f"{folder} holds no checkpoint: its manifest is missing, or a file is cut off.")
+        for name, (_, checksum) in manifest["files"].items():
+            if _checksum(folder / name) != checksum:
+                raise CheckpointError(f"{folder / name} is not what was written: its checksum differs. Use another checkpoint.")
+
+    agree.from_rank0(check)
+
+
+def _checksum(path: Path) -> int:
+    total = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            total = zlib.crc32(chunk, total)
+    return total
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's folder is named after."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
 
 
 def committed(dirpath: Path) -> list[Path]:

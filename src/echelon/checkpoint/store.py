@@ -51,7 +51,7 @@ def write_states(folder: Path, states: dict[str, Stateful], rank_state: dict[str
     rank = dist.get_rank() if agree.is_joined() else 0
     try:
         if rank == 0:
-            _save(rest, folder / "rest.pt")
+            _save_readable(rest, folder / "rest.pt")
         _save(rank_state, folder / f"rank-{rank}.pt")
         if tensors:
             dcp.save(
@@ -79,6 +79,8 @@ def read_states(folder: Path, states: dict[str, Stateful], *, strict: bool = Tru
     named = {n: s for n, s in states.items() if isinstance(s, NamedState) and n in rest}
     values = {name: dict(stateful.state_dict()) for name, stateful in named.items()}
     tensors = {f"{n}.{k}": v for n, state in values.items() for k, v in state.items() if isinstance(v, torch.Tensor)}
+    for key in _never_used(folder, tensors):
+        tensors.pop(key).zero_()  # an optimizer begins with zeros; to look at one, torch has made a step
     if tensors:
         try:
             dcp.load(
@@ -98,11 +100,35 @@ def read_states(folder: Path, states: dict[str, Stateful], *, strict: bool = Tru
             stateful.load_state_dict(rest[name])
 
 
+def _never_used(folder: Path, tensors: dict[str, Any]) -> list[str]:
+    """Optimizer state that was not written because its parameter never had a gradient."""
+    if not (folder / "tensors").is_dir():
+        return []
+    written = dcp.FileSystemReader(folder / "tensors").read_metadata().state_dict_metadata
+    return [key for key in tensors if key not in written and ".state." in key]
+
+
 def read_rank(folder: Path) -> dict[str, Any] | None:
     """What this rank wrote for itself; None if the checkpoint was written by another number of ranks."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if agree.is_joined() else (0, 1)
     written = len(list(folder.glob("rank-*.pt")))
     return _load(folder / f"rank-{rank}.pt") if written == size else None
+
+
+def _save_readable(rest: dict[str, Any], path: Path) -> None:
+    """Save, and read back as a restore would: a state that only pickle can read is found now, not after the crash."""
+    _save(rest, path)
+    try:
+        _load(path)
+    except CheckpointError:
+        for name, value in rest.items():
+            _save({name: value}, path)
+            try:
+                _load(path)
+            except CheckpointError as error:
+                kind = "its state_dict must hold tensors, numbers, strings, lists and dicts only"
+                raise CheckpointError(f"the state of {name!r} could not be read back: {kind} ({error.__cause__})") from error
+        raise
 
 
 def _save(value: Any, path: Path) -> None:

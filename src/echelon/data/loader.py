@@ -10,6 +10,7 @@ replaced by a `Padding`, which is computed, so that every rank takes part in eve
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
@@ -99,7 +100,8 @@ class Loader:
             )
         self.order = Order(samples, seed, shuffle=shuffle)
         self.epoch = 0
-        self.position = 0  # micro-batches of this epoch handed out so far
+        self.start = 0  # the micro-batch at which the next iteration begins; only `seek` and `load_state_dict` set it
+        self._position = 0
 
     @property
     def dp(self) -> tuple[int, int]:
@@ -125,20 +127,32 @@ class Loader:
     @property
     def pads(self) -> bool:
         """Whether the last global batch is too short for every micro-batch of every rank to hold a sample."""
-        rest = self.order.length % self.global_batch
-        return self.tail == "keep" and 0 < rest < self.dp[1] * self.accumulation
+        return 0 < self._tail_samples < self.dp[1] * self.accumulation
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the micro-batches of the last global batch differ in size: only weights make their mean right."""
+        return self._tail_samples % (self.dp[1] * self.accumulation) > 0
+
+    @property
+    def _tail_samples(self) -> int:
+        return self.order.length % self.global_batch if self.tail == "keep" else 0
 
     def __len__(self) -> int:
         return self.global_batches * self.accumulation
 
     def batches_left(self) -> int:
         """Micro-batches that the next iteration will give: fewer than `len` after resuming in mid-epoch."""
-        return len(self) - self.position if self.position < len(self) else len(self)
+        return len(self) - self.start
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; the loops call it. Another epoch than the present one begins at its start."""
         if epoch != self.epoch:
-            self.epoch, self.position = epoch, 0
+            self.epoch, self.start, self._position = epoch, 0, 0
+
+    def seek(self, position: int) -> None:
+        """Begin the next iteration, and only that, after `position` micro-batches; at the epoch's end it gives none."""
+        self.start = self._position = min(position, len(self))
 
     def positions_of(self, micro: int, dp_rank: int) -> tuple[int, int]:
         """The positions, from and to, of a micro-batch of one data-parallel rank; an empty range if it is padding."""
@@ -150,13 +164,13 @@ class Loader:
         return start + low, start + high
 
     def __iter__(self) -> Iterator[Any]:
-        if self.position >= len(self):
-            self.position = 0
         dp_rank, _ = self.dp
-        first = self.position
+        first, self.start = self.start, 0
+        self._position = first
         shares = _Shares(self, first, len(self), dp_rank)
         # A generator of its own: the workers' seed must not be drawn from the stream that dropout uses.
-        generator = torch.Generator().manual_seed((self.order.seed * 1_000_003 + self.epoch * 1009 + dp_rank) % 2**63)
+        words = (self.order.seed, self.epoch, dp_rank, first)
+        generator = torch.Generator().manual_seed(zlib.crc32(repr(words).encode()))
         batches: DataLoader[Any] = DataLoader(
             self.dataset,  # type: ignore[arg-type]
             batch_sampler=shares,
@@ -166,12 +180,12 @@ class Loader:
             generator=generator,
         )
         for micro, batch in enumerate(batches, first):
-            self.position = micro + 1
+            self._position = micro + 1
             yield batch if micro < shares.first_padding else Padding(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iteration stands: a few numbers."""
-        return self.state_at(self.position)
+        """Where the latest iteration stands: a few numbers."""
+        return self.state_at(self._position)
 
     def state_at(self, position: int) -> dict[str, Any]:
         """The state after `position` micro-batches of this epoch: what was used, when the reader is ahead of the user."""
@@ -200,7 +214,8 @@ class Loader:
                 f"saved in the middle of an update ({rest} of {state['accumulation']} micro-batches): "
                 f"resume it with accumulation {state['accumulation']}."
             )
-        self.epoch, self.position = int(state["epoch"]), batches * self.accumulation + rest
+        self.epoch, self.start = int(state["epoch"]), batches * self.accumulation + rest
+        self._position = self.start
 
 
 # Micro-batches whose samples are computed at once: a call costs 0.1 ms however few they are.

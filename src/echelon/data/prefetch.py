@@ -47,6 +47,7 @@ class Feed(Iterator[Any]):
         is_last: whether the batch handed out last is the epoch's last, or the last that `limit` allows.
         is_padding: whether it weighs nothing.
         used: how many were handed out.
+        length, total: batches of the loader, and how many of them `limit` allows; None if only iterating tells.
     """
 
     def __init__(
@@ -58,10 +59,10 @@ class Feed(Iterator[Any]):
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._loader, self._limit, self._move, self._stream = loader, limit, move, stream
-        self._start = loader.position if isinstance(loader, Loader) and loader.position < len(loader) else 0
+        self._start = loader.start if isinstance(loader, Loader) else 0
         self.length = known_length(loader)
         total = self.length if limit is None else (limit if self.length is None else min(limit, self.length))
-        self._total = total
+        self.total = total
         # Reading ahead tells the last batch when no length does.
         self._ahead = stream is not None or self.length is None
         self._iterator = iter(loader)
@@ -72,7 +73,7 @@ class Feed(Iterator[Any]):
         self.used = 0
 
     def __next__(self) -> Any:
-        if self._total is not None and self.used >= self._total:
+        if self.total is not None and self.used >= self.total:
             raise StopIteration
         if not self._ahead:
             try:
@@ -82,7 +83,7 @@ class Feed(Iterator[Any]):
                     f"the loader has length {self.length} but gave only {self.used} batches: its __len__ is wrong."
                 ) from None
             self.used += 1
-            self.is_last = self.used == self._total
+            self.is_last = self.used == self.total
             self.is_padding = isinstance(batch, Padding)
             if self.is_padding:
                 batch = batch.batch
@@ -101,7 +102,7 @@ class Feed(Iterator[Any]):
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
             record_stream(batch, torch.cuda.current_stream())
-        if self.used == self._total:
+        if self.used == self.total:
             self._next = _END
         else:
             self._next = self._read()

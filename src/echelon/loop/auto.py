@@ -9,6 +9,7 @@ One update, over its micro-batches (`Window` says how they are weighed):
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
 from echelon.loop.window import Window
 from echelon.parallel.parallelize import ActivationCheckpointParams, Recipe, TorchCompileParams, parallelize
 from echelon.parallel.precision import Precision
-from echelon.parallel.strategy import NO_CONTEXT, Strategy
+from echelon.parallel.strategy import NO_CONTEXT, Prepared, Strategy
 from echelon.world import agree, streams
 from echelon.world.device import copy_data_to_device
 from echelon.world.init import init_from_env
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from echelon.loop.state import State
 
 __all__ = ["AutoPredictUnit", "AutoUnit", "TrainStepResults"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -196,7 +199,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         self.window = Window(gradient_accumulation_steps)
         self.eval_loss = float("nan")  # of the latest evaluation, over all ranks
         self._evaluation = _EvalLoss()
-        self._joined = False
+        self._reduces = False  # whether windows are summed over ranks
+        self._given_strategy = strategy
         self._norm: torch.Tensor | None = None
         self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")
 
@@ -226,6 +230,9 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
     def on_eval_step_end(self, state: State, data: T, step: int, loss: torch.Tensor, outputs: Any) -> None:
         """After an evaluation step; within `fit`, `step` is the number of training steps so far."""
 
+    def on_test_step_end(self, state: State, data: T, step: int, loss: torch.Tensor, outputs: Any) -> None:
+        """After a test step."""
+
     def step_lr_scheduler(self) -> None:
         """Advance the scheduler by one interval; override for one that wants a metric."""
         if self.lr_scheduler is not None:
@@ -238,8 +245,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
 
     def configure(self) -> None:
         """Build optimizer and scheduler if they are not built yet."""
-        if not self.training or "optimizer" in self.__dict__:
-            return
+        if not self.training or self.__dict__.get("optimizer") is not None:
+            return  # None is what TorchTNT scripts may have set
         made = self.prepared.optimizer(self.configure_optimizers_and_lr_scheduler)
         if not isinstance(made, tuple) or len(made) != 2:
             raise UsageError(
@@ -258,13 +265,19 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
 
     @property
     def agrees_to_stop(self) -> bool:
-        return not self._reports_step
+        return self._reduces and not self._reports_step and not _overrides(self, AutoUnit, "train_step")
 
     def phase_started(self, state: State, phase: str) -> None:
-        self._joined = agree.is_joined()
+        self._check_own_names()
         if phase == "train":
             if not self.training:
                 raise UsageError(f"{type(self).__name__} was built with training=False: it has no optimizer to train with.")
+            self._reduces = agree.is_joined() and self.prepared.dp_size > 1
+            if agree.is_joined() and not self._reduces and self._given_strategy is None:
+                raise UsageError(
+                    "several ranks, but no strategy: each would train a model of its own. Pass strategy='ddp' or 'fsdp', or a "
+                    "module that you wrapped yourself; strategy='noop' if models of their own are what you want."
+                )
             self.configure()
             accumulation = getattr(getattr(state.train_state, "dataloader", None), "accumulation", None)
             if accumulation is not None and accumulation != self.gradient_accumulation_steps:
@@ -276,7 +289,19 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         elif phase == "eval":
             self._evaluation.mean.reset()
 
+    def _check_own_names(self) -> None:
+        """Attributes of a subclass that hide AutoUnit's would fail later, in words that explain nothing."""
+        for name, kind in (("window", Window), ("prepared", Prepared), ("precision", Precision)):
+            if not isinstance(getattr(self, name), kind):
+                raise UsageError(f"{type(self).__name__}.{name} is AutoUnit's own: give your attribute another name.")
+        if not callable(self.weight):
+            raise UsageError(f"{type(self).__name__}.weight is a method of AutoUnit: give your attribute another name.")
+
     def epoch_closed(self, state: State, phase: str) -> None:
+        if phase == "train" and self.window.count:
+            logger.warning("the epoch ended in the middle of an accumulation window: its micro-batches are left out")
+            self.window.discard()
+            self.zero_grad(state)
         if phase == "train" and self.step_lr_interval == "epoch":
             self.step_lr_scheduler()
         elif phase == "eval":
@@ -294,7 +319,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         if isinstance(weight, torch.Tensor):  # whole numbers in float32 end at 16 million; waiting for a CPU costs nothing
             weight = float(weight) if weight.device.type == "cpu" else weight.double()
         if window.reference is None:
-            window.estimate(weight)
+            window.estimate(weight, over_ranks=self._reduces)
         if self.zero_grad_at_train_step_start and window.count == 1:
             self.zero_grad(state)
 
@@ -344,7 +369,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         state, _, weight, last = micro_batch
         window = self.window
         window.add(loss.detach(), weight)
-        if last and self._joined:
+        if last and self._reduces:
             window.start_reduction(state.stop_requested)
         assert window.reference is not None
         scale = weight * self.prepared.dp_size / window.reference
@@ -394,15 +419,23 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         feed = state.eval_state.feed if state.eval_state is not None else None
         if feed is None or not feed.is_padding:
             self._evaluation.mean.update(loss, self.weight(data))
-        within_fit = state.train_state is not None
-        step = (self.train_progress if within_fit else self.eval_progress).num_steps_completed
-        self.on_eval_step_end(state, data, step, loss, outputs)
+            within_fit = state.train_state is not None
+            step = (self.train_progress if within_fit else self.eval_progress).num_steps_completed
+            self.on_eval_step_end(state, data, step, loss, outputs)
         return loss, outputs
 
     def test_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
         """As `eval_step`, without touching `eval_loss`."""
         with self.autocast():
-            return self.compute_loss(state, data)
+            loss, outputs = self.compute_loss(state, data)
+        feed = state.test_state.feed if state.test_state is not None else None
+        if feed is None or not feed.is_padding:
+            self.on_test_step_end(state, data, self.test_progress.num_steps_completed, loss, outputs)
+        return loss, outputs
+
+    def restored(self) -> None:
+        """After a checkpoint: steps are micro-batches, of which an update has another number if the accumulation changed."""
+        self.window.rescale(self.train_progress)
 
 
 class _EvalLoss:
@@ -437,8 +470,8 @@ def rows(data: Any) -> int:
     elif not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
         data = list(vars(data).values()) if hasattr(data, "__dict__") else []
     for value in data:
-        if isinstance(value, torch.Tensor):
-            return rows(value)
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value.shape[0]
         if isinstance(value, (Mapping, Sequence)) and not isinstance(value, (str, bytes)):
             return rows(value)
     return 1

@@ -15,8 +15,8 @@ class Callback:
     """Override the hooks you need; one that is not overridden costs nothing.
 
     Hooks run on every rank, in the order of the list of callbacks, after the unit's own hook of that name. Work for rank 0
-    only goes inside a condition on the rank; a collective never does. A callback with `state_dict` and `load_state_dict`
-    is saved in checkpoints under its `name`.
+    only goes inside a condition on the rank; a collective never does. What a callback remembers is not part of a checkpoint;
+    keep it in the unit if a resumed run needs it.
 
     Attributes:
         may_stop: False promises never to call `state.stop()` in a step hook; then ranks need not agree after every step.

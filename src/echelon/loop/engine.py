@@ -97,6 +97,7 @@ class Run:
             self._agree_on_limits(phase, progress)
             self._begin("train")
             self._agree_on_agreeing()
+            self._agree_to_stop()
             self._event("train_start", total_steps=self._total_steps(), step=progress.num_steps_completed)
             while not self._done(phase, progress):
                 if not self._epoch("train"):
@@ -218,6 +219,7 @@ class Run:
             every = state.train_state.evaluate_every_n_epochs if state.train_state is not None else None
             if state.eval_state is not None and every and progress.num_epochs_completed % every == 0:
                 self._evaluate_within_fit()
+                self._agree_to_stop()
         return True
 
     def _warn_of_nothing(self, phase: str) -> None:
@@ -241,6 +243,7 @@ class Run:
         per_step_agreement = phase == "train" and self._agree_each_step
         evaluate_every = here.evaluate_every_n_steps if state.eval_state is not None and phase == "train" else None
         unsized = self._agreed_lengths(phase, feed)
+        given_up = False
         while not (state.should_stop and unit.at_boundary):
             for hook in hooks.next_start:
                 hook(state, unit)
@@ -250,6 +253,7 @@ class Run:
             except StopIteration:
                 if unsized:
                     self._agree_on_end(phase, feed.used, ended=True)
+                given_up = feed.used < (feed.total or 0)  # by a get_next_*_batch of the unit's own: its epoch ends here
                 break
             if unsized:
                 self._agree_on_end(phase, feed.used, ended=False)
@@ -275,7 +279,8 @@ class Run:
                 self._agree_to_stop()
             if evaluate_every and progress.num_steps_completed % evaluate_every == 0:
                 self._evaluate_within_fit()
-        ended = self._ended(here, feed, progress)
+                self._agree_to_stop()
+        ended = given_up or self._ended(here, feed, progress)
         if ended:
             here.feed = None  # an epoch that was cut short keeps it: a checkpoint at the end wants its position
         return ended
@@ -318,12 +323,20 @@ class Run:
             set_epoch = getattr(part, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(progress.num_epochs_completed)
-        if isinstance(loader, Loader) and loader.pads and not self.unit.weighs_padding:
-            raise UsageError(
-                f"the last global batch ({loader.order.length % loader.global_batch} samples) is too short for "
-                f"{loader.dp[1]} ranks, and only AutoUnit can weigh padding as nothing. Use Loader(..., tail='drop')."
-            )
-        if phase == "train" and progress.num_steps_completed_in_epoch and not hasattr(loader, "load_state_dict"):
+        if isinstance(loader, Loader):
+            # The unit's progress says where an epoch goes on; a loader that was looked into or stopped early does not.
+            loader.seek(progress.num_steps_completed_in_epoch)
+            if not self.unit.weighs_padding and (loader.pads or (phase == "train" and loader.is_uneven)):
+                raise UsageError(
+                    f"the last global batch ({loader.order.length % loader.global_batch} samples) cannot be shared evenly by "
+                    f"{loader.dp[1]} ranks, and only AutoUnit weighs shares by their size. Use Loader(..., tail='drop')."
+                )
+        if (
+            phase == "train"
+            and progress.num_steps_completed_in_epoch
+            and not isinstance(loader, Loader)
+            and not hasattr(loader, "load_state_dict")
+        ):
             logger.warning(
                 "training goes on after step %s of an epoch, but %s has no state: it begins anew. echelon.Loader goes on.",
                 progress.num_steps_completed_in_epoch,

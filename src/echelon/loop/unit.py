@@ -115,6 +115,8 @@ class Unit(AppStateMixin):
 
     def epoch_closed(self, state: State, phase: str) -> None: ...
 
+    def restored(self) -> None: ...
+
     @property
     def at_boundary(self) -> bool:
         """False in the middle of an accumulation window: neither a stop nor a checkpoint may come here."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.contracts.errors import UsageError
+from echelon.loop.progress import Progress
 from echelon.world.agree import control_group, gather
 
 __all__ = ["Window"]
@@ -37,7 +38,7 @@ class Window:
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size = self._saved_size = size
         self.count = self.updates = 0
         self.reference: float | None = None
         self.latest_loss: Any = None
@@ -51,9 +52,21 @@ class Window:
         self.count += 1
         return is_last_batch or self.count >= self.size
 
-    def estimate(self, weight: float | torch.Tensor) -> None:
-        """Before the first backward pass of a run: W0 from every rank's first weight. Collective, once."""
-        self.reference = (sum(gather(float(weight))) * self.size) or 1.0
+    def estimate(self, weight: float | torch.Tensor, *, over_ranks: bool) -> None:
+        """Before the first backward pass of a run: W0 from every rank's first weight. Collective, once, if `over_ranks`."""
+        first = gather(float(weight)) if over_ranks else [float(weight)]
+        self.reference = (sum(first) * self.size) or 1.0
+
+    def discard(self) -> None:
+        """Forget the micro-batches of an unfinished window."""
+        self.count, self._weight, self._loss, self._is_sum = 0, 0, None, False
+
+    def rescale(self, progress: Progress) -> None:
+        """Count the steps of a restored run in micro-batches of today's size."""
+        old, self._saved_size = self._saved_size, self.size
+        if old != self.size:
+            for name in ("num_steps_completed", "num_steps_completed_in_epoch", "num_steps_completed_in_prev_epoch"):
+                setattr(progress, name, getattr(progress, name) * self.size // old)
 
     def add(self, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
         """Take in a micro-batch's mean loss, without its graph, and its weight."""
@@ -96,10 +109,11 @@ class Window:
         return weight, loss, stop
 
     def state_dict(self) -> dict[str, Any]:
-        return {"reference": self.reference, "updates": self.updates}
+        return {"reference": self.reference, "updates": self.updates, "size": self.size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.reference, self.updates = state_dict["reference"], state_dict["updates"]
+        self._saved_size = state_dict["size"]
 
 
 class _Reduction:

@@ -34,6 +34,11 @@ class DDPPrepared(Prepared[DistributedDataParallel]):
         super().__init__(module, dist.get_rank(group), dist.get_world_size(group))
 
     @property
+    def forward_is_collective(self) -> bool:  # type: ignore[override]
+        """Before a forward, rank 0's buffers go to all, in evaluations too."""
+        return bool(self.module.broadcast_buffers) and any(True for _ in self.module.buffers())
+
+    @property
     def plain(self) -> nn.Module:
         inner: nn.Module = self.module.module
         return inner

@@ -129,6 +129,12 @@ def parallelize(
     chosen, world, recipe = resolve(strategy), World.current(device), recipe or Recipe()
     given = Prepared.of(module, world)
     if type(given) is Prepared:
+        for name, inner in module.named_modules():
+            if type(Prepared.of(inner, world)) is not Prepared:
+                raise UsageError(
+                    f"{type(module).__name__}.{name} is a {type(inner).__name__}, but the whole module is not: gradients of the "
+                    "rest would not be reduced. Wrap the whole module, or pass it plain with a strategy."
+                )
         return (chosen or NOOPStrategy()).prepare(module, world, recipe)
     if chosen is not None and not isinstance(chosen, NOOPStrategy):
         raise UsageError(

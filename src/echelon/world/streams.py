@@ -14,20 +14,20 @@ import torch
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["load_states", "seed", "separate", "states"]
+__all__ = ["load_states", "renew", "seed", "separate", "states"]
 
 
-def seed(value: int) -> None:
+def seed(seed: int) -> None:
     """Seed Python, numpy and torch alike on this rank; call it with the same value on all.
 
     Raises:
         UsageError: outside 0 .. 2**32 - 1, numpy's range.
     """
-    if not 0 <= value < 2**32:
-        raise UsageError(f"seed {value}: between 0 and {2**32 - 1}, the range that numpy takes.")
-    random.seed(value)
-    np.random.seed(value)
-    torch.manual_seed(value)
+    if not 0 <= seed < 2**32:
+        raise UsageError(f"seed {seed}: between 0 and {2**32 - 1}, the range that numpy takes.")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 # The seed of the stream that is this rank's own already, made by `separate` or loaded from a checkpoint.
@@ -43,6 +43,11 @@ def separate(dp_rank: int) -> None:
     if dp_rank and torch.initial_seed() != _own:
         torch.manual_seed(_mix(torch.initial_seed(), dp_rank))
         _own = torch.initial_seed()
+
+
+def renew(step: int) -> None:
+    """Another common stream than any before, the same on all ranks: for a run that goes on without its saved streams."""
+    torch.manual_seed(_mix(torch.initial_seed(), step + 2**32))
 
 
 def _mix(common: int, rank: int) -> int:

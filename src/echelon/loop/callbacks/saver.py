@@ -13,6 +13,7 @@ import torch
 
 from echelon.checkpoint import commit, store
 from echelon.checkpoint.policy import Every, KeepLast
+from echelon.contracts.errors import CheckpointError
 from echelon.loop.callback import Callback
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel.state import states_by_name
@@ -68,6 +69,14 @@ class DistributedCheckpointSaver(Callback):
         self.keep = KeepLast(keep_last_n_checkpoints)
         self._due = False
 
+    def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
+        newest, step = commit.latest(self.dirpath), unit.train_progress.num_steps_completed
+        if newest is not None and commit.step_of(newest) > step:
+            raise CheckpointError(
+                f"{newest} is ahead of this run, which is at step {step}: it would be mistaken for this run's newest. "
+                "Call restore_from_latest first, or save to another folder."
+            )
+
     def on_train_step_end(self, state: State, unit: TrainUnit[Any]) -> None:
         every, steps = self.every.train_steps, unit.train_progress.num_steps_completed
         self._due = self._due or (every is not None and steps % every == 0)
@@ -81,7 +90,9 @@ class DistributedCheckpointSaver(Callback):
     def on_eval_end(self, state: State, unit: Any) -> None:
         every = self.every.eval_epochs
         if every is not None and isinstance(unit, TrainUnit) and unit.eval_progress.num_epochs_completed % every == 0:  # type: ignore[attr-defined]
-            self.save(state, unit)
+            self._due = True
+            if unit.at_boundary:  # else at the next step that ends a window
+                self.save(state, unit)
 
     def on_train_end(self, state: State, unit: TrainUnit[Any]) -> None:
         self.save(state, unit)
@@ -129,11 +140,15 @@ class DistributedCheckpointSaver(Callback):
         states = states_by_name(_chosen(unit, options))
         if train_dataloader is not None and hasattr(train_dataloader, "load_state_dict"):
             states["train_dataloader"] = _IfSaved(train_dataloader)
+        commit.verify(folder)
         store.read_states(folder, states, strict=options.strict)
         own = store.read_rank(folder)
         # Ranks agree: with streams restored on some and not on others, none would be what it was.
         if not agree.any_rank(own is None) and own is not None:
             streams.load_states(own["streams"])
+        elif isinstance(unit, TrainUnit):
+            streams.renew(unit.train_progress.num_steps_completed)
+        unit.restored()
 
     @staticmethod
     def restore_from_latest(
