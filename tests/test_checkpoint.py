@@ -151,6 +151,29 @@ def test_a_restored_unit_places_a_loader_that_was_not_restored(tmp_path: Path) -
     assert largest_difference(whole(unit.module), _reference(8)) == 0
 
 
+class Averages(Regression):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.mean = ech.Mean()
+
+    def on_train_step_end(self, state: ech.State, data: Any, step: int, results: Any) -> None:
+        self.mean.update(float(10 * dist.get_rank() + step))
+
+
+def _mean_over_ranks(folder: Path, resume: bool) -> float:
+    unit = Averages(strategy="ddp")
+    if resume:
+        ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
+        return unit.mean.compute()
+    ech.train(unit, [batch(2, 0)] * 3, max_epochs=1, callbacks=[ech.DistributedCheckpointSaver(folder)])
+    return unit.mean.compute()
+
+
+def test_each_rank_gets_its_own_share_of_a_metric_back(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, _mean_over_ranks, tmp_path / "c", False) == [6.0, 6.0]
+    assert ranks(2, _mean_over_ranks, tmp_path / "c", True) == [6.0, 6.0]
+
+
 def _accumulated(folder: Path, accumulation: int, updates: int, resume: bool) -> tuple[dict[str, torch.Tensor], int]:
     unit = _unit("ddp", seed=7 if resume else 0, gradient_accumulation_steps=accumulation)
     loader = ech.Loader(DATA, 8, seed=1, accumulation=accumulation)

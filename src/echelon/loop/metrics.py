@@ -43,7 +43,7 @@ class Mean:
         self._sum = self._weight = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's share. Saved by one rank only, so compute and reset before a checkpoint."""
+        """This rank's share."""
         return {"sum": float(self._sum), "weight": float(self._weight)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from echelon.loop.state import State
 
 __all__ = ["DistributedCheckpointSaver", "RestoreOptions"]
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -105,11 +109,13 @@ class DistributedCheckpointSaver(Callback):
         staged = commit.stage(self.dirpath, step)
         if staged is None:
             return None
-        states = states_by_name(unit.app_state())
+        metrics = unit.tracked_metrics()
+        states = states_by_name({name: value for name, value in unit.app_state().items() if name not in metrics})
         feed = state.train_state.feed if state.train_state is not None else None
         # Empty after an epoch's end, and for a loader without a state.
         states["train_dataloader"] = _Fixed((feed.loader_state() if feed is not None else None) or {})
-        store.write_states(staged, states, {"streams": streams.states()})
+        own = {"streams": streams.states(), "metrics": {name: metric.state_dict() for name, metric in metrics.items()}}
+        store.write_states(staged, states, own)
         world = World.current(torch.device("cpu"))
         facts = {"world_size": world.size, "time": time.time(), "torch": torch.__version__, "echelon": version("echelon")}
         path = commit.publish(staged, step, facts)
@@ -130,7 +136,7 @@ class DistributedCheckpointSaver(Callback):
     ) -> None:
         """Put a unit, and the loader if given, back to a checkpoint. Collective.
 
-        Random streams are restored if as many ranks run as had saved.
+        Random streams, and each rank's share of metrics, are restored if as many ranks run as had saved.
 
         Raises:
             CheckpointNotFoundError, CheckpointError: nothing there, or it does not fit the unit.
@@ -146,8 +152,13 @@ class DistributedCheckpointSaver(Callback):
         # Ranks agree: with streams restored on some and not on others, none would be what it was.
         if not agree.any_rank(own is None) and own is not None:
             streams.load_states(own["streams"])
+            for name, metric in unit.tracked_metrics().items():
+                if name in own["metrics"]:
+                    metric.load_state_dict(own["metrics"][name])
         elif isinstance(unit, TrainUnit):
             streams.renew(unit.train_progress.num_steps_completed)
+            if unit.tracked_metrics():
+                logger.warning("saved by another number of ranks: the shares of %s begin anew", ", ".join(unit.tracked_metrics()))
         unit.restored()
 
     @staticmethod
@@ -178,6 +189,7 @@ def _chosen(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
     for phase in ("train", "eval", "predict"):
         if not getattr(options, f"restore_{phase}_progress"):
             dropped.add(f"{phase}_progress")
+    dropped |= set(unit.tracked_metrics())  # each rank has a share of its own
     return {name: value for name, value in state.items() if name not in dropped}
 
 
