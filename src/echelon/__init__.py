@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from echelon.data.loader import Loader
     from echelon.data.text import ByteText
     from echelon.launcher.function import launch, spawn
-    from echelon.loop.auto import AutoPredictUnit, AutoUnit, TrainStepResults
+    from echelon.loop.auto import AutoUnit, TrainStepResults
+    from echelon.loop.auto_predict import AutoPredictUnit
     from echelon.loop.callback import Callback
     from echelon.loop.callbacks.saver import DistributedCheckpointSaver, RestoreOptions
     from echelon.loop.metrics import Mean
@@ -84,7 +85,7 @@ __all__ = [
 _HOMES = {
     "ActivationCheckpointParams": "parallel.parallelize",
     "ActivePhase": "loop.state",
-    "AutoPredictUnit": "loop.auto",
+    "AutoPredictUnit": "loop.auto_predict",
     "AutoUnit": "loop.auto",
     "ByteText": "data.text",
     "Callback": "loop.callback",

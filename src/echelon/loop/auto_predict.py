@@ -1,0 +1,82 @@
+"""AutoPredictUnit: a module made parallel, moved to the device and called on batches. AutoUnit trains on top of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from echelon.loop.unit import PredictUnit
+from echelon.parallel.parallelize import ActivationCheckpointParams, Recipe, TorchCompileParams, parallelize
+from echelon.parallel.precision import Precision
+from echelon.parallel.strategy import Strategy
+from echelon.world.device import copy_data_to_device
+from echelon.world.init import init_from_env
+
+if TYPE_CHECKING:
+    from echelon.loop.state import State
+
+__all__ = ["AutoPredictUnit"]
+
+T = TypeVar("T")
+
+
+class AutoPredictUnit(PredictUnit[T]):
+    """Prediction with one module: made parallel, moved to the device, called on each batch under autocast.
+
+    The arguments are AutoUnit's.
+    """
+
+    reports_own_steps = True
+    weighs_padding = True
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        device: torch.device | None = None,
+        strategy: Strategy | str | None = None,
+        precision: str | torch.dtype | None = None,
+        torch_compile_params: TorchCompileParams | None = None,
+        activation_checkpoint_params: ActivationCheckpointParams | None = None,
+        detect_anomaly: bool | None = None,
+        enable_prefetch: bool = False,
+    ) -> None:
+        super().__init__()
+        self.device = device or init_from_env()
+        self.precision = Precision.of(precision)
+        self.detect_anomaly = bool(detect_anomaly)
+        self.enable_prefetch = enable_prefetch
+        self.prepared = parallelize(module, strategy, self.device, Recipe(activation_checkpoint_params, torch_compile_params))
+        self.module: nn.Module = self.prepared.module
+        self._copies = torch.cuda.Stream(self.device) if enable_prefetch and self.device.type == "cuda" else None
+
+    @property
+    def forward_is_collective(self) -> bool:
+        return self.prepared.forward_is_collective
+
+    def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
+        """Put a batch on `self.device`; override for batches of a kind of your own."""
+        return copy_data_to_device(data, self.device, non_blocking=non_blocking)
+
+    def placement(self, phase: str) -> tuple[Any, Any]:
+        if self.device.type == "cpu" and type(self).move_data_to_device is AutoPredictUnit.move_data_to_device:
+            return None, None  # loaders give host memory: nothing to move, nothing to call per step
+        return self.move_data_to_device, self._copies
+
+    def autocast(self) -> Any:
+        """The context in which losses and predictions are computed."""
+        return self.precision.autocast(self.device)
+
+    def predict_step(self, state: State, data: T) -> Any:
+        """The module's outputs for a batch."""
+        with self.autocast():
+            outputs = self.module(data)
+        feed = state.predict_state.feed if state.predict_state is not None else None
+        if feed is None or not feed.is_padding:
+            self.on_predict_step_end(state, data, self.predict_progress.num_steps_completed, outputs)
+        return outputs
+
+    def on_predict_step_end(self, state: State, data: T, step: int, outputs: Any) -> None:
+        """After a prediction step; `step` counts from 0."""
