@@ -75,7 +75,8 @@ def test_ones_own_text_is_learnt(echelon_command: Command, tmp_path: Path) -> No
     (tmp_path / "texts").mkdir()
     for i in range(30):
         (tmp_path / "texts" / f"{i}.txt").write_text(f"the number is {i}. " * 20)
-    _run(echelon_command, tmp_path, "--steps", "4", "--data", "texts")
+    run, text = _run(echelon_command, tmp_path, "--steps", "4", "--data", "texts")
+    assert "(0.0 MB of text)" in text and len([r for r in _records(run) if "loss" in r]) == 4
 
 
 @pytest.mark.parametrize(

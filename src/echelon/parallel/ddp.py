@@ -6,7 +6,6 @@ micro-batch, all-reduces of gradient buckets, overlapped with the computation.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.strategy import NO_CONTEXT, Prepared, Strategy
+from echelon.parallel.strategy import Prepared, Strategy, WrapperPrepared
 from echelon.world.init import World, ensure_group
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["DDPPrepared", "DDPStrategy"]
 
 
-class DDPPrepared(Prepared[DistributedDataParallel]):
+class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
     """A module in DistributedDataParallel, ours or the user's own."""
 
     def __init__(self, module: DistributedDataParallel, world: World) -> None:
@@ -37,14 +36,6 @@ class DDPPrepared(Prepared[DistributedDataParallel]):
     def forward_is_collective(self) -> bool:  # type: ignore[override]
         """Before a forward, rank 0's buffers go to all, in evaluations too."""
         return bool(self.module.broadcast_buffers) and any(True for _ in self.module.buffers())
-
-    @property
-    def plain(self) -> nn.Module:
-        inner: nn.Module = self.module.module
-        return inner
-
-    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        return NO_CONTEXT if last else self.module.no_sync()
 
 
 @dataclass(frozen=True)

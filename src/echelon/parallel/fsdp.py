@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.strategy import NO_CONTEXT, Prepared, Strategy, local
+from echelon.parallel.strategy import NO_CONTEXT, Prepared, Strategy, WrapperPrepared, local
 from echelon.world.init import World, ensure_group
 
 if TYPE_CHECKING:
@@ -65,21 +65,13 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return full() if full is not None else tensor
 
 
-class FSDP1Prepared(Prepared["FullyShardedDataParallel"]):
+class FSDP1Prepared(WrapperPrepared["FullyShardedDataParallel"]):
     """A module that the user wrapped in the older FullyShardedDataParallel; echelon itself does not build on it."""
 
     forward_is_collective = True
 
     def __init__(self, module: FullyShardedDataParallel, world: World) -> None:
         super().__init__(module, world.rank, world.size)
-
-    @property
-    def plain(self) -> nn.Module:
-        inner: nn.Module = self.module.module
-        return inner
-
-    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        return NO_CONTEXT if last else self.module.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         return self.module.clip_grad_norm_(max_norm, norm_type)

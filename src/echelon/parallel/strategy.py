@@ -119,6 +119,18 @@ class Prepared(Generic[M]):
             torch._foreach_clamp_max_(grads, max_value)
 
 
+class WrapperPrepared(Prepared[M]):
+    """A module inside a wrapper that has `module` and `no_sync`: DistributedDataParallel and the older FSDP."""
+
+    @property
+    def plain(self) -> nn.Module:
+        inner: nn.Module = self.module.module  # type: ignore[assignment]
+        return inner
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        return NO_CONTEXT if last else self.module.no_sync()  # type: ignore[operator]
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded tensor; a plain tensor is its own part."""
     to_local = getattr(tensor, "to_local", None)
