@@ -178,7 +178,14 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
             self.lr_scheduler.step()
 
     def zero_grad(self, state: State) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        """Drop all gradients. What torch's own `zero_grad` does, without its profiler range, which takes longer than the work."""
+        optimizer = self.optimizer
+        if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        else:  # an optimizer with one of its own
+            optimizer.zero_grad(set_to_none=True)
 
     # --- what the loops call
 

@@ -76,12 +76,14 @@ class DDPStrategy(Strategy):
                 raise UsageError("DDPStrategy(sync_batchnorm=True): torch's SyncBatchNorm works on GPUs only.")
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module, self.process_group)
         module = recipe.compile(recipe.recompute(module))
+        # torch 2.13 warns of the argument; its default says the same without it.
+        buffers: dict[str, Any] = {} if self.broadcast_buffers else {"broadcast_buffers": False}
         wrapped = DistributedDataParallel(
             module,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
             output_device=self.output_device,
             dim=self.dim,
-            broadcast_buffers=self.broadcast_buffers,
+            **buffers,
             process_group=self.process_group,
             bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=self.find_unused_parameters,
