@@ -19,7 +19,9 @@ SCRIPT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
 
 @pytest.mark.parametrize("command", [["python"], ["echelon", "run", "--ranks", "2"], ["torchrun", "--nproc-per-node", "2"]])
 def test_the_training_script_runs_under_each_launcher(tmp_path: Path, command: list[str]) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT + "\nprint('trained', unit.window.updates, ech.World.current().size)\n")
+    # torchrun's ranks share one pipe, in which their lines may run together: each leaves its word in a file of its own.
+    report = "rank = ech.World.current()\nopen(f'rank{rank.rank}', 'w').write(f'{unit.window.updates} of {rank.size}')\n"
+    (tmp_path / "train.py").write_text(f"{SCRIPT}\n{report}")
     start = {"python": [], "echelon": ["-m", "echelon"], "torchrun": ["-m", "torch.distributed.run"]}[command[0]]
     done = subprocess.run(
         [sys.executable, *start, *command[1:], "train.py"],
@@ -31,7 +33,7 @@ def test_the_training_script_runs_under_each_launcher(tmp_path: Path, command: l
     )
     assert done.returncode == 0, done.stderr
     size = 1 if command[0] == "python" else 2
-    assert f"trained 128 {size}" in done.stdout
+    assert [path.read_text() for path in sorted(tmp_path.glob("rank*"))] == [f"128 of {size}"] * size
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([\w./]+)\)", README))))
