@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.overrides import overrides
 from echelon.data.order import Order
 from echelon.world.init import World
 
@@ -88,7 +89,8 @@ class Loader:
             raise UsageError(f"global_batch {global_batch}, accumulation {accumulation}: both at least 1.")
         if (dp_rank is None) != (dp_size is None):
             raise UsageError("give both dp_rank and dp_size, or neither.")
-        self.dataset, self.global_batch, self.accumulation, self.tail = dataset, global_batch, accumulation, tail
+        self.dataset, self.global_batch, self.tail = dataset, global_batch, tail
+        self.accumulation = overrides().accumulation or accumulation
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.collate_fn = collate_fn or default_collate
         self._dp = (dp_rank, dp_size) if dp_rank is not None and dp_size is not None else None

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from echelon.contracts.errors import LossError, NonFiniteError, UsageError
+from echelon.contracts.overrides import overrides
 from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.metrics import Mean
 from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
@@ -130,12 +131,12 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         )
         self.training = training
         self.step_lr_interval = step_lr_interval
-        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.gradient_accumulation_steps = overrides().accumulation or gradient_accumulation_steps
         self.clip_grad_norm, self.clip_grad_value = clip_grad_norm, clip_grad_value
         self.retain_graph = loss_backward_retain_graph
         self.zero_grad_at_train_step_start = zero_grad_at_train_step_start
         self.grad_scaler = self.precision.scaler(self.device) if training else None
-        self.window = Window(gradient_accumulation_steps)
+        self.window = Window(self.gradient_accumulation_steps)
         self.eval_loss = float("nan")  # of the latest evaluation, over all ranks
         self._evaluation = _EvalLoss()
         self._reduces = False  # whether windows are summed over ranks
@@ -257,7 +258,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
 
     def train_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
         """One micro-batch, and an update if it ends its window. Returns the detached loss and the outputs."""
-        window = self.window
+        window, prepared = self.window, self.prepared
         phase = state.train_state
         feed = phase.feed if phase is not None else None
         last = window.open(feed is not None and feed.is_last)
@@ -265,11 +266,11 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         if isinstance(weight, torch.Tensor):  # whole numbers in float32 end at 16 million; waiting for a CPU costs nothing
             weight = float(weight) if weight.device.type == "cpu" else weight.double()
         if window.reference is None:
-            window.estimate(weight, over_ranks=self._reduces)
+            window.estimate(0 if prepared.is_replica else weight, over_ranks=self._reduces)
         if self.zero_grad_at_train_step_start and window.count == 1:
             self.zero_grad(state)
 
-        prepared, micro_batch = self.prepared, (state, data, weight, last)
+        micro_batch = (state, data, weight, last)
         with prepared.accumulate(last), torch.autograd.set_detect_anomaly(True) if self.detect_anomaly else NO_CONTEXT:
             _, outputs = prepared.forward_backward(micro_batch, self._forward, self._backward)
         loss = window.latest_loss
@@ -314,7 +315,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
     def _backward(self, loss: torch.Tensor, micro_batch: tuple[State, T, Any, bool]) -> None:
         state, _, weight, last = micro_batch
         window = self.window
-        window.add(loss.detach(), weight)
+        window.add(loss.detach(), 0 if self.prepared.is_replica else weight)
         if last and self._reduces:
             window.start_reduction(state.stop_requested)
         assert window.reference is not None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from echelon.contracts.overrides import overrides
 from echelon.loop.unit import PredictUnit
 from echelon.parallel.parallelize import ActivationCheckpointParams, Recipe, TorchCompileParams, parallelize
 from echelon.parallel.precision import Precision
@@ -45,10 +46,12 @@ class AutoPredictUnit(PredictUnit[T]):
     ) -> None:
         super().__init__()
         self.device = device or init_from_env()
-        self.precision = Precision.of(precision)
+        decided = overrides()
+        self.precision = Precision.of(decided.precision or precision)
         self.detect_anomaly = bool(detect_anomaly)
         self.enable_prefetch = enable_prefetch
-        self.prepared = parallelize(module, strategy, self.device, Recipe(activation_checkpoint_params, torch_compile_params))
+        recipe = Recipe(activation_checkpoint_params, torch_compile_params if decided.compile is not False else None)
+        self.prepared = parallelize(module, strategy, self.device, recipe, overridden=decided.strategy)
         self.module: nn.Module = self.prepared.module
         self._copies = torch.cuda.Stream(self.device) if enable_prefetch and self.device.type == "cuda" else None
 

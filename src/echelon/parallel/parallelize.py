@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.overrides import overrides
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.fsdp import FSDPStrategy, blocks_to_shard
 from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy, resolve
@@ -116,6 +117,8 @@ def parallelize(
     strategy: Strategy | str | None,
     device: torch.device,
     recipe: Recipe | None = None,
+    *,
+    overridden: Strategy | str | None = None,
 ) -> Prepared[Any]:
     """Make a module parallel over the ranks of the default group.
 
@@ -123,6 +126,7 @@ def parallelize(
         module: as built, or as the user wrapped it; with strategy None a wrapped module is taken as it is.
         strategy: a Strategy, its name, or None.
         device: where this rank computes.
+        overridden: takes the place of `strategy` for a module that is not wrapped already.
     Raises:
         UsageError: an unknown strategy; a strategy for a module that is wrapped already.
     """
@@ -135,7 +139,7 @@ def parallelize(
                     f"{type(module).__name__}.{name} is a {type(inner).__name__}, but the whole module is not: gradients of the "
                     "rest would not be reduced. Wrap the whole module, or pass it plain with a strategy."
                 )
-        return (chosen or NOOPStrategy()).prepare(module, world, recipe)
+        return (resolve(overridden) or chosen or NOOPStrategy()).prepare(module, world, recipe)
     if chosen is not None and not isinstance(chosen, NOOPStrategy):
         raise UsageError(
             f"strategy {chosen.name!r} for a {type(module).__name__} that is made parallel already. "
@@ -154,7 +158,9 @@ def prepare_module(
     activation_checkpoint_params: ActivationCheckpointParams | None = None,
 ) -> nn.Module:
     """The module moved to `device` and made parallel, for those who write their own unit."""
-    prepared: nn.Module = parallelize(module, strategy, device, Recipe(activation_checkpoint_params, torch_compile_params)).module
+    decided = overrides()
+    recipe = Recipe(activation_checkpoint_params, torch_compile_params if decided.compile is not False else None)
+    prepared: nn.Module = parallelize(module, strategy, device, recipe, overridden=decided.strategy).module
     return prepared
 
 

@@ -38,9 +38,11 @@ class Prepared(Generic[M]):
         module: what the user calls; may be a wrapper.
         dp_rank, dp_size: which share of every global batch this rank works on.
         forward_is_collective: every rank must call the module equally often, also to evaluate.
+        is_replica: another rank works on the very same samples and speaks for them; what this one counts weighs nothing.
     """
 
     forward_is_collective = False
+    is_replica = False
 
     def __init__(self, module: M, dp_rank: int = 0, dp_size: int = 1) -> None:
         self.module = module

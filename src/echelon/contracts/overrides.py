@@ -1,0 +1,70 @@
+"""What whoever starts a script may decide over its head: strategy, precision, how a global batch is split.
+
+`echelon run --bitwise` and `echelon prove` run a script as it stands, in ways that it does not name. They say so here, in
+one environment variable; `AutoUnit`, `prepare_module` and `Loader` look here before they use what the script gave them.
+A module that the script made parallel by hand is never changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["VARIABLE", "Overrides", "impose", "overrides"]
+
+VARIABLE = "ECHELON_OVERRIDES"
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """None leaves the script's own choice.
+
+    Args:
+        strategy: a strategy's name; inside a process also a Strategy.
+        precision: "fp32", "bf16" or "fp16".
+        accumulation: micro-batches per update on each rank, for unit and loader alike.
+        compile: False leaves `torch_compile_params` unused.
+        parts: with bit-equal numbers, into how many micro-batches every global batch is split over all ranks.
+    """
+
+    strategy: Any = None
+    precision: str | None = None
+    accumulation: int | None = None
+    compile: bool | None = None
+    parts: int | None = None
+
+    def to_env(self) -> dict[str, str]:
+        """One variable; only what is set."""
+        return {VARIABLE: json.dumps({f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None})}
+
+    @classmethod
+    def from_env(cls) -> Overrides:
+        """
+        Raises:
+            UsageError: the variable does not hold what `to_env` writes.
+        """
+        text = os.environ.get(VARIABLE)
+        if not text:
+            return cls()
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{VARIABLE}={text!r} cannot be read: {error}. The launcher sets it; unset it.") from error
+
+
+_imposed: Overrides | None = None
+
+
+def impose(given: Overrides | None) -> None:
+    """Decide for this process, whatever the environment says; None takes it back."""
+    global _imposed
+    _imposed = given
+
+
+def overrides() -> Overrides:
+    """What holds in this process. Asked when a unit or a loader is built, not per step."""
+    return _imposed if _imposed is not None else Overrides.from_env()

@@ -1,0 +1,38 @@
+"""What a launcher decides over a script's head."""
+
+from __future__ import annotations
+
+import pytest
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from echelon.contracts.overrides import VARIABLE, Overrides, impose, overrides
+from tests.models import batch
+from tests.units import Regression
+
+
+def test_the_environment_carries_what_is_set_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert overrides() == Overrides()
+    given = Overrides(strategy="ddp", accumulation=2, compile=False)
+    for name, value in given.to_env().items():
+        monkeypatch.setenv(name, value)
+    assert overrides() == given
+
+
+@pytest.mark.parametrize("text", ["[", '{"stategy": "ddp"}'])
+def test_a_variable_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(UsageError, match=VARIABLE):
+        overrides()
+
+
+def test_unit_and_loader_follow() -> None:
+    impose(Overrides(strategy="noop", precision="bf16", accumulation=2, compile=False))
+    try:
+        unit = Regression(strategy="fsdp", torch_compile_params=ech.TorchCompileParams(backend="no such backend"))
+        loader = ech.Loader(list(range(8)), 4)
+    finally:
+        impose(None)
+    assert type(unit.prepared) is ech.Prepared
+    assert unit.precision.dtype is not None and unit.gradient_accumulation_steps == loader.accumulation == 2
+    ech.train(unit, [batch(4, 0)] * 2, max_epochs=1)
