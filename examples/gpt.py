@@ -39,14 +39,18 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, d = x.shape
-        q, k, v = self.qkv(self.norm_1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)  # (B, H, T, D/H)
+        # Heads outermost and -1 of them: with tensor parallelism this rank has a part of the heads, with their q, k and v.
+        q, k, v = self.qkv(self.norm_1(x)).view(b, t, -1, 3, d // self.heads).permute(3, 0, 2, 1, 4)  # (B, H, T, D/H)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(b, t, d))
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm_2(x))
 
 
 class GPT(nn.Module):
     """Bytes (B, T) -> logits (B, T, 256)."""
+
+    # How tensor parallelism may split the blocks: a layer by its outputs, the one after it by its inputs.
+    tp_plan = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise", "blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"}
 
     def __init__(self, width: int, depth: int, heads: int, context: int) -> None:
         super().__init__()
@@ -130,7 +134,7 @@ def checkpoint_folder(resume: str | None) -> tuple[Path, Path | None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="fsdp", help="noop, ddp or fsdp")
+    parser.add_argument("--strategy", default="fsdp", help="noop, ddp, fsdp, hsdp, zero1, zero2, zero3 or tp")
     parser.add_argument("--steps", type=int, default=400, help="optimizer updates")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="text files to learn from; default: Python's own source")
     parser.add_argument(

@@ -85,6 +85,9 @@ def _joined(store: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     try:
         return fn(*args, **kwargs)
     finally:
+        # While torch still holds the group: the death of a DistributedDataParallel that takes its gloo group along
+        # can wait for a thread of gloo's that waits for the interpreter (torch 2.13: ~Reducer keeps the GIL).
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 class Net(nn.Module):
     """Two repeated blocks between an input and an output layer, so that block-wise sharding has something to find."""
+
+    tp_plan: ClassVar[dict[str, str]] = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
 
     def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
         super().__init__()

@@ -11,12 +11,9 @@ from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import LossError, NonFiniteError, UsageError
-from echelon.parallel import STRATEGIES
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, plain_training, whole
-from tests.units import Regression
-
-PARALLEL = [s for s in STRATEGIES if s != "noop"]
+from tests.units import Regression, under_each
 
 
 def _step_schedule(optimizer: Any) -> Any:
@@ -123,15 +120,13 @@ def test_the_epoch_schedule_does_not_depend_on_overridden_hooks() -> None:
     assert float(unit.optimizer.param_groups[0]["lr"]) == 0.25
 
 
-def _small_scaler() -> torch.amp.GradScaler:
-    """The usual 65536 overflows by itself in the first steps of so small a model."""
-    return torch.amp.GradScaler("cpu", init_scale=1024.0)
+# The usual 65536 overflows by itself in the first steps of so small a model.
+FP16 = ech.Precision(torch.float16, init_scale=1024.0)
 
 
 def _train_fp32(strategy: str | None, precision: str, updates: int = 5) -> tuple[dict[str, torch.Tensor], set[torch.dtype], Any]:
-    unit = Regression(module=net(dtype=torch.float32), strategy=strategy, precision=precision, optimizer="AdamW", lr=0.01)
-    if unit.grad_scaler is not None:
-        unit.grad_scaler = _small_scaler()
+    chosen = FP16 if precision == "fp16" else precision
+    unit = Regression(module=net(dtype=torch.float32), strategy=strategy, precision=chosen, optimizer="AdamW", lr=0.01)
     seen: set[torch.dtype] = set()
     unit.compute = unit.compute_loss
 
@@ -149,16 +144,14 @@ def _train_fp32(strategy: str | None, precision: str, updates: int = 5) -> tuple
     return whole(unit.module), seen, scale
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_low_precision_computes_low_and_stays_near_float32(
-    ranks: Ranks, strategy: str, precision: str, dtype: torch.dtype
-) -> None:
-    full = ranks(2, _train_fp32, strategy, "fp32")
-    low = ranks(2, _train_fp32, strategy, precision)
-    assert low[0][1] == {dtype}
-    assert largest_difference(low[0][0], low[1][0]) == 0
-    assert 0 < largest_difference(full[0][0], low[0][0]) < 0.05
+def test_low_precision_computes_low_and_stays_near_float32(ranks: Ranks) -> None:
+    full = ranks(2, under_each, _train_fp32, "fp32")[0]
+    for precision, dtype in {"bf16": torch.bfloat16, "fp16": torch.float16}.items():
+        low, low_1 = ranks(2, under_each, _train_fp32, precision)
+        for strategy, (trained, seen, _) in low.items():
+            assert seen == {dtype}, strategy
+            assert largest_difference(trained, low_1[strategy][0]) == 0, strategy
+            assert 0 < largest_difference(full[strategy][0], trained) < 0.05, strategy
 
 
 class Overflows(Regression):
@@ -172,19 +165,19 @@ class Overflows(Regression):
 
 
 def _overflow(strategy: str) -> tuple[dict[str, torch.Tensor], float]:
-    unit = Overflows(module=net(dtype=torch.float32), strategy=strategy, precision="fp16")
-    unit.grad_scaler = _small_scaler()
+    unit = Overflows(module=net(dtype=torch.float32), strategy=strategy, precision=FP16)
     ech.train(unit, [batch(64, i, torch.float32) for i in range(3)], max_epochs=1)
     assert unit.grad_scaler is not None
     return whole(unit.module), unit.grad_scaler.get_scale()
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
-def test_an_overflow_on_one_rank_skips_the_update_on_all(ranks: Ranks, strategy: str) -> None:
-    (first, scale_0), (second, scale_1) = ranks(2, _overflow, strategy)
-    assert scale_0 == scale_1 == 512  # halved once
-    assert largest_difference(first, second) == 0
-    assert all(v.isfinite().all() for v in first.values())
+def test_an_overflow_on_one_rank_skips_the_update_on_all(ranks: Ranks) -> None:
+    one, other = ranks(2, under_each, _overflow)
+    for strategy, (first, scale) in one.items():
+        second, scale_1 = other[strategy]
+        assert scale == scale_1 == 512, strategy  # halved once
+        assert largest_difference(first, second) == 0, strategy
+        assert all(v.isfinite().all() for v in first.values()), strategy
 
 
 def test_recompute_changes_no_gradient_and_no_name() -> None:
@@ -235,15 +228,16 @@ def _dropout_masks(strategy: str) -> tuple[list[float], list[float]]:
     return before, masks[0]
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
-def test_ranks_start_alike_and_drop_differently(ranks: Ranks, strategy: str) -> None:
+def test_ranks_start_alike_and_drop_differently(ranks: Ranks) -> None:
     """Accelerate, Lightning and TorchTNT drop the same units on every rank."""
-    (params_0, mask_0), (params_1, mask_1) = ranks(2, _dropout_masks, strategy)
-    assert params_0 == params_1
-    assert mask_0 != mask_1
     ech.seed(5)
     alone = _dropout_masks("noop")
-    assert alone == (params_0, mask_0)  # rank 0 draws what one process would
+    first, second = ranks(2, under_each, _dropout_masks)
+    for strategy, (params_1, mask_1) in second.items():
+        params_0, mask_0 = first[strategy]
+        assert params_0 == params_1, strategy
+        assert mask_0 != mask_1, strategy
+        assert alone == (params_0, mask_0), strategy  # rank 0 draws what one process would
 
 
 def _unequal_start(strategy: str) -> dict[str, torch.Tensor]:
@@ -251,11 +245,10 @@ def _unequal_start(strategy: str) -> dict[str, torch.Tensor]:
     return whole(Regression(module=module, strategy=strategy).module)
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
-def test_models_that_were_seeded_apart_start_from_rank_0s(ranks: Ranks, strategy: str) -> None:
+def test_models_that_were_seeded_apart_start_from_rank_0s(ranks: Ranks) -> None:
     want = {n: p.detach() for n, p in net(seed=0).named_parameters()}
-    for got in ranks(2, _unequal_start, strategy):
-        assert largest_difference(got, want) == 0
+    for started in ranks(2, under_each, _unequal_start):
+        assert {s: d for s, got in started.items() if (d := largest_difference(got, want))} == {}
 
 
 def _wrapped_by_hand(how: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -300,7 +293,7 @@ def test_a_strategy_for_a_wrapped_module_is_refused(ranks: Ranks) -> None:
 
 
 def test_an_unknown_strategy_names_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="strategy 'ddpp': known are 'noop', 'ddp', 'fsdp'"):
+    with pytest.raises(UsageError, match="strategy 'ddpp': known are 'noop', 'dp', 'ddp', 'fsdp'"):
         Regression(strategy="ddpp")
 
 
@@ -346,11 +339,11 @@ def _nan(strategy: str) -> tuple[str, bool]:
     return str(caught.value), all(bool(p.isfinite().all()) for p in whole(unit.module).values())
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
-def test_a_nan_on_one_rank_is_named_on_all_and_reaches_no_parameter(ranks: Ranks, strategy: str) -> None:
-    for text, finite in ranks(2, _nan, strategy):
-        assert "step 2" in text and "rank 1: nan" in text and "rank 0" not in text
-        assert finite
+def test_a_nan_on_one_rank_is_named_on_all_and_reaches_no_parameter(ranks: Ranks) -> None:
+    for said in ranks(2, under_each, _nan):
+        for strategy, (text, finite) in said.items():
+            assert "step 2" in text and "rank 1: nan" in text and "rank 0" not in text, strategy
+            assert finite, strategy
 
 
 @pytest.mark.parametrize(

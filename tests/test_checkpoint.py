@@ -18,10 +18,9 @@ from torch import nn
 import echelon as ech
 from echelon.checkpoint import commit
 from echelon.contracts.errors import CheckpointError, CheckpointNotFoundError, UsageError
-from echelon.parallel import STRATEGIES
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
-from tests.units import Regression
+from tests.units import PARALLEL, Regression
 
 DATA = torch.utils.data.TensorDataset(*batch(48, 0))
 
@@ -65,17 +64,31 @@ def _uninterrupted(strategy: str, steps: int, **options: Any) -> dict[str, torch
     return whole(unit.module)
 
 
-@pytest.mark.parametrize("to_ranks", [1, 2, 4])
-@pytest.mark.parametrize("to", STRATEGIES)
-@pytest.mark.parametrize("saved", [s for s in STRATEGIES if s != "noop"])
-def test_what_one_strategy_saved_any_other_resumes(ranks: Ranks, tmp_path: Path, saved: str, to: str, to_ranks: int) -> None:
-    """Modules, AdamW's state, the schedule and the place in mid-epoch: eight steps of which four came before."""
-    if to == "noop" and to_ranks > 1:
-        to_ranks = 1
-    ranks(2, _train_and_save, tmp_path / "c", saved, 4)
+EVERY = [*PARALLEL, "tp"]
+
+
+def _save_under_each(folder: Path) -> None:
+    for strategy in EVERY:
+        _train_and_save(folder / strategy, strategy, 4)
+
+
+def _resume_each(folder: Path, pairs: list[tuple[str, str]], want: dict[str, torch.Tensor]) -> dict[tuple[str, str], float]:
+    return {(saved, to): largest_difference(_resume(folder / saved, to, 8), want) for saved, to in pairs}
+
+
+def test_what_one_strategy_saved_any_other_resumes(ranks: Ranks, tmp_path: Path) -> None:
+    """Modules, AdamW's state, the schedule and the place in mid-epoch: eight steps of which four came before.
+
+    At two ranks every pair of kinds; at one and four, where tensors are cut differently, each strategy to and from another.
+    """
+    ranks(2, _save_under_each, tmp_path)
     want = _uninterrupted("noop", 8)
-    for got in ranks(to_ranks, _resume, tmp_path / "c", to, 8):
-        assert largest_difference(got, want) < 1e-12
+    kinds = [s for s in EVERY if s not in ("fsdp2", "zero3")]  # other spellings of "fsdp"
+    to_next = list(zip(EVERY, [*EVERY[3:], *EVERY[:3]], strict=True))
+    alone = [(saved, "noop") for saved in EVERY] + [("zero1", "dp"), ("fsdp", "dp")]
+    for size, pairs in ((2, [(a, b) for a in kinds for b in kinds]), (1, to_next + alone), (4, to_next)):
+        for differences in ranks(size, _resume_each, tmp_path, pairs, want):
+            assert {pair: d for pair, d in differences.items() if not d < 1e-12} == {}, f"on {size} ranks"
 
 
 def test_a_world_of_one_needs_no_group(tmp_path: Path) -> None:
@@ -84,7 +97,7 @@ def test_a_world_of_one_needs_no_group(tmp_path: Path) -> None:
     assert largest_difference(_resume(tmp_path, "noop", 8), _uninterrupted("noop", 8)) == 0
 
 
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "noop"])
+@pytest.mark.parametrize("strategy", PARALLEL)
 def test_at_the_same_ranks_a_resumed_run_is_bit_equal_with_dropout(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     options = {"dropout": 0.3}
     want = ranks(2, _uninterrupted, strategy, 9, **options)[0]

@@ -615,7 +615,7 @@ OK = "print('ran')"
         (["run", "--grace", "nan", "ok.py"], ["--grace nan"]),
         (["run", "--frobnicate", "ok.py"], ["--frobnicate"]),
         (["run"], ["script"]),
-        (["rum", "ok.py"], ["'rum'", "known: run, report"]),
+        (["rum", "ok.py"], ["'rum'", "known: run, prove, report"]),
         (["report", "nowhere"], ["nowhere", "no run folder"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -50,11 +50,13 @@ def test_two_ranks_train_evaluate_sample_and_leave_everything_behind(
 
 def test_the_strategies_train_the_same_model(echelon_command: Command, tmp_path: Path) -> None:
     losses = {}
-    for strategy, ranks in (("noop", "1"), ("ddp", "2"), ("fsdp", "2")):
-        run, _ = _run(echelon_command, tmp_path, "--steps", "4", "--strategy", strategy, launcher=("--ranks", ranks))
+    for strategy, ranks in (("noop", "1"), ("ddp", "2"), ("fsdp", "2"), ("tp", "2")):
+        options = ("--steps", "4", "--width", "128", "--strategy", strategy)  # two heads, one for each rank of "tp"
+        run, _ = _run(echelon_command, tmp_path, *options, launcher=("--ranks", ranks))
         losses[strategy] = [r.get("loss", r.get("eval_loss")) for r in _records(run)]
     assert losses["ddp"] == pytest.approx(losses["noop"], abs=2e-5)
     assert losses["fsdp"] == pytest.approx(losses["noop"], abs=2e-5)
+    assert losses["tp"] == pytest.approx(losses["noop"], abs=2e-5)
 
 
 def test_resume_goes_on_as_if_nothing_had_happened(echelon_command: Command, tmp_path: Path) -> None:
@@ -82,7 +84,7 @@ def test_ones_own_text_is_learnt(echelon_command: Command, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--strategy", "zeppelin"), "strategy 'zeppelin': known are 'noop', 'ddp', 'fsdp'"),
+        (("--strategy", "zeppelin"), "strategy 'zeppelin': known are 'noop', 'dp', 'ddp', 'fsdp'"),
         (("--data", "absent"), "absent is no folder"),
         (("--batch", "7"), "global_batch 7 cannot be divided by 2 ranks"),
         (("--batch", "10000000"), "fewer than one global batch of 10000000"),

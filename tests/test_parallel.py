@@ -95,7 +95,7 @@ def _refusal(strategy: Any) -> str:
     [
         (ech.FSDPStrategy(blocks=["blocks.7"]), "no submodule named 'blocks.7'"),
         (ech.FSDPStrategy(limit_all_gathers=False), "always limits them"),
-        (ech.DDPStrategy(sync_batchnorm=True), "works on GPUs only"),
+        (ech.DDPStrategy(mixed_precision=torch.bfloat16), "AutoUnit(precision='bf16')"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_remedy(ranks: Ranks, strategy: Any, message: str) -> None:

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import echelon as ech
-from echelon.parallel import STRATEGIES
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, plain_training, whole
-from tests.units import Regression
+from tests.units import PARALLEL, Regression
 
 # Rows of each micro-batch: [window][micro-batch][rank]. A window shorter than the accumulation can only be the last.
 SHAPES = {
@@ -48,16 +47,21 @@ def _reference(shape: list[list[list[int]]], ranks: int, **options: Any) -> tupl
     return parameters, norms
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "noop"])
-def test_two_ranks_equal_one_process(ranks: Ranks, strategy: str, shape: list[list[list[int]]]) -> None:
-    for ours, norms in ranks(2, _train, strategy, shape, clip_grad_norm=float("inf")):
-        want, want_norms = _reference(shape, 2)
-        assert norms == pytest.approx(want_norms, rel=1e-12)
-        assert largest_difference(ours, want) < 1e-12
+def _train_shapes(strategy: str) -> dict[str, tuple[dict[str, torch.Tensor], list[float]]]:
+    return {name: _train(strategy, shape, clip_grad_norm=float("inf")) for name, shape in SHAPES.items()}
 
 
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "noop"])
+@pytest.mark.parametrize("strategy", PARALLEL)
+def test_two_ranks_equal_one_process(ranks: Ranks, strategy: str) -> None:
+    for trained in ranks(2, _train_shapes, strategy):
+        for name, shape in SHAPES.items():
+            ours, norms = trained[name]
+            want, want_norms = _reference(shape, 2)
+            assert norms == pytest.approx(want_norms, rel=1e-12), name
+            assert largest_difference(ours, want) < 1e-12, name
+
+
+@pytest.mark.parametrize("strategy", PARALLEL)
 def test_four_ranks_equal_one_process(ranks: Ranks, strategy: str) -> None:
     shape = SHAPES["all at once"]
     for ours, norms in ranks(4, _train, strategy, shape, clip_grad_norm=float("inf")):
@@ -74,17 +78,22 @@ def test_one_process_equals_plain_pytorch(shape: list[list[list[int]]]) -> None:
     assert largest_difference(ours, want) < 1e-12
 
 
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "noop"])
-@pytest.mark.parametrize(
-    "options", [{"clip_grad_norm": 0.3}, {"clip_grad_value": 0.02}, {"clip_grad_norm": 0.5, "clip_grad_value": 0.05}]
-)
-def test_clipping_is_global(ranks: Ranks, strategy: str, options: dict[str, float]) -> None:
-    shape = SHAPES["all at once"]
-    want, want_norms = _reference(shape, 2, clip=options.get("clip_grad_norm"), clip_value=options.get("clip_grad_value"))
-    for ours, norms in ranks(2, _train, strategy, shape, **options):
-        if "clip_grad_norm" in options:
-            assert norms == pytest.approx(want_norms, rel=1e-12)
-        assert largest_difference(ours, want) < 1e-9  # torch divides by norm + 1e-6
+CLIPS = [{"clip_grad_norm": 0.3}, {"clip_grad_value": 0.02}, {"clip_grad_norm": 0.5, "clip_grad_value": 0.05}]
+
+
+def _train_clipped(strategy: str) -> list[tuple[dict[str, torch.Tensor], list[float]]]:
+    return [_train(strategy, SHAPES["all at once"], **options) for options in CLIPS]
+
+
+@pytest.mark.parametrize("strategy", PARALLEL)
+def test_clipping_is_global(ranks: Ranks, strategy: str) -> None:
+    for trained in ranks(2, _train_clipped, strategy):
+        for options, (ours, norms) in zip(CLIPS, trained, strict=True):
+            clip, clip_value = options.get("clip_grad_norm"), options.get("clip_grad_value")
+            want, want_norms = _reference(SHAPES["all at once"], 2, clip=clip, clip_value=clip_value)
+            if clip is not None:
+                assert norms == pytest.approx(want_norms, rel=1e-12)
+            assert largest_difference(ours, want) < 1e-9  # torch divides by norm + 1e-6
 
 
 class _Tokens(Regression):
@@ -108,7 +117,7 @@ def _train_tokens(strategy: str, shape: list[list[list[int]]]) -> dict[str, torc
     return whole(unit.module)
 
 
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "noop"])
+@pytest.mark.parametrize("strategy", PARALLEL)
 def test_a_unit_can_weigh_by_tokens(ranks: Ranks, strategy: str) -> None:
     from tests.models import net
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 import echelon as ech
+from echelon.parallel import STRATEGIES
 from tests.models import Batch, net
+
+# Strategies over several ranks, each on its own share of the data.
+PARALLEL = [name for name in STRATEGIES if name not in ("noop", "dp", "tp")]
+
+
+def under_each(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """`fn(strategy, *args)` for each of them: all in one launch."""
+    return {strategy: fn(strategy, *args) for strategy in PARALLEL}
 
 
 class Regression(ech.AutoUnit[Batch]):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from echelon.launcher.function import launch, spawn
     from echelon.loop.auto import AutoUnit, TrainStepResults
     from echelon.loop.auto_predict import AutoPredictUnit
+    from echelon.loop.averaged import AveragedWeights, SWALRParams, SWAParams
     from echelon.loop.callback import Callback
     from echelon.loop.callbacks.saver import DistributedCheckpointSaver, RestoreOptions
     from echelon.loop.metrics import Mean
@@ -24,16 +25,24 @@ if TYPE_CHECKING:
     from echelon.loop.run import evaluate, fit, predict, test, train
     from echelon.loop.state import ActivePhase, EntryPoint, PhaseState, State
     from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
+    from echelon.parallel.activation import ActivationCheckpointParams, checkpoint_wrapper
     from echelon.parallel.ddp import DDPStrategy
-    from echelon.parallel.fsdp import FSDPStrategy
+    from echelon.parallel.deferred import on_meta
+    from echelon.parallel.dp import DPStrategy
+    from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
+    from echelon.parallel.fsdp2 import FSDP2Strategy
     from echelon.parallel.parallelize import (
-        ActivationCheckpointParams,
         TorchCompileParams,
         prepare_ddp,
         prepare_fsdp,
+        prepare_fsdp2,
         prepare_module,
     )
+    from echelon.parallel.precision import Precision
     from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
+    from echelon.parallel.tensor import TPStrategy
+    from echelon.parallel.zero import ZeROStrategy
+    from echelon.prover.prove import Proof, prove
     from echelon.world.init import World, init_from_env
     from echelon.world.streams import seed
 
@@ -42,39 +51,53 @@ __all__ = [
     "ActivePhase",
     "AutoPredictUnit",
     "AutoUnit",
+    "AveragedWeights",
     "ByteText",
     "Callback",
     "DDPStrategy",
+    "DPStrategy",
     "DistributedCheckpointSaver",
     "EchelonError",
     "EntryPoint",
     "EvalUnit",
+    "FSDP2Strategy",
     "FSDPStrategy",
+    "HSDPStrategy",
     "Loader",
     "Mean",
     "NOOPStrategy",
     "PhaseState",
+    "Precision",
     "PredictUnit",
     "Prepared",
     "Progress",
+    "Proof",
     "RankInfo",
     "RestoreOptions",
     "RunDir",
+    "SWALRParams",
+    "SWAParams",
     "State",
     "Strategy",
+    "TPStrategy",
     "TestUnit",
     "TorchCompileParams",
     "TrainStepResults",
     "TrainUnit",
     "World",
+    "ZeROStrategy",
+    "checkpoint_wrapper",
     "evaluate",
     "fit",
     "init_from_env",
     "launch",
+    "on_meta",
     "predict",
     "prepare_ddp",
     "prepare_fsdp",
+    "prepare_fsdp2",
     "prepare_module",
+    "prove",
     "seed",
     "spawn",
     "test",
@@ -83,43 +106,57 @@ __all__ = [
 
 # Where each name lives, below `echelon.`; a test holds this against `__all__` and the imports above.
 _HOMES = {
-    "ActivationCheckpointParams": "parallel.parallelize",
+    "ActivationCheckpointParams": "parallel.activation",
     "ActivePhase": "loop.state",
     "AutoPredictUnit": "loop.auto_predict",
     "AutoUnit": "loop.auto",
+    "AveragedWeights": "loop.averaged",
     "ByteText": "data.text",
     "Callback": "loop.callback",
     "DDPStrategy": "parallel.ddp",
+    "DPStrategy": "parallel.dp",
     "DistributedCheckpointSaver": "loop.callbacks.saver",
     "EchelonError": "contracts.errors",
     "EntryPoint": "loop.state",
     "EvalUnit": "loop.unit",
+    "FSDP2Strategy": "parallel.fsdp2",
     "FSDPStrategy": "parallel.fsdp",
+    "HSDPStrategy": "parallel.fsdp",
     "Loader": "data.loader",
     "Mean": "loop.metrics",
     "NOOPStrategy": "parallel.strategy",
     "PhaseState": "loop.state",
     "PredictUnit": "loop.unit",
+    "Precision": "parallel.precision",
     "Prepared": "parallel.strategy",
+    "Proof": "prover.prove",
     "Progress": "loop.progress",
     "RankInfo": "contracts.rank",
     "RestoreOptions": "loop.callbacks.saver",
     "RunDir": "contracts.run_dir",
+    "SWALRParams": "loop.averaged",
+    "SWAParams": "loop.averaged",
     "State": "loop.state",
     "Strategy": "parallel.strategy",
+    "TPStrategy": "parallel.tensor",
     "TestUnit": "loop.unit",
     "TorchCompileParams": "parallel.parallelize",
     "TrainStepResults": "loop.auto",
     "TrainUnit": "loop.unit",
     "World": "world.init",
+    "ZeROStrategy": "parallel.zero",
+    "checkpoint_wrapper": "parallel.activation",
     "evaluate": "loop.run",
     "fit": "loop.run",
     "init_from_env": "world.init",
     "launch": "launcher.function",
+    "on_meta": "parallel.deferred",
     "predict": "loop.run",
     "prepare_ddp": "parallel.parallelize",
     "prepare_fsdp": "parallel.parallelize",
+    "prepare_fsdp2": "parallel.parallelize",
     "prepare_module": "parallel.parallelize",
+    "prove": "prover.prove",
     "seed": "world.streams",
     "spawn": "launcher.function",
     "test": "loop.run",

@@ -12,6 +12,7 @@ __all__ = ["main"]
 # A verb is a module of this package with `add_arguments(parser)` and `execute(arguments) -> exit code`.
 VERBS = {
     "run": "run a script on ranks of this machine",
+    "prove": "run a script under every strategy and compare each step with one process",
     "report": "write a run's report.html anew",
 }
 

@@ -17,6 +17,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.overrides import Overrides
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.launcher.job import JobSpec, parse_ranks
 
@@ -33,6 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace", type=float, default=30.0, metavar="S", help="seconds between asking ranks to stop and killing them"
     )
+    parser.add_argument(
+        "--bitwise", action="store_true", help="the same bits in every parameter on any number of ranks that divides --parts"
+    )
+    parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
     parser.add_argument("script", help="the training script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
@@ -56,6 +61,10 @@ def execute(arguments: argparse.Namespace) -> int:
         arguments.max_restarts,
         arguments.grace,
     )
+    if arguments.bitwise:
+        if arguments.parts < 1 or arguments.parts & (arguments.parts - 1):
+            raise UsageError(f"--parts {arguments.parts}: a power of two, such as 4.")
+        os.environ.update(Overrides(parts=arguments.parts).to_env())
     stem = arguments.script.rpartition(".")[2] if arguments.module else Path(arguments.script).stem
     run = RunDir.create(arguments.runs, arguments.name, stem=stem)
     write_json(run.run_json, _describe(job, run))

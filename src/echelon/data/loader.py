@@ -59,7 +59,8 @@ class Loader:
         num_workers: processes that load batches; 0 loads in this one.
         collate_fn: list of samples -> batch.
         pin_memory: page-locked host memory, for faster copies to a GPU.
-        dp_rank, dp_size: this rank's place among those that see different data; by default its place among all ranks.
+        dp_rank, dp_size: this rank's place among those that see different data; by default what the unit's strategy says when
+            a loop begins, and before that this rank's place among all.
     Raises:
         UsageError: a global batch that cannot be divided, or a dataset that cannot fill one.
     """
@@ -94,6 +95,7 @@ class Loader:
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.collate_fn = collate_fn or default_collate
         self._dp = (dp_rank, dp_size) if dp_rank is not None and dp_size is not None else None
+        self._dp_is_given = self._dp is not None
         samples = len(dataset)
         if samples < global_batch and (shuffle or tail == "drop"):
             raise UsageError(
@@ -119,6 +121,11 @@ class Loader:
                 f"= {parts}. Nearest that can: {' or '.join(map(str, near))}."
             )
         return self._dp
+
+    def place(self, dp_rank: int, dp_size: int) -> None:
+        """Where this rank stands among those that see different data, if the user did not say; the loops call it."""
+        if not self._dp_is_given:
+            self._dp = (dp_rank, dp_size)
 
     @property
     def global_batches(self) -> int:

@@ -22,9 +22,10 @@ from echelon.contracts.run_dir import RunDir
 from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec, parse_ranks
 from echelon.launcher.local import run_local
+from echelon.launcher.relay import SilentScreen
 from echelon.launcher.server import ForkServer
 
-__all__ = ["launch", "spawn"]
+__all__ = ["launch", "preload", "spawn"]
 
 T = TypeVar("T")
 
@@ -51,6 +52,13 @@ def _shared_server() -> ForkServer:
     return _server
 
 
+def preload(*modules: str) -> None:
+    """Start the server of this process's launches now, with these modules: it imports them while the caller goes on."""
+    global _server
+    if _server is None or not _server.alive():
+        _server = ForkServer.start(modules)
+
+
 def launch(
     fn: Callable[..., T],
     *,
@@ -61,6 +69,7 @@ def launch(
     timeout_s: float | None = None,
     env: Mapping[str, str] | None = None,
     run_dir: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
 ) -> list[T]:
     """Call `fn(*args, **kwargs)` on every rank and return the values, by rank.
 
@@ -73,6 +82,7 @@ def launch(
         max_restarts: how often the group is started again after a rank failed.
         timeout_s: after so long the job is stopped and the stacks of all ranks are shown.
         env: more environment variables for the ranks.
+        quiet: rank 0's output goes to its log only.
         run_dir: where logs go. By default a temporary folder, which is kept only if a rank fails.
     Raises:
         RankFailedError: with the text of the first failing rank's traceback; the exception itself is its `__cause__`.
@@ -84,11 +94,11 @@ def launch(
     _check_environment(env or {})
     payload = _pickle((fn, tuple(args), dict(kwargs or {})), fn)
     if run_dir is not None:
-        return _launch(payload, count, max_restarts, timeout_s, env, RunDir.create(run_dir, None, stem=_name_of(fn)))
+        return _launch(payload, count, max_restarts, timeout_s, env, RunDir.create(run_dir, None, stem=_name_of(fn)), quiet)
     folder = Path(tempfile.mkdtemp(prefix="echelon-"))
     keep = False
     try:
-        return _launch(payload, count, max_restarts, timeout_s, env, RunDir.create(folder, _TEMPORARY_NAME))
+        return _launch(payload, count, max_restarts, timeout_s, env, RunDir.create(folder, _TEMPORARY_NAME), quiet)
     except RankFailedError:
         keep = True  # the error names the logs in there
         raise
@@ -98,7 +108,13 @@ def launch(
 
 
 def _launch(
-    payload: bytes, ranks: int, max_restarts: int, timeout_s: float | None, env: Mapping[str, str] | None, run: RunDir
+    payload: bytes,
+    ranks: int,
+    max_restarts: int,
+    timeout_s: float | None,
+    env: Mapping[str, str] | None,
+    run: RunDir,
+    quiet: bool,
 ) -> list[Any]:
     call = run.path / "call.pkl"
     with open(os.open(call, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -109,7 +125,8 @@ def _launch(
         "preparation": _main_module(),
     }
     with _one_at_a_time:
-        outcome = run_local(job, run, server=_shared_server(), start_fields=fields, timeout_s=timeout_s)
+        screen = SilentScreen() if quiet else None
+        outcome = run_local(job, run, screen=screen, server=_shared_server(), start_fields=fields, timeout_s=timeout_s)
     results = [run.attempt_path / f"value.rank{rank}.pkl" for rank in range(ranks)]
     if outcome.failure is not None:
         failure = outcome.failure

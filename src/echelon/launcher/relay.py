@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-__all__ = ["PlainScreen", "Relay", "Screen"]
+__all__ = ["PlainScreen", "Relay", "Screen", "SilentScreen"]
 
 
 class Screen(Protocol):
@@ -42,6 +42,19 @@ class PlainScreen:
             else:  # a notebook's or pytest's stream takes text only
                 target.write(data.decode("utf-8", "replace"))
                 target.flush()
+
+    def tick(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class SilentScreen:
+    """Shows nothing: the log has it."""
+
+    def write(self, stream: str, data: bytes) -> None:
+        pass
 
     def tick(self) -> None:
         pass

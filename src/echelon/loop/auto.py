@@ -4,15 +4,18 @@ One update, over its micro-batches (`Window` says how they are weighed):
 
     forward      loss, outputs = compute_loss(state, data)              under autocast
     backward     of the loss, weighted                                   no gradient traffic before the last micro-batch
-    update       unscale, weigh, clip by norm, clip by value, optimizer step, zero the gradients, scheduler step
+    update       unscale, weigh, clip by norm, clip by value, optimizer step, zero the gradients, averages, scheduler step
+
+In fp16 an update with an inf is skipped on all ranks: parameters, schedule and averages stay as they are.
 """
 
 from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -21,11 +24,15 @@ from torch import nn
 from echelon.contracts.errors import LossError, NonFiniteError, UsageError
 from echelon.contracts.overrides import overrides
 from echelon.loop.auto_predict import AutoPredictUnit
+from echelon.loop.averaged import AveragedWeights, SWAParams, swa_scheduler
+from echelon.loop.bitwise import BitEqual
+from echelon.loop.loss import problem_with, rows
 from echelon.loop.metrics import Mean
 from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
 from echelon.loop.window import Window
-from echelon.parallel.parallelize import ActivationCheckpointParams, TorchCompileParams
-from echelon.parallel.precision import Precision
+from echelon.parallel.activation import ActivationCheckpointParams
+from echelon.parallel.parallelize import TorchCompileParams
+from echelon.parallel.precision import Precision, Shards, check_scaler
 from echelon.parallel.strategy import NO_CONTEXT, Prepared, Strategy
 from echelon.world import agree, streams
 
@@ -79,22 +86,29 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         device: by default `init_from_env()`'s, which also joins the ranks.
         strategy: a Strategy, its name, or None for a module that is wrapped already or stays as it is.
         step_lr_interval: call the scheduler after every "step" (that is, update) or every "epoch".
-        precision: "fp32", "bf16", "fp16" (with a gradient scaler) or a torch dtype. Parameters stay float32.
+        precision: "fp32", "bf16", "fp16" (with a gradient scaler), a torch dtype, or a Precision with the scaler's options.
+            Parameters stay float32.
         gradient_accumulation_steps: micro-batches per update. A shorter last window of an epoch keeps its full weight.
         detect_anomaly: stop with the rank and the value at the first loss that is inf or nan, before it reaches the
             parameters, and trace what produced it (`torch.autograd.set_detect_anomaly`; slow).
         clip_grad_norm: largest norm of the whole model's gradient; inf only measures it.
         clip_grad_value: largest absolute value of a gradient element.
+        swa_params: average the weights along training; `swa_model` then holds the averages.
         torch_compile_params, activation_checkpoint_params: compile, and recompute activations.
         training: False builds no optimizer.
         loss_backward_retain_graph: passed to `backward`.
         enable_prefetch: copy the next batch to a GPU while this one computes.
+        deterministic: "bitwise" makes the parameters after any number of steps bit-equal on 1, 2, 4, ... ranks, for noop,
+            ddp, fsdp and zero1 to zero3: `parallel/fixed_order` says how, BENCHMARKS.md what it costs. `bitwise_parts` is how
+            many micro-batches a global batch has then, over all ranks.
         zero_grad_at_train_step_start: clear gradients before an update's first micro-batch instead of after the update, so
             that hooks can look at them.
     """
 
     # What `weight` counts; names the throughput in metrics.jsonl: "<weight_unit>_per_s".
     weight_unit = "samples"
+    # With deterministic="bitwise": micro-batches of a global batch over all ranks, a power of two that the ranks divide.
+    bitwise_parts = 4
 
     optimizer: torch.optim.Optimizer = _BuiltAtFirstUse()  # type: ignore[assignment]
     lr_scheduler: Any = _BuiltAtFirstUse()
@@ -106,17 +120,19 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         device: torch.device | None = None,
         strategy: Strategy | str | None = None,
         step_lr_interval: Literal["step", "epoch"] = "epoch",
-        precision: str | torch.dtype | None = None,
+        precision: str | torch.dtype | Precision | None = None,
         gradient_accumulation_steps: int = 1,
         detect_anomaly: bool | None = None,
         clip_grad_norm: float | None = None,
         clip_grad_value: float | None = None,
+        swa_params: SWAParams | None = None,
         torch_compile_params: TorchCompileParams | None = None,
         activation_checkpoint_params: ActivationCheckpointParams | None = None,
         training: bool = True,
         loss_backward_retain_graph: bool | None = None,
         enable_prefetch: bool = True,
         zero_grad_at_train_step_start: bool = False,
+        deterministic: Literal["bitwise"] | None = None,
     ) -> None:
         _check_options(gradient_accumulation_steps, step_lr_interval, clip_grad_norm, clip_grad_value)
         super().__init__(
@@ -131,12 +147,20 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         )
         self.training = training
         self.step_lr_interval = step_lr_interval
-        self.gradient_accumulation_steps = overrides().accumulation or gradient_accumulation_steps
+        parts = overrides().parts or (self.bitwise_parts if deterministic == "bitwise" else None)
+        self._bitwise = BitEqual(parts, self.prepared) if parts and training else None
+        steps = overrides().accumulation or gradient_accumulation_steps
+        self.gradient_accumulation_steps = self._bitwise.accumulation if self._bitwise is not None else steps
         self.clip_grad_norm, self.clip_grad_value = clip_grad_norm, clip_grad_value
         self.retain_graph = loss_backward_retain_graph
         self.zero_grad_at_train_step_start = zero_grad_at_train_step_start
-        self.grad_scaler = self.precision.scaler(self.device) if training else None
-        self.window = Window(self.gradient_accumulation_steps)
+        self.grad_scaler = self.precision.scaler(self.device, self.prepared) if training else None
+        self._shards: Shards | None = None
+        self.swa_params = swa_params
+        self.swa_model = AveragedWeights(self.prepared, swa_params) if swa_params is not None and training else None
+        self.swa_scheduler: Any = None
+        self._plateau = False
+        self.window = Window(self.gradient_accumulation_steps, fixed=self._bitwise is not None)
         self.eval_loss = float("nan")  # of the latest evaluation, over all ranks
         self._evaluation = _EvalLoss()
         self._reduces = False  # whether windows are summed over ranks
@@ -174,8 +198,11 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         """After a test step."""
 
     def step_lr_scheduler(self) -> None:
-        """Advance the scheduler by one interval; override for one that wants a metric."""
-        if self.lr_scheduler is not None:
+        """Advance the scheduler by one interval; override for one that wants a metric.
+
+        A ReduceLROnPlateau advances after each evaluation within `fit` instead, with `eval_loss`.
+        """
+        if self.lr_scheduler is not None and not self._plateau:
             self.lr_scheduler.step()
 
     def zero_grad(self, state: State) -> None:
@@ -201,6 +228,10 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
                 "return the pair (optimizer, scheduler or None)."
             )
         self.optimizer, self.lr_scheduler = made
+        plateau = isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        self._plateau = plateau and not _overrides(self, AutoUnit, "step_lr_scheduler")
+        if self.swa_params is not None and self.swa_params.swalr_params is not None:
+            self.swa_scheduler = swa_scheduler(self.optimizer, self.swa_params.swalr_params)
 
     def app_state(self) -> dict[str, Any]:
         self.configure()
@@ -219,20 +250,33 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         if phase == "train":
             if not self.training:
                 raise UsageError(f"{type(self).__name__} was built with training=False: it has no optimizer to train with.")
-            self._reduces = agree.is_joined() and self.prepared.dp_size > 1
+            together = self.prepared.dp_size > 1 or self.prepared.forward_is_collective
+            self._reduces = agree.is_joined() and together
             if agree.is_joined() and not self._reduces and self._given_strategy is None:
                 raise UsageError(
                     "several ranks, but no strategy: each would train a model of its own. Pass strategy='ddp' or 'fsdp', or a "
                     "module that you wrapped yourself; strategy='noop' if models of their own are what you want."
                 )
             self.configure()
-            accumulation = getattr(getattr(state.train_state, "dataloader", None), "accumulation", None)
+            if self._plateau and state.eval_state is None:
+                raise UsageError(
+                    "ReduceLROnPlateau advances with the loss of evaluations, and train() has none. Use fit(), or override "
+                    "step_lr_scheduler and call self.lr_scheduler.step(metric) there."
+                )
+            if self.grad_scaler is not None:
+                check_scaler(self.grad_scaler, self.prepared)
+                self._shards = Shards(self.optimizer, self.module.parameters())
+            loader: Any = getattr(state.train_state, "dataloader", None)
+            if self._bitwise is not None and hasattr(loader, "accumulation"):
+                loader.accumulation = self._bitwise.accumulation
+            accumulation = getattr(loader, "accumulation", None)
             if accumulation is not None and accumulation != self.gradient_accumulation_steps:
                 raise UsageError(
                     f"the loader splits a global batch into {accumulation} micro-batches a rank, but the unit accumulates "
                     f"{self.gradient_accumulation_steps}. Give both the same number."
                 )
-            streams.separate(self.prepared.dp_rank)
+            if self._bitwise is None:  # whose streams belong to samples, not to ranks
+                streams.separate(self.prepared.dp_rank)
         elif phase == "eval":
             self._evaluation.mean.reset()
 
@@ -248,11 +292,15 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         if phase == "train" and self.window.count:
             logger.warning("the epoch ended in the middle of an accumulation window: its micro-batches are left out")
             self.window.discard()
+            if self._bitwise is not None:
+                self._bitwise.discard()
             self.zero_grad(state)
         if phase == "train" and self.step_lr_interval == "epoch":
-            self.step_lr_scheduler()
+            self._advance()
         elif phase == "eval":
             self.eval_loss = self._evaluation.mean.compute()
+            if self._plateau and state.train_state is not None:
+                self.lr_scheduler.step(self.eval_loss)
             if state.recorder is not None:
                 state.recorder.evaluation(self.train_progress.num_steps_completed, "eval_loss", self.eval_loss)
 
@@ -271,8 +319,13 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
             self.zero_grad(state)
 
         micro_batch = (state, data, weight, last)
-        with prepared.accumulate(last), torch.autograd.set_detect_anomaly(True) if self.detect_anomaly else NO_CONTEXT:
-            _, outputs = prepared.forward_backward(micro_batch, self._forward, self._backward)
+        reduce = last or self._bitwise is not None
+        with prepared.accumulate(reduce), torch.autograd.set_detect_anomaly(True) if self.detect_anomaly else NO_CONTEXT:
+            if self._bitwise is None:
+                _, outputs = prepared.forward_backward(micro_batch, self._forward, self._backward)
+            else:
+                work = partial(prepared.forward_backward, micro_batch, self._forward, self._backward)
+                _, outputs = self._bitwise.run(work, window.updates, window.count - 1, last=last)
         loss = window.latest_loss
         norm = self._update(state) if last else None
         if self._reports_step:
@@ -300,7 +353,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         return made
 
     def _refuse(self, made: Any) -> None:
-        problem = _problem(made)
+        problem = problem_with(made)
         if problem is not None:
             raise LossError(f"{type(self).__name__}.compute_loss returned {problem}")
 
@@ -335,29 +388,42 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         if stop:
             state.agree_to_stop()
         if scaler is not None:
-            scaler.unscale_(optimizer)
+            scaler.unscale_(self._shards)  # type: ignore[arg-type]
         assert window.reference is not None
         if isinstance(weight, torch.Tensor):  # on a device: nothing waits for it
             prepared.scale_grads(window.reference / weight)
         elif weight != window.reference:
             prepared.scale_grads(window.reference / weight)
-            window.reference = float(weight)
+            window.reference = window.reference if window.fixed else float(weight)
         norm = prepared.clip_grad_norm_(self.clip_grad_norm) if self.clip_grad_norm is not None else None
         if self.clip_grad_value is not None:
             prepared.clip_grad_value_(self.clip_grad_value)
         lr = optimizer.param_groups[0]["lr"]
+        updated = True
         if scaler is not None:
-            scaler.step(optimizer)
-            scaler.update()
+            assert self._shards is not None
+            updated = self._shards.update_with(scaler)
         else:
             optimizer.step()
         if not self.zero_grad_at_train_step_start:
             self.zero_grad(state)
-        if self.step_lr_interval == "step":
-            self.step_lr_scheduler()
+        if updated and self.step_lr_interval == "step":
+            self._advance()
         if state.recorder is not None:
             state.recorder.update(self.train_progress.num_steps_completed + 1, window.updates, loss, weight, lr, norm)
         return norm
+
+    def _advance(self) -> None:
+        """After an update or an epoch, as `step_lr_interval` says: the averages, and the schedule."""
+        averaging = self.swa_model is not None and self.swa_model.step()
+        if averaging and self.swa_scheduler is not None:
+            self.swa_scheduler.step()
+        else:
+            self.step_lr_scheduler()
+
+    def evaluating(self) -> AbstractContextManager[Any]:
+        averages = self.swa_model
+        return averages.applied() if averages is not None and averages.params.use_in_evaluation else NO_CONTEXT
 
     def eval_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
         """The loss of a batch, counted into `eval_loss` by its weight."""
@@ -390,38 +456,6 @@ class _EvalLoss:
 
     def __init__(self) -> None:
         self.mean = Mean()
-
-
-def _problem(made: Any) -> str | None:
-    """What is wrong with the value of `compute_loss`; None if nothing is."""
-    if not isinstance(made, tuple) or len(made) != 2:
-        return f"{type(made).__name__}; return the pair (loss, outputs)."
-    loss = made[0]
-    if not isinstance(loss, torch.Tensor):
-        return f"a loss of type {type(loss).__name__}; it must be a scalar tensor."
-    if loss.dim():
-        return f"a loss of shape {tuple(loss.shape)}; it must be a scalar: take its mean."
-    if not loss.requires_grad:
-        return "a loss without a gradient: was it detached, or computed under no_grad?"
-    return None
-
-
-def rows(data: Any) -> int:
-    """The first dimension of the first tensor in a batch; 1 if there is none."""
-    if type(data) in (tuple, list) and data and type(data[0]) is torch.Tensor and data[0].dim():
-        return data[0].size(0)  # the usual kind of batch, without the slow questions below
-    if isinstance(data, torch.Tensor):
-        return data.shape[0] if data.dim() else 1
-    if isinstance(data, Mapping):
-        data = list(data.values())
-    elif not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
-        data = list(vars(data).values()) if hasattr(data, "__dict__") else []
-    for value in data:
-        if isinstance(value, torch.Tensor) and value.dim():
-            return value.shape[0]
-        if isinstance(value, (Mapping, Sequence)) and not isinstance(value, (str, bytes)):
-            return rows(value)
-    return 1
 
 
 def _overrides(unit: object, base: type, name: str) -> bool:

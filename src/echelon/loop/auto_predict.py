@@ -9,7 +9,8 @@ from torch import nn
 
 from echelon.contracts.overrides import overrides
 from echelon.loop.unit import PredictUnit
-from echelon.parallel.parallelize import ActivationCheckpointParams, Recipe, TorchCompileParams, parallelize
+from echelon.parallel.activation import ActivationCheckpointParams
+from echelon.parallel.parallelize import Recipe, TorchCompileParams, parallelize
 from echelon.parallel.precision import Precision
 from echelon.parallel.strategy import Strategy
 from echelon.world.device import copy_data_to_device
@@ -38,7 +39,7 @@ class AutoPredictUnit(PredictUnit[T]):
         module: nn.Module,
         device: torch.device | None = None,
         strategy: Strategy | str | None = None,
-        precision: str | torch.dtype | None = None,
+        precision: str | torch.dtype | Precision | None = None,
         torch_compile_params: TorchCompileParams | None = None,
         activation_checkpoint_params: ActivationCheckpointParams | None = None,
         detect_anomaly: bool | None = None,
@@ -58,6 +59,11 @@ class AutoPredictUnit(PredictUnit[T]):
     @property
     def forward_is_collective(self) -> bool:
         return self.prepared.forward_is_collective
+
+    @property
+    def data_place(self) -> tuple[int, int] | None:
+        prepared = self.prepared
+        return (prepared.dp_rank, prepared.dp_size) if prepared.dp_size > 1 or prepared.forward_is_collective else None
 
     def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
         """Put a batch on `self.device`; override for batches of a kind of your own."""

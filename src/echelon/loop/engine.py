@@ -119,7 +119,8 @@ class Run:
         with torch.no_grad() if plain else torch.inference_mode(), self._mode("eval"):
             self._event("eval_start", phase=phase, within_fit=within_fit)
             self._begin(phase)
-            self._epoch(phase)
+            with self.unit.evaluating():
+                self._epoch(phase)
             self._call(self.hooks[phase].end)
             loss = getattr(self.unit, "eval_loss", None) if phase == "eval" else None
             step = self.unit.train_progress.num_steps_completed if isinstance(self.unit, TrainUnit) else None
@@ -186,7 +187,15 @@ class Run:
 
     def _begin(self, phase: str) -> None:
         self.unit.phase_started(self.state, phase)
+        self._place_loader(phase)
         self._call(self.hooks[phase].start)
+
+    def _place_loader(self, phase: str) -> None:
+        """Ranks that compute the same samples together, as with tensor parallelism, must be given the same."""
+        loader = getattr(self.state, f"{phase}_state").dataloader
+        place = self.unit.data_place
+        if isinstance(loader, Loader) and place is not None:
+            loader.place(*place)
 
     def _call(self, hooks: tuple[Hook, ...]) -> None:
         for hook in hooks:

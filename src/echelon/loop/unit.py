@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, get_origin, get_type_hints, runtime_checkable
 
 import torch
 from torch import nn
 
 from echelon.loop.progress import Progress
+from echelon.parallel.strategy import Prepared
+from echelon.world.init import World
 
 if TYPE_CHECKING:
     from echelon.loop.state import State
@@ -117,6 +120,10 @@ class Unit(AppStateMixin):
 
     def restored(self) -> None: ...
 
+    def evaluating(self) -> AbstractContextManager[Any]:
+        """Context of the steps of an evaluation, a prediction or a test."""
+        return nullcontext()
+
     @property
     def at_boundary(self) -> bool:
         """False in the middle of an accumulation window: neither a stop nor a checkpoint may come here."""
@@ -131,6 +138,15 @@ class Unit(AppStateMixin):
     def forward_is_collective(self) -> bool:
         """Whether all ranks must take equally many evaluation steps."""
         return False
+
+    @property
+    def data_place(self) -> tuple[int, int] | None:
+        """(rank, size) among the ranks that see different data; None if the modules do not say."""
+        for module in self.tracked_modules().values():
+            prepared = Prepared.of(module, World.current(torch.device("cpu")))
+            if type(prepared) is not Prepared:
+                return prepared.dp_rank, prepared.dp_size
+        return None
 
     def placement(self, phase: str) -> tuple[Any, Any]:
         """(move, stream) for the loop's iterator: how a batch gets to the device, and the stream to copy on."""

@@ -30,6 +30,7 @@ class Window:
 
     Args:
         size: micro-batches per update.
+        fixed: W0 stays 1, for updates whose every bit must not depend on the number of ranks.
     Attributes:
         count: micro-batches so far in this window.
         updates: updates so far in the run.
@@ -37,8 +38,9 @@ class Window:
         latest_loss: this rank's mean loss of the latest micro-batch, without its graph.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, fixed: bool = False) -> None:
         self.size = self._saved_size = size
+        self.fixed = fixed
         self.count = self.updates = 0
         self.reference: float | None = None
         self.latest_loss: Any = None
@@ -54,6 +56,9 @@ class Window:
 
     def estimate(self, weight: float | torch.Tensor, *, over_ranks: bool) -> None:
         """Before the first backward pass of a run: W0 from every rank's first weight. Collective, once, if `over_ranks`."""
+        if self.fixed:
+            self.reference = 1.0
+            return
         first = gather(float(weight)) if over_ranks else [float(weight)]
         self.reference = (sum(first) * self.size) or 1.0
 

@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from echelon.parallel.ddp import DDPStrategy
-from echelon.parallel.fsdp import FSDPStrategy
+from echelon.parallel.dp import DPStrategy
+from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
+from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
+from echelon.parallel.tensor import TPStrategy
+from echelon.parallel.zero import ZeROStrategy
 
-__all__ = ["STRATEGIES", "DDPStrategy", "FSDPStrategy", "NOOPStrategy", "Prepared", "Strategy"]
+__all__ = [
+    "STRATEGIES",
+    "DDPStrategy",
+    "DPStrategy",
+    "FSDP2Strategy",
+    "FSDPStrategy",
+    "HSDPStrategy",
+    "NOOPStrategy",
+    "Prepared",
+    "Strategy",
+    "TPStrategy",
+    "ZeROStrategy",
+]
 
 # A new strategy is one file and one line here; every test over strategies then covers it.
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "noop": NOOPStrategy,
+    "dp": DPStrategy,
     "ddp": DDPStrategy,
     "fsdp": FSDPStrategy,
+    "fsdp2": FSDP2Strategy,
+    "hsdp": HSDPStrategy,
+    "zero1": partial(ZeROStrategy, 1),
+    "zero2": partial(ZeROStrategy, 2),
+    "zero3": partial(ZeROStrategy, 3),
+    "tp": TPStrategy,
 }

@@ -6,19 +6,26 @@ micro-batch, all-reduces of gradient buckets, overlapped with the computation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.fixed_order import reduce_bucket
+from echelon.parallel.materialize import materialize
 from echelon.parallel.strategy import Prepared, Strategy, WrapperPrepared
+from echelon.parallel.sync_batchnorm import sync_batchnorm
 from echelon.world.init import World, ensure_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.distributed.device_mesh import DeviceMesh
 
     from echelon.parallel.parallelize import Recipe
 
@@ -37,23 +44,36 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         """Before a forward, rank 0's buffers go to all, in evaluations too."""
         return bool(self.module.broadcast_buffers) and any(True for _ in self.module.buffers())
 
+    def fix_order(self) -> None:
+        super().fix_order()
+        try:
+            # A lambda: torch compares annotations, which are strings here, with its own types.
+            self.module.register_comm_hook(self.module.process_group, lambda group, bucket: reduce_bucket(group, bucket))
+        except RuntimeError as error:  # torch takes one hook
+            raise UsageError("bit-equal training reduces gradients by a hook of its own: leave out comm_hook.") from error
+
 
 @dataclass(frozen=True)
 class DDPStrategy(Strategy):
     """DistributedDataParallel's options, under its names; defaults are torch's, except for `gradient_as_bucket_view`.
 
+    What is not described here is as torch describes it.
+
     Args:
         broadcast_buffers: send rank 0's buffers (batch-norm statistics) to all before each forward.
-        bucket_cap_mb: size of a gradient bucket in MiB; None is torch's 25.
+        forward_sync_buffers: torch's newer name for it; False still sends them once, at the start.
+        bucket_cap_mb: size of a gradient bucket in MiB; None is torch's 25. `bucket_cap_mb_list` gives one for each bucket.
         gradient_as_bucket_view: gradients share memory with the buckets, which saves a copy; the values are the same.
         comm_hook, comm_state: replaces the all-reduce of a bucket, as `register_comm_hook` describes.
         check_reduction: torch accepts it and has not used it for years.
-        sync_batchnorm: batch norm over the global batch; torch has it for GPUs only.
+        sync_batchnorm: batch norm over the global batch.
+        device_ids: accepted from scripts that wrap by hand; must be this rank's device.
+        mixed_precision: refused; a precision is the unit's.
     """
 
     name = "ddp"
 
-    output_device: int | None = None
+    output_device: int | torch.device | None = None
     dim: int = 0
     broadcast_buffers: bool = True
     process_group: dist.ProcessGroup | None = None
@@ -65,32 +85,68 @@ class DDPStrategy(Strategy):
     comm_state: object | None = None
     comm_hook: Callable[[Any, Any], Any] | None = None
     sync_batchnorm: bool = False
+    device_ids: Sequence[int | torch.device] | None = None
+    init_sync: bool = True
+    device_mesh: DeviceMesh | None = None
+    forward_sync_buffers: bool | None = None
+    skip_all_reduce_unused_params: bool = False
+    bucket_cap_mb_list: Sequence[int] | None = None
+    batched_grad_copy: bool = False
+    delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None
+    param_to_hook_all_reduce: nn.Parameter | None = None
+    mixed_precision: object | None = None
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
+        self._check(world)
         ensure_group(world.device)
-        module = module.to(world.device)
+        module = materialize(module, world.device).to(world.device)
         if not any(p.requires_grad for p in module.parameters()):
             return Prepared(recipe.compile(recipe.recompute(module)), world.rank, world.size)  # nothing to reduce
+        return DDPPrepared(self.wrap(module, world, recipe), world)
+
+    def wrap(self, module: nn.Module, world: World, recipe: Recipe) -> DistributedDataParallel:
+        """The module, which is on its device and has something to train, in DistributedDataParallel."""
         if self.sync_batchnorm:
-            if world.device.type == "cpu":
-                raise UsageError("DDPStrategy(sync_batchnorm=True): torch's SyncBatchNorm works on GPUs only.")
-            module = nn.SyncBatchNorm.convert_sync_batchnorm(module, self.process_group)
+            module = sync_batchnorm(module, world.device, self.process_group)
         module = recipe.compile(recipe.recompute(module))
-        # torch 2.13 warns of the argument; its default says the same without it.
-        buffers: dict[str, Any] = {} if self.broadcast_buffers else {"broadcast_buffers": False}
         wrapped = DistributedDataParallel(
             module,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
             output_device=self.output_device,
             dim=self.dim,
-            **buffers,
+            **self._buffers(),
+            init_sync=self.init_sync,
             process_group=self.process_group,
+            device_mesh=self.device_mesh,
             bucket_cap_mb=self.bucket_cap_mb,
+            bucket_cap_mb_list=list(self.bucket_cap_mb_list) if self.bucket_cap_mb_list is not None else None,
             find_unused_parameters=self.find_unused_parameters,
             check_reduction=self.check_reduction,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
+            skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
+            batched_grad_copy=self.batched_grad_copy,
+            delay_all_reduce_named_params=self.delay_all_reduce_named_params,
+            param_to_hook_all_reduce=self.param_to_hook_all_reduce,
         )
         if self.comm_hook is not None:
             wrapped.register_comm_hook(self.comm_state, self.comm_hook)
-        return DDPPrepared(wrapped, world)
+        return wrapped
+
+    def _buffers(self) -> dict[str, Any]:
+        # torch 2.13 warns of `broadcast_buffers`; its default says the same without it.
+        if self.forward_sync_buffers is not None:
+            return {"forward_sync_buffers": self.forward_sync_buffers}
+        return {} if self.broadcast_buffers else {"broadcast_buffers": False}
+
+    def _check(self, world: World) -> None:
+        if self.mixed_precision is not None:
+            raise UsageError("DDPStrategy(mixed_precision=...): the precision is the unit's: AutoUnit(precision='bf16').")
+        if self.process_group is not None and self.device_mesh is not None:
+            raise UsageError("DDPStrategy: process_group and device_mesh both say which ranks. Give one of them.")
+        mine = [world.device, world.device.index] if world.device.type == "cuda" else []
+        if self.device_ids is not None and (len(self.device_ids) > 1 or any(d not in mine for d in self.device_ids)):
+            raise UsageError(
+                f"DDPStrategy(device_ids={list(self.device_ids)}): this rank computes on {world.device}. Leave it out; for one "
+                "process that drives several devices there is strategy 'dp'."
+            )

@@ -1,14 +1,13 @@
 """Fully sharded data parallelism: parameters, gradients and optimizer state are split over the ranks.
 
-Communication, per block of layers: an all-gather of its parameters before the forward and again before the backward,
-a reduce-scatter of its gradients after the backward (of a window's last micro-batch). Built on torch's `fully_shard`.
+`FSDPStrategy` has the options of the older FullyShardedDataParallel, by their names and on `fully_shard`; `HSDPStrategy`
+keeps several copies of the shards. `sharding.py` says what is communicated.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,164 +16,180 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.strategy import NO_CONTEXT, Prepared, Strategy, WrapperPrepared, local
+from echelon.contracts.rank import RankInfo
+from echelon.parallel.blocks import Blocks, blocks_by_policy, blocks_to_shard, chosen_blocks
+from echelon.parallel.fsdp1 import precision_policies, sharding_named
+from echelon.parallel.sharding import FSDPPrepared, Sharding, flat_mesh, offloads, replica_mesh, shard
+from echelon.parallel.strategy import Prepared, Strategy
 from echelon.world.init import World, ensure_group
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
+    from torch.distributed.fsdp import ShardingStrategy as TorchShardingStrategy
 
     from echelon.parallel.parallelize import Recipe
 
-__all__ = ["FSDP1Prepared", "FSDPPrepared", "FSDPStrategy", "blocks_to_shard"]
+__all__ = ["FSDPPrepared", "FSDPStrategy", "HSDPStrategy", "blocks_to_shard"]
 
-
-class FSDPPrepared(Prepared[nn.Module]):
-    """A module that `fully_shard` has split, by us or by the user. Its parameters are DTensors."""
-
-    forward_is_collective = True
-
-    def __init__(self, module: nn.Module, world: World) -> None:
-        super().__init__(module, world.rank, world.size)
-        self._sync: bool = True
-
-    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        if last != self._sync:
-            sharded: FSDPModule = self.module  # type: ignore[assignment]
-            sharded.set_requires_gradient_sync(last)
-            self._sync = last
-        return NO_CONTEXT
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """As the base; parameters outside the shards are counted once, those inside over all ranks."""
-        # Phase 1: the norm of the shards is a DTensor, which the ranks sum up; plain parameters are whole on every rank.
-        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        kinds: dict[Any, list[torch.Tensor]] = {}
-        for grad in grads:
-            kinds.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
-        norms = [_whole(torch.nn.utils.get_total_norm(same, norm_type)) for same in kinds.values()]
-        if not norms:
-            return torch.zeros((), device=next(self.module.parameters()).device)
-        total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        # Phase 2: one factor for all of them.
-        torch._foreach_mul_([local(g) for g in grads], torch.clamp(max_norm / (total + 1e-6), max=1.0))
-        return total
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    full = getattr(tensor, "full_tensor", None)
-    return full() if full is not None else tensor
-
-
-class FSDP1Prepared(WrapperPrepared["FullyShardedDataParallel"]):
-    """A module that the user wrapped in the older FullyShardedDataParallel; echelon itself does not build on it."""
-
-    forward_is_collective = True
-
-    def __init__(self, module: FullyShardedDataParallel, world: World) -> None:
-        super().__init__(module, world.rank, world.size)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        return self.module.clip_grad_norm_(max_norm, norm_type)
-
-
-def blocks_to_shard(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated blocks of a model: children of a ModuleList, ModuleDict or Sequential that share a class, outermost first.
-
-    Sharding layer by layer would cost a collective each; sharding only the root would gather the whole model at once.
-    """
-    found: list[tuple[str, nn.Module]] = []
-
-    def visit(name: str, parent: nn.Module) -> None:
-        children = [(f"{name}.{n}" if name else n, c) for n, c in parent.named_children()]
-        if isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            kinds = [type(c) for _, c in children]
-            for child_name, child in children:
-                own = any(True for _ in child.parameters())
-                if own and kinds.count(type(child)) > 1 and any(True for _ in child.children()):
-                    found.append((child_name, child))
-                else:
-                    visit(child_name, child)
-            return
-        for child_name, child in children:
-            visit(child_name, child)
-
-    visit("", module)
-    return found
-
-
-def broadcast_from_rank0(module: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers, as DistributedDataParallel does: what should start equal, does."""
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            if not tensor.is_meta:
-                dist.broadcast(tensor.detach(), src=0)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class FSDPStrategy(Strategy):
-    """Shard parameters, gradients and optimizer state with `fully_shard`.
+    """Shard parameters, gradients and optimizer state with `fully_shard`; the older FSDP's options keep their meaning.
 
     Args:
-        blocks: names or classes of the submodules to shard one by one; by default the repeated blocks of the model.
-        reshard_after_forward: free a block's whole parameters after its forward and gather them again for the backward.
-            False keeps them (less traffic, more memory).
-        mixed_precision: torch's MixedPrecisionPolicy; by default all is computed in the parameters' own type.
+        process_group: the ranks to shard over; a pair is (ranks of one copy, ranks with the same shard).
+        sharding_strategy: FULL_SHARD, SHARD_GRAD_OP (whole parameters between forward and backward), HYBRID_SHARD and
+            _HYBRID_SHARD_ZERO2 (the same with several copies, see HSDPStrategy); torch's members or their names.
+        cpu_offload: shards and optimizer state live in host memory: True, or torch's CPUOffload or CPUOffloadPolicy.
+        auto_wrap_policy: which submodules to shard one by one: a set of classes, or a policy of torch's or your own.
+        backward_prefetch: always BACKWARD_PRE: the next block is gathered while one computes.
+        mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; by default all is computed in the parameters' own type.
+        ignored_modules, ignored_states: what stays whole. Its gradients are not reduced, so it must be frozen.
+        param_init_fn: fills the own parameters of a submodule that is on the meta device.
         sync_module_states: start from rank 0's values on every rank.
         forward_prefetch: gather the next block's parameters while one computes.
-        limit_all_gathers: accepted for scripts written for the older FSDP; `fully_shard` always limits them.
-        ignored_modules: submodules whose parameters stay whole. Their gradients are not reduced, so they must be frozen.
+        limit_all_gathers: accepted; `fully_shard` always limits them.
+        use_orig_params: accepted; parameters are always the module's own.
+        state_dict_type, state_dict_config, optim_state_dict_config: accepted; checkpoints are always sharded, by name.
+        device_id: accepted; must be this rank's device.
+        device_mesh: instead of a process group: 1-D, or 2-D (ranks with the same shard, ranks of one copy).
+        blocks: names or classes of the submodules to shard one by one; by default the repeated blocks of the model.
+        reshard_after_forward: free a block's whole parameters after its forward and gather them again for the backward.
+            False keeps them (less traffic, more memory). By default as `sharding_strategy` says.
     """
 
     name = "fsdp"
 
-    blocks: Sequence[str | type[nn.Module]] | None = None
-    reshard_after_forward: bool | int = True
-    mixed_precision: MixedPrecisionPolicy | None = None
+    process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    sharding_strategy: TorchShardingStrategy | str | None = None
+    cpu_offload: bool | CPUOffload | CPUOffloadPolicy | None = None
+    auto_wrap_policy: Callable[..., bool] | Iterable[type[nn.Module]] | None = None
+    backward_prefetch: BackwardPrefetch | str | None = "BACKWARD_PRE"
+    mixed_precision: MixedPrecision | MixedPrecisionPolicy | None = None
+    ignored_modules: Iterable[nn.Module] | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
     sync_module_states: bool = True
     forward_prefetch: bool = False
     limit_all_gathers: bool = True
-    ignored_modules: Iterable[nn.Module] | None = None
+    use_orig_params: bool | None = None
+    state_dict_type: object | None = None
+    state_dict_config: object | None = None
+    optim_state_dict_config: object | None = None
+    device_id: int | torch.device | None = None
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None
+    device_mesh: DeviceMesh | None = None
+    blocks: Sequence[str | type[nn.Module]] | None = None
+    reshard_after_forward: bool | int | None = None
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        self._check(world)
+        reshard, replicas = sharding_named(self.sharding_strategy)
+        if self.reshard_after_forward is not None:
+            reshard = self.reshard_after_forward  # type: ignore[assignment]
+        root_policy, policy = precision_policies(self.mixed_precision, module)
+        offload, pin = offloads(self.cpu_offload, "FSDPStrategy(cpu_offload=...)")
+        ignored = {p for m in self.ignored_modules or () for p in m.parameters()}
+        for state in self.ignored_states or ():
+            ignored |= set(state.parameters()) if isinstance(state, nn.Module) else {state}
+        how = Sharding(
+            self._mesh(world, replicas),
+            self._blocks(module, ignored),
+            reshard_after_forward=reshard,
+            policy=policy,
+            root_policy=root_policy,
+            offload=offload,
+            pin_memory=pin,
+            ignored=ignored,
+            from_rank0=self.sync_module_states,
+            forward_prefetch=self.forward_prefetch,
+            init=self.param_init_fn,
+        )
+        return shard(module, world, recipe, how)
 
+    def _check(self, world: World) -> None:
         if not self.limit_all_gathers:
             raise UsageError("FSDPStrategy(limit_all_gathers=False): fully_shard always limits them. Leave it True.")
-        ensure_group(world.device)
-        module = module.to(world.device)
-        if self.sync_module_states and world.size > 1:
-            broadcast_from_rank0(module)
-        module = recipe.compile(recipe.recompute(module))
-        ignored = {p for m in self.ignored_modules or () for p in m.parameters()}
-        loose = [n for n, p in module.named_parameters() if p in ignored and p.requires_grad]
-        if loose and world.size > 1:
-            raise UsageError(
-                f"FSDPStrategy(ignored_modules=...): {loose[0]} would not be reduced over the ranks. Freeze it first."
+        if self.blocks is not None and self.auto_wrap_policy is not None:
+            raise UsageError("FSDPStrategy: blocks and auto_wrap_policy both choose what is sharded. Give one of them.")
+        if self.process_group is not None and self.device_mesh is not None:
+            raise UsageError("FSDPStrategy: process_group and device_mesh both say which ranks. Give one of them.")
+        mine = (world.device, world.device.index, torch.device(world.device.type))
+        if self.device_id is not None and self.device_id not in mine:
+            raise UsageError(f"FSDPStrategy(device_id={self.device_id}): this rank computes on {world.device}. Leave it out.")
+        if world.rank:
+            return
+        if getattr(self.backward_prefetch, "name", self.backward_prefetch) != "BACKWARD_PRE":
+            logger.warning(
+                "FSDPStrategy(backward_prefetch=...) has no effect: fully_shard always prefetches as BACKWARD_PRE does"
             )
-        options: dict[str, Any] = {
-            "mesh": init_device_mesh(world.device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)),
-            "reshard_after_forward": self.reshard_after_forward,
-            "mp_policy": self.mixed_precision or MixedPrecisionPolicy(),
-            "ignored_params": ignored or None,
-        }
-        sharded = [fully_shard(block, **options) for _, block in self._blocks(module)]
-        fully_shard(module, **options)
-        if self.forward_prefetch:
-            for block, following in itertools.pairwise(sharded):
-                block.set_modules_to_forward_prefetch([following])
-        return FSDPPrepared(module, world)
+        if self.use_orig_params is False:
+            logger.info("FSDPStrategy(use_orig_params=False) has no effect: parameters are always the module's own")
+        for name in ("state_dict_type", "state_dict_config", "optim_state_dict_config"):
+            if getattr(self, name) is not None:
+                logger.warning("FSDPStrategy(%s=...) has no effect: checkpoints are always sharded and keyed by name", name)
 
-    def _blocks(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        if self.blocks is None:
-            return blocks_to_shard(module)
-        names = {b for b in self.blocks if isinstance(b, str)}
-        classes = tuple(b for b in self.blocks if isinstance(b, type))
-        found = [
-            (n, m) for n, m in module.named_modules() if m is not module and (n in names or (classes and isinstance(m, classes)))
-        ]
-        missing = names - {n for n, _ in found}
-        if missing:
-            raise UsageError(f"FSDPStrategy(blocks=...): no submodule named {sorted(missing)[0]!r} in {type(module).__name__}.")
-        # Innermost first: fully_shard gives each parameter to the first call that reaches it.
-        return sorted(found, key=lambda pair: -pair[0].count("."))
+    def _mesh(self, world: World, replicas: bool) -> DeviceMesh:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        ensure_group(world.device)
+        if self.device_mesh is not None:
+            return self.device_mesh
+        if isinstance(self.process_group, tuple):
+            shards, copies = self.process_group
+            grid = _grid(shards, copies)
+            return DeviceMesh.from_group([copies, shards], world.device.type, grid, mesh_dim_names=("dp_replicate", "dp_shard"))
+        if self.process_group is not None:
+            return DeviceMesh.from_group(self.process_group, world.device.type, mesh_dim_names=("dp_shard",))
+        if replicas:
+            return replica_mesh(world, local_size=RankInfo.from_env().local_world_size)
+        return flat_mesh(world)
+
+    def _blocks(self, module: nn.Module, ignored: set[nn.Parameter]) -> Blocks | None:
+        if self.auto_wrap_policy is not None:
+            return blocks_by_policy(module, self.auto_wrap_policy, ignored)
+        return None if self.blocks is None else chosen_blocks(module, self.blocks, "FSDPStrategy(blocks=...)")
+
+
+def _grid(shards: dist.ProcessGroup, copies: dist.ProcessGroup) -> torch.Tensor:
+    """The ranks as (replicas, shards), from the rows that the ranks with the same shard know. Collective."""
+    row = torch.tensor(dist.get_process_group_ranks(shards))
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(copies))]
+    dist.all_gather(rows, row, group=copies)
+    return torch.stack(rows)
+
+
+@dataclass(frozen=True)
+class HSDPStrategy(Strategy):
+    """Shard over few ranks and replicate the shards over the rest: gathers stay where traffic is fast.
+
+    A rank's gradients are reduce-scattered among the ranks of its copy, then all-reduced over the copies.
+
+    Args:
+        shard_size: ranks that split one copy; by default those of one machine, and on one machine the most that leave
+            two copies (half of the ranks, if their number is even).
+        replicate_size: copies; by default what shard_size leaves. The two must multiply to the world size.
+        blocks, reshard_after_forward, mixed_precision, cpu_offload, sync_module_states, forward_prefetch, param_init_fn:
+            as in FSDPStrategy.
+    """
+
+    name = "hsdp"
+
+    shard_size: int | None = None
+    replicate_size: int | None = None
+    blocks: Sequence[str | type[nn.Module]] | None = None
+    reshard_after_forward: bool | int | None = None
+    mixed_precision: MixedPrecision | MixedPrecisionPolicy | None = None
+    cpu_offload: bool | CPUOffload | CPUOffloadPolicy | None = None
+    sync_module_states: bool = True
+    forward_prefetch: bool = False
+    param_init_fn: Callable[[nn.Module], None] | None = None
+
+    def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
+        local_size = RankInfo.from_env().local_world_size
+        mesh = replica_mesh(world, self.replicate_size, self.shard_size, local_size=local_size)
+        same = ("blocks", "reshard_after_forward", "mixed_precision", "cpu_offload", "sync_module_states", "forward_prefetch")
+        options: dict[str, Any] = {name: getattr(self, name) for name in (*same, "param_init_fn")}
+        return FSDPStrategy(device_mesh=mesh, **options).prepare(module, world, recipe)

@@ -6,32 +6,36 @@ block. A strategy receives the first two as a `Recipe` and applies it where its 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
+from echelon.parallel.activation import ActivationCheckpointParams, recompute
 from echelon.parallel.ddp import DDPStrategy
-from echelon.parallel.fsdp import FSDPStrategy, blocks_to_shard
+from echelon.parallel.fsdp import FSDPStrategy
+from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy, resolve
+from echelon.parallel.zero import ZeROPrepared
 from echelon.world.init import World
 
 __all__ = [
-    "ActivationCheckpointParams",
     "Recipe",
     "TorchCompileParams",
     "parallelize",
     "prepare_ddp",
     "prepare_fsdp",
+    "prepare_fsdp2",
     "prepare_module",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,21 +57,6 @@ class TorchCompileParams:
 
 
 @dataclass(frozen=True)
-class ActivationCheckpointParams:
-    """Recompute activations in the backward pass instead of keeping them.
-
-    Args:
-        check_fn: which submodules to recompute; by default the repeated blocks of the model.
-        context_fn: as in `torch.utils.checkpoint.checkpoint`, to keep what chosen operators computed.
-        checkpoint_impl: accepted from TorchTNT scripts; recomputation is always the non-reentrant kind.
-    """
-
-    check_fn: Callable[[nn.Module], bool] | None = None
-    context_fn: Callable[[], tuple[Any, Any]] | None = None
-    checkpoint_impl: object | None = None
-
-
-@dataclass(frozen=True)
 class Recipe:
     """What happens to a module besides being made parallel."""
 
@@ -75,23 +64,13 @@ class Recipe:
     torch_compile: TorchCompileParams | None = None
 
     def recompute(self, module: nn.Module) -> nn.Module:
-        """Replace the `forward` of chosen blocks by one that recomputes. Names and classes stay, unlike with a wrapper."""
-        params = self.activation_checkpoint
-        if params is None:
-            return module
-        if params.check_fn is not None:
-            chosen = [m for _, m in module.named_modules() if params.check_fn(m)]
-        else:
-            chosen = [m for _, m in blocks_to_shard(module)]
-        if not chosen:
+        compiled = self.torch_compile
+        if self.activation_checkpoint is not None and compiled is not None and compiled.backend == "eager":
             raise UsageError(
-                f"activation_checkpoint_params chose no submodule of {type(module).__name__}. Give a check_fn that returns "
-                "True for its blocks."
+                "torch.compile's backend 'eager' draws other dropout masks when it recomputes activations (torch 2.13), and the "
+                "gradients are wrong. Use backend='aot_eager' or 'inductor', or no activation_checkpoint_params."
             )
-        options: dict[str, Any] = {"context_fn": params.context_fn} if params.context_fn is not None else {}
-        for block in chosen:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
-        return module
+        return recompute(module, self.activation_checkpoint)
 
     def compile(self, module: nn.Module) -> nn.Module:
         params = self.torch_compile
@@ -160,18 +139,38 @@ def prepare_module(
     """The module moved to `device` and made parallel, for those who write their own unit."""
     decided = overrides()
     recipe = Recipe(activation_checkpoint_params, torch_compile_params if decided.compile is not False else None)
-    prepared: nn.Module = parallelize(module, strategy, device, recipe, overridden=decided.strategy).module
-    return prepared
+    prepared = parallelize(module, strategy, device, recipe, overridden=decided.strategy)
+    if isinstance(prepared, ZeROPrepared):
+        logger.warning(
+            "prepare_module never sees the optimizer that strategy 'zero1' divides: call echelon.parallel.partition.Partition("
+            "optimizer) once you have built it, or this is strategy 'ddp'"
+        )
+    made: nn.Module = prepared.module
+    return made
 
 
 def prepare_ddp(module: nn.Module, device: torch.device, strategy: DDPStrategy | None = None) -> DistributedDataParallel:
-    """The module on `device` in DistributedDataParallel."""
+    """The module on `device` in DistributedDataParallel.
+
+    Raises:
+        UsageError: nothing in it is to be trained, so there is nothing to wrap.
+    """
     prepared = parallelize(module, strategy or DDPStrategy(), device).module
-    assert isinstance(prepared, DistributedDataParallel)
+    if not isinstance(prepared, DistributedDataParallel):
+        raise UsageError(
+            f"prepare_ddp: no parameter of {type(module).__name__} requires a gradient, so there is nothing to reduce. "
+            "Use the module as it is, or unfreeze something first."
+        )
     return prepared
 
 
 def prepare_fsdp(module: nn.Module, device: torch.device, strategy: FSDPStrategy | None = None) -> nn.Module:
     """The module on `device`, sharded in place by `fully_shard`; its parameters are DTensors."""
     prepared: nn.Module = parallelize(module, strategy or FSDPStrategy(), device).module
+    return prepared
+
+
+def prepare_fsdp2(module: nn.Module, device: torch.device, strategy: FSDP2Strategy | None = None) -> nn.Module:
+    """As `prepare_fsdp`, with `fully_shard`'s own options."""
+    prepared: nn.Module = parallelize(module, strategy or FSDP2Strategy(), device).module
     return prepared

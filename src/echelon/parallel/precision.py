@@ -1,7 +1,16 @@
-"""Compute precision: autocast's type, and the scaler that fp16 needs."""
+"""Compute precision: autocast's type, and the loss scaling that fp16 needs, with one verdict over all ranks.
+
+Parameters, gradients and optimizer state stay in float32, sharded or not. In fp16 an update goes
+
+    backward of loss x scale  ->  unscale all gradients, look for inf and nan  ->  the ranks agree  ->  update, or skip it
+
+torch's scalers look at the gradients of an optimizer's parameters. Under a sharded optimizer a rank's optimizer has only
+some of them, and a rank has only some of the elements; so they are shown `Shards` in the optimizer's place.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -9,43 +18,130 @@ from typing import Any
 import torch
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.strategy import NO_CONTEXT
+from echelon.parallel.strategy import NO_CONTEXT, Prepared, local
+from echelon.world import agree
 
-__all__ = ["Precision"]
+__all__ = ["Precision", "Shards"]
 
 _NAMES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Parameters stay in float32; autocast computes in `dtype` where that is safe. None computes in float32."""
+    """Parameters stay in float32; autocast computes in `dtype` where that is safe. None computes in float32.
+
+    Args:
+        dtype: None, torch.float16 or torch.bfloat16.
+        init_scale, growth_factor, backoff_factor, growth_interval: of fp16's loss scale, as in torch.amp.GradScaler: it starts
+            at `init_scale`, is multiplied by `backoff_factor` after an update with an inf, and by `growth_factor` after
+            `growth_interval` updates without.
+    Source: Micikevicius et al. 2018, "Mixed Precision Training".
+    """
 
     dtype: torch.dtype | None = None
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, torch.float16, torch.bfloat16):
+            raise UsageError(f"Precision({self.dtype}): torch.float16, torch.bfloat16, or None for float32.")
+        if not (self.init_scale > 0 and self.growth_factor > 1 > self.backoff_factor > 0 and self.growth_interval >= 1):
+            raise UsageError(f"{self}: init_scale > 0, growth_factor > 1, backoff_factor between 0 and 1, growth_interval >= 1.")
 
     @classmethod
-    def of(cls, value: str | torch.dtype | None) -> Precision:
-        """From "fp32", "bf16", "fp16", or the torch dtype.
+    def of(cls, value: str | torch.dtype | Precision | None) -> Precision:
+        """From "fp32", "bf16", "fp16", the torch dtype, or a Precision.
 
         Raises:
             UsageError: anything else.
         """
+        if isinstance(value, Precision):
+            return value
         if value is None or value is torch.float32:
             return cls()
         if isinstance(value, str) and value in _NAMES:
             return cls(_NAMES[value])
         if value in (torch.float16, torch.bfloat16) and isinstance(value, torch.dtype):
             return cls(value)
-        raise UsageError(f"precision {value!r}: known are 'fp32', 'bf16' and 'fp16'.")
+        raise UsageError(f"precision {value!r}: known are 'fp32', 'bf16' and 'fp16', the torch dtypes, and ech.Precision(...).")
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         if self.dtype is None:
             return NO_CONTEXT
         return torch.autocast(device.type, dtype=self.dtype)
 
-    def scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
-        """fp16's small gradients would vanish without a scaler; bf16 has float32's range and needs none.
+    def scaler(self, device: torch.device, prepared: Prepared[Any]) -> torch.amp.GradScaler | None:
+        """fp16's small gradients would vanish without a scaler; bf16 has float32's range and needs none."""
+        if self.dtype is not torch.float16:
+            return None
+        options: dict[str, Any] = {
+            "init_scale": self.init_scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+        }
+        if not agree.is_joined() or not (prepared.dp_size > 1 or _is_sharded(prepared)):
+            return torch.amp.GradScaler(device.type, **options)
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-        An inf on one rank's shard makes all ranks skip the update: with DDP the reduced gradient carries it to all, with
-        FSDP the check itself is over DTensors.
-        """
-        return torch.amp.GradScaler(device.type) if self.dtype is torch.float16 else None
+        # Its default for the group is the one that was there when torch's module was imported.
+        return ShardedGradScaler(device.type, process_group=None, **options)
+
+
+def check_scaler(scaler: torch.amp.GradScaler, prepared: Prepared[Any]) -> None:
+    """
+    Raises:
+        UsageError: a scaler of the user's own that would see this rank's shards only, so that ranks part ways.
+    """
+    if agree.is_joined() and _is_sharded(prepared):
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        if not isinstance(scaler, ShardedGradScaler):
+            raise UsageError(
+                f"grad_scaler is a {type(scaler).__name__}, which looks at this rank's shards only: on an inf some ranks would "
+                "skip the update and others not. Choose its options with precision=ech.Precision(torch.float16, init_scale=...)."
+            )
+
+
+def _is_sharded(prepared: Prepared[Any]) -> bool:
+    return any(hasattr(p, "device_mesh") for p in prepared.module.parameters())
+
+
+class Shards:
+    """What a gradient scaler sees in the place of an optimizer: this rank's part of every gradient, and the update itself.
+
+    Attributes:
+        updated: whether the last `step` of the scaler changed the parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+        self._optimizer = optimizer
+        # The optimizer's may be fewer (its part of them) or more (a temperature that is no part of the module).
+        own = (p for group in optimizer.param_groups for p in group["params"])
+        self._parameters = list({id(p): p for p in (*parameters, *own)}.values())
+        self.updated = False
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [{"params": list(self._parts())}]
+
+    def _parts(self) -> Iterator[torch.Tensor]:
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                gradient = local(parameter.grad)
+                part = gradient.detach()
+                part.grad = gradient  # as a parameter has it; the same memory
+                yield part
+
+    def step(self) -> Any:
+        self.updated = True
+        return self._optimizer.step()
+
+    def update_with(self, scaler: torch.amp.GradScaler) -> bool:
+        """The optimizer's step unless a rank has found an inf; then the scale's. Whether the parameters have changed."""
+        self.updated = False
+        scaler.step(self)  # type: ignore[arg-type]
+        scaler.update()
+        return self.updated

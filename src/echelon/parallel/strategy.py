@@ -17,12 +17,16 @@ import torch
 from torch import nn
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel import gradients
+from echelon.parallel.fixed_order import clip_in_order_
+from echelon.parallel.gradients import local
+from echelon.parallel.materialize import materialize
 from echelon.world.init import World
 
 if TYPE_CHECKING:
     from echelon.parallel.parallelize import Recipe
 
-__all__ = ["NOOPStrategy", "Prepared", "Strategy", "resolve"]
+__all__ = ["NOOPStrategy", "Prepared", "Strategy", "local", "resolve"]
 
 O = TypeVar("O")  # noqa: E741
 M = TypeVar("M", bound=nn.Module)
@@ -38,11 +42,13 @@ class Prepared(Generic[M]):
         module: what the user calls; may be a wrapper.
         dp_rank, dp_size: which share of every global batch this rank works on.
         forward_is_collective: every rank must call the module equally often, also to evaluate.
+        order_is_fixed: `fix_order` was called.
         is_replica: another rank works on the very same samples and speaks for them; what this one counts weighs nothing.
     """
 
     forward_is_collective = False
     is_replica = False
+    order_is_fixed = False
 
     def __init__(self, module: M, dp_rank: int = 0, dp_size: int = 1) -> None:
         self.module = module
@@ -55,16 +61,20 @@ class Prepared(Generic[M]):
             from echelon.parallel.ddp import DDPPrepared
 
             return DDPPrepared(module, world)
+        if isinstance(module, nn.DataParallel):
+            from echelon.parallel.dp import DPPrepared
+
+            return DPPrepared(module)
         # Nothing is imported to find out: a module that FSDP has touched has imported it.
         import sys
 
         fsdp = sys.modules.get("torch.distributed.fsdp")
         if fsdp is not None and isinstance(module, fsdp.FSDPModule):
-            from echelon.parallel.fsdp import FSDPPrepared
+            from echelon.parallel.sharding import FSDPPrepared
 
             return FSDPPrepared(module, world)
         if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
-            from echelon.parallel.fsdp import FSDP1Prepared
+            from echelon.parallel.fsdp1 import FSDP1Prepared
 
             return FSDP1Prepared(module, world)
         return Prepared(module)
@@ -93,11 +103,24 @@ class Prepared(Generic[M]):
         backward(loss, micro_batch)
         return loss, outputs
 
+    def fix_order(self) -> None:
+        """From now on, add gradients over the ranks in the order of `parallel/fixed_order`, and take norms in one order.
+
+        Raises:
+            UsageError: this kind of module has no fixed order.
+        """
+        self.order_is_fixed = True
+
+    def parameters_written(self) -> None:
+        """Call it after writing into parameters other than by an optimizer's step: what was gathered of them is forgotten.
+
+        Raises:
+            UsageError: this kind of module cannot forget.
+        """
+
     def scale_grads(self, factor: float | torch.Tensor) -> None:
         """Multiply every gradient in place. Per rank; `factor` is the same on all."""
-        grads = [local(p.grad) for p in self.module.parameters() if p.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, factor)
+        gradients.scale_(self.module.parameters(), factor)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`.
@@ -111,14 +134,13 @@ class Prepared(Generic[M]):
             The norm before clipping, a 0-dim tensor, the same number on every rank.
         Source: Pascanu et al. 2013, section 3.2, as `torch.nn.utils.clip_grad_norm_` does it.
         """
-        return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+        if self.order_is_fixed:
+            return clip_in_order_(self.module.parameters(), max_norm, norm_type)
+        return gradients.clip_by_norm_(self.module.parameters(), max_norm, norm_type)
 
     def clip_grad_value_(self, max_value: float) -> None:
         """Clamp every gradient element to [-max_value, max_value]."""
-        grads = [local(p.grad) for p in self.module.parameters() if p.grad is not None]
-        if grads:
-            torch._foreach_clamp_min_(grads, -max_value)
-            torch._foreach_clamp_max_(grads, max_value)
+        gradients.clip_by_value_(self.module.parameters(), max_value)
 
 
 class WrapperPrepared(Prepared[M]):
@@ -131,12 +153,6 @@ class WrapperPrepared(Prepared[M]):
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         return NO_CONTEXT if last else self.module.no_sync()  # type: ignore[operator]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor; a plain tensor is its own part."""
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if to_local is not None else tensor
 
 
 class Strategy(ABC):
@@ -165,6 +181,7 @@ class NOOPStrategy(Strategy):
     name = "noop"
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
+        materialize(module, world.device, same_on_all=False)
         return Prepared(recipe.compile(recipe.recompute(module.to(world.device))))
 
 

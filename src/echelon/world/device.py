@@ -12,7 +12,7 @@ import torch
 from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
 
-__all__ = ["copy_data_to_device", "device_of", "record_stream", "set_threads"]
+__all__ = ["copy_data_to_device", "device_of", "record_stream", "same_kernels", "set_threads"]
 
 T = TypeVar("T")
 
@@ -46,8 +46,21 @@ def set_threads(info: RankInfo) -> None:
     Two ranks with two threads each on two cores are five times slower than with one: the threads wait for one another.
     """
     if "OMP_NUM_THREADS" not in os.environ and info.local_world_size > 1:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-        torch.set_num_threads(max(1, cores // info.local_world_size))
+        torch.set_num_threads(max(1, _cores() // info.local_world_size))
+
+
+def same_kernels(parts: int) -> None:
+    """Compute alike whether this process does all or one of `parts` parts: deterministic kernels, threads for one part.
+
+    The number of threads decides in which order a matrix product adds. An operation without a deterministic kernel raises.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with workspaces of fixed sizes
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(max(1, _cores() // parts))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def copy_data_to_device(data: T, device: torch.device, *, non_blocking: bool = False) -> T:

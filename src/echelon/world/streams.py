@@ -14,7 +14,7 @@ import torch
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["load_states", "renew", "seed", "separate", "states"]
+__all__ = ["at", "load_states", "renew", "seed", "separate", "states"]
 
 
 def seed(seed: int) -> None:
@@ -48,6 +48,13 @@ def separate(dp_rank: int) -> None:
 def renew(step: int) -> None:
     """Another common stream than any before, the same on all ranks: for a run that goes on without its saved streams."""
     torch.manual_seed(_mix(torch.initial_seed(), step + 2**32))
+
+
+def at(common: int, position: int) -> None:
+    """The torch stream that belongs to a position in training, for whichever rank works on it."""
+    global _own
+    torch.manual_seed(_mix(common, position + 2**33))
+    _own = torch.initial_seed()
 
 
 def _mix(common: int, rank: int) -> int:

@@ -1,0 +1,77 @@
+"""`echelon prove`: run a script under every strategy and compare each step with one process in plain PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from echelon.contracts.errors import UsageError
+from echelon.contracts.run_dir import RunDir, write_json
+
+__all__ = ["add_arguments", "execute"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--strategies", metavar="NAMES", help="comma-separated; default: ddp,fsdp,hsdp,zero1,zero2")
+    parser.add_argument("--ranks", default="1,2,4", metavar="N,N", help="numbers of processes (default: 1,2,4)")
+    parser.add_argument("--accumulation", default="1,2", metavar="N,N", help="micro-batches per update on a rank (default: 1,2)")
+    parser.add_argument("--updates", type=int, default=5, metavar="N", help="optimizer updates that are compared (default: 5)")
+    parser.add_argument("--float64", action="store_true", help="compare in float64, to 1e-11")
+    parser.add_argument("--no-sgd", action="store_true", help="leave out the rows with SGD in place of the script's optimizer")
+    parser.add_argument("--bitwise", action="store_true", help="also prove the bit-equal mode")
+    parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
+    parser.add_argument("--seed", type=int, default=0, help="of every process before the script begins (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where the page is left (default: runs)")
+    parser.add_argument("script", help="a script that calls echelon's train or fit")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    script = Path(arguments.script)
+    if not script.is_file():
+        raise UsageError(f"script {arguments.script} does not exist (looked in {Path.cwd()}).")
+    ranks, accumulation = _numbers("--ranks", arguments.ranks), _numbers("--accumulation", arguments.accumulation)
+
+    from echelon.launcher.function import preload
+
+    preload("torch", "torch._dynamo", "torch.distributed.fsdp", "echelon.prover.rank")  # while this process imports the same
+
+    from echelon.prover import show
+    from echelon.prover.matrix import DEFAULT, matrix
+    from echelon.prover.prove import Result, prove_target
+    from echelon.prover.rank import Target
+
+    strategies = arguments.strategies.split(",") if arguments.strategies else DEFAULT
+    rows = matrix(strategies, ranks, accumulation, sgd=not arguments.no_sgd, parts=arguments.parts if arguments.bitwise else None)
+
+    def shown(result: Result) -> None:
+        print(show.line(result), flush=True)
+        for text in show.details(result):
+            print(f"    {text}", flush=True)
+
+    if not arguments.json:
+        print(show.HEADER, flush=True)
+    target = Target(script=arguments.script, args=tuple(arguments.args))
+    proof = prove_target(target, rows, arguments.updates, arguments.float64, arguments.seed, None if arguments.json else shown)
+    run = RunDir.create(arguments.runs, None, stem=f"prove-{script.stem}")
+    write_json(run.path / "prove.json", proof.to_json())
+    (run.path / "prove.html").write_text(show.page(proof, f"echelon prove {script.name}"), encoding="utf-8")
+    if arguments.json:
+        print(json.dumps(proof.to_json(), indent=2))
+    else:
+        print("\n".join(["", *show.summary(proof)]), flush=True)
+        print(f"page {run.path / 'prove.html'}", file=sys.stderr)
+    return 0 if proof.holds else 1
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise UsageError(f"{option} {text}: whole numbers from 1, separated by commas, such as 1,2,4.")
+    return numbers

@@ -1,0 +1,203 @@
+"""Averages of the weights along training: an exponential moving average (EMA), or a plain one (SWA).
+
+The averages live like the parameters: split over the ranks where these are, and keyed by name, so that a checkpoint of them
+can be restored under another strategy and number of ranks. They are brought forward with torch's own functions, over this
+rank's parts, without communication.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.optim.swa_utils import SWALR, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.strategy import Prepared, local
+
+__all__ = ["AveragedWeights", "SWALRParams", "SWAParams", "swa_scheduler"]
+
+
+@dataclass(frozen=True)
+class SWALRParams:
+    """The learning rate while averaging: torch's SWALR.
+
+    Args:
+        anneal_steps_or_epochs: over how many updates (or epochs, as `step_lr_interval` says) the rate goes to `swa_lrs`.
+        anneal_strategy: "linear" or "cos".
+        swa_lrs: the rate in the end; a list has one for each parameter group.
+    """
+
+    anneal_steps_or_epochs: int
+    anneal_strategy: Literal["linear", "cos"] = "linear"
+    swa_lrs: Sequence[float] | float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.anneal_steps_or_epochs < 0 or self.anneal_strategy not in ("linear", "cos"):
+            raise UsageError(f"{self}: anneal_steps_or_epochs at least 0, anneal_strategy 'linear' or 'cos'.")
+
+
+@dataclass(frozen=True)
+class SWAParams:
+    """Which weights are averaged, and how. "Steps" are updates of the parameters; AutoUnit's `step_lr_interval` chooses.
+
+    Args:
+        warmup_steps_or_epochs: how many pass before the first is averaged. The average begins as a copy of that one.
+        step_or_epoch_update_freq: every how many one is averaged.
+        use_buffers: average buffers such as running statistics, too; False keeps them as the module's are. Whole numbers, such as
+            a count of batches, are always kept as they are.
+        averaging_method: "ema" weighs older ones ever less, "swa" all alike.
+        ema_decay: the weight of the average against the newest weights; only for "ema".
+        use_lit: begin with a small decay, (1 + n) / (10 + n) at the n-th; only for "ema".
+        swalr_params: another learning rate once averaging has begun, in the scheduler's place.
+        use_in_evaluation: evaluate, test and predict with the averages. Not TorchTNT's: its units call `swa_model` themselves.
+    Source: Polyak and Juditsky 1992; Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better Generalization".
+    """
+
+    warmup_steps_or_epochs: int
+    step_or_epoch_update_freq: int
+    use_buffers: bool = True
+    averaging_method: Literal["ema", "swa"] = "ema"
+    ema_decay: float = 0.999
+    use_lit: bool = False
+    swalr_params: SWALRParams | None = None
+    use_in_evaluation: bool = False
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps_or_epochs < 0 or self.step_or_epoch_update_freq < 1:
+            raise UsageError(
+                f"SWAParams(warmup_steps_or_epochs={self.warmup_steps_or_epochs}, "
+                f"step_or_epoch_update_freq={self.step_or_epoch_update_freq}): at least 0, and at least 1."
+            )
+        if self.averaging_method not in ("ema", "swa"):
+            raise UsageError(f"SWAParams(averaging_method={self.averaging_method!r}): 'ema' or 'swa'.")
+        if not 0 <= self.ema_decay <= 1:
+            raise UsageError(f"SWAParams(ema_decay={self.ema_decay}): between 0 and 1.")
+        if self.use_lit and self.averaging_method != "ema":
+            raise UsageError("SWAParams(use_lit=True): a decay that grows is EMA's. Set averaging_method='ema'.")
+
+
+class AveragedWeights:
+    """The averages of a module's parameters and buffers. Call it like the module to compute with them.
+
+    Attributes:
+        n_averaged: how many have been averaged.
+        passed: updates, or epochs, since the beginning.
+    """
+
+    keyed_by_name = True
+
+    def __init__(self, prepared: Prepared[Any], params: SWAParams) -> None:
+        self._prepared, self.params = prepared, params
+        self.n_averaged = self.passed = 0
+        self.applied_now = False
+        prepared.parameters_written()  # refuses here what could not be exchanged later
+        # Once: sharded parameters are found under their names only while they are not gathered.
+        self._parameters = {f"parameters.{n}": p for n, p in prepared.plain.named_parameters()}
+        sources = self._sources()
+        self._averages = {n: t.detach().clone() for n, t in sources.items()}
+        wanted = sources if params.use_buffers else self._parameters
+        self._groups = _by_kind({n: t for n, t in wanted.items() if t.is_floating_point()})
+        averaged = {n for names in self._groups for n in names}
+        self._copied = [n for n in sources if n not in averaged]
+
+    def _sources(self) -> dict[str, torch.Tensor]:
+        """What is averaged, as it is now: modules may replace a buffer."""
+        return {**self._parameters, **{f"buffers.{n}": b for n, b in self._prepared.plain.named_buffers()}}
+
+    def step(self) -> bool:
+        """After an update (or an epoch): average if it is due. Returns whether the warm-up is over."""
+        since = self.passed - self.params.warmup_steps_or_epochs
+        self.passed += 1
+        if since >= 0 and since % self.params.step_or_epoch_update_freq == 0:
+            self.update()
+        return since >= 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the module's present weights into the averages."""
+        count, params, sources = self.n_averaged, self.params, self._sources()
+        self.n_averaged += 1
+        for name in self._copied if count else sources:
+            local(self._averages[name]).copy_(local(sources[name]))
+        if count == 0:
+            return
+        if params.averaging_method == "swa":
+            bring_forward = get_swa_multi_avg_fn()
+        else:
+            lit = (2 + count) / (11 + count) if params.use_lit else 1.0  # n is count + 1
+            bring_forward = get_ema_multi_avg_fn(min(params.ema_decay, lit))
+        for names in self._groups:
+            bring_forward([local(self._averages[n]) for n in names], [local(sources[n]) for n in names], count)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Context in which the module has the averages for weights; before the first average, its own.
+
+        Not for training. Every rank enters it if the strategy shards.
+        """
+        if self.n_averaged == 0 or self.applied_now:
+            yield
+            return
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        # By value: others hold on to the parameters' memory, and so do compiled graphs.
+        for name, source in self._sources().items():
+            mine, average = local(source), local(self._averages[name])
+            kept = mine.clone()
+            mine.copy_(average)
+            average.copy_(kept)
+        self.applied_now = not self.applied_now
+        self._prepared.parameters_written()
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's outputs with the averages for weights, without gradients."""
+        with self.applied():
+            return self._prepared.module(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """
+        Raises:
+            UsageError: the module has the averages for weights just now; a checkpoint would hold them for its own.
+        """
+        if self.applied_now:
+            raise UsageError(
+                "a checkpoint from within an evaluation with averaged weights. Save after it, for example in on_eval_end."
+            )
+        return {**self._averages, "n_averaged": self.n_averaged, "passed": self.passed}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, average in self._averages.items():
+            saved = state_dict[name]
+            if saved is not average:  # a checkpoint is read in place
+                average.copy_(saved)
+        self.n_averaged, self.passed = state_dict["n_averaged"], state_dict["passed"]
+
+
+def _by_kind(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
+    """Names in groups of one device and one type, as torch's functions over many tensors want them."""
+    kinds: dict[Any, list[str]] = {}
+    for name, tensor in tensors.items():
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(name)
+    return list(kinds.values())
+
+
+def swa_scheduler(optimizer: torch.optim.Optimizer, params: SWALRParams) -> SWALR:
+    """torch's SWALR, made before the warm-up is over and without a say until then."""
+    rates: Any = params.swa_lrs if isinstance(params.swa_lrs, (int, float)) else list(params.swa_lrs)
+    before = [group["lr"] for group in optimizer.param_groups]
+    made = SWALR(optimizer, rates, params.anneal_steps_or_epochs, params.anneal_strategy)
+    for group, lr in zip(optimizer.param_groups, before, strict=True):
+        group["lr"] = lr  # with nothing to anneal, SWALR sets its own at once
+    return made

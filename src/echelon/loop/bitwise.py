@@ -1,0 +1,67 @@
+"""Training whose parameters have the same bits on any number of ranks: what `parallel/fixed_order` needs from the loop.
+
+Besides the order of sums, four things must not depend on the number of ranks: the size of a micro-batch (kernels add in an
+order that depends on shapes), the number of threads, the random numbers of a sample, and the factor that undoes weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.fixed_order import GradientTree, is_power_of_two
+from echelon.parallel.strategy import Prepared
+from echelon.world import streams
+from echelon.world.device import same_kernels
+
+__all__ = ["BitEqual"]
+
+R = TypeVar("R")
+
+
+class BitEqual:
+    """Splits every global batch into `parts`, whatever the number of ranks, and adds their gradients in one order.
+
+    Args:
+        parts: a power of two that the data-parallel ranks divide.
+        prepared: from now on it reduces after every micro-batch, in the fixed order.
+    Raises:
+        UsageError: the parts cannot be divided, or the strategy has no fixed order.
+    """
+
+    def __init__(self, parts: int, prepared: Prepared[torch.nn.Module]) -> None:
+        if not is_power_of_two(parts) or parts % prepared.dp_size:
+            raise UsageError(
+                f"bit-equal training in {parts} parts on {prepared.dp_size} ranks: the parts must be a power of two that the "
+                f"ranks divide. Use 1, 2, 4, ... ranks, up to {parts}, or more parts: --parts N."
+            )
+        prepared.fix_order()
+        same_kernels(parts)
+        self.parts, self.accumulation = parts, parts // prepared.dp_size
+        self._prepared = prepared
+        self._parameters = [p for p in prepared.module.parameters() if p.requires_grad]
+        self._tree = GradientTree()
+        self._seed: int | None = None
+
+    def run(self, work: Callable[[], R], update: int, index: int, *, last: bool) -> R:
+        """Forward and backward of micro-batch `index` of an update, with the random numbers of its part."""
+        if self._seed is None:
+            self._seed = torch.initial_seed()  # as the script seeded all ranks
+        streams.at(self._seed, update * self.parts + index * self._prepared.dp_size + self._prepared.dp_rank)
+        result = work()
+        self._tree.add(self._parameters, last=last)
+        return result
+
+    def discard(self) -> None:
+        """Forget an unfinished window."""
+        self._tree.clear()
+
+    def state_dict(self) -> dict[str, int | None]:
+        """The seed: what torch calls the initial seed is another one by now."""
+        return {"seed": self._seed}
+
+    def load_state_dict(self, state: dict[str, int | None]) -> None:
+        self._seed = state["seed"]

@@ -1,0 +1,42 @@
+"""What `compute_loss` and `weight` give: is it a loss, and how much does a batch count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["problem_with", "rows"]
+
+
+def problem_with(made: Any) -> str | None:
+    """What is wrong with the value of `compute_loss`; None if nothing is."""
+    if not isinstance(made, tuple) or len(made) != 2:
+        return f"{type(made).__name__}; return the pair (loss, outputs)."
+    loss = made[0]
+    if not isinstance(loss, torch.Tensor):
+        return f"a loss of type {type(loss).__name__}; it must be a scalar tensor."
+    if loss.dim():
+        return f"a loss of shape {tuple(loss.shape)}; it must be a scalar: take its mean."
+    if not loss.requires_grad:
+        return "a loss without a gradient: was it detached, or computed under no_grad?"
+    return None
+
+
+def rows(data: Any) -> int:
+    """The first dimension of the first tensor in a batch; 1 if there is none."""
+    if type(data) in (tuple, list) and data and type(data[0]) is torch.Tensor and data[0].dim():
+        return data[0].size(0)  # the usual kind of batch, without the slow questions below
+    if isinstance(data, torch.Tensor):
+        return data.shape[0] if data.dim() else 1
+    if isinstance(data, Mapping):
+        data = list(data.values())
+    elif not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
+        data = list(vars(data).values()) if hasattr(data, "__dict__") else []
+    for value in data:
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value.shape[0]
+        if isinstance(value, (Mapping, Sequence)) and not isinstance(value, (str, bytes)):
+            return rows(value)
+    return 1

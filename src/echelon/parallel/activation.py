@@ -1,0 +1,180 @@
+"""Recompute: activations are computed a second time in the backward pass instead of being kept.
+
+A recomputed module is the same object of the same class, with another `forward`, so that the names of its parameters stay.
+Built on `torch.utils.checkpoint`, its non-reentrant kind, which draws the same dropout masks again. What torch leaves open
+is done here: running statistics are counted once, and keyword arguments are saved like positional ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.blocks import blocks_by_policy, blocks_to_shard
+from echelon.parallel.strategy import NO_CONTEXT
+
+__all__ = ["ActivationCheckpointParams", "checkpoint_wrapper", "recompute"]
+
+Contexts = Callable[[], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointParams:
+    """Recompute activations in the backward pass instead of keeping them.
+
+    Args:
+        checkpoint_impl: accepted from TorchTNT scripts; recomputation is always the non-reentrant kind.
+        check_fn: which submodules to recompute, each by itself; by default the repeated blocks of the model. One that is true
+            for the module itself recomputes it whole, which keeps nothing but makes everything anew at once.
+        auto_wrap_policy: another way to choose, as the older FullyShardedDataParallel's.
+        context_fn: as in `torch.utils.checkpoint.checkpoint`, to decide operator by operator what is kept.
+        every: recompute only each `every`-th of the chosen, for half or a third of the price.
+        save_ops: keep what these operators computed, for example `[torch.ops.aten.mm.default]`, and recompute the rest.
+        offload_to_cpu: keep the inputs of the recomputed modules in host memory.
+    """
+
+    checkpoint_impl: object | None = None
+    check_fn: Callable[[nn.Module], bool] | None = None
+    auto_wrap_policy: Any = None
+    context_fn: Contexts | None = None
+    every: int = 1
+    save_ops: Sequence[Any] = ()
+    offload_to_cpu: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UsageError(f"ActivationCheckpointParams(every={self.every}): at least 1.")
+        if self.check_fn is not None and self.auto_wrap_policy is not None:
+            raise UsageError("ActivationCheckpointParams: check_fn and auto_wrap_policy both choose submodules; give one.")
+        if self.context_fn is not None and self.save_ops:
+            raise UsageError("ActivationCheckpointParams: context_fn and save_ops both choose what is kept; give one.")
+        try:
+            create_selective_checkpoint_contexts(list(self.save_ops))
+        except ValueError as error:
+            raise UsageError(
+                f"ActivationCheckpointParams(save_ops=...) takes operators such as torch.ops.aten.mm.default. torch says: {error}"
+            ) from error
+
+    def chosen(self, module: nn.Module) -> list[nn.Module]:
+        """The modules to recompute, in the order of the model."""
+        check, policy = self.check_fn, self.auto_wrap_policy
+        if check is not None:
+            found = [m for m in module.modules() if check(m)]
+        elif policy is not None:
+            found = [m for _, m in blocks_by_policy(module, policy, set())]
+        else:
+            found = [m for _, m in blocks_to_shard(module)]
+        return found[:: self.every]
+
+    @property
+    def contexts(self) -> Contexts | None:
+        return partial(create_selective_checkpoint_contexts, list(self.save_ops)) if self.save_ops else self.context_fn
+
+
+def recompute(module: nn.Module, params: ActivationCheckpointParams | None) -> nn.Module:
+    """Make the chosen submodules recompute, in place; those that do already are left alone.
+
+    Raises:
+        UsageError: nothing was chosen.
+    """
+    if params is None:
+        return module
+    chosen = params.chosen(module)
+    if not chosen:
+        raise UsageError(
+            f"activation_checkpoint_params chose no submodule of {type(module).__name__}. Give a check_fn that returns "
+            "True for its blocks."
+        )
+    for block in chosen:
+        checkpoint_wrapper(block, offload_to_cpu=params.offload_to_cpu, context_fn=params.contexts)
+    return module
+
+
+def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False, *, context_fn: Contexts | None = None) -> nn.Module:
+    """Make a module recompute its activations in the backward pass. Returns the same module, changed in place.
+
+    Args:
+        module: one that recomputes already is left as it is.
+        offload_to_cpu: keep the module's inputs in host memory meanwhile.
+        context_fn: as in `torch.utils.checkpoint.checkpoint`.
+    """
+    if not isinstance(module.forward, _Recompute):
+        module.forward = _Recompute(module, offload_to_cpu, context_fn)
+    return module
+
+
+class _Recompute:
+    """The `forward` of a module that recomputes. A class, so that the module can still be copied and pickled."""
+
+    def __init__(self, module: nn.Module, offload_to_cpu: bool, contexts: Contexts | None) -> None:
+        self._module, self._forward = module, module.forward
+        self._offload, self._contexts = offload_to_cpu, contexts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        # By position, as torch saves (and frees, and offloads) tensors among positional arguments only.
+        inputs, names = (*args, *kwargs.values()), tuple(kwargs)
+        if torch.compiler.is_compiling():  # takes no contexts but torch's own
+            options: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
+            call = partial(self._traced, [], names)
+            return checkpoint(call, *inputs, use_reentrant=False, **options)
+        with self._offloaded() if self._offload else NO_CONTEXT:
+            return checkpoint(partial(self._call, names), *inputs, use_reentrant=False, context_fn=self._contexts_and_statistics)
+
+    def _call(self, names: tuple[str, ...], *values: Any) -> Any:
+        count = len(values) - len(names)
+        return self._forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    def _traced(self, calls: list[int], names: tuple[str, ...], *values: Any) -> Any:
+        """For the compiler, whose graphs count once by themselves. What it cannot trace it calls like this, twice."""
+        if torch.compiler.is_compiling():
+            return self._call(names, *values)
+        calls.append(1)
+        with _Uncounted(self._module) if len(calls) > 1 else NO_CONTEXT:
+            return self._call(names, *values)
+
+    def _contexts_and_statistics(self) -> tuple[Any, Any]:
+        first, again = self._contexts() if self._contexts is not None else (NO_CONTEXT, NO_CONTEXT)
+        return first, _Uncounted(self._module, again)
+
+    def _offloaded(self) -> AbstractContextManager[Any]:
+        on_gpu = any(p.device.type == "cuda" for p in self._module.parameters())
+        return torch.autograd.graph.save_on_cpu(pin_memory=on_gpu)
+
+
+class _Uncounted:
+    """Context of a recomputation: what normalisation counts into its running statistics is thrown away.
+
+    torch may enter the same one again, and an inner module's lies within that of an outer one. `also` is entered last: it may
+    watch every operation, which must be those of the forward pass.
+    """
+
+    _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+    def __init__(self, module: nn.Module, also: AbstractContextManager[Any] = NO_CONTEXT) -> None:
+        self._module, self._also = module, also
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for norm in self._module.modules():
+                if norm.training and getattr(norm, "track_running_stats", False):
+                    for name in self._STATISTICS:
+                        counted = getattr(norm, name, None)
+                        if counted is not None:
+                            setattr(norm, name, counted.clone())
+                            stack.callback(setattr, norm, name, counted)
+            stack.enter_context(self._also)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._entered.pop().__exit__(*raised)

@@ -1,0 +1,128 @@
+"""Which submodules are treated one by one, to shard or to recompute: the repeated blocks of a model, or what the user says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["blocks_by_policy", "blocks_to_shard", "chosen_blocks", "without_shared"]
+
+Blocks = list[tuple[str, nn.Module]]
+
+
+def blocks_to_shard(module: nn.Module) -> Blocks:
+    """The repeated blocks of a model: children of a ModuleList, ModuleDict or Sequential that share a class, outermost first.
+
+    Sharding layer by layer would cost a collective each; sharding only the root would gather the whole model at once.
+    """
+    found: Blocks = []
+
+    def visit(name: str, parent: nn.Module) -> None:
+        children = [(f"{name}.{n}" if name else n, c) for n, c in parent.named_children()]
+        if isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            kinds = [type(c) for _, c in children]
+            for child_name, child in children:
+                own = any(True for _ in child.parameters())
+                if own and kinds.count(type(child)) > 1 and any(True for _ in child.children()):
+                    found.append((child_name, child))
+                else:
+                    visit(child_name, child)
+            return
+        for child_name, child in children:
+            visit(child_name, child)
+
+    visit("", module)
+    return found
+
+
+def chosen_blocks(module: nn.Module, chosen: Iterable[str | type[nn.Module]], option: str) -> Blocks:
+    """The submodules of these names and classes, innermost first.
+
+    Raises:
+        UsageError: nothing has one of the names or classes, or it is a container, which has no forward. `option` is named.
+    """
+    wanted = list(chosen)
+    found: Blocks = []
+    for one in wanted:
+        hits = [(n, m) for n, m in module.named_modules() if n and (n == one if isinstance(one, str) else isinstance(m, one))]
+        if not hits:
+            what = f"named {one!r}" if isinstance(one, str) else f"of class {one.__name__}"
+            raise UsageError(f"{option}: no submodule {what} in {type(module).__name__}.")
+        found += [hit for hit in hits if hit not in found]
+    for name, block in found:
+        if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+            raise UsageError(f"{option}: {name} is a {type(block).__name__}, which has no forward of its own. Name its children.")
+    return innermost_first(found)
+
+
+def blocks_by_policy(module: nn.Module, policy: Any, ignored: set[nn.Parameter]) -> Blocks:
+    """What an `auto_wrap_policy` of the older FullyShardedDataParallel chooses, innermost first: a set of classes, one of
+    torch's policies, or a function of (module, recurse, nonwrapped_numel).
+    """
+    if isinstance(policy, (set, frozenset, list, tuple)):
+        return chosen_blocks(module, policy, "auto_wrap_policy")
+    if callable(policy):
+        return innermost_first(_by_function(module, policy, ignored))
+    return innermost_first(_by_custom_policy(module, policy))
+
+
+def _by_function(root: nn.Module, policy: Callable[..., bool], ignored: set[nn.Parameter]) -> Blocks:
+    """As torch walks: the children first, so that a policy by size sees what they have left over."""
+    found: Blocks = []
+
+    def visit(name: str, module: nn.Module) -> int:
+        size = sum(p.numel() for p in module.parameters() if p not in ignored)
+        if not policy(module=module, recurse=True, nonwrapped_numel=size):
+            return 0
+        taken = sum(visit(f"{name}.{n}" if name else n, child) for n, child in module.named_children())
+        if name and policy(module=module, recurse=False, nonwrapped_numel=size - taken):
+            found.append((name, module))
+            return size
+        return taken
+
+    visit("", root)
+    return found
+
+
+def _by_custom_policy(module: nn.Module, policy: Any) -> Blocks:
+    """torch's CustomPolicy can be asked by its `_run_policy` only (torch 2.13; tests/test_strategies.py notices a change)."""
+    run = getattr(policy, "_run_policy", None)
+    if run is None:
+        raise UsageError(f"auto_wrap_policy: a set of module classes or a policy function, not {type(policy).__name__}.")
+    options: dict[nn.Module, dict[str, Any]] = run(module, set(), {})
+    found = [(n, m) for n, m in module.named_modules() if n and m in options]
+    for name, block in found:
+        if options[block]:
+            raise UsageError(
+                f"auto_wrap_policy gives {name} options of its own ({', '.join(options[block])}); all blocks have the "
+                "strategy's. For one that differs, call fully_shard yourself and pass the module without a strategy."
+            )
+    return found
+
+
+def innermost_first(blocks: Sequence[tuple[str, nn.Module]]) -> Blocks:
+    """fully_shard gives each parameter to the first call that reaches it."""
+    return sorted(blocks, key=lambda pair: -pair[0].count("."))
+
+
+def without_shared(module: nn.Module, blocks: Blocks) -> tuple[Blocks, list[str]]:
+    """Leave out blocks with a parameter that is used outside of them, too: split alone, it would be tied no longer.
+
+    Returns:
+        The blocks, and the names of the parameters because of which others are left out.
+    """
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owners.setdefault(parameter, []).append(name)
+    kept, shared = [], []
+    for name, block in blocks:
+        prefix = f"{name}."
+        outside = [owners[p] for p in block.parameters() if any(not owner.startswith(prefix) for owner in owners[p])]
+        shared += [" = ".join(names) for names in outside]
+        if not outside:
+            kept.append((name, block))
+    return kept, list(dict.fromkeys(shared))

@@ -1,0 +1,77 @@
+"""One process that drives several GPUs: torch's DataParallel.
+
+Communication, inside the process: the batch is scattered, the parameters are copied to every device, before each forward;
+outputs and gradients are gathered on the first device. DistributedDataParallel is faster; this is for scripts that have it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.materialize import materialize
+from echelon.parallel.strategy import NO_CONTEXT, Prepared, Strategy, WrapperPrepared
+from echelon.world.init import World
+
+if TYPE_CHECKING:
+    from echelon.parallel.parallelize import Recipe
+
+__all__ = ["DPPrepared", "DPStrategy"]
+
+logger = logging.getLogger(__name__)
+
+
+class DPPrepared(WrapperPrepared["nn.DataParallel[Any]"]):
+    """A module in DataParallel, ours or the user's own: one process, so one share of the data."""
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        return NO_CONTEXT  # gradients are gathered by autograd, where they add up
+
+
+@dataclass(frozen=True)
+class DPStrategy(Strategy):
+    """DataParallel's options, under its names. Where there is one device, or none but the CPU, it is the plain module.
+
+    Args:
+        device_ids: CUDA devices of this process; by default all that it sees. The first holds the parameters.
+        output_device: where outputs are gathered; by default the first.
+        dim: along which a batch is scattered.
+    """
+
+    name = "dp"
+
+    device_ids: Sequence[int | torch.device] | None = None
+    output_device: int | torch.device | None = None
+    dim: int = 0
+
+    def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
+        if world.size > 1:
+            raise UsageError(
+                f"strategy 'dp' is one process that drives several devices, but {world.size} ranks run: each would train a "
+                "model of its own. Take strategy 'ddp', or start one rank."
+            )
+        materialize(module, world.device)
+        devices = list(self.device_ids if self.device_ids is not None else range(torch.cuda.device_count()))
+        if world.device.type != "cuda" or len(devices) < 2:
+            there = f"{len(devices)} CUDA device(s) chosen" if world.device.type == "cuda" else "there are no CUDA devices to use"
+            logger.warning("strategy 'dp': %s, so this is the plain module on %s", there, world.device)
+            return Prepared(recipe.compile(recipe.recompute(module.to(world.device))))
+        if recipe.activation_checkpoint is not None:
+            raise UsageError(
+                "strategy 'dp' copies the module to each device for every step, and the copies would recompute with the first "
+                "one's weights. Take strategy 'ddp', or no activation_checkpoint_params."
+            )
+        module = recipe.compile(recipe.recompute(module.to(_first(devices))))
+        return DPPrepared(nn.DataParallel(module, devices, self.output_device, self.dim))
+
+
+def _first(devices: Sequence[int | torch.device]) -> torch.device:
+    first = devices[0]
+    return first if isinstance(first, torch.device) else torch.device("cuda", first)

@@ -1,0 +1,138 @@
+"""Bit-equal numbers on 1, 2, 4, ... ranks: gradients are added in one order, whoever computed them.
+
+Every global batch is split into the same number of parts, a power of two, whatever the number of ranks: part p is micro-batch
+p // ranks of rank p % ranks. The parts' gradients are added as a tournament: neighbours first, then pairs of
+neighbours. Parts of one micro-batch lie on neighbouring ranks, so that a reduction over the ranks is the lower half of the
+tournament, and adding up a rank's micro-batches the upper half:
+
+    1 rank     (g0 + g1) + (g2 + g3)       four micro-batches
+    2 ranks    (g0 + g1) + (g2 + g3)       each bracket a reduction
+    4 ranks    (g0 + g1) + (g2 + g3)       one reduction
+
+Floating-point addition depends on the order alone, so the sums are equal to the last bit. Dividing by the number of ranks, a
+power of two, rounds nothing. It costs that every micro-batch is reduced, by gathering instead of by a ring.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.parallel.gradients import local
+
+__all__ = ["GradientTree", "TreeReduceScatter", "clip_in_order_", "is_power_of_two", "reduce_bucket", "tree_sum"]
+
+
+def is_power_of_two(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of 2**n tensors of one shape, neighbours first. May reuse the first of them."""
+    level = list(parts)
+    while len(level) > 1:
+        level = [a.add_(b) for a, b in zip(level[::2], level[1::2], strict=True)]
+    return level[0]
+
+
+def reduce_bucket(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook of DistributedDataParallel: the mean over the ranks, added in the order of the tournament."""
+    mine: torch.Tensor = bucket.buffer()
+    size = dist.get_world_size(group)
+    gathered = [torch.empty_like(mine) for _ in range(size)]
+    work = dist.all_gather(gathered, mine, group=group, async_op=True)
+    assert work is not None
+
+    def add(_: Any) -> torch.Tensor:
+        mine.copy_(tree_sum(gathered).div_(size))
+        return mine
+
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(add)
+    return future
+
+
+class TreeReduceScatter:
+    """The same for `FSDPModule.set_custom_reduce_scatter`: each rank gets all parts of its shard and adds them itself."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        size = dist.get_world_size(group)
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        total = tree_sum(list(parts.view(size, -1)))
+        output_tensor.copy_(total.view_as(output_tensor))
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(size)
+
+
+class GradientTree:
+    """Adds the gradients of a window's micro-batches as a tournament: a binary counter of sums not yet paired."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._waiting: list[dict[nn.Parameter, torch.Tensor]] = []
+
+    def add(self, parameters: Sequence[nn.Parameter], *, last: bool) -> None:
+        """Take the gradients of one micro-batch; after the window's last they hold the sum of all."""
+        carry = {p: p.grad for p in parameters if p.grad is not None}
+        paired = self._count
+        while paired & 1:
+            carry = _pair(self._waiting.pop(), carry)
+            paired >>= 1
+        self._count += 1
+        if not last:
+            self._waiting.append({p: g.clone() for p, g in carry.items()})
+            for p in parameters:
+                p.grad = None
+            return
+        while self._waiting:  # a window that is shorter than a power of two
+            carry = _pair(self._waiting.pop(), carry)
+        for p, total in carry.items():
+            if p.grad is None:
+                p.grad = total
+            elif p.grad is not total:
+                p.grad.copy_(total)
+        self._count = 0
+
+    def clear(self) -> None:
+        """Forget an unfinished window."""
+        self._count, self._waiting = 0, []
+
+
+def _pair(earlier: dict[nn.Parameter, torch.Tensor], later: dict[nn.Parameter, torch.Tensor]) -> dict[nn.Parameter, torch.Tensor]:
+    """earlier + later; a parameter that only one of them used keeps that gradient."""
+    both = {p: earlier[p] + later[p] for p in earlier.keys() & later.keys()}
+    return {**earlier, **later, **both}
+
+
+def clip_in_order_(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """`gradients.clip_by_norm_`, with the norm of whole tensors, one after the other: sharded or not, it is the same number."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not grads:
+        return torch.zeros(())
+    norm: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(_whole(g), norm_type) for g in grads]), norm_type
+    )
+    if max_norm != math.inf:
+        torch._foreach_mul_([local(g) for g in grads], torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    full = getattr(tensor, "full_tensor", None)
+    whole: torch.Tensor = full() if full is not None else tensor
+    return whole

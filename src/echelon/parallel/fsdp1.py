@@ -1,0 +1,85 @@
+"""The older FullyShardedDataParallel: modules that users wrapped in it, and its vocabulary in `fully_shard`'s."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.strategy import WrapperPrepared
+from echelon.world.init import World
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
+
+__all__ = ["FSDP1Prepared", "precision_policies", "sharding_named"]
+
+
+class FSDP1Prepared(WrapperPrepared["FullyShardedDataParallel"]):
+    """A module that the user wrapped in the older FullyShardedDataParallel; echelon itself does not build on it."""
+
+    forward_is_collective = True
+
+    def __init__(self, module: FullyShardedDataParallel, world: World) -> None:
+        super().__init__(module, world.rank, world.size)
+
+    def parameters_written(self) -> None:
+        raise UsageError(
+            "the older FullyShardedDataParallel keeps copies of its parameters that cannot be told of a change, so its weights "
+            "cannot be averaged. Pass the plain module with strategy='fsdp'."
+        )
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        return self.module.clip_grad_norm_(max_norm, norm_type)
+
+
+# (reshard after the forward, replicas of the shards)
+_SHARDINGS = {
+    "FULL_SHARD": (True, False),
+    "SHARD_GRAD_OP": (False, False),
+    "HYBRID_SHARD": (True, True),
+    "_HYBRID_SHARD_ZERO2": (False, True),
+}
+
+
+def sharding_named(value: Any) -> tuple[bool, bool]:
+    """A ShardingStrategy, or its name, as (reshard after the forward, replicas of the shards). None is FULL_SHARD.
+
+    Raises:
+        UsageError: NO_SHARD, which is "ddp"; anything unknown.
+    """
+    name = getattr(value, "name", value) or "FULL_SHARD"
+    if name == "NO_SHARD":
+        raise UsageError("FSDPStrategy(sharding_strategy=NO_SHARD): that is data parallelism with whole models: strategy 'ddp'.")
+    if name not in _SHARDINGS:
+        raise UsageError(f"FSDPStrategy(sharding_strategy={value!r}): known are {', '.join(_SHARDINGS)}.")
+    return _SHARDINGS[name]
+
+
+def precision_policies(value: Any, module: nn.Module) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """The older FSDP's MixedPrecision, or `fully_shard`'s policy, as policies for (the root, the blocks).
+
+    Raises:
+        UsageError: an option without a counterpart.
+    """
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+    if value is None or isinstance(value, MixedPrecisionPolicy):
+        policy = value or MixedPrecisionPolicy()
+        return policy, policy
+    if not isinstance(value, MixedPrecision):
+        raise UsageError(f"mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy, not {type(value).__name__}.")
+    if value.keep_low_precision_grads:
+        raise UsageError(
+            "MixedPrecision(keep_low_precision_grads=True): gradients have the parameters' type. For gradients in half "
+            "precision, build the module in that type."
+        )
+    if value.buffer_dtype is not None:
+        for buffer in module.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(value.buffer_dtype)
+    types = {"param_dtype": value.param_dtype, "reduce_dtype": value.reduce_dtype or value.param_dtype}
+    root = MixedPrecisionPolicy(**types, cast_forward_inputs=value.cast_root_forward_inputs or value.cast_forward_inputs)
+    return root, MixedPrecisionPolicy(**types, cast_forward_inputs=value.cast_forward_inputs)

@@ -1,0 +1,126 @@
+"""Scale and clip gradients, whatever mixture of whole and sharded tensors they are.
+
+A gradient that is whole on every rank (one process, DistributedDataParallel, ZeRO-1) counts once. A DTensor's parts are counted
+over the mesh axes that it is split over, and once over those that it is replicated over. So the norm is
+
+    |g|  =  ( sum over tensors, over the ranks that split them, of |part|^p ) ^ (1/p)
+
+in one small all-reduce per mesh axis, and the same number on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["clip_by_norm_", "clip_by_value_", "local", "scale_"]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor; a plain tensor is its own part."""
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor
+
+
+def scale_(parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply every gradient in place. Per rank."""
+    grads = [local(p.grad) for p in parameters if p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor)
+
+
+def clip_by_value_(parameters: Iterable[torch.Tensor], max_value: float) -> None:
+    """Clamp every gradient element to [-max_value, max_value]. Per rank."""
+    grads = [local(p.grad) for p in parameters if p.grad is not None]
+    if grads:
+        torch._foreach_clamp_min_(grads, -max_value)
+        torch._foreach_clamp_max_(grads, max_value)
+
+
+def clip_by_norm_(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all gradients so that the norm of all together is at most `max_norm`.
+
+    Collective over the ranks that hold different parts: each of them must call it.
+
+    Args:
+        max_norm: > 0; inf only measures.
+        norm_type: > 0; 2 is the Euclidean norm; inf the largest absolute value.
+    Returns:
+        The norm before clipping, a 0-dim tensor, the same number on every rank.
+    Raises:
+        UsageError: a norm of another type.
+    Source: Pascanu et al. 2013, section 3.2, as `torch.nn.utils.clip_grad_norm_` does it.
+    """
+    parameters = list(parameters)
+    if all(type(p) is nn.Parameter or not hasattr(p, "device_mesh") for p in parameters):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    if not norm_type > 0:
+        raise UsageError(f"norm_type {norm_type:g}: over shards more than 0, or inf.")
+    # Phase 1: this rank's parts, by the axes that they are split over. A kind without a gradient here still takes part.
+    kinds: dict[Axes, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        parts = kinds.setdefault(_split_over(parameter), [])
+        if parameter.grad is not None and (part := local(parameter.grad)).numel():  # a rank's part of a small tensor may be empty
+            parts.append(part)
+    # Phase 2: their norm, over the ranks.
+    # In a gradient's type, also where this rank has none: a shard can be empty.
+    dtype = next((p.grad.dtype for p in parameters if p.grad is not None), parameters[0].dtype)
+    norm = _over_ranks(kinds, norm_type, local(parameters[0]).device).to(dtype)
+    # Phase 3: one factor for all. Always multiplied, as torch does: asking whether it is 1 would wait for the device.
+    grads = [part for parts in kinds.values() for part in parts]
+    if grads and max_norm != math.inf:
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for device, same in _by_device(grads).items():
+            torch._foreach_mul_(same, factor.to(device))
+    return norm
+
+
+# The process groups of the mesh axes that a tensor is split over, in mesh order; empty if it is whole on every rank.
+Axes = tuple[Any, ...]
+
+
+def _split_over(parameter: torch.Tensor) -> Axes:
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return ()
+    # Everything but Replicate is some way of splitting; gradients of parameters are never Partial.
+    return tuple(mesh.get_group(axis) for axis, p in enumerate(parameter.placements) if not p.is_replicate())  # type: ignore[attr-defined]
+
+
+def _over_ranks(kinds: dict[Axes, list[torch.Tensor]], norm_type: float, device: torch.device) -> torch.Tensor:
+    largest = norm_type == math.inf
+    sums: dict[Axes, torch.Tensor] = {}
+    for axes, parts in kinds.items():
+        # In float64: the power of a large float32 norm would overflow.
+        norm = torch.nn.utils.get_total_norm(parts, norm_type).to(device, torch.float64) if parts else _zero(device)
+        sums[axes] = norm if largest else norm**norm_type
+    # The axis last in mesh order first. What is summed over it joins what is split over the others only.
+    while any(sums):
+        group = max(sums, key=len)[-1]
+        here = [axes for axes in sums if group in axes]
+        together = torch.stack([sums.pop(axes) for axes in here])
+        dist.all_reduce(together, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        for axes, value in zip(here, together, strict=True):
+            rest = tuple(g for g in axes if g is not group)
+            before = sums.get(rest)
+            sums[rest] = value if before is None else (torch.maximum(before, value) if largest else before + value)
+    total = sums[()]
+    return total if largest else total ** (1.0 / norm_type)
+
+
+def _zero(device: torch.device) -> torch.Tensor:
+    return torch.zeros((), device=device, dtype=torch.float64)
+
+
+def _by_device(grads: list[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    devices: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads:
+        devices.setdefault(grad.device, []).append(grad)
+    return devices

@@ -1,0 +1,177 @@
+"""Give values to a module that was built on the meta device: after sharding, one parameter at a time.
+
+    remember(module)              before anything is sharded: how each tensor gets its value
+    ... shard, on meta ...
+    materialize(module, device)   memory for this rank's parts, and the values in them
+
+Values come from the recording of `on_meta()`: those of a plain build, to the bit. A module built under a bare
+`torch.device("meta")` has none; then each layer's own `reset_parameters` is recorded now, in the order of construction, which
+gives a plain build's values only if its constructor did nothing else. A rank never holds more than its parts, and what one
+parameter depends on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.deferred import Recording, Value
+from echelon.parallel.gradients import local
+from echelon.world import agree
+
+__all__ = ["materialize", "on_meta_tensors", "remember"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Origin:
+    """A tensor without values, under all the names that it has."""
+
+    names: list[str]
+    value: Value
+
+
+_remembered: WeakKeyDictionary[nn.Module, list[_Origin]] = WeakKeyDictionary()
+
+
+def on_meta_tensors(module: nn.Module) -> bool:
+    """Whether a parameter or buffer has no values."""
+    return any(tensor.is_meta for _, tensor in _named(module))
+
+
+def remember(module: nn.Module) -> None:
+    """Note how each tensor without values gets them. A module without such is left alone.
+
+    Raises:
+        UsageError: nothing gives a value to one of them.
+    """
+    if module in _remembered or not on_meta_tensors(module):
+        return
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in _named(module):
+        if tensor.is_meta:
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+    if any(Value.of(t) is None for t in tensors.values()):
+        _record_resets(module)
+    origins = []
+    for key, tensor in tensors.items():
+        value = Value.of(tensor)
+        if value is None or not value.is_set:
+            raise UsageError(
+                f"{type(module).__name__}.{names[key][0]} {tuple(tensor.shape)} is on the meta device and nothing gives it a "
+                "value. Build the module under `with echelon.on_meta():`, which repeats what its constructor does, or give the "
+                "submodule that holds it a method reset_parameters()."
+            )
+        origins.append(_Origin(names[key], value))
+    _remembered[module] = origins
+
+
+def materialize(
+    module: nn.Module, device: torch.device, *, buffers: torch.device | None = None, same_on_all: bool = True
+) -> nn.Module:
+    """Put the module on `device`, with the values of its initialisation where it has none. Nothing happens without meta tensors.
+
+    Parameters keep their identity, so tied ones stay tied. Collective if `same_on_all`.
+
+    Args:
+        module: with its parameters in their final form, DTensors or plain.
+        device: of this rank's parts.
+        buffers: of buffers, if it is another one.
+        same_on_all: rank 0's random streams count on all ranks; False keeps each rank's own.
+    Raises:
+        UsageError: as `remember`, which it calls if nobody has; ranks that built different models.
+    """
+    if not on_meta_tensors(module):
+        return module
+    remember(module)
+    origins = _remembered.pop(module)
+    if same_on_all:
+        _agree_on_streams(origins)
+    kept = {name: tensor.detach() for name, tensor in _named(module) if not tensor.is_meta}
+    _allocate(module, device)
+    targets = dict(_named(module))
+    with torch.no_grad():
+        for name, tensor in kept.items():
+            _fill(targets[name], tensor)
+        for origin in origins:
+            _fill(targets[origin.names[0]], origin.value.compute())
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(buffers or device)
+    return module
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _record_resets(module: nn.Module) -> None:
+    """What torch's layers do at the end of their constructors, innermost layers first, as they are constructed."""
+    logger.warning(
+        "%s was built on the meta device without a record: its initial values come from each layer's reset_parameters; what its "
+        "constructor did besides is not repeated. Build it under `with echelon.on_meta():` for the values of a plain build.",
+        type(module).__name__,
+    )
+    resets = []
+    for layer in _innermost_first(module):
+        own = (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+        reset = getattr(layer, "reset_parameters", None) or getattr(layer, "_reset_parameters", None)
+        if callable(reset) and any(t.is_meta and Value.of(t) is None for t in own):
+            resets.append(reset)
+    with Recording(), torch.device("meta"), torch.no_grad():
+        for reset in resets:
+            reset()
+
+
+def _innermost_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _innermost_first(child)
+    yield module
+
+
+def _agree_on_streams(origins: list[_Origin]) -> None:
+    """Rank 0's generator states for all: a few kilobytes a draw instead of the values."""
+    if not agree.is_joined():
+        return
+    recordings = dict.fromkeys(origin.value.recording for origin in origins)
+    draws = [call for recording in recordings for call in recording.calls if call.state is not None]
+    states = [call.state for call in draws if call.state is not None]
+    agree.same_on_all("the number of random initialisations of the model", len(states), "Build the same model on every rank.")
+    if not states:
+        return
+    common = torch.stack(states)
+    dist.broadcast(common, src=0, group=agree.control_group())
+    for call, state in zip(draws, common, strict=True):
+        call.state = state.clone()  # torch reads a state from the start of its storage
+
+
+def _allocate(module: nn.Module, device: torch.device) -> None:
+    """Memory for all tensors. Exchanging contents under the parameters keeps ties, and what sharding refers to."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.to_empty(device=device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _fill(target: torch.Tensor, value: torch.Tensor) -> None:
+    mesh = getattr(target, "device_mesh", None)
+    if mesh is None or getattr(value, "device_mesh", None) is not None:
+        target.copy_(value)
+        return
+    from torch.distributed.tensor import DTensor, Replicate
+
+    # Each rank has the whole value and keeps its part: no communication.
+    whole = DTensor.from_local(value.to(target.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    local(target).copy_(local(whole.redistribute(mesh, target.placements)))  # type: ignore[attr-defined]

@@ -1,0 +1,271 @@
+"""Split a module over ranks with torch's `fully_shard`: the one place that calls it, for every strategy built on it.
+
+Communication, per block of layers: an all-gather of its parameters before the forward and again before the backward,
+a reduce-scatter of its gradients after the backward (of a window's last micro-batch); with replicas of the shards, an
+all-reduce over these.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.blocks import Blocks, blocks_to_shard, without_shared
+from echelon.parallel.fixed_order import TreeReduceScatter
+from echelon.parallel.materialize import materialize, remember
+from echelon.parallel.strategy import NO_CONTEXT, Prepared
+from echelon.world.init import World, ensure_group
+from echelon.world.mesh import ParallelDims
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+    from echelon.parallel.parallelize import Recipe
+
+__all__ = ["FSDPPrepared", "Sharding", "flat_mesh", "offloads", "replica_mesh", "replicas_default", "shard"]
+
+logger = logging.getLogger(__name__)
+
+
+class FSDPPrepared(Prepared[nn.Module]):
+    """A module that `fully_shard` has split, by us or by the user. Its parameters are DTensors."""
+
+    forward_is_collective = True
+
+    def __init__(self, module: nn.Module, world: World, dp_rank: int | None = None, dp_size: int | None = None) -> None:
+        rank, size, self.is_replica = _data_place(module, world)
+        super().__init__(module, rank if dp_rank is None else dp_rank, size if dp_size is None else dp_size)
+        self._sync: bool = True
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        if last != self._sync:
+            sharded: FSDPModule = self.module  # type: ignore[assignment]
+            sharded.set_requires_gradient_sync(last)
+            self._sync = last
+        return NO_CONTEXT
+
+    def fix_order(self) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        if any(p.device_mesh.ndim > 1 for p in self.module.parameters() if hasattr(p, "device_mesh")):
+            raise UsageError("bit-equal training needs one axis of ranks: use fsdp, not hsdp or tensor parallelism.")
+        super().fix_order()
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
+
+    def parameters_written(self) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in self.module.modules():  # the root stays gathered after an evaluation
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _data_place(module: nn.Module, world: World) -> tuple[int, int, bool]:
+    """(dp_rank, dp_size, is_replica) of a sharded module, by its parameters' meshes. An axis called "tp" is not data's."""
+    rank, size, replica = world.rank, world.size, False
+    meshes: dict[DeviceMesh | None, None] = dict.fromkeys(getattr(p, "device_mesh", None) for p in module.parameters())
+    for mesh in filter(None, meshes):
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            continue
+        place, places = 0, 1
+        for axis, name in enumerate(mesh.mesh_dim_names or ("",) * mesh.ndim):
+            if name == "tp":
+                replica = replica or coordinate[axis] > 0
+            else:
+                place, places = place * mesh.size(axis) + coordinate[axis], places * mesh.size(axis)
+        rank, size = place, places
+    return rank, size, replica
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What `shard` is told, in `fully_shard`'s words.
+
+    Args:
+        mesh: the data-parallel ranks: 1-D, or 2-D (replicas, shards).
+        blocks: submodules to split one by one, innermost first; None chooses the repeated ones and reports them.
+        root_policy: the root's mixed precision; None is the blocks'.
+        offload: shards and optimizer state live in host memory; they visit the device block by block.
+        ignored: parameters that stay whole.
+        init: fills a submodule's own parameters, if they are on the meta device.
+    """
+
+    mesh: DeviceMesh
+    blocks: Blocks | None = None
+    reshard_after_forward: bool | int = True
+    policy: MixedPrecisionPolicy | None = None
+    root_policy: MixedPrecisionPolicy | None = None
+    offload: bool = False
+    pin_memory: bool = True
+    placement: Callable[[nn.Parameter], Any] | None = None
+    ignored: Collection[nn.Parameter] = ()
+    from_rank0: bool = True
+    forward_prefetch: bool = False
+    init: Callable[[nn.Module], None] | None = None
+
+
+def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSDPPrepared:
+    """Split the module in place over `how.mesh`. Collective.
+
+    Block by block: a block is filled or moved to the device, made equal on all ranks, and split before the next one's turn,
+    so that no rank's device ever holds more than its shards and one whole block.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    if how.init is None:
+        remember(module)
+    if how.mesh.ndim > 2 or (how.mesh.ndim == 2 and how.mesh.mesh_dim_names is None):
+        raise UsageError(
+            f"a {how.mesh.ndim}-D mesh{'' if how.mesh.mesh_dim_names else ' without names'}: fully_shard takes one axis, or two "
+            "with names: init_device_mesh(device, (copies, shards), mesh_dim_names=('dp_replicate', 'dp_shard'))."
+        )
+    ignored = set(how.ignored)
+    ranks = how.mesh.mesh.flatten().tolist()
+    _refuse_loose(module, ignored, len(ranks))
+    blocks = _blocks(module, how.blocks, world)
+    module = recipe.compile(recipe.recompute(module))
+    options: dict[str, Any] = {
+        "mesh": how.mesh,
+        "reshard_after_forward": how.reshard_after_forward,
+        "shard_placement_fn": how.placement,
+        "ignored_params": ignored or None,
+    }
+    if how.offload:  # pinned memory makes copies to a GPU asynchronous; without a GPU there is none
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=how.pin_memory and world.device.type == "cuda")
+    policy = how.policy or MixedPrecisionPolicy()
+    done: set[nn.Module] = set()
+    for name, block in blocks:
+        _place(block, done, world, how, f"{type(module).__name__}.{name}")
+        fully_shard(block, **options, mp_policy=policy)
+    _place(module, done, world, how, type(module).__name__)
+    fully_shard(module, **options, mp_policy=how.root_policy or policy)
+    if how.forward_prefetch:
+        for (_, block), (_, following) in itertools.pairwise(blocks):
+            block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+    materialize(module, torch.device("cpu") if how.offload else world.device, buffers=world.device)
+    return FSDPPrepared(module, world, ranks.index(world.rank), len(ranks))
+
+
+def _blocks(module: nn.Module, chosen: Blocks | None, world: World) -> Blocks:
+    blocks, shared = without_shared(module, blocks_to_shard(module) if chosen is None else chosen)
+    if world.rank == 0:
+        if shared:
+            logger.warning("blocks that share parameters with others are split with the root: %s", ", ".join(shared))
+        if chosen is None:
+            kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(type(b).__name__ for _, b in blocks).items())
+            logger.info(
+                "sharding %s", f"{kinds} one by one, then the rest" if blocks else "the whole module at once: no blocks repeat"
+            )
+    return blocks
+
+
+def _refuse_loose(module: nn.Module, ignored: set[nn.Parameter], ranks: int) -> None:
+    loose = [n for n, p in module.named_parameters() if p in ignored and p.requires_grad]
+    if loose and ranks > 1:
+        raise UsageError(f"ignored_modules, ignored_states: {loose[0]} would not be reduced over the ranks. Freeze it first.")
+
+
+def _place(module: nn.Module, done: set[nn.Module], world: World, how: Sharding, name: str) -> None:
+    """Values for all that is not split yet, on the device and equal on all ranks, as DistributedDataParallel makes them."""
+    todo = [m for m in module.modules() if m not in done]
+    done.update(todo)
+    if how.init is not None:
+        _fill(module, todo, how.init, name)
+    tensors = {id(t): t for m in todo for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
+    with torch.no_grad():
+        for tensor in tensors.values():
+            if tensor.is_meta:  # until all is split
+                continue
+            if tensor.device != world.device:
+                tensor.data = tensor.data.to(world.device)
+            if how.from_rank0 and world.size > 1:
+                _broadcast(tensor.detach(), how.mesh)
+
+
+def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """From the mesh's first rank to all of them, axis by axis."""
+    for axis in range(mesh.ndim):
+        dist.broadcast(tensor, group_src=0, group=mesh.get_group(axis))
+
+
+def _fill(root: nn.Module, parts: list[nn.Module], init: Callable[[nn.Module], None], root_name: str) -> None:
+    """Give values to what is on the meta device. What was tied is tied again: filling makes new parameters."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for part in parts:
+        for name, parameter in part.named_parameters(recurse=False):
+            places.setdefault(parameter, []).append((part, name))
+    for part in parts:
+        before = _on_meta(part)
+        if not before:
+            continue
+        name = next((f".{n}" for n, m in root.named_modules() if n and m is part), "")
+        first = f"{root_name}{name}.{before[0]}"
+        init(part)
+        if _on_meta(part):
+            raise UsageError(f"{first} is on the meta device even after param_init_fn({type(part).__name__}). It must fill it.")
+    for (holder, name), *others in places.values():
+        for other, other_name in others:
+            setattr(other, other_name, getattr(holder, name))
+
+
+def _on_meta(part: nn.Module) -> list[str]:
+    return [n for n, t in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)) if t.is_meta]
+
+
+def offloads(value: Any, option: str) -> tuple[bool, bool]:
+    """(offload, pin memory) from a bool, or from torch's CPUOffload, OffloadPolicy or CPUOffloadPolicy."""
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+
+    if value is None or isinstance(value, bool):
+        return bool(value), True
+    if isinstance(value, CPUOffload):
+        return value.offload_params, True
+    if isinstance(value, CPUOffloadPolicy):
+        return True, value.pin_memory
+    if isinstance(value, OffloadPolicy):
+        return False, True
+    raise UsageError(f"{option}: True, False, or torch's CPUOffload or CPUOffloadPolicy, not {type(value).__name__}.")
+
+
+def flat_mesh(world: World) -> DeviceMesh:
+    """All ranks on one axis."""
+    ensure_group(world.device)
+    return ParallelDims.of(world.size).data_mesh(world.device)
+
+
+def replica_mesh(
+    world: World, replicate_size: int | None = None, shard_size: int | None = None, *, local_size: int
+) -> DeviceMesh:
+    """Ranks as (replicas, shards); what is not given follows from the other, or is `replicas_default`.
+
+    Raises:
+        UsageError: the sizes do not multiply to the world size.
+    """
+    ensure_group(world.device)
+    if replicate_size is None:
+        size = shard_size if shard_size is not None else replicas_default(world.size, local_size)
+        replicate_size = max(1, world.size // max(1, size))
+        shard_size = size
+    dims = ParallelDims.of(world.size, dp_replicate=replicate_size, dp_shard=shard_size)
+    return dims.data_mesh(world.device)
+
+
+def replicas_default(world_size: int, local_size: int) -> int:
+    """Ranks that split one copy: those of a machine, where traffic is fast; on one machine the most that leave two copies."""
+    if 1 < local_size < world_size and world_size % local_size == 0:
+        return local_size
+    return next((d for d in range(world_size // 2, 0, -1) if world_size % d == 0), 1)

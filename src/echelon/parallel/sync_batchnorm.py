@@ -1,0 +1,67 @@
+"""Batch norm over the global batch, in host memory too: torch's SyncBatchNorm refuses CPUs.
+
+With x over all ranks and n rows in all:  mean = sum x / n,  var = sum (x - mean)^2 / n.  Both sums are differentiable
+all-reduces; they come one after the other because sum x^2 - n mean^2 loses digits.
+
+Communication: two all-reduces of one number per channel in the forward, two in the backward, of every batch norm layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["HostSyncBatchNorm", "sync_batchnorm"]
+
+
+class HostSyncBatchNorm(nn.BatchNorm1d):
+    """Batch norm whose statistics are those of all ranks, for tensors in host memory. Ranks may have different numbers of rows.
+
+    No subclass of torch's SyncBatchNorm, which DistributedDataParallel refuses on a CPU.
+    """
+
+    process_group: dist.ProcessGroup | None = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not (self.training or self.running_mean is None):
+            return nn.functional.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
+            )
+        from torch.distributed.nn.functional import all_reduce
+
+        group: Any = self.process_group or dist.group.WORLD
+        over = [d for d in range(input.dim()) if d != 1]  # all but the channels
+        shape = [1, -1, *[1] * (input.dim() - 2)]
+        count = input.new_full((1,), input.numel() // input.shape[1])
+        sums = all_reduce(torch.cat([input.sum(over), count]), group=group)
+        n, mean = sums[-1].detach(), sums[:-1] / sums[-1].detach()
+        centred = input - mean.view(shape)
+        var = all_reduce(centred.square().sum(over), group=group) / n
+        if self.training and self.track_running_stats:
+            self._count(mean.detach(), var.detach() * (n / (n - 1)))
+        out: torch.Tensor = centred * torch.rsqrt(var + self.eps).view(shape)
+        return out * self.weight.view(shape) + self.bias.view(shape) if self.affine else out
+
+    def _count(self, mean: torch.Tensor, var: torch.Tensor) -> None:
+        """Move the running statistics; without a momentum they are the mean over all batches so far."""
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        self.num_batches_tracked += 1
+        weight = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean.to(self.running_mean), weight)
+        self.running_var.lerp_(var.to(self.running_var), weight)
+
+
+def sync_batchnorm(module: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
+    """Replace every batch norm layer by one that takes its statistics over all ranks."""
+    if device.type != "cpu":
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, group)
+        return converted
+    for layer in module.modules():
+        if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+            layer.__class__ = HostSyncBatchNorm  # the same object: its tensors, hooks and place in the module stay
+            if group is not None:
+                layer.process_group = group  # type: ignore[assignment]
+    return module

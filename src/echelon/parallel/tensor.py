@@ -1,0 +1,204 @@
+"""Tensor parallelism: single layers are split over ranks that work on the same samples.
+
+Communication: within the tensor-parallel ranks, an all-reduce of activations after every "rowwise" layer, and of its
+gradient before every "colwise" one; over the data-parallel ranks what `fully_shard` does. All parameters, those that tensor
+parallelism leaves whole, too, are under `fully_shard`, if need be over groups of one rank: so that state, optimizers and
+clipping meet one kind of parameter. DistributedDataParallel would lose the split ones from the state dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.fsdp import FSDPStrategy
+from echelon.parallel.materialize import remember
+from echelon.parallel.strategy import Prepared, Strategy
+from echelon.world.init import World, ensure_group
+from echelon.world.mesh import ParallelDims
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    from echelon.parallel.parallelize import Recipe
+
+__all__ = ["TPStrategy"]
+
+# What may be written in a plan: how a layer's weight is split. The others are Hugging Face's names for the same.
+STYLES = ("colwise", "rowwise", "colwise_gather")
+_ALIASES = {"colwise_rep": "colwise_gather", "colwise_gather_output": "colwise_gather", "embedding_rowwise": "rowwise"}
+
+_HEADS = ("heads", "num_heads", "n_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
+
+
+@dataclass(frozen=True)
+class TPStrategy(Strategy):
+    """Split single layers over `size` neighbouring ranks, and the data over the groups of them.
+
+    Args:
+        plan: submodule names, `*` for any part of a name between dots, to how each is split: "colwise" (its outputs; what
+            follows works on this rank's part of the features), "rowwise" (its inputs, after a colwise layer; the results are
+            summed up), "colwise_gather" (its outputs, put together again), or a ParallelStyle of torch. An nn.Embedding is
+            split by rows with "rowwise". By default the module's own `tp_plan`, an attribute or a method.
+        size: ranks that share each layer; by default all.
+        dp_replicate: copies of the shards over the data-parallel ranks, as HSDPStrategy has; by default one.
+        fsdp: how the data-parallel ranks share the parameters: blocks, mixed precision, offload.
+
+    A module must not count on whole layers: attention says `view(b, t, -1, head_size)`, with -1 for its heads, and a fused
+    projection has the heads as its outermost dimension.
+    """
+
+    name = "tp"
+
+    plan: Mapping[str, str | ParallelStyle] | None = None
+    size: int | None = None
+    dp_replicate: int = 1
+    fsdp: FSDPStrategy | None = None
+
+    def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        # Phase 1: everything that can be wrong, before the first collective.
+        dims = ParallelDims.of(world.size, dp_replicate=self.dp_replicate, tp=self.size if self.size is not None else world.size)
+        if self.fsdp is not None and (self.fsdp.device_mesh is not None or self.fsdp.process_group is not None):
+            raise UsageError("TPStrategy(fsdp=...): the ranks follow from size and dp_replicate. Leave its mesh and group out.")
+        chosen = _chosen(module, _plan_of(module, self.plan))
+        _check(module, chosen, dims.tp)
+        # Phase 2: the same values on all ranks, then each takes its part of the layers: no communication.
+        ensure_group(world.device)
+        remember(module)
+        _place(module, world, from_rank0=self.fsdp is None or self.fsdp.sync_module_states)
+        if dims.tp > 1:
+            tied = _tied(module)
+            styles = {name: _style(module.get_submodule(name), style) for name, style in chosen.items()}
+            parallelize_module(module, dims.tp_mesh(world.device), styles, src_data_rank=None)
+            _tie(module, tied)
+        # Phase 3: the data-parallel axes.
+        fsdp = replace(self.fsdp or FSDPStrategy(), device_mesh=dims.data_mesh(world.device), sync_module_states=False)
+        return fsdp.prepare(module, world, recipe)
+
+
+def _plan_of(module: nn.Module, plan: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if plan is None:
+        own = getattr(module, "tp_plan", None)
+        plan = own() if callable(own) else own
+    if not plan:
+        layers = [n for n, m in module.named_modules() if isinstance(m, nn.Linear)][:2]
+        names = [".".join("*" if part.isdigit() else part for part in name.split(".")) for name in layers]
+        pairs = zip(names or ["up", "down"], ("colwise", "rowwise"), strict=False)
+        example = ", ".join(f'"{name}": "{style}"' for name, style in pairs)
+        raise UsageError(
+            f"strategy 'tp': {type(module).__name__} has no tp_plan that says how its layers are split. Give "
+            f"TPStrategy(plan=...) or the module's attribute tp_plan a dict such as {{{example}}}."
+        )
+    return plan
+
+
+def _chosen(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan with every pattern replaced by the names that it matches."""
+    names = [name for name, _ in module.named_modules() if name]
+    chosen: dict[str, Any] = {}
+    for pattern, style in plan.items():
+        parts = pattern.split(".")
+        found = [n for n in names if len(p := n.split(".")) == len(parts) and all(map(fnmatchcase, p, parts))]
+        if not found:
+            raise UsageError(f"tensor-parallel plan: no submodule of {type(module).__name__} matches {pattern!r}.")
+        if isinstance(style, str):
+            style = _ALIASES.get(style, style)
+            if style not in STYLES:
+                raise UsageError(
+                    f"tensor-parallel plan: {pattern!r} is {style!r}; known are {', '.join(map(repr, STYLES))} and torch's "
+                    "ParallelStyle objects."
+                )
+        chosen.update(dict.fromkeys(found, style))
+    return chosen
+
+
+def _check(module: nn.Module, chosen: Mapping[str, Any], size: int) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    for name, style in chosen.items():
+        layer, kind = module.get_submodule(name), type(module).__name__
+        if isinstance(style, str) and not isinstance(layer, (nn.Linear, nn.Embedding)):
+            raise UsageError(
+                f"tensor-parallel plan: {kind}.{name} is a {type(layer).__name__}; {style!r} splits nn.Linear and nn.Embedding. "
+                "Name the layers inside it, or give a ParallelStyle of torch."
+            )
+        colwise = style.startswith("colwise") if isinstance(style, str) else isinstance(style, ColwiseParallel)
+        rowwise = style == "rowwise" or isinstance(style, RowwiseParallel)
+        if not (colwise or rowwise):
+            continue
+        # A Linear's weight is (outputs, inputs), an Embedding's (rows, features).
+        dim = int(colwise == isinstance(layer, nn.Embedding))
+        weight = layer.weight
+        if isinstance(weight, torch.Tensor) and weight.shape[dim] % size:
+            raise UsageError(
+                f"tensor parallelism over {size} ranks does not divide dimension {dim} of {kind}.{name}.weight "
+                f"{tuple(weight.shape)}. Use a size that divides {weight.shape[dim]}, or leave this layer out of the plan."
+            )
+        _check_heads(module, name, size)
+
+
+def _check_heads(module: nn.Module, name: str, size: int) -> None:
+    """Features may divide where heads do not: then a rank would hold half a head."""
+    parent = module.get_submodule(name.rpartition(".")[0])
+    for attribute in _HEADS:
+        heads = getattr(parent, attribute, None)
+        if isinstance(heads, int) and heads % size:
+            where = ".".join(filter(None, (type(module).__name__, name.rpartition(".")[0], attribute)))
+            raise UsageError(
+                f"tensor parallelism over {size} ranks does not divide {where} = {heads}. Use a size that divides the number of "
+                f"heads, or leave {name} out of the plan."
+            )
+
+
+def _style(layer: nn.Module, style: Any) -> ParallelStyle:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    if not isinstance(style, str):
+        return style  # type: ignore[no-any-return]
+    if style == "rowwise":
+        return RowwiseParallel(input_layouts=Replicate()) if isinstance(layer, nn.Embedding) else RowwiseParallel()
+    return ColwiseParallel(output_layouts=Replicate()) if style == "colwise_gather" else ColwiseParallel()
+
+
+def _place(module: nn.Module, world: World, *, from_rank0: bool) -> None:
+    """What has values goes to the device; the same on all ranks."""
+    tensors = {id(t): t for t in (*module.parameters(), *module.buffers()) if not t.is_meta}
+    with torch.no_grad():
+        for tensor in tensors.values():
+            if tensor.device != world.device:
+                tensor.data = tensor.data.to(world.device)
+            if from_rank0 and world.size > 1:
+                dist.broadcast(tensor.detach(), src=0)
+
+
+def _tied(module: nn.Module) -> list[list[str]]:
+    """Names that share a parameter."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [same for same in names.values() if len(same) > 1]
+
+
+def _tie(module: nn.Module, tied: list[list[str]]) -> None:
+    """Splitting makes a new parameter for each name; one takes the place of all that were one before."""
+    for first, *others in tied:
+        parameter = module.get_parameter(first)
+        for name in others:
+            other = module.get_parameter(name)
+            if getattr(parameter, "placements", None) != getattr(other, "placements", None):
+                raise UsageError(
+                    f"tensor-parallel plan: {first} and {name} are one tied parameter, but would be split differently. An "
+                    "nn.Embedding as 'rowwise' and an nn.Linear as 'colwise' or 'colwise_gather' are split alike."
+                )
+            holder, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(holder), attribute, parameter)

@@ -1,0 +1,1 @@
+"""Is it right? One program under every strategy, held against plain PyTorch."""

@@ -1,0 +1,195 @@
+"""The catalogue: mistakes of distributed training that can be tested for, each from what the ranks wrote down.
+
+Some show in the numbers (a missing all-reduce), and are recognised by what they would give instead. Others leave the
+numbers of a few updates as they were (the same data on two ranks: the mean over two copies is the mean of one), and are found
+in the micro-batches and random streams themselves; they fail a row as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from echelon.prover.judge import Verdict
+from echelon.prover.streams import digest
+
+__all__ = ["CAUSES", "from_mistakes", "from_records", "from_verdict"]
+
+CAUSES = {
+    "missing all-reduce": "the ranks step with gradients of their own: nothing reduces them",
+    "loss weighted per rank": "the means of ranks or micro-batches are averaged as if they were equally large",
+    "identical data on two ranks": "two ranks train on the same samples",
+    "a sampler that ignores the rank": "the loader gives every rank all samples: use echelon.Loader or a DistributedSampler",
+    "identical dropout": "data-parallel ranks draw the same random numbers: do not seed ranks alike once training begins",
+    "unsynchronised buffers": "buffers differ between ranks",
+    "an untracked or stale optimizer parameter": "the optimizer does not hold it: make the optimizer after the module is sharded",
+    "batch norm over the local batch": "its statistics are those of a micro-batch: use SyncBatchNorm, or another normalisation",
+    "parameters that drift apart": "gradients are the same on all ranks, steps are not: learning rates, or an optimizer's state",
+    "a wrong scale": "all gradients are a constant times what they should be",
+    "different initial parameters": "the model is not built from the same seed, or is changed before it is made parallel",
+    "an operation over the whole batch": "the loss of a batch is not the mean of the losses of its parts",
+}
+
+
+def from_records(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Causes that the ranks' own records show, each with what was seen. Right numbers do not excuse them."""
+    found = []
+    data_ranks = [r for r in records if not r["is_replica"]]
+    if len(data_ranks) > 1:
+        found += _same_data(data_ranks)
+        found += _same_streams(data_ranks)
+    found += _differing(records)
+    stale = [r for r in records if r["strangers"]]
+    held = set().union(*(r["held"] for r in records))
+    left_out = [n for r in records[:1] for n in sorted(r["trainable"] - held)]
+    if stale and left_out:
+        found.append(
+            (
+                "an untracked or stale optimizer parameter",
+                f"{left_out[0]} is in no optimizer, which holds {stale[0]['strangers'] // max(1, len(stale[0]['updates']))} "
+                "parameters that are not the module's",
+            )
+        )
+    return found
+
+
+def _same_data(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    digests = [[digest(m.data) for update in r["updates"] for m in update if m.weight > 0] for r in records]
+    twins = [(a, b) for a in range(len(records)) for b in range(a + 1, len(records)) if digests[a] == digests[b] and digests[a]]
+    several = len({d for seen in digests for d in seen}) > 1  # one batch for ever says nothing
+    if not twins or not several:
+        return []
+    a, b = (records[i]["rank"] for i in twins[0])
+    everywhere = len(twins) == len(records) * (len(records) - 1) // 2
+    if everywhere and records[0]["samples_by_rank"] is False:
+        return [
+            (
+                "a sampler that ignores the rank",
+                f"all {len(records)} ranks got the same micro-batches from a {records[0]['loader']}",
+            )
+        ]
+    return [("identical data on two ranks", f"ranks {a} and {b} got the same micro-batches in every update")]
+
+
+def _same_streams(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    drew = [any(m.stream is not None for u in r["updates"] for m in u) or r["dropouts"] > 0 for r in records]
+    first = [r["first_stream"] for r in records]
+    for a in range(len(records)):
+        for b in range(a + 1, len(records)):
+            if drew[a] and drew[b] and first[a] == first[b]:
+                return [
+                    (
+                        "identical dropout",
+                        f"ranks {records[a]['rank']} and {records[b]['rank']} began with the same random stream",
+                    )
+                ]
+    return []
+
+
+def _differing(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """What should be the same on all ranks and is not."""
+    names = _unlike([r["initial_digests"] for r in records])
+    if names:
+        return [("different initial parameters", f"{names[0]} is not the same on all ranks before the first update")]
+    found: list[tuple[str, str]] = []
+    for what, cause in (
+        ("gradient", "missing all-reduce"),
+        ("buffer", "unsynchronised buffers"),
+        ("parameter", "parameters that drift apart"),
+    ):
+        if what == "parameter" and found:
+            break
+        for k, of_ranks in enumerate(zip(*(r[f"{what}_digests"] for r in records), strict=False)):
+            names = _unlike(of_ranks)
+            if names:
+                found.append((cause, f"update {k}: the {what} {names[0]} is not the same on all ranks"))
+                break
+    return found
+
+
+def _unlike(digests: Sequence[Mapping[str, int]]) -> list[str]:
+    return [n for n in digests[0] if len({d.get(n) for d in digests}) > 1]
+
+
+def from_verdict(verdict: Verdict, records: list[dict[str, Any]], reference_held: set[str]) -> list[tuple[str, str]]:
+    """Causes that the first difference itself tells."""
+    first = verdict.first
+    if first is None:
+        return []
+    if first.phase == "initialisation":
+        return [("different initial parameters", f"{first.tensor} differs before the first update")]
+    held = set().union(*(r["held"] for r in records))
+    if records[0]["flattened"]:
+        return []
+    left_out = sorted(reference_held - held)
+    if left_out or (first.phase == "update" and verdict.unmoved):
+        name = left_out[0] if left_out else verdict.unmoved[0]
+        return [("an untracked or stale optimizer parameter", f"{name} did not change in update {first.update}")]
+    return []
+
+
+def from_mistakes(
+    verdict: Verdict, mine: Mapping[str, Any], right: Mapping[str, Any], mistakes: Mapping[str, Any], batch_norms: list[str]
+) -> list[tuple[str, str]]:
+    """Which way of putting the ranks' shares together gives this row's gradients instead of the right ones.
+
+    Args:
+        mine, right: `loss` and `gradients` of the row and of the reference at the update that first differs.
+        mistakes: the same by way, as the reference computed it.
+        batch_norms: names of the model's batch-norm modules.
+    """
+    gap = _distance(mine["gradients"], right["gradients"])
+    loss_gap = abs(mine["loss"] - right["loss"])
+
+    def explains(way: str) -> bool:
+        """It lies at least ten times nearer than what is right, in what differs."""
+        if way not in mistakes:
+            return False
+        nearer = _distance(mine["gradients"], mistakes[way]["gradients"])
+        if verdict.first is not None and verdict.first.tensor == "loss":
+            return abs(mine["loss"] - mistakes[way]["loss"]) * 10 <= loss_gap and nearer * 10 <= max(gap, 1e-30)
+        return nearer * 10 <= gap
+
+    found = []
+    if explains("weighted"):
+        if batch_norms:
+            found.append(("batch norm over the local batch", f"{batch_norms[0]} normalises each micro-batch by itself"))
+        elif "best weights" not in mistakes or _distance(mistakes["best weights"]["gradients"], right["gradients"]) * 10 <= gap:
+            found.append(
+                ("loss weighted per rank", "other weights of the micro-batches give the right gradient: see AutoUnit.weight")
+            )
+        else:
+            found.append(
+                ("an operation over the whole batch", "no weights of the micro-batches give the gradient of the whole batch")
+            )
+    elif explains("unweighted"):
+        found.append(("loss weighted per rank", "micro-batches of other sizes count the same"))
+    for way in mistakes:
+        if way.startswith("rank ") and explains(way):
+            found.append(("missing all-reduce", f"the gradients are those of {way}"))
+            break
+    if not found:
+        factor = _factor(mine["gradients"], right["gradients"])
+        if factor is not None:
+            found.append(("a wrong scale", f"the gradients are {factor:.4g} times what they should be"))
+    return found
+
+
+def _distance(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:
+    """Euclidean, over the tensors that both have."""
+    parts = [float((a[n].double() - b[n].double()).norm()) for n in a if n in b]
+    return float(torch.tensor(parts, dtype=torch.float64).norm()) if parts else float("inf")
+
+
+def _factor(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float | None:
+    """c with a = c b to a thousandth, c not 1; else None."""
+    both = [n for n in a if n in b]
+    dot = sum(float((a[n].double() * b[n].double()).sum()) for n in both)
+    square = sum(float(b[n].double().square().sum()) for n in both)
+    if not square:
+        return None
+    factor = dot / square
+    rest = sum(float((a[n].double() - factor * b[n].double()).square().sum()) for n in both) ** 0.5
+    return factor if rest < 1e-3 * abs(factor) * square**0.5 and abs(factor - 1) > 1e-3 else None

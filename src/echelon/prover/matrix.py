@@ -1,0 +1,92 @@
+"""Which ways of running a script are compared: a row each.
+
+The script's own optimizer is in every row; every strategy has a row with SGD as well, since Adam with clipping hides a
+gradient of the wrong scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["AS_WRITTEN", "Row", "matrix"]
+
+AS_WRITTEN = "as written"
+
+# "dp" is one process; "noop" does not reduce; "tp" needs a plan and is added where the model brings one.
+DEFAULT = ("ddp", "fsdp", "hsdp", "zero1", "zero2")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of running the script.
+
+    Args:
+        name: what the table shows.
+        ranks: processes.
+        strategy: a strategy's name or a Strategy; None leaves what the script says.
+        accumulation: micro-batches per update on each rank; None leaves what the script says.
+        optimizer: "script", or "sgd" in place of the script's.
+        parts: with bit-equal numbers: micro-batches of a global batch over all ranks.
+    """
+
+    name: str
+    ranks: int
+    strategy: Any = None
+    accumulation: int | None = None
+    optimizer: str = "script"
+    parts: int | None = None
+
+    @property
+    def label(self) -> str:
+        extra = [f"accumulation {self.accumulation}"] if self.accumulation not in (None, 1) else []
+        extra += [self.optimizer] if self.optimizer != "script" else []
+        extra += ["bitwise"] if self.parts else []
+        return ", ".join([self.name, *extra])
+
+
+def matrix(
+    strategies: Sequence[str] | Mapping[str, Any],
+    ranks: Sequence[int],
+    accumulation: Sequence[int],
+    *,
+    sgd: bool,
+    parts: int | None = None,
+) -> list[Row]:
+    """Every strategy at every number of ranks above one; accumulation splits and SGD at the smallest of them.
+
+    A strategy on one rank is compared once, with `noop`. Splits and SGD do not depend on how many ranks there are beyond one,
+    so they are not multiplied with them.
+
+    Raises:
+        UsageError: nothing would be compared.
+    """
+    named = dict(strategies) if isinstance(strategies, Mapping) else {name: name for name in strategies}
+    several = sorted({r for r in ranks if r > 1})
+    rows = [Row("noop", 1, "noop", a) for a in accumulation if a > 1] if 1 in ranks else []
+    if 1 in ranks:
+        rows.insert(0, Row("noop", 1, "noop", 1))
+    for name, strategy in named.items():
+        if name == "noop":
+            continue
+        sizes = [r for r in several if r >= 4] if name == "hsdp" else several  # two ranks cannot be split in both ways
+        for r in sizes:
+            rows.append(Row(name, r, strategy, 1))
+        if sizes:
+            first = Row(name, sizes[0], strategy, 1)
+            rows += [replace(first, accumulation=a) for a in accumulation if a > 1]
+            rows += [replace(first, optimizer="sgd")] if sgd else []
+    if parts:
+        rows += [
+            Row(name, r, strategy, None, parts=parts)
+            for name, strategy in {"noop": "noop", **named}.items()
+            if name in ("noop", "ddp", "fsdp")
+            for r in (sorted(set(ranks)) if name != "noop" else [1])
+            if parts % r == 0 and (r > 1 or name == "noop")
+        ]
+    if not rows:
+        raise UsageError("nothing to compare: give at least one strategy and one number of ranks.")
+    return rows

@@ -1,0 +1,170 @@
+"""What runs in the processes that prove starts: the user's script, with the recorder or the reference in place of `train`."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import echelon
+from echelon.contracts.errors import UsageError
+from echelon.contracts.overrides import Overrides, impose
+from echelon.loop import run as entry_points
+from echelon.loop.callbacks.saver import DistributedCheckpointSaver
+from echelon.parallel.strategy import Prepared, Strategy
+from echelon.parallel.strategy import resolve as resolve_strategy
+from echelon.prover.matrix import Row
+from echelon.prover.record import Enough, Recorder
+from echelon.prover.reference import Reference
+from echelon.world import streams
+
+__all__ = ["Target", "run_reference", "run_row"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is run: a script with its arguments, or two functions.
+
+    Args:
+        script: path of a Python file that calls `train` or `fit`.
+        args: its command line.
+        make_unit, make_data: in place of a script.
+    """
+
+    script: str = ""
+    args: Sequence[str] = ()
+    make_unit: Callable[[], Any] | None = None
+    make_data: Callable[[], Any] | None = None
+
+    def run(self) -> None:
+        if self.make_unit is not None and self.make_data is not None:
+            echelon.init_from_env()
+            entry_points.train(self.make_unit(), self.make_data(), max_epochs=10**6)
+            return
+        path = Path(self.script).resolve()
+        sys.argv = [self.script, *self.args]
+        sys.path.insert(0, str(path.parent))
+        main = types.ModuleType("__main__")
+        loader = SourceFileLoader("__main__", str(path))
+        main.__dict__.update(__file__=str(path), __builtins__=builtins, __cached__=None, __loader__=loader, __annotations__={})
+        sys.modules["__main__"] = main
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), main.__dict__)
+
+
+class _Noted(Strategy):
+    """A strategy that tells afterwards whether it was used: a module that a script wrapped by hand stays as it is."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy, self.name, self.used = strategy, strategy.name, False
+
+    def prepare(self, module: Any, world: Any, recipe: Any) -> Prepared[Any]:
+        self.used = True
+        return self._strategy.prepare(module, world, recipe)
+
+
+def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dtype, seed: int, every: int = 1) -> dict[str, Any]:
+    """Run the target as `row` says, on this rank, and leave what it did in `folder`."""
+    given = resolve_strategy(row.strategy)
+    noted = _Noted(given) if given is not None else None
+    decided = Overrides(noted, "fp32", row.accumulation, False, row.parts)
+    recorder = Recorder(Path(folder), updates, dtype, every)
+
+    def watch(unit: Any, dataloader: Any) -> list[Any]:
+        if row.optimizer == "sgd":
+            _with_sgd(unit)
+        recorder.attach(unit, dataloader)
+        recorder.record.overridable = noted is not None and noted.used
+        return [recorder]
+
+    with _in_place_of_training(watch, decided, dtype, seed):
+        try:
+            target.run()
+        except Enough:
+            pass
+        except SystemExit as stop:
+            if stop.code not in (None, 0):
+                raise
+        return recorder.close()
+
+
+def run_reference(
+    target: Target, row: Row, data: Sequence[str], folder: str, dtype: torch.dtype, seed: int, diagnose: int | None = None
+) -> dict[str, Any]:
+    """Train the target's unit in plain PyTorch, in this one process, on the micro-batches that `data` holds.
+
+    Args:
+        row: its optimizer is used.
+        data: files of the ranks whose data it is.
+        diagnose: an update at which to compute what likely mistakes would give.
+    """
+    found: dict[str, Any] = {}
+
+    def replace_training(unit: Any, dataloader: Any) -> list[Any]:
+        if row.optimizer == "sgd":
+            _with_sgd(unit)
+        found.update(Reference(unit, [Path(d) for d in data], Path(folder), dtype).run(diagnose))
+        raise Enough
+
+    with _in_place_of_training(replace_training, Overrides("noop", "fp32", 1, False, None), dtype, seed):
+        try:
+            target.run()
+        except Enough:
+            return found
+    raise UsageError(f"{target.script or 'the functions'} never called echelon's train or fit: there is nothing to compare.")
+
+
+@contextlib.contextmanager
+def _in_place_of_training(
+    watch: Callable[[Any, Any], list[Any]], decided: Overrides, dtype: torch.dtype, seed: int
+) -> Iterator[None]:
+    """Call `watch(unit, dataloader)` when the script begins to train; the callbacks that it returns are added to the script's."""
+    originals = {name: getattr(entry_points, name) for name in ("train", "fit")}
+
+    def wrapped(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def entry(unit: Any, *args: Any, callbacks: Any = None, **options: Any) -> None:
+            loader = args[0] if args else options.get("dataloader", options.get("train_dataloader"))
+            kept = [c for c in callbacks or [] if not isinstance(c, DistributedCheckpointSaver)]  # a few updates: none to keep
+            original(unit, *args, callbacks=[*kept, *watch(unit, loader)], **options)
+
+        return entry
+
+    def install(functions: dict[str, Callable[..., None]]) -> None:
+        for name, function in functions.items():
+            setattr(entry_points, name, function)
+            setattr(echelon, name, function)
+
+    before = torch.get_default_dtype()
+    impose(decided)
+    torch.set_default_dtype(dtype)
+    streams.seed(seed)  # a script that seeds itself does so again
+    install({name: wrapped(original) for name, original in originals.items()})
+    try:
+        yield
+    finally:
+        install(originals)
+        torch.set_default_dtype(before)
+        impose(None)
+
+
+def _with_sgd(unit: Any) -> None:
+    """Give an AutoUnit SGD with momentum over the groups of its own optimizer; learning rates and schedule stay."""
+    configure = getattr(unit, "configure_optimizers_and_lr_scheduler", None)
+    if configure is None:
+        raise UsageError(f"{type(unit).__name__} makes its own optimizer: there is no row with SGD for it.")
+
+    def with_sgd(module: Any) -> tuple[torch.optim.Optimizer, None]:
+        own, _ = configure(module)
+        groups = [{"params": group["params"], "lr": 0.1} for group in own.param_groups]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9), None
+
+    unit.configure_optimizers_and_lr_scheduler = with_sgd

@@ -1,0 +1,7 @@
+"""Every rank reads as if it were the first."""
+
+from __future__ import annotations
+
+from common import Auto, ech, loader, model
+
+ech.train(Auto(module=model(), strategy="ddp"), loader(dp_rank=0, dp_size=1), max_epochs=3)

@@ -1,0 +1,191 @@
+"""Every strategy trains as one process in plain PyTorch does: twenty updates on 2 and 4 ranks, with prove's own engine.
+
+A strategy that is added to STRATEGIES is tested here by existing. All cases of a strategy share one start of its ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import echelon as ech
+from echelon.launcher.function import launch
+from echelon.parallel import STRATEGIES
+from echelon.prover.judge import Verdict, compare
+from echelon.prover.matrix import Row
+from echelon.prover.rank import Target, run_reference, run_row
+from tests.models import Net
+
+UPDATES = 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of training. The three shapes together cover what the gradient of a window may meet."""
+
+    optimizer: str
+    shape: str
+    dtype: str = "float64"
+
+    @property
+    def accumulation(self) -> int:
+        return {"tail": 1, "frozen": 2, "unused": 4}[self.shape]
+
+    @property
+    def rows(self) -> int:
+        return 42 if self.shape == "tail" else 48  # 42 = 16 + 16 + 10, which neither two nor four ranks share evenly
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype == "float64" else torch.float32
+
+
+TWO_RANKS = [
+    Case("SGD", "tail"),
+    Case("SGD", "unused"),
+    Case("Adam", "frozen"),
+    Case("AdamW", "tail"),
+    Case("SGD", "tail", "float32"),
+    Case("AdamW", "unused", "float32"),
+]
+FOUR_RANKS = [Case("SGD", "tail"), Case("AdamW", "frozen"), Case("SGD", "tail", "float32")]
+
+
+class Sometimes(Net):
+    """A net whose second block takes part only if it is told to."""
+
+    whole = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks if self.whole else self.blocks[:1]:
+            x = x + block(x)
+        return self.last(x)
+
+
+class Tokens(ech.AutoUnit[Any]):
+    """Least squares over the rows that a mask leaves, weighed by them, clipped."""
+
+    def __init__(self, case: Case, module: nn.Module) -> None:
+        super().__init__(module=module, strategy="ddp", clip_grad_norm=None if case.shape == "frozen" else 0.5)
+        self.case, self.updates = case, 0
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        x, y, mask = data
+        self.prepared.plain.whole = self.updates % 2 == 0
+        error = (self.module(x) - y).square() * mask
+        return error.sum() / mask.sum().clamp(min=1), None
+
+    def weight(self, data: Any) -> torch.Tensor:
+        return data[2].sum()
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        kind = getattr(torch.optim, self.case.optimizer)
+        options = {"momentum": 0.9} if self.case.optimizer == "SGD" else {}
+        optimizer = kind(module.parameters(), lr=0.02, **options)
+        self.updates = 0
+        optimizer.register_step_post_hook(self._count)
+        return optimizer, None
+
+    def _count(self, *_: Any) -> None:
+        self.updates += 1
+
+
+def _unit(case: Case) -> Tokens:
+    torch.manual_seed(3)
+    module = Sometimes() if case.shape == "unused" else Net()
+    if case.shape == "frozen":
+        module.blocks[0].requires_grad_(False)
+    return Tokens(case, module)
+
+
+def _data(case: Case) -> ech.Loader:
+    generator = torch.Generator().manual_seed(1)
+    samples = []
+    for i in range(case.rows):
+        x, y = torch.randn(4, generator=generator), torch.randn(1, generator=generator)
+        samples.append((x, y, torch.tensor([float(i % 3 > 0)])))
+    return ech.Loader(samples, 16)
+
+
+def _target(case: Case) -> Target:
+    return Target(make_unit=functools.partial(_unit, case), make_data=functools.partial(_data, case))
+
+
+def _tolerant(strategy: Any, case: Case) -> Any:
+    """DistributedDataParallel must be told that parameters may stay unused; FSDP need not."""
+    if case.shape == "unused" and strategy == "ddp":
+        return ech.DDPStrategy(find_unused_parameters=True)
+    if case.shape == "unused" and strategy == "zero1":
+        return ech.ZeROStrategy(1, options=ech.DDPStrategy(find_unused_parameters=True))
+    return strategy
+
+
+def _folder(root: str, case: Case, name: str) -> Path:
+    path = Path(root) / name / f"{case.optimizer}-{case.shape}-{case.dtype}"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _run_all(strategy: Any, cases: list[Case], root: str, name: str) -> None:
+    """On each rank: all cases, one after the other."""
+    for case in cases:
+        row = Row(name, 0, _tolerant(strategy, case), case.accumulation)
+        run_row(_target(case), row, str(_folder(root, case, name)), UPDATES, case.torch_dtype, 0, every=5)
+
+
+def _reference_all(cases: list[Case], root: str, name: str, ranks: int) -> None:
+    for case in cases:
+        data = [str(_folder(root, case, name) / f"rank{r}.pt") for r in range(ranks)]
+        run_reference(_target(case), Row("reference", 1), data, str(_folder(root, case, "reference")), case.torch_dtype, 0)
+
+
+WAYS: dict[str, tuple[int, Any]] = {
+    f"{name} on {ranks}": (ranks, name)
+    for name in STRATEGIES
+    for ranks in (2, 4)
+    # One process; another spelling of fsdp; two ranks cannot be split in two ways.
+    if name not in ("noop", "dp") and (name, ranks) not in (("fsdp2", 4), ("hsdp", 2))
+}
+WAYS["tp x fsdp on 4"] = (4, ech.TPStrategy(size=2))
+WAYS["tp x hsdp on 4"] = (4, ech.TPStrategy(size=1, dp_replicate=2))
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """What plain PyTorch gives, by number of ranks: computed on the global batches that ddp's ranks got, which are all ranks'."""
+    folders = {}
+    for ranks, cases in ((2, TWO_RANKS), (4, FOUR_RANKS)):
+        root = str(tmp_path_factory.mktemp(f"equivalence-{ranks}"))
+        launch(_run_all, ranks=ranks, args=("ddp", cases, root, "ddp"), quiet=True)
+        launch(_reference_all, ranks=1, args=(cases, root, "ddp", ranks), quiet=True)
+        folders[ranks] = Path(root)
+    return folders
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_twenty_updates_equal_one_process(references: dict[int, Path], way: str) -> None:
+    ranks, strategy = WAYS[way]
+    cases, root = (TWO_RANKS if ranks == 2 else FOUR_RANKS), str(references[ranks])
+    launch(_run_all, ranks=ranks, args=(strategy, cases, root, way), quiet=True, timeout_s=120)
+    for case in cases:
+        mine, right = _folder(root, case, way), _folder(root, case, "reference")
+        records = [torch.load(mine / f"rank{r}.pt", weights_only=False) for r in range(ranks)]
+        verdict = compare(mine, right, records, case.torch_dtype)
+        assert verdict.updates == UPDATES and verdict.first is None, f"{way}, {case}: {verdict}"
+        _check_against_the_issue(verdict, case, way)
+
+
+def _check_against_the_issue(verdict: Verdict, case: Case, way: str) -> None:
+    """Besides the derived tolerance the fixed ones: 1e-11 in float64; in float32 1e-6, for Adam's parameters excepted."""
+    limit = 1e-11 if case.dtype == "float64" else 1e-6
+    seen = {"loss": verdict.loss, "norm": verdict.norm}
+    if case.dtype == "float64" or case.optimizer == "SGD":
+        seen["parameters"] = verdict.parameter
+    assert max(seen.values()) < limit, f"{way}, {case}: {seen}"

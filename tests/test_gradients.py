@@ -1,0 +1,140 @@
+"""One norm over any mixture of whole and sharded gradients: torch's own over the whole tensors is the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.gradients import clip_by_norm_, clip_by_value_, scale_
+from echelon.world.mesh import ParallelDims
+from tests.conftest import Ranks
+
+CPU = torch.device("cpu")
+NORM_TYPES = [1.0, 2.0, 3.0, math.inf]
+
+
+def _whole(dtype: torch.dtype = torch.float64, size: float = 1.0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 6), (7,), (4, 4), (6, 3), (3, 5), (1, 2), (4,), (2, 2)]
+    return [torch.randn(shape, generator=generator, dtype=dtype) * (i + 1) * size for i, shape in enumerate(shapes)]
+
+
+def _mixture(grads: list[torch.Tensor]) -> list[nn.Parameter]:
+    """The same gradients: whole, split over one mesh, over another, over both, over one of two; unevenly, too."""
+    dims = ParallelDims.of(4, tp=2)
+    root, data, tp = dims._root(CPU), dims.data_mesh(CPU), dims.tp_mesh(CPU)
+    kinds: list[Any] = [
+        None,
+        (data, [Shard(0)]),
+        (tp, [Shard(1)]),
+        (root, [Shard(0), Shard(1)]),
+        (root, [Shard(0), Replicate()]),
+        (root, [Replicate(), Shard(0)]),
+        (root, [Replicate(), Replicate()]),
+        (tp, [Replicate()]),
+    ]
+    parameters = []
+    for grad, kind in zip(grads, kinds, strict=True):
+        held = grad.clone() if kind is None else distribute_tensor(grad, *kind)
+        parameter = nn.Parameter(torch.zeros_like(held))
+        parameter.grad = held
+        parameters.append(parameter)
+    return parameters
+
+
+def _gathered(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+
+
+@contextmanager
+def _counting() -> Iterator[list[int]]:
+    """How many elements each all-reduce carries."""
+    sent: list[int] = []
+    original = dist.all_reduce
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        yield sent
+    finally:
+        dist.all_reduce = original
+
+
+def _clip(max_norm: float) -> list[tuple[float, list[torch.Tensor], int]]:
+    found = []
+    for norm_type in NORM_TYPES:
+        parameters = _mixture(_whole())
+        with _counting() as sent:
+            norm = clip_by_norm_(parameters, max_norm, norm_type)
+        assert norm.dim() == 0 and norm.dtype == torch.float64
+        found.append((float(norm), _gathered(parameters), len(sent)))
+    return found
+
+
+@pytest.mark.parametrize("max_norm", [0.5, math.inf])
+def test_one_norm_for_any_mixture_in_one_message_per_axis(ranks: Ranks, max_norm: float) -> None:
+    results = ranks(4, _clip, max_norm)
+    for norm_type, found in zip(NORM_TYPES, zip(*results, strict=True), strict=True):
+        plain = [nn.Parameter(torch.zeros_like(g)) for g in _whole()]
+        for parameter, grad in zip(plain, _whole(), strict=True):
+            parameter.grad = grad
+        want = float(torch.nn.utils.clip_grad_norm_(plain, max_norm, norm_type))
+        assert len({norm for norm, _, _ in found}) == 1  # to the bit, on every rank
+        for norm, grads, messages in found:
+            assert norm == pytest.approx(want, rel=1e-13) and messages == 2
+            for got, parameter in zip(grads, plain, strict=True):
+                assert torch.allclose(got, parameter.grad, rtol=1e-12, atol=0)
+
+
+def _others() -> dict[str, Any]:
+    parameters = _mixture(_whole())
+    clip_by_value_(parameters, 0.7)
+    scale_(parameters, 3.0)
+    found: dict[str, Any] = {"values": _gathered(parameters)}
+    # A kind without any gradient on one rank only must not leave the others waiting.
+    parameters = _mixture(_whole())
+    if dist.get_rank() in (1, 3):
+        parameters[2].grad = None  # its tensor-parallel half: zeros on these ranks
+    found["missing"] = float(clip_by_norm_(parameters, math.inf))
+    found["large"] = float(clip_by_norm_(_mixture(_whole(torch.float32, 7e17)), math.inf))
+    none = _mixture(_whole())
+    for parameter in none:
+        parameter.grad = None
+    found["none"] = float(clip_by_norm_(none, 1.0))
+    with pytest.raises(UsageError, match="norm_type 0"):
+        clip_by_norm_(parameters, 1.0, 0.0)
+    return found
+
+
+def test_values_scales_missing_and_huge_gradients(ranks: Ranks) -> None:
+    whole = _whole()
+    half = [g.clone() for g in whole]
+    half[2][:, 2:] = 0
+    for found in ranks(4, _others):
+        for got, grad in zip(found["values"], whole, strict=True):
+            assert torch.equal(got, grad.clamp(-0.7, 0.7) * 3.0)
+        assert found["missing"] == pytest.approx(float(torch.nn.utils.get_total_norm(half)), rel=1e-13)
+        norm = float(torch.nn.utils.get_total_norm([g.double() for g in _whole(torch.float32, 7e17)]))
+        assert found["large"] == pytest.approx(norm, rel=1e-6)  # its square is beyond float32
+        assert found["none"] == 0.0
+
+
+def test_plain_gradients_take_torchs_own_way() -> None:
+    ours, theirs = ([nn.Parameter(torch.zeros_like(g)) for g in _whole()] for _ in range(2))
+    for a, b, grad in zip(ours, theirs, _whole(), strict=True):
+        a.grad, b.grad = grad.clone(), grad.clone()
+    assert torch.equal(clip_by_norm_(ours, 0.5), torch.nn.utils.clip_grad_norm_(theirs, 0.5))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))  # type: ignore[arg-type]

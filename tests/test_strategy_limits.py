@@ -1,0 +1,149 @@
+"""What a strategy cannot do is refused with what to do instead; and strategies in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from echelon.parallel.strategy import resolve
+from tests.conftest import Ranks
+from tests.models import batch, largest_difference, net, plain_training, whole
+from tests.units import PARALLEL, Regression
+
+CPU = torch.device("cpu")
+
+
+class Bare(nn.Module):
+    """Nothing says how its parameter begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def _mesh() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2,))
+
+
+def _misfits() -> dict[str, str]:
+    from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+    with torch.device("meta"):
+        empty, bare = net(dtype=torch.float32), Bare()
+    wrapped = Regression(strategy="zero1").module
+    low = MixedPrecision(keep_low_precision_grads=True)
+    cases: dict[str, Any] = {
+        "dp": lambda: Regression(strategy="dp"),
+        "NO_SHARD": lambda: Regression(strategy=ech.FSDPStrategy(sharding_strategy=ShardingStrategy.NO_SHARD)),
+        "unknown": lambda: Regression(strategy=ech.FSDPStrategy(sharding_strategy="HALF")),
+        "blocks twice": lambda: Regression(strategy=ech.FSDPStrategy(blocks=["first"], auto_wrap_policy={nn.Linear})),
+        "ranks twice": lambda: Regression(strategy=ech.FSDPStrategy(process_group=dist.group.WORLD, device_mesh=_mesh())),
+        "device": lambda: Regression(strategy=ech.FSDPStrategy(device_id=3)),
+        "devices": lambda: Regression(strategy=ech.DDPStrategy(device_ids=[0])),
+        "grads": lambda: Regression(strategy=ech.FSDPStrategy(mixed_precision=low)),
+        "offload": lambda: Regression(strategy=ech.FSDPStrategy(cpu_offload="yes")),  # type: ignore[arg-type]
+        "container": lambda: Regression(strategy=ech.FSDP2Strategy(modules_to_shard=["blocks"])),
+        "class": lambda: Regression(strategy=ech.FSDP2Strategy(modules_to_shard=[nn.Conv2d])),
+        "nothing": lambda: Regression(strategy=ech.FSDP2Strategy(shard_predicates=[lambda n, m: False])),
+        "loose": lambda: Regression(module=(m := net()), strategy=ech.FSDPStrategy(ignored_modules=[m.last])),
+        "sizes": lambda: Regression(strategy=ech.HSDPStrategy(shard_size=3)),
+        "both sizes": lambda: Regression(strategy=ech.HSDPStrategy(shard_size=2, replicate_size=2)),
+        "frozen": lambda: ech.prepare_ddp(net().requires_grad_(False), CPU),
+        "twice": lambda: Regression(module=wrapped, strategy="fsdp"),
+        "meta": lambda: Regression(module=bare, strategy="zero1"),
+        "meta, unfilled": lambda: Regression(module=empty, strategy=ech.FSDPStrategy(param_init_fn=lambda m: None)),
+    }
+    return {name: _refusal(case) for name, case in cases.items()}
+
+
+def _refusal(case: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        case()
+    return str(caught.value)
+
+
+def test_what_cannot_be_names_the_remedy_on_all_ranks(ranks: Ranks) -> None:
+    first, second = ranks(2, _misfits)
+    assert first == second
+    for name, words in {
+        "dp": "Take strategy 'ddp'",
+        "NO_SHARD": "strategy 'ddp'",
+        "unknown": "FULL_SHARD, SHARD_GRAD_OP",
+        "blocks twice": "Give one of them",
+        "ranks twice": "Give one of them",
+        "device": "this rank computes on cpu",
+        "devices": "there is strategy 'dp'",
+        "grads": "build the module in that type",
+        "offload": "not str",
+        "container": "blocks is a ModuleList",
+        "class": "no submodule of class Conv2d in Net",
+        "nothing": "none accepts a submodule of Net",
+        "loose": "last.weight would not be reduced",
+        "sizes": "dp_shard 3, but 2 ranks run",
+        "both sizes": "= 4, but 2 ranks run",
+        "frozen": "no parameter of Net requires a gradient",
+        "twice": "made parallel already",
+        "meta": "Bare.scale (3,) is on the meta device and nothing gives it a value",
+        "meta, unfilled": "Net.blocks.0.0.weight is on the meta device even after param_init_fn(Linear)",
+    }.items():
+        assert words in first.pop(name), name
+    assert not first
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ech.ZeROStrategy(4), "stage=4"),
+        (lambda: ech.ZeROStrategy(1, cpu_offload=True), "Take stage 2 or 3"),
+        (lambda: ech.ZeROStrategy(2, options=ech.DDPStrategy()), "a FSDPStrategy, not DDPStrategy"),
+    ],
+)
+def test_a_stage_that_is_none_is_refused(make: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make()
+
+
+def test_a_job_that_has_not_joined_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    for strategy in PARALLEL:
+        with pytest.raises(ech.EchelonError, match="has not joined"):
+            Regression(strategy=strategy)
+
+
+def test_dp_without_gpus_is_the_plain_module_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    unit = Regression(strategy="dp")
+    ech.train(unit, [batch(4, 0)], max_epochs=1)
+    want, _, _ = plain_training([[batch(4, 0)]])
+    assert type(unit.module).__name__ == "Net" and all(torch.equal(whole(unit.module)[n], want[n]) for n in want)
+    assert caplog.messages == ["strategy 'dp': there are no CUDA devices to use, so this is the plain module on cpu"]
+
+
+def test_a_module_in_dataparallel_by_hand_is_saved_under_its_own_names(tmp_path: Path) -> None:
+    wrapped, plain = Regression(module=nn.DataParallel(net())), Regression(module=net(seed=1))
+    saver = ech.DistributedCheckpointSaver(tmp_path)
+    ech.train(wrapped, [batch(4, 0)], max_epochs=1, callbacks=[saver])
+    ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, plain)
+    assert largest_difference(whole(wrapped.module), whole(plain.module)) == 0
+    assert len(plain.optimizer.state) == len(list(plain.module.parameters()))
+
+
+def test_names_stand_for_defaults() -> None:
+    for name in ("dp", "ddp", "fsdp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "noop"):
+        strategy = resolve(name)
+        assert strategy is not None and strategy.name == name

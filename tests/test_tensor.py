@@ -1,0 +1,394 @@
+"""Tensor parallelism, alone and under data parallelism: the numbers of one process, the same samples, complete state, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from echelon.parallel.parallelize import Recipe
+from echelon.world.mesh import ParallelDims
+from tests.conftest import Ranks
+from tests.models import Net, batch, net, plain_training, whole
+from tests.test_window import SHAPES, _windows
+from tests.units import Regression
+
+CPU = torch.device("cpu")
+
+
+class Tied(nn.Module):
+    """Attention with heads, between an embedding and an output layer that share a weight. x: (B, 4) numbers -> (B, 1)."""
+
+    tp_plan: ClassVar[dict[str, str]] = {
+        "bytes": "rowwise",
+        "blocks.*.qkv": "colwise",
+        "blocks.*.out": "rowwise",
+        "head": "colwise_gather",
+    }
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.bytes, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.bytes.weight
+        self.blocks = nn.ModuleList(Attention(8, heads) for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.bytes((x.abs() * 7).long() % 16)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.head(self.norm(h)).mean((1, 2))[:, None] + self.head(self.norm(h)).square().mean((1, 2))[:, None]
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.size = heads, width // heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(b, t, -1, 3, self.size).permute(3, 0, 2, 1, 4)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def _tied() -> nn.Module:
+    torch.manual_seed(3)
+    return Tied().double()
+
+
+def _frozen() -> nn.Module:
+    module = net()
+    module.first.requires_grad_(False)
+    module.blocks[0][0].weight.requires_grad_(False)
+    return module
+
+
+PLAIN_CLIP = {"clip_grad_norm": 0.3}
+# (module, shape of the windows, options of the unit)
+CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "momentum": (net, "all at once", {"clip_grad_norm": float("inf")}),
+    "adamw": (net, "all at once", {"optimizer": "AdamW", "lr": 0.01, **PLAIN_CLIP}),
+    "adam": (net, "uneven micro-batches", {"optimizer": "Adam", "lr": 0.01, "clip_grad_norm": float("inf")}),
+    "clip by norm": (net, "short last window", PLAIN_CLIP),
+    "clip by value": (net, "equal", {"clip_grad_value": 0.02, "clip_grad_norm": float("inf")}),
+    "ranks with other counts": (net, "ranks with other counts", {"clip_grad_norm": float("inf")}),
+    "frozen": (_frozen, "all at once", PLAIN_CLIP),
+    "tied, with attention": (_tied, "all at once", PLAIN_CLIP),
+}
+
+
+def _train(strategy: Any, case: str) -> tuple[Any, list[float]]:
+    make, shape, options = CASES[case]
+    unit = Regression(module=make(), strategy=strategy, gradient_accumulation_steps=2, **options)
+    prepared = unit.prepared
+    windows = _windows(SHAPES[shape], prepared.dp_size)
+    ech.train(unit, [micro[prepared.dp_rank] for window in windows for micro in window], max_epochs=1)
+    return unit, unit.norms
+
+
+def _equality(strategy: Any) -> dict[str, tuple[float, float]]:
+    """For each case: how far the parameters and the norms are from plain PyTorch, relatively."""
+    found = {}
+    for case, (make, shape, options) in CASES.items():
+        unit, norms = _train(strategy, case)
+        got = whole(unit.module)
+        windows = [[b for micro in w for b in micro] for w in _windows(SHAPES[shape], unit.prepared.dp_size)]
+        ours = ("clip_grad_norm", "clip_grad_value")
+        plain = {k: v for k, v in options.items() if k not in ours}
+        want, _, want_norms = plain_training(
+            windows, clip=options.get(ours[0]), clip_value=options.get(ours[1]), module=make(), **plain
+        )
+        assert got.keys() == want.keys()
+        far = max(float((got[k] - want[k]).norm() / want[k].norm()) for k in want)
+        found[case] = (far, max(abs(a / b - 1) for a, b in zip(norms, want_norms, strict=True)))
+    return found
+
+
+SETUPS = {
+    "tp on two": (2, "tp"),
+    "tp on four": (4, ech.TPStrategy(size=4)),
+    "tp two, fsdp two": (4, ech.TPStrategy(size=2)),
+    "tp two, copies two": (4, ech.TPStrategy(size=2, dp_replicate=2)),
+    "fsdp two": (2, ech.TPStrategy(size=1)),
+}
+
+
+@pytest.mark.parametrize(("size", "strategy"), SETUPS.values(), ids=SETUPS.keys())
+def test_the_numbers_are_those_of_one_process(ranks: Ranks, size: int, strategy: Any) -> None:
+    for found in ranks(size, _equality, strategy):
+        # torch's clipping divides by norm + 1e-6 in both, so that even clipped runs agree.
+        assert {case: far for case, far in found.items() if not max(far) < 1e-11} == {}
+
+
+def _state(strategy: Any) -> tuple[list[str], list[str], bool]:
+    unit, _ = _train(strategy, "tied, with attention")
+    from echelon.parallel.state import states_by_name
+
+    states = states_by_name(unit.app_state())
+    module = unit.module
+    return list(states["module"].state_dict()), list(states["optimizer"].state_dict()), module.head.weight is module.bytes.weight
+
+
+def test_the_state_is_complete_and_ties_hold(ranks: Ranks) -> None:
+    names = list(_tied().state_dict())
+    parameters = [n for n, _ in _tied().named_parameters()]
+    for module, optimizer, tied in ranks(4, _state, ech.TPStrategy(size=2)):
+        assert sorted(module) == sorted(names) and tied
+        assert sorted(k for k in optimizer if k.endswith("momentum_buffer")) == sorted(
+            f"state.{n}.momentum_buffer" for n in parameters
+        )
+
+
+class _Seeing(Regression):
+    """Remembers the samples it was given and the masks that dropout drew."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(module=net(dropout=0.5), **options)
+        self.seen: list[float] = []
+        self.masks: list[list[float]] = []
+        self.module.blocks[0][3].register_forward_hook(
+            lambda _, __, out: self.masks.append((out == 0).double().flatten().tolist())
+        )
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.seen += data[0][:, 0].tolist()
+        return super().compute_loss(state, data)
+
+
+def _samples(strategy: Any, uneven: bool) -> tuple[list[float], list[list[float]], float, list[Any], tuple[int, int]]:
+    ech.seed(7)
+    unit = _Seeing(strategy=strategy)
+    data = torch.utils.data.TensorDataset(*batch(22 if uneven else 24, 0))
+    loader = ech.Loader(data, 8)
+    ech.train(unit, loader, max_epochs=1)
+    seen, masks = list(unit.seen), list(unit.masks)
+    unit.module.eval()
+    ech.evaluate(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(10, 5)), 4, shuffle=False))
+    return seen, masks, unit.eval_loss, list(unit.norms), (unit.prepared.dp_rank, unit.prepared.dp_size)
+
+
+def test_ranks_of_a_layer_see_the_same_samples_and_drop_the_same_units(ranks: Ranks) -> None:
+    order = ech.Loader(torch.utils.data.TensorDataset(*batch(24, 0)), 8)
+    whole_batches = [sorted(b[0][:, 0].tolist()) for b in order]
+    found = ranks(4, _samples, ech.TPStrategy(size=2), False)
+    assert [place for *_, place in found] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    for a, b in ((0, 1), (2, 3)):
+        assert found[a][0] == found[b][0] and found[a][1] == found[b][1]
+    assert found[0][1] != found[2][1] and not set(found[0][0]) & set(found[2][0])
+    for k, want in enumerate(whole_batches):
+        assert sorted(found[0][0][4 * k : 4 * k + 4] + found[2][0][4 * k : 4 * k + 4]) == want
+    assert len({f[2] for f in found}) == 1
+
+
+def _recorded(strategy: Any, folder: Path) -> tuple[list[dict[str, Any]], float, float]:
+    """The records of rank 0, the evaluation loss, and what plain PyTorch evaluates."""
+    import json
+    import os
+
+    os.environ["ECHELON_RUN_DIR"] = str(folder)
+    unit = Regression(strategy=strategy, clip_grad_norm=float("inf"))
+    ech.train(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(22, 0)), 8, shuffle=False), max_epochs=1)
+    ech.evaluate(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(10, 5)), 4, shuffle=False))
+    dist.barrier()
+    # Rank 0 wrote the file before the barrier.
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    module = net()
+    module.load_state_dict(whole(unit.module))
+    x, y = batch(10, 5)
+    return records, unit.eval_loss, float(nn.functional.mse_loss(module(x), y).detach())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_losses_are_counted_once(ranks: Ranks, tmp_path: Path, size: int) -> None:
+    x, y = batch(22, 0)
+    _, want, norms = plain_training([[(x[i : i + 8], y[i : i + 8])] for i in (0, 8, 16)])
+    (tmp_path / "attempts" / "000").mkdir(parents=True)
+    for records, eval_loss, want_eval in ranks(size, _recorded, ech.TPStrategy(size=2), tmp_path):
+        training = [r for r in records if "loss" in r]
+        assert [r["loss"] for r in training] == pytest.approx(want, rel=1e-6)
+        assert [r["grad_norm"] for r in training] == pytest.approx(norms, rel=1e-6)
+        assert eval_loss == pytest.approx(want_eval, rel=1e-12)
+
+
+class _Own(ech.TrainUnit[Any]):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.seen = module, []  # type: ignore[var-annotated]
+        self.optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+
+    def train_step(self, state: ech.State, data: Any) -> None:
+        self.seen += data[0][:, 0].tolist()
+        nn.functional.mse_loss(self.module(data[0]), data[1]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _own_unit() -> tuple[list[float], tuple[int, int, bool]]:
+    module = ech.prepare_module(net(), ech.init_from_env(), strategy=ech.TPStrategy(size=2))
+    unit = _Own(module)
+    ech.train(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(16, 0)), 8), max_epochs=1)
+    again = Regression(module=module).prepared  # a module that was prepared before is recognised
+    return unit.seen, (again.dp_rank, again.dp_size, again.is_replica)
+
+
+def test_ones_own_unit_gets_the_same_samples_on_the_ranks_of_a_layer(ranks: Ranks) -> None:
+    found = ranks(4, _own_unit)
+    assert found[0][0] == found[1][0] != found[2][0] == found[3][0]
+    assert [place for _, place in found] == [(0, 2, False), (0, 2, True), (1, 2, False), (1, 2, True)]
+
+
+class _Stops(Regression):
+    """Rank 1, another's replica, asks to stop in its third step."""
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if dist.get_rank() == 1 and self.train_progress.num_steps_completed == 2:
+            state.stop()
+        return super().compute_loss(state, data)
+
+
+def _stopped() -> int:
+    unit = _Stops(strategy="tp")
+    ech.train(unit, [batch(4, i) for i in range(8)], max_epochs=1)
+    return unit.train_progress.num_steps_completed
+
+
+def test_a_replica_can_stop_all(ranks: Ranks) -> None:
+    assert ranks(2, _stopped) == [3, 3]
+
+
+def _save(folder: Path, strategy: Any, steps: int) -> None:
+    unit = Regression(strategy=strategy, optimizer="AdamW", lr=0.01)
+    loader = ech.Loader(torch.utils.data.TensorDataset(*batch(48, 0)), 8)
+    saver = ech.DistributedCheckpointSaver(folder, save_every_n_train_steps=steps)
+    ech.train(unit, loader, max_steps=steps, callbacks=[saver])
+
+
+def _resume(folder: Path, strategy: Any, steps: int) -> dict[str, torch.Tensor]:
+    unit = Regression(strategy=strategy, optimizer="AdamW", lr=0.01)
+    loader = ech.Loader(torch.utils.data.TensorDataset(*batch(48, 0)), 8)
+    if folder.exists():
+        assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
+    ech.train(unit, loader, max_steps=steps)
+    return whole(unit.module)
+
+
+def _save_both(folder: Path) -> None:
+    _save(folder / "tp2", ech.TPStrategy(size=2), 4)
+    _save(folder / "tp4", ech.TPStrategy(size=4), 4)
+    _save(folder / "fsdp", "fsdp", 4)
+
+
+def _resume_all(folder: Path, strategies: list[Any], want: dict[str, torch.Tensor]) -> list[float]:
+    found = []
+    for saved in ("tp2", "tp4", "fsdp"):
+        for strategy in strategies:
+            got = _resume(folder / saved, strategy, 8)
+            found.append(max(float((got[k] - want[k]).abs().max()) for k in want))
+    return found
+
+
+def test_a_checkpoint_goes_on_under_another_layout(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(4, _save_both, tmp_path)
+    want = _resume(tmp_path / "absent", "noop", 8)
+    layouts = {4: [ech.TPStrategy(size=2), ech.TPStrategy(size=4)], 2: ["tp", "ddp"], 1: ["noop"]}
+    for size, strategies in layouts.items():
+        for found in ranks(size, _resume_all, tmp_path, strategies, want):
+            assert max(found) < 1e-12, (size, found)
+
+
+def _styles() -> float:
+    """A plan of torch's own objects, with the same result."""
+    plan = {"blocks.*.0": ColwiseParallel(), "blocks.*.2": RowwiseParallel()}
+    module = net()
+    del type(module).tp_plan
+    unit = Regression(module=module, strategy=ech.TPStrategy(plan=plan))
+    ech.train(unit, [batch(4, 0)], max_epochs=1)
+    want, _, _ = plain_training([[batch(4, 0)]])
+    got = whole(unit.module)
+    split = unit.module.blocks[0][0].weight.to_local().numel() / 64
+    return max(float((got[k] - want[k]).abs().max()) for k in want) + abs(split - 0.5)
+
+
+def test_a_plan_may_hold_torch_styles(ranks: Ranks) -> None:
+    assert max(ranks(2, _styles)) < 1e-12
+
+
+class _Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+
+@pytest.mark.parametrize(
+    ("module", "strategy", "size", "message"),
+    [
+        (_Bare, ech.TPStrategy(), 2, 'a dict such as {"layers.*": "colwise", "layers.*": "rowwise"}'),
+        (Net, ech.TPStrategy(plan={"blocks.*.7": "colwise"}), 2, "no submodule of Net matches 'blocks.*.7'"),
+        (Net, ech.TPStrategy(plan={"first": "columns"}), 2, "'first' is 'columns'; known are 'colwise'"),
+        (Net, ech.TPStrategy(plan={"blocks.0": "colwise"}), 2, "Net.blocks.0 is a Sequential"),
+        (Net, ech.TPStrategy(size=3), 3, r"3 ranks does not divide dimension 0 of Net.blocks.0.0.weight (8, 8)"),
+        (lambda: Tied(heads=1), ech.TPStrategy(), 2, "does not divide Tied.blocks.0.heads = 1"),
+        (Net, ech.TPStrategy(size=3), 4, "tp 3, but 4 ranks run. Set tp to 2 or 4"),
+        (Net, ech.TPStrategy(size=2, dp_replicate=3), 8, "dp_replicate 3 x tp 2 = 6, but 8 ranks run"),
+    ],
+)
+def test_what_cannot_be_split_is_an_error_before_any_collective(module: Any, strategy: Any, size: int, message: str) -> None:
+    with pytest.raises(UsageError) as caught:  # there is no group here: a collective would be another error
+        strategy.prepare(module(), ech.World(0, size, CPU), Recipe())
+    assert message in str(caught.value)
+
+
+def _untied() -> str:
+    with pytest.raises(UsageError) as caught:
+        Regression(module=_tied(), strategy=ech.TPStrategy(plan={"bytes": "rowwise"}))
+    return str(caught.value)
+
+
+def test_a_plan_for_one_of_two_tied_names_is_an_error(ranks: Ranks) -> None:
+    assert all("bytes.weight and head.weight are one tied parameter" in text for text in ranks(2, _untied))
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "want"),
+    [
+        (8, {}, (1, 8, 1)),
+        (8, {"dp_replicate": 2}, (2, 4, 1)),
+        (8, {"dp_replicate": 2, "tp": 2}, (2, 2, 2)),
+        (8, {"dp_shard": 4, "tp": 3}, "dp_shard 4 x tp 3 = 12, but 8 ranks run. Set tp to 2, or start 12 ranks."),
+        (4, {"dp_replicate": 3}, "dp_replicate 3, but 4 ranks run. Set dp_replicate to 2 or 4, or start 3 ranks."),
+        (2, {"tp": 0}, "tp 0: at least 1."),
+    ],
+)
+def test_the_axes_multiply_to_the_ranks(world: int, sizes: dict[str, int], want: Any) -> None:
+    if isinstance(want, tuple):
+        assert ParallelDims.of(world, **sizes) == ParallelDims(*want)
+        return
+    with pytest.raises(UsageError) as caught:
+        ParallelDims.of(world, **sizes)
+    assert str(caught.value) == want
+
+
+def _meshes() -> Iterator[bool]:
+    dims = ParallelDims.of(4, tp=2)
+    yield dims.tp_mesh(CPU).get_group() is ParallelDims.of(4, tp=2).tp_mesh(CPU).get_group()
+    yield dims.data_mesh(CPU).get_group() is dims.data_mesh(CPU).get_group()
+    yield dims.data_mesh(CPU).get_local_rank() == dims.dp_rank(dist.get_rank()) == dist.get_rank() // 2
+    yield dims.tp_mesh(CPU).get_local_rank() == dims.tp_rank(dist.get_rank()) == dist.get_rank() % 2
+
+
+def _all_meshes() -> list[bool]:
+    return list(_meshes())
+
+
+def test_a_layout_makes_its_groups_once(ranks: Ranks) -> None:
+    assert ranks(4, _all_meshes) == [[True] * 4] * 4

@@ -1,0 +1,236 @@
+"""ZeRO stage 1: each rank keeps the optimizer state of what it owns, and nobody can tell from the numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import RanksDisagreeError, UsageError
+from echelon.parallel.partition import Partition, assign
+from tests.conftest import Ranks
+from tests.models import Batch, batch, largest_difference, net, plain_training, whole
+from tests.units import Regression
+
+CPU = torch.device("cpu")
+DATA = [[batch(4, 10 * i + r) for r in range(2)] for i in range(5)]  # by update and rank
+
+
+def _mine() -> list[Batch]:
+    return [both[dist.get_rank()] for both in DATA]
+
+
+def test_the_largest_goes_to_who_has_least() -> None:
+    assert assign([3, 9, 3, 4], 2) == [1, 0, 1, 1]
+    assert assign([5], 3) == [0]
+    assert assign([2, 2, 2, 2], 2) == [0, 1, 0, 1]
+
+
+def _held(strategy: str) -> tuple[int, int, set[str]]:
+    unit = Regression(module=net(width=64), strategy=strategy, optimizer="AdamW")
+    ech.train(unit, _mine(), max_epochs=1)
+    names = {id(p): n for n, p in unit.prepared.plain.named_parameters()}
+    moments = [v for s in unit.optimizer.state.values() for v in s.values() if v.dim()]
+    gradients = sum(p.numel() for group in unit.optimizer.param_groups for p in group["params"])
+    return sum(m.numel() for m in moments), gradients, {names[id(p)] for p in unit.optimizer.state}  # type: ignore[call-overload]
+
+
+def test_each_of_two_ranks_keeps_half_of_the_state(ranks: Ranks) -> None:
+    everything, _, names = ranks(2, _held, "ddp")[0]
+    (first, few, names_0), (second, rest, names_1) = ranks(2, _held, "zero1")
+    assert first + second == everything and max(first, second) < 0.52 * everything
+    assert first == 2 * few and second == 2 * rest
+    assert names_0 | names_1 == names and not names_0 & names_1
+
+
+class Shaped(nn.Module):
+    """Parameters of two types, one that is channels-last and one that is not dense, frozen ones, a lone number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(4, 4, 2).double().to(memory_format=torch.channels_last)
+        self.strided = nn.Parameter(torch.randn(4, 8, dtype=torch.float64)[:, ::2])
+        self.low = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).double().requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image = x.view(-1, 4, 1, 1).expand(-1, 4, 2, 2).contiguous(memory_format=torch.channels_last)
+        x = self.frozen(self.conv(image).flatten(1)) @ self.strided
+        return (self.low(x.float()).double() * self.scale).sum(1, keepdim=True)
+
+
+class Lone(nn.Module):
+    """One parameter: the second of two ranks owns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(1, 4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
+def _modules(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Trained; then restored in mid-way and trained on, which must be the same."""
+    done = {}
+    for module in (Shaped, Lone):
+        for optimizer in ("Adagrad", "SGD", "AdamW"):  # Adagrad's constructor makes state
+
+            def unit(strategy: str, module: Any = module, optimizer: str = optimizer) -> Regression:
+                def schedule(o: Any) -> Any:
+                    return torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5)
+
+                return Regression(
+                    module=module(), strategy=strategy, optimizer=optimizer, schedule=schedule, step_lr_interval="step"
+                )
+
+            name = f"{module.__name__} {optimizer}"
+            saver = ech.DistributedCheckpointSaver(folder / name)
+            straight, first, second = unit("zero1"), unit("zero1"), unit("zero1")
+            ech.train(straight, _mine(), max_epochs=1)
+            ech.train(first, _mine()[:3], max_epochs=1, callbacks=[saver])
+            ech.DistributedCheckpointSaver.restore_from_latest(folder / name, second)
+            assert largest_difference(whole(first.module), whole(second.module)) == 0
+            ech.train(second, _mine()[3:], max_epochs=2)
+            if module is Shaped:  # as gradient buckets and kernels expect it
+                assert straight.prepared.plain.conv.weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr]
+            done[name], done[f"{name} resumed"] = whole(straight.module), whole(second.module)
+    return done
+
+
+def test_types_layouts_schedules_and_a_rank_that_owns_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    for done in ranks(2, _modules, tmp_path):
+        for name, got in done.items():
+            kind, optimizer = name.split()[:2]
+            want = _plain({"Shaped": Shaped, "Lone": Lone}[kind](), optimizer)
+            for key in want:
+                tolerance = 1e-12 if want[key].dtype == torch.float64 and kind == "Lone" else 2e-6  # float32 in the middle
+                assert float((got[key] - want[key]).abs().max()) < tolerance, (name, key)
+
+
+def _plain(module: nn.Module, optimizer: str) -> dict[str, torch.Tensor]:
+    options = {"momentum": 0.9} if optimizer == "SGD" else {}
+    opt = getattr(torch.optim, optimizer)(module.parameters(), lr=0.1, **options)
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 2, gamma=0.5)
+    for window in DATA:
+        x, y = (torch.cat(parts) for parts in zip(*window, strict=True))
+        nn.functional.mse_loss(module(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+        schedule.step()
+    return {n: p.detach() for n, p in module.named_parameters()}
+
+
+def _half() -> tuple[torch.Tensor, float]:
+    """fp16 with a rank that owns nothing, whose scaler would find no gradient to look at."""
+    unit = Regression(module=Lone().float(), strategy="zero1", precision=ech.Precision(torch.float16, init_scale=64.0))
+    ech.train(unit, [(x.float(), y.float()) for x, y in _mine()], max_epochs=1)
+    assert unit.grad_scaler is not None
+    return whole(unit.module)["weight"], unit.grad_scaler.get_scale()
+
+
+def test_half_precision_with_a_rank_that_owns_nothing(ranks: Ranks) -> None:
+    (first, scale), (second, other) = ranks(2, _half)
+    want = plain_training(DATA, module=Lone())[0]["weight"]
+    assert torch.equal(first, second) and scale == other
+    assert float((first - want).abs().max()) < 1e-2
+
+
+class ByHand(ech.TrainUnit[Batch]):
+    """A user's own unit; its optimizer is divided by hand, has a group added and steps with a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        module = net()
+        self.module = ech.prepare_module(module, CPU, strategy="zero1")
+        self.optimizer = torch.optim.SGD(module.blocks.parameters(), lr=0.1, momentum=0.9)
+        self.partition = Partition(self.optimizer)
+        self.left = 0
+        rest = [*module.first.parameters(), *module.last.parameters()]
+        self.optimizer.add_param_group({"params": rest, "lr": 0.1})
+
+    def train_step(self, state: ech.State, data: Batch) -> torch.Tensor:
+        def closure() -> torch.Tensor:
+            loss = nn.functional.mse_loss(self.module(data[0]), data[1])
+            loss.backward()
+            return loss
+
+        loss = self.optimizer.step(closure)
+        self.optimizer.zero_grad()
+        self.left += sum(p.grad is not None for p in self.module.parameters())
+        return loss.detach()  # type: ignore[union-attr]
+
+
+def _by_hand() -> tuple[dict[str, torch.Tensor], int, list[int]]:
+    unit = ByHand()
+    ech.train(unit, _mine(), max_epochs=1)
+    assert Partition.of(unit.optimizer) is unit.partition
+    return whole(unit.module), unit.left, [len(g["params"]) for g in unit.optimizer.param_groups]
+
+
+def test_added_groups_closures_and_all_gradients_cleared(ranks: Ranks) -> None:
+    want, _, _ = plain_training(DATA)
+    (got, left, owned), (other, left_too, owned_too) = ranks(2, _by_hand)
+    assert largest_difference(got, want) < 1e-12 and largest_difference(other, want) < 1e-12
+    assert left == left_too == 0
+    assert [a + b for a, b in zip(owned, owned_too, strict=True)] == [8, 4]
+
+
+class Chooses(Regression):
+    """Builds what it is told to."""
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+        parameters = list(module.parameters())
+        if self.kind == "LBFGS":
+            return torch.optim.LBFGS(parameters), None
+        if self.kind == "differs":
+            return torch.optim.SGD(parameters[: 2 + dist.get_rank()], lr=0.1), None
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        Partition(optimizer)
+        return optimizer, None
+
+
+def _errors() -> list[str]:
+    said = []
+    for kind, error in (("LBFGS", UsageError), ("differs", RanksDisagreeError), ("twice", UsageError)):
+        with pytest.raises(error) as caught:
+            Chooses(strategy="zero1", optimizer=kind).configure()
+        said.append(str(caught.value))
+    module = net()
+    module.first.requires_grad_(False)
+    unit = Regression(module=module, strategy="zero1")
+    ech.train(unit, _mine(), max_epochs=1)
+    module.first.requires_grad_(True)
+    with pytest.raises(UsageError) as late:
+        ech.train(unit, _mine(), max_epochs=2)
+    return [*said, str(late.value)]
+
+
+def test_what_cannot_be_divided_is_said_on_all_ranks(ranks: Ranks) -> None:
+    for lbfgs, differs, twice, late in ranks(2, _errors):
+        assert "LBFGS looks at all parameters at once" in lbfgs
+        assert "ranks disagree about the optimizer's parameters" in differs
+        assert "divided already" in twice
+        assert "first.weight was frozen when the optimizer was built" in late
+
+
+def test_prepare_module_says_that_it_never_sees_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
+    ech.prepare_module(net(), CPU, strategy="zero1")
+    assert "call echelon.parallel.partition.Partition(optimizer)" in caplog.text
+    dist.destroy_process_group()
+
+
+def test_a_world_of_one_owns_everything() -> None:
+    unit = Regression(strategy="zero1")
+    ech.train(unit, [batch(4, 0)], max_epochs=1)
+    want, _, _ = plain_training([[batch(4, 0)]])
+    assert largest_difference(whole(unit.module), want) < 1e-12
+    dist.destroy_process_group()
