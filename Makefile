@@ -10,7 +10,7 @@ train: .venv/ready
 	.venv/bin/echelon run --ranks $(RANKS) examples/gpt.py $(ARGS)
 
 test: .venv/ready
-	.venv/bin/python -m pytest -q
+	.venv/bin/python -m pytest -q -n 2 --dist loadgroup
 
 check: .venv/ready
 	.venv/bin/ruff format --check src tests examples bench

@@ -15,7 +15,7 @@ import argparse
 import math
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,12 @@ class GPT(nn.Module):
     """Bytes (B, T) -> logits (B, T, 256)."""
 
     # How tensor parallelism may split the blocks: a layer by its outputs, the one after it by its inputs.
-    tp_plan = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise", "blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"}
+    tp_plan: ClassVar = {
+        "blocks.*.qkv": "colwise",
+        "blocks.*.out": "rowwise",
+        "blocks.*.mlp.0": "colwise",
+        "blocks.*.mlp.2": "rowwise",
+    }
 
     def __init__(self, width: int, depth: int, heads: int, context: int) -> None:
         super().__init__()

@@ -23,6 +23,7 @@ from echelon.prover.rank import Target, run_reference, run_row
 from tests.models import Net
 
 UPDATES = 20
+pytestmark = pytest.mark.xdist_group("equivalence")  # one worker computes the references
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ WAYS["tp x fsdp on 4"] = (4, ech.TPStrategy(size=2))
 WAYS["tp x hsdp on 4"] = (4, ech.TPStrategy(size=1, dp_replicate=2))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """What plain PyTorch gives, by number of ranks: computed on the global batches that ddp's ranks got, which are all ranks'."""
     folders = {}

@@ -14,7 +14,9 @@ __all__ = ["add_arguments", "execute"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--strategies", metavar="NAMES", help="comma-separated; default: ddp,fsdp,hsdp,zero1,zero2")
+    parser.add_argument(
+        "--strategies", metavar="NAMES", help="comma-separated; default: ddp,fsdp,hsdp,zero1,zero2, and tp with a plan"
+    )
     parser.add_argument("--ranks", default="1,2,4", metavar="N,N", help="numbers of processes (default: 1,2,4)")
     parser.add_argument("--accumulation", default="1,2", metavar="N,N", help="micro-batches per update on a rank (default: 1,2)")
     parser.add_argument("--updates", type=int, default=5, metavar="N", help="optimizer updates that are compared (default: 5)")
@@ -40,11 +42,11 @@ def execute(arguments: argparse.Namespace) -> int:
     preload("torch", "torch._dynamo", "torch.distributed.fsdp", "echelon.prover.rank")  # while this process imports the same
 
     from echelon.prover import show
-    from echelon.prover.matrix import DEFAULT, matrix
+    from echelon.prover.matrix import matrix
     from echelon.prover.prove import Result, prove_target
     from echelon.prover.rank import Target
 
-    strategies = arguments.strategies.split(",") if arguments.strategies else DEFAULT
+    strategies = arguments.strategies.split(",") if arguments.strategies else None
     rows = matrix(strategies, ranks, accumulation, sgd=not arguments.no_sgd, parts=arguments.parts if arguments.bitwise else None)
 
     def shown(result: Result) -> None:

@@ -32,8 +32,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def scale_(parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply every gradient in place. Per rank."""
     grads = [local(p.grad) for p in parameters if p.grad is not None]
-    if grads:
+    if not grads:
+        return
+    if not isinstance(factor, torch.Tensor):
         torch._foreach_mul_(grads, factor)
+        return
+    for device, same in _by_device(grads).items():  # offloaded gradients lie in host memory
+        torch._foreach_mul_(same, factor.to(device))
 
 
 def clip_by_value_(parameters: Iterable[torch.Tensor], max_value: float) -> None:

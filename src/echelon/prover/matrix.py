@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.tensor import TPStrategy
 
 __all__ = ["AS_WRITTEN", "Row", "matrix"]
 
 AS_WRITTEN = "as written"
 
-# "dp" is one process; "noop" does not reduce; "tp" needs a plan and is added where the model brings one.
-DEFAULT = ("ddp", "fsdp", "hsdp", "zero1", "zero2")
+# Of STRATEGIES all but "noop", which does not reduce, "dp", which is one process, and second names of the same: "fsdp2", "zero3".
+DEFAULT = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "tp")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Row:
         accumulation: micro-batches per update on each rank; None leaves what the script says.
         optimizer: "script", or "sgd" in place of the script's.
         parts: with bit-equal numbers: micro-batches of a global batch over all ranks.
+        needs_plan: left out, without a word, where the model brings no `tp_plan`.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Row:
     accumulation: int | None = None
     optimizer: str = "script"
     parts: int | None = None
+    needs_plan: bool = False
 
     @property
     def label(self) -> str:
@@ -49,7 +52,7 @@ class Row:
 
 
 def matrix(
-    strategies: Sequence[str] | Mapping[str, Any],
+    strategies: Sequence[str] | Mapping[str, Any] | None,
     ranks: Sequence[int],
     accumulation: Sequence[int],
     *,
@@ -61,10 +64,13 @@ def matrix(
     A strategy on one rank is compared once, with `noop`. Splits and SGD do not depend on how many ranks there are beyond one,
     so they are not multiplied with them.
 
+    Args:
+        strategies: names, or Strategies by the names to show; None is `DEFAULT`, tensor parallelism only where a model has a plan.
     Raises:
         UsageError: nothing would be compared.
     """
-    named = dict(strategies) if isinstance(strategies, Mapping) else {name: name for name in strategies}
+    chosen = DEFAULT if strategies is None else strategies
+    named = dict(chosen) if isinstance(chosen, Mapping) else {name: name for name in chosen}
     several = sorted({r for r in ranks if r > 1})
     rows = [Row("noop", 1, "noop", a) for a in accumulation if a > 1] if 1 in ranks else []
     if 1 in ranks:
@@ -79,6 +85,10 @@ def matrix(
             first = Row(name, sizes[0], strategy, 1)
             rows += [replace(first, accumulation=a) for a in accumulation if a > 1]
             rows += [replace(first, optimizer="sgd")] if sgd else []
+        if name == "tp" and strategy == "tp" and 4 in several:
+            rows.append(Row("tp x fsdp", 4, TPStrategy(size=2), 1))
+    if strategies is None:
+        rows = [replace(row, needs_plan=True) if row.name.startswith("tp") else row for row in rows]
     if parts:
         rows += [
             Row(name, r, strategy, None, parts=parts)

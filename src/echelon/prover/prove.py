@@ -16,10 +16,10 @@ from echelon.contracts.errors import RankFailedError, UsageError
 from echelon.launcher.function import launch
 from echelon.prover import causes
 from echelon.prover.judge import Difference, Verdict, compare
-from echelon.prover.matrix import AS_WRITTEN, DEFAULT, Row, matrix
+from echelon.prover.matrix import AS_WRITTEN, Row, matrix
 from echelon.prover.rank import Target, run_reference, run_row
 from echelon.prover.reference import micros_in_order
-from echelon.prover.streams import digest
+from echelon.prover.streams import NotJoinable, digest, join
 
 __all__ = ["Proof", "Result", "prove", "prove_target"]
 
@@ -85,7 +85,7 @@ def prove(
     make_unit: Callable[[], Any],
     make_data: Callable[[], Any],
     *,
-    strategies: Sequence[str] | Mapping[str, Any] = DEFAULT,
+    strategies: Sequence[str] | Mapping[str, Any] | None = None,
     ranks: Sequence[int] = (1, 2, 4),
     accumulation: Sequence[int] = (1, 2),
     updates: int = 5,
@@ -101,7 +101,8 @@ def prove(
         make_unit: builds the unit; called on every rank after the ranks have joined. Both functions are sent to other
             processes, as with `launch`.
         make_data: builds the loader, best an `echelon.Loader`, whose global batches do not depend on the ranks.
-        strategies: names, or a mapping of the table's names to Strategies.
+        strategies: names, or a mapping of the table's names to Strategies. By default ddp, fsdp, hsdp, zero1, zero2, and tp if
+            the module has a `tp_plan`.
         ranks: numbers of processes. 1 is the loop itself against plain PyTorch.
         accumulation: micro-batches per update on each rank, tried at the smallest number of ranks above one.
         updates: how many optimizer updates are compared. A mistake shows in the first, as a rule; five let buffers, momentum
@@ -145,6 +146,7 @@ class _Proving:
         self.proof = Proof(str(dtype).removeprefix("torch."))
         self.kind = ""
         self.overridable = True
+        self.has_plan = False
         self._references: dict[Any, tuple[Path, dict[str, Any]]] = {}
         self._batches: dict[Any, str] = {}
         self._bitwise: dict[str, dict[str, torch.Tensor]] = {}
@@ -155,7 +157,7 @@ class _Proving:
         first, rest = rows[0], rows[1:]
         yield first
         if self.overridable or not self.kind:
-            yield from rest
+            yield from (row for row in rest if self.has_plan or not row.needs_plan)
             return
         self.proof.notes.append(
             "The script makes its module parallel itself, or has no strategy to choose: "
@@ -192,7 +194,7 @@ class _Proving:
     def _compared(self, row: Row, result: Result, here: Path) -> Result:
         files = [here / f"rank{r}.pt" for r in range(row.ranks)]
         records = [torch.load(f, weights_only=False) for f in files]
-        self.kind = records[0]["kind"]
+        self.kind, self.has_plan = records[0]["kind"], records[0]["has_plan"]
         if row.strategy is not None and not records[0]["overridable"]:
             self.overridable = False
             result.label = Row(AS_WRITTEN, row.ranks, None, row.accumulation, row.optimizer).label
@@ -207,18 +209,7 @@ class _Proving:
         return result
 
     def _reference(self, row: Row, records: list[dict[str, Any]], files: list[Path]) -> tuple[Path, dict[str, Any]]:
-        merged = micros_in_order(records)
-        own = records[0]["kind"] == "TrainUnit"
-        drew = any(m.stream is not None for update in merged for m in update)
-        # Dropped units, and a unit's own way of accumulating, depend on the split; all else on the samples alone.
-        key = (
-            (row.optimizer, tuple(tuple(digest(m.data) for m in u) for u in merged))
-            if drew or own
-            else (
-                row.optimizer,
-                tuple(_digest_of_samples([m.data for m in u]) for u in merged),
-            )
-        )
+        key = _data_of(row, records)
         if key not in self._references:
             folder = self.folder / f"reference-{len(self._references)}"
             folder.mkdir()
@@ -303,9 +294,22 @@ class _Proving:
         return known is last or all(torch.equal(last[n], known[n]) for n in known)
 
 
-def _digest_of_samples(batches: list[Any]) -> int:
-    from echelon.prover.streams import NotJoinable, join
+def _data_of(row: Row, records: list[dict[str, Any]]) -> Any:
+    """What the reference of a row depends on. Rows with the same share it.
 
+    As a rule the samples of each update alone. Dropped units depend on the micro-batches and on the random streams in front of
+    them; a step of one's own, which may accumulate, on which micro-batches came at the same time.
+    """
+    epochs = tuple(u[0].epoch if u else 0 for u in micros_in_order(records))
+    if records[0]["kind"] == "TrainUnit":
+        return row.optimizer, epochs, tuple(tuple(tuple(digest(m.data) for m in u) for u in r["updates"]) for r in records)
+    merged = micros_in_order(records)
+    if any(m.stream is not None for u in merged for m in u):
+        return row.optimizer, epochs, tuple(tuple((digest(m.data), digest(m.stream)) for m in u) for u in merged)
+    return row.optimizer, epochs, tuple(_digest_of_samples([m.data for m in u]) for u in merged)
+
+
+def _digest_of_samples(batches: list[Any]) -> int:
     try:
         return digest(join(batches))
     except NotJoinable:

@@ -48,6 +48,7 @@ class RankRecord:
     rank: int = 0
     is_replica: bool = False
     overridable: bool = False
+    has_plan: bool = False  # of tensor parallelism, the module's own
     loader: str = ""
     samples_by_rank: bool | None = None  # whether the loader has a sampler that knows of ranks; None: not a torch DataLoader
     global_batch: int | None = None
@@ -154,6 +155,7 @@ class Recorder(Callback):
         self._unit, record = unit, self.record
         record.kind = "AutoUnit" if isinstance(unit, AutoUnit) else "TrainUnit"
         record.is_replica = isinstance(unit, AutoUnit) and unit.prepared.is_replica
+        record.has_plan = any(hasattr(_innermost(module), "tp_plan") for _, module in _modules_of(unit))
         record.loader = type(dataloader).__name__
         record.global_batch = getattr(dataloader, "global_batch", None)
         record.samples_by_rank = _samples_by_rank(dataloader)
