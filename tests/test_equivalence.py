@@ -20,6 +20,7 @@ from echelon.parallel import STRATEGIES
 from echelon.prover.judge import Verdict, compare
 from echelon.prover.matrix import Row
 from echelon.prover.rank import Target, run_reference, run_row
+from echelon.prover.reference import How
 from tests.models import Net
 
 UPDATES = 20
@@ -141,10 +142,15 @@ def _run_all(strategy: Any, cases: list[Case], root: str, name: str) -> None:
         run_row(_target(case), row, str(_folder(root, case, name)), UPDATES, case.torch_dtype, 0, every=5)
 
 
+HOWS: tuple[How, ...] = ("right", "wide")
+
+
 def _reference_all(cases: list[Case], root: str, name: str, ranks: int) -> None:
     for case in cases:
         data = [str(_folder(root, case, name) / f"rank{r}.pt") for r in range(ranks)]
-        run_reference(_target(case), Row("reference", 1), data, str(_folder(root, case, "reference")), case.torch_dtype, 0)
+        folder = str(_folder(root, case, "reference"))
+        for how in HOWS if case.dtype == "float32" else HOWS[:1]:
+            run_reference(_target(case), Row("reference", 1), data, folder, case.torch_dtype, 0, how)
 
 
 WAYS: dict[str, tuple[int, Any]] = {

@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bitwise", action="store_true", help="also prove the bit-equal mode")
     parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
     parser.add_argument("--seed", type=int, default=0, help="of every process before the script begins (default: 0)")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds after which a row is stopped and failed (default: 600)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where the page is left (default: runs)")
     parser.add_argument("script", help="a script that calls echelon's train or fit")
@@ -54,11 +57,19 @@ def execute(arguments: argparse.Namespace) -> int:
         for text in show.details(result):
             print(f"    {text}", flush=True)
 
+    run = RunDir.create(arguments.runs, None, stem=f"prove-{script.stem}")
     if not arguments.json:
         print(show.HEADER, flush=True)
-    target = Target(script=arguments.script, args=tuple(arguments.args))
-    proof = prove_target(target, rows, arguments.updates, arguments.float64, arguments.seed, None if arguments.json else shown)
-    run = RunDir.create(arguments.runs, None, stem=f"prove-{script.stem}")
+    proof = prove_target(
+        Target(script=arguments.script, args=tuple(arguments.args)),
+        rows,
+        arguments.updates,
+        arguments.float64,
+        arguments.seed,
+        None if arguments.json else shown,
+        arguments.timeout,
+        run.path / "logs",
+    )
     write_json(run.path / "prove.json", proof.to_json())
     (run.path / "prove.html").write_text(show.page(proof, f"echelon prove {script.name}"), encoding="utf-8")
     if arguments.json:

@@ -97,7 +97,7 @@ def parallelize(
     device: torch.device,
     recipe: Recipe | None = None,
     *,
-    overridden: Strategy | str | None = None,
+    overridden: Strategy | str | Callable[[Strategy | None], Strategy] | None = None,
 ) -> Prepared[Any]:
     """Make a module parallel over the ranks of the default group.
 
@@ -105,7 +105,7 @@ def parallelize(
         module: as built, or as the user wrapped it; with strategy None a wrapped module is taken as it is.
         strategy: a Strategy, its name, or None.
         device: where this rank computes.
-        overridden: takes the place of `strategy` for a module that is not wrapped already.
+        overridden: takes the place of `strategy` for a module that is not wrapped already; a function makes it from `strategy`.
     Raises:
         UsageError: an unknown strategy; a strategy for a module that is wrapped already.
     """
@@ -118,7 +118,9 @@ def parallelize(
                     f"{type(module).__name__}.{name} is a {type(inner).__name__}, but the whole module is not: gradients of the "
                     "rest would not be reduced. Wrap the whole module, or pass it plain with a strategy."
                 )
-        return (resolve(overridden) or chosen or NOOPStrategy()).prepare(module, world, recipe)
+        if overridden is not None:
+            chosen = overridden(chosen) if callable(overridden) else resolve(overridden)
+        return (chosen or NOOPStrategy()).prepare(module, world, recipe)
     if chosen is not None and not isinstance(chosen, NOOPStrategy):
         raise UsageError(
             f"strategy {chosen.name!r} for a {type(module).__name__} that is made parallel already. "

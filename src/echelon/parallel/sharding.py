@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,8 @@ __all__ = ["FSDPPrepared", "Sharding", "flat_mesh", "offloads", "replica_mesh", 
 
 logger = logging.getLogger(__name__)
 
+O = TypeVar("O")  # noqa: E741
+
 
 class FSDPPrepared(Prepared[nn.Module]):
     """A module that `fully_shard` has split, by us or by the user. Its parameters are DTensors."""
@@ -47,6 +49,10 @@ class FSDPPrepared(Prepared[nn.Module]):
         rank, size, self.is_replica = _data_place(module, world)
         super().__init__(module, rank if dp_rank is None else dp_rank, size if dp_size is None else dp_size)
         self._sync: bool = True
+
+    def optimizer(self, make: Callable[[nn.Module], O]) -> O:
+        self.parameters_written()  # an evaluation leaves whole parameters, which are gone when their shards return
+        return super().optimizer(make)
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         if last != self._sync:
@@ -136,6 +142,7 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
     ignored = set(how.ignored)
     ranks = how.mesh.mesh.flatten().tolist()
     _refuse_loose(module, ignored, len(ranks))
+    _refuse_scalars(module, ignored)
     blocks = _blocks(module, how.blocks, world)
     module = recipe.compile(recipe.recompute(module))
     options: dict[str, Any] = {
@@ -152,12 +159,23 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
         _place(block, done, world, how, f"{type(module).__name__}.{name}")
         fully_shard(block, **options, mp_policy=policy)
     _place(module, done, world, how, type(module).__name__)
+    if how.reshard_after_forward is True:  # torch's own choice for the root: its backward begins where its forward ended
+        options["reshard_after_forward"] = None
     fully_shard(module, **options, mp_policy=how.root_policy or policy)
     if how.forward_prefetch:
         for (_, block), (_, following) in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     materialize(module, torch.device("cpu") if how.offload else world.device, buffers=world.device)
     return FSDPPrepared(module, world, ranks.index(world.rank), len(ranks))
+
+
+def _refuse_scalars(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0 and parameter not in ignored:
+            raise UsageError(
+                f"{type(module).__name__}.{name} is a scalar, which fully_shard cannot split. Make it a tensor of one element, "
+                "nn.Parameter(torch.zeros(1)), or take strategy 'ddp' or 'zero1'."
+            )
 
 
 def _blocks(module: nn.Module, chosen: Blocks | None, world: World) -> Blocks:

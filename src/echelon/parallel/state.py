@@ -6,6 +6,7 @@ Built on torch.distributed.checkpoint.state_dict, which knows all of them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -135,6 +136,8 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
 def states_by_name(app_state: Mapping[str, Any]) -> dict[str, Any]:
     """A unit's app state with its modules and optimizers behind their names; everything else as it is."""
     modules = {name: m for name, m in app_state.items() if isinstance(m, nn.Module)}
+    for module in modules.values():
+        _reshard(module)
     states: dict[str, Any] = {}
     for name, value in app_state.items():
         if isinstance(value, nn.Module):
@@ -152,6 +155,16 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.
         return PartitionedState(_owners(partition.parameters, modules), optimizer, partition)
     owners = _owners([p for group in optimizer.param_groups for p in group["params"]], modules)
     return OptimizerState(owners, optimizer) if owners else optimizer
+
+
+def _reshard(module: nn.Module) -> None:
+    """After an evaluation `fully_shard` may leave whole parameters in the place of the shards that the optimizer knows."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # never imported, so nothing is sharded
+        return
+    for part in module.modules():
+        if isinstance(part, fsdp.FSDPModule):
+            part.reshard()
 
 
 def _owners(parameters: list[nn.Parameter], modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

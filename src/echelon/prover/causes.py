@@ -22,11 +22,13 @@ CAUSES = {
     "loss weighted per rank": "the means of ranks or micro-batches are averaged as if they were equally large",
     "identical data on two ranks": "two ranks train on the same samples",
     "a sampler that ignores the rank": "the loader gives every rank all samples: use echelon.Loader or a DistributedSampler",
-    "identical dropout": "data-parallel ranks draw the same random numbers: do not seed ranks alike once training begins",
+    "identical dropout": "data-parallel ranks draw the same random numbers: when the model is built, seed each by its rank",
     "unsynchronised buffers": "buffers differ between ranks",
     "an untracked or stale optimizer parameter": "the optimizer does not hold it: make the optimizer after the module is sharded",
     "batch norm over the local batch": "its statistics are those of a micro-batch: use SyncBatchNorm, or another normalisation",
-    "parameters that drift apart": "gradients are the same on all ranks, steps are not: learning rates, or an optimizer's state",
+    "parameters that drift apart": "gradients are the same on all ranks, what follows is not: learning rates, states, averages",
+    "another learning rate": "the optimizer steps with another rate than in one process",
+    "clipping on each rank": "every rank clips its own gradient: reduce first, then clip",
     "a wrong scale": "all gradients are a constant times what they should be",
     "different initial parameters": "the model is not built from the same seed, or is changed before it is made parallel",
     "an operation over the whole batch": "the loss of a batch is not the mean of the losses of its parts",
@@ -48,15 +50,14 @@ def from_records(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
         found.append(
             (
                 "an untracked or stale optimizer parameter",
-                f"{left_out[0]} is in no optimizer, which holds {stale[0]['strangers'] // max(1, len(stale[0]['updates']))} "
-                "parameters that are not the module's",
+                f"{left_out[0]} is in no optimizer; they hold {stale[0]['strangers']} parameters that are not the module's",
             )
         )
     return found
 
 
 def _same_data(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    digests = [[digest(m.data) for update in r["updates"] for m in update if m.weight > 0] for r in records]
+    digests = [[digest(m.plain) for update in r["updates"] for m in update if m.weight > 0] for r in records]
     twins = [(a, b) for a in range(len(records)) for b in range(a + 1, len(records)) if digests[a] == digests[b] and digests[a]]
     several = len({d for seen in digests for d in seen}) > 1  # one batch for ever says nothing
     if not twins or not several:
@@ -75,15 +76,13 @@ def _same_data(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def _same_streams(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
     drew = [any(m.stream is not None for u in r["updates"] for m in u) or r["dropouts"] > 0 for r in records]
-    first = [r["first_stream"] for r in records]
     for a in range(len(records)):
         for b in range(a + 1, len(records)):
-            if drew[a] and drew[b] and first[a] == first[b]:
+            before, after = (x == y for x, y in zip(records[a]["streams"], records[b]["streams"], strict=True))
+            if drew[a] and drew[b] and (before or after):
+                when = "began with" if before else "came out of their first forward pass with"
                 return [
-                    (
-                        "identical dropout",
-                        f"ranks {records[a]['rank']} and {records[b]['rank']} began with the same random stream",
-                    )
+                    ("identical dropout", f"ranks {records[a]['rank']} and {records[b]['rank']} {when} the same random stream")
                 ]
     return []
 
@@ -113,21 +112,31 @@ def _unlike(digests: Sequence[Mapping[str, int]]) -> list[str]:
     return [n for n in digests[0] if len({d.get(n) for d in digests}) > 1]
 
 
-def from_verdict(verdict: Verdict, records: list[dict[str, Any]], reference_held: set[str]) -> list[tuple[str, str]]:
-    """Causes that the first difference itself tells."""
+def from_verdict(verdict: Verdict, records: list[dict[str, Any]], facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Causes that the first difference itself tells.
+
+    Args:
+        facts: `held` and `rates` of the reference.
+    """
     first = verdict.first
     if first is None:
         return []
     if first.phase == "initialisation":
         return [("different initial parameters", f"{first.tensor} differs before the first update")]
     held = set().union(*(r["held"] for r in records))
-    if records[0]["flattened"]:
-        return []
-    left_out = sorted(reference_held - held)
-    if left_out or (first.phase == "update" and verdict.unmoved):
-        name = left_out[0] if left_out else verdict.unmoved[0]
-        return [("an untracked or stale optimizer parameter", f"{name} did not change in update {first.update}")]
+    if not records[0]["flattened"]:
+        left_out = sorted(facts["held"] - held)
+        if left_out or (first.phase == "update" and verdict.unmoved):
+            name = left_out[0] if left_out else verdict.unmoved[0]
+            return [("an untracked or stale optimizer parameter", f"{name} did not change in update {first.update}")]
+    mine, right = records[0]["rates"][first.update], facts["rates"][first.update]
+    if first.phase == "update" and mine != right and all(r["rates"][first.update] == mine for r in records):
+        return [("another learning rate", f"update {first.update}: {_rates(mine)}, in one process {_rates(right)}")]
     return []
+
+
+def _rates(rates: list[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
 
 
 def from_mistakes(
@@ -141,7 +150,7 @@ def from_mistakes(
         batch_norms: names of the model's batch-norm modules.
     """
     gap = _distance(mine["gradients"], right["gradients"])
-    loss_gap = abs(mine["loss"] - right["loss"])
+    loss_gap = abs(mine["loss"] - right["loss"]) if mine["loss"] is not None and right["loss"] is not None else 0.0
 
     def explains(way: str) -> bool:
         """It lies at least ten times nearer than what is right, in what differs."""
@@ -154,27 +163,42 @@ def from_mistakes(
 
     found = []
     if explains("weighted"):
-        if batch_norms:
-            found.append(("batch norm over the local batch", f"{batch_norms[0]} normalises each micro-batch by itself"))
-        elif "best weights" not in mistakes or _distance(mistakes["best weights"]["gradients"], right["gradients"]) * 10 <= gap:
-            found.append(
-                ("loss weighted per rank", "other weights of the micro-batches give the right gradient: see AutoUnit.weight")
-            )
-        else:
-            found.append(
-                ("an operation over the whole batch", "no weights of the micro-batches give the gradient of the whole batch")
-            )
+        found.append(_of_parts(mistakes, right, gap, batch_norms))
+    elif batch_norms and explains("over ranks"):
+        found.append(("batch norm over the local batch", f"{batch_norms[0]} normalises each micro-batch of all ranks by itself"))
     elif explains("unweighted"):
         found.append(("loss weighted per rank", "micro-batches of other sizes count the same"))
     for way in mistakes:
         if way.startswith("rank ") and explains(way):
             found.append(("missing all-reduce", f"the gradients are those of {way}"))
             break
-    if not found:
-        factor = _factor(mine["gradients"], right["gradients"])
-        if factor is not None:
-            found.append(("a wrong scale", f"the gradients are {factor:.4g} times what they should be"))
-    return found
+    return found or _wrong_scale(mine, right, gap)
+
+
+def _of_parts(mistakes: Mapping[str, Any], right: Mapping[str, Any], gap: float, batch_norms: list[str]) -> tuple[str, str]:
+    """The row is the weighted mean of its parts, and that is not what the whole batch gives: why not?"""
+    if batch_norms:
+        return "batch norm over the local batch", f"{batch_norms[0]} normalises each micro-batch by itself"
+    norms = mistakes["weighted"]["norms"]
+    if len(norms) > 1 and max(norms) - min(norms) < 1e-4 * max(norms):
+        return "clipping on each rank", f"every rank's own gradient has the norm {norms[0]:.4g}"
+    best = mistakes.get("best weights")
+    if best is None or _distance(best["gradients"], right["gradients"]) * 10 > gap:
+        return "an operation over the whole batch", "no weights of the micro-batches give the gradient of the whole batch"
+    if len(best["shares"]) > 1 and all(abs(share - 1) < 1e-3 for share in best["shares"]):
+        return "loss weighted per rank", "the loss of the whole batch is the sum of those of its parts: return a mean"
+    return (
+        "loss weighted per rank",
+        "other weights of the micro-batches give the right gradient (an AutoUnit's: its method weight)",
+    )
+
+
+def _wrong_scale(mine: Mapping[str, Any], right: Mapping[str, Any], gap: float) -> list[tuple[str, str]]:
+    factor, where = _factor(mine["gradients"], right["gradients"]), ""
+    norms = mine["norm"], right["norm"]
+    if factor is None and all(norms) and abs(norms[0] / norms[1] - 1) > 1e-3 and gap < 1e-3 * min(norms):
+        factor, where = norms[0] / norms[1], ", before clipping"
+    return [("a wrong scale", f"the gradients are {factor:.4g} times what they should be{where}")] if factor is not None else []
 
 
 def _distance(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:

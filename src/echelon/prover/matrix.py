@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.strategy import resolve
 from echelon.parallel.tensor import TPStrategy
 
 __all__ = ["AS_WRITTEN", "Row", "matrix"]
@@ -65,12 +66,15 @@ def matrix(
     so they are not multiplied with them.
 
     Args:
-        strategies: names, or Strategies by the names to show; None is `DEFAULT`, tensor parallelism only where a model has a plan.
+        strategies: names, or Strategies by the names to show; None is `DEFAULT`, with tp only where a model has a plan.
     Raises:
-        UsageError: nothing would be compared.
+        UsageError: nothing would be compared, or a strategy's name is unknown.
     """
     chosen = DEFAULT if strategies is None else strategies
     named = dict(chosen) if isinstance(chosen, Mapping) else {name: name for name in chosen}
+    for strategy in named.values():
+        resolve(strategy)
+    accumulation = sorted(set(accumulation))
     several = sorted({r for r in ranks if r > 1})
     rows = [Row("noop", 1, "noop", a) for a in accumulation if a > 1] if 1 in ranks else []
     if 1 in ranks:

@@ -8,7 +8,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,19 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.loop import run as entry_points
 from echelon.loop.callbacks.saver import DistributedCheckpointSaver
+from echelon.parallel.ddp import DDPStrategy
+from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.strategy import Prepared, Strategy
 from echelon.parallel.strategy import resolve as resolve_strategy
+from echelon.parallel.tensor import TPStrategy
+from echelon.parallel.zero import ZeROStrategy
 from echelon.prover.matrix import Row
+from echelon.prover.mistakes import mistakes_of
 from echelon.prover.record import Enough, Recorder
-from echelon.prover.reference import Reference
+from echelon.prover.reference import How, reference_of
 from echelon.world import streams
 
-__all__ = ["Target", "run_reference", "run_row"]
+__all__ = ["Target", "run_reference", "run_row", "with_options_of"]
 
 
 @dataclass(frozen=True)
@@ -61,28 +66,55 @@ class Target:
 
 
 class _Noted(Strategy):
-    """A strategy that tells afterwards whether it was used: a module that a script wrapped by hand stays as it is."""
+    """The strategy of a row. It tells afterwards whether it was used: a module that a script wrapped by hand stays as it is."""
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy, self.name, self.used = strategy, strategy.name, False
+    def __init__(self, row: Row) -> None:
+        given = resolve_strategy(row.strategy)
+        assert given is not None
+        self.by_name, self._strategy, self.name = isinstance(row.strategy, str), given, given.name
+        self.used = self.has_plan = False
+
+    def __call__(self, own: Strategy | None) -> Strategy:
+        """In place of the script's own strategy."""
+        if self.by_name and own is not None:
+            self._strategy = with_options_of(own, self._strategy)
+        self.has_plan = isinstance(own, TPStrategy) and own.plan is not None
+        return self
 
     def prepare(self, module: Any, world: Any, recipe: Any) -> Prepared[Any]:
         self.used = True
         return self._strategy.prepare(module, world, recipe)
 
 
+def with_options_of(own: Strategy, given: Strategy) -> Strategy:
+    """`given`, a strategy that was only named, with the options of the script's own strategy, if it is one of the same family.
+
+    They tell what the model needs: that parameters stay unused, which modules are blocks. Mixed precision is left out.
+    """
+    ddp = own.options if isinstance(own, ZeROStrategy) else own
+    fsdp = replace(ddp, mixed_precision=None) if isinstance(ddp, FSDPStrategy) else None
+    if isinstance(given, DDPStrategy) and isinstance(ddp, DDPStrategy):
+        return ddp
+    if isinstance(given, ZeROStrategy) and given.stage == 1 and isinstance(ddp, DDPStrategy):
+        return replace(given, options=ddp)
+    if isinstance(given, ZeROStrategy) and given.stage > 1 and fsdp is not None:
+        return replace(given, options=replace(fsdp, sharding_strategy=None, reshard_after_forward=None))
+    if isinstance(given, FSDPStrategy) and fsdp is not None:
+        return fsdp
+    return own if type(own) is type(given) and not isinstance(own, ZeROStrategy) else given
+
+
 def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dtype, seed: int, every: int = 1) -> dict[str, Any]:
     """Run the target as `row` says, on this rank, and leave what it did in `folder`."""
-    given = resolve_strategy(row.strategy)
-    noted = _Noted(given) if given is not None else None
+    noted = _Noted(row) if row.strategy is not None else None
     decided = Overrides(noted, "fp32", row.accumulation, False, row.parts)
     recorder = Recorder(Path(folder), updates, dtype, every)
 
     def watch(unit: Any, dataloader: Any) -> list[Any]:
-        if row.optimizer == "sgd":
-            _with_sgd(unit)
-        recorder.attach(unit, dataloader)
+        _adapt(unit, row)
+        recorder.attach(unit, dataloader, unseeded=torch.initial_seed() == _torch_seed(seed))
         recorder.record.overridable = noted is not None and noted.used
+        recorder.record.has_plan |= noted is not None and noted.has_plan
         return [recorder]
 
     with _in_place_of_training(watch, decided, dtype, seed):
@@ -97,24 +129,38 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
 
 
 def run_reference(
-    target: Target, row: Row, data: Sequence[str], folder: str, dtype: torch.dtype, seed: int, diagnose: int | None = None
+    target: Target,
+    row: Row,
+    data: Sequence[str],
+    folder: str,
+    dtype: torch.dtype,
+    seed: int,
+    how: How = "right",
+    diagnose: int | None = None,
 ) -> dict[str, Any]:
     """Train the target's unit in plain PyTorch, in this one process, on the micro-batches that `data` holds.
 
     Args:
         row: its optimizer is used.
         data: files of the ranks whose data it is.
-        diagnose: an update at which to compute what likely mistakes would give.
+        how: see `prover/reference.py`.
+        diagnose: an update at which to compute what likely mistakes would give, instead of all updates' values.
     """
     found: dict[str, Any] = {}
 
     def replace_training(unit: Any, dataloader: Any) -> list[Any]:
-        if row.optimizer == "sgd":
-            _with_sgd(unit)
-        found.update(Reference(unit, [Path(d) for d in data], Path(folder), dtype).run(diagnose))
+        _adapt(unit, row)
+        records = [torch.load(path, weights_only=False) for path in data]
+        reference = reference_of(unit, records, Path(folder), dtype, how)
+        if diagnose is None:
+            found.update(reference.run())
+        else:
+            reference.run_until(diagnose)
+            found.update(mistakes_of(reference, diagnose))
         raise Enough
 
-    with _in_place_of_training(replace_training, Overrides("noop", "fp32", 1, False, None), dtype, seed):
+    computed_in = torch.float64 if how == "wide" else dtype
+    with _in_place_of_training(replace_training, Overrides("noop", "fp32", 1, False, None), computed_in, seed):
         try:
             target.run()
         except Enough:
@@ -138,22 +184,46 @@ def _in_place_of_training(
 
         return entry
 
-    def install(functions: dict[str, Callable[..., None]]) -> None:
+    def install(functions: dict[str, Callable[..., None]], starts: dict[str, Callable[..., Any]]) -> None:
         for name, function in functions.items():
             setattr(entry_points, name, function)
+        for name, function in {**functions, **starts}.items():
             setattr(echelon, name, function)
 
     before = torch.get_default_dtype()
     impose(decided)
     torch.set_default_dtype(dtype)
     streams.seed(seed)  # a script that seeds itself does so again
-    install({name: wrapped(original) for name, original in originals.items()})
+    torch.manual_seed(_torch_seed(seed))
+    starts = {"launch": echelon.launch, "spawn": echelon.spawn}
+    install({name: wrapped(original) for name, original in originals.items()}, dict.fromkeys(starts, _refuse_ranks))
     try:
         yield
     finally:
-        install(originals)
+        install(originals, starts)
         torch.set_default_dtype(before)
         impose(None)
+
+
+def _refuse_ranks(*args: Any, **options: Any) -> None:
+    raise UsageError(
+        "the script starts ranks itself, with launch or spawn: prove has to start them. Let it call train or fit in every "
+        "process, as under `echelon run`, or call echelon.prove with the functions that make its unit and its data."
+    )
+
+
+def _torch_seed(seed: int) -> int:
+    """One that no script would choose: so it shows whether the script seeds torch itself."""
+    return (0xEC4E1011 << 31) + seed
+
+
+def _adapt(unit: Any, row: Row) -> None:
+    """What rows and reference change in a unit alike."""
+    if row.optimizer == "sgd":
+        _with_sgd(unit)
+    averages = getattr(unit, "swa_params", None)
+    if averages is not None:  # averages only look on, but their schedule of learning rates would not
+        unit.swa_params = replace(averages, swalr_params=None)
 
 
 def _with_sgd(unit: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,26 @@ from echelon.loop.callback import Callback
 from echelon.loop.loss import rows
 from echelon.loop.state import ActivePhase, State
 from echelon.prover.peak import PeakMemory
-from echelon.prover.streams import Micro, digest, on_host, widened
+from echelon.prover.streams import Micro, digest, widened
+from echelon.world import streams
 
-__all__ = ["Enough", "RankRecord", "Recorder", "loss_in", "named_values", "parameters_of", "whole", "whole_parameters"]
+__all__ = [
+    "Enough",
+    "GradientWatch",
+    "RankRecord",
+    "Recorder",
+    "loss_in",
+    "modules_of",
+    "named_values",
+    "number_in",
+    "parameters_of",
+    "rates_of",
+    "switch_off_dropout",
+    "whole",
+    "whole_parameters",
+]
 
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -64,14 +78,15 @@ class RankRecord:
     flattened: bool = False  # in the older FullyShardedDataParallel: gradients cannot be seen whole
     batch_norms: list[str] = field(default_factory=list)
     dropouts: int = 0
-    first_stream: int = 0  # checksum of the random stream before the first forward pass
+    streams: tuple[int, int] = (0, 0)  # checksums of the random stream before and after the first forward pass that drew
+    rates: list[list[float]] = field(default_factory=list)  # learning rates of the first optimizer's groups, by update
     step_s: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
 
 
 def parameters_of(unit: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """The unit's parameters under the names that their author gave them."""
-    for prefix, module in _modules_of(unit):
+    for prefix, module in modules_of(unit):
         for name, parameter in module.named_parameters():
             yield prefix + plain_name(name), parameter
 
@@ -86,19 +101,29 @@ def whole_parameters(unit: Any) -> dict[str, torch.Tensor]:
 
 def _flattened(unit: Any) -> list[nn.Module]:
     """Modules in the older FullyShardedDataParallel, whose parameters are parts of one flat tensor."""
-    return [m for _, m in _modules_of(unit) if isinstance(m, FullyShardedDataParallel)]
+    return [m for _, m in modules_of(unit) if isinstance(m, FullyShardedDataParallel)]
 
 
 def named_values(unit: Any) -> dict[str, torch.Tensor]:
     """Buffers by name."""
-    return {prefix + plain_name(n): b for prefix, module in _modules_of(unit) for n, b in module.named_buffers()}
+    return {prefix + plain_name(n): b for prefix, module in modules_of(unit) for n, b in module.named_buffers()}
 
 
-def _modules_of(unit: Any) -> list[tuple[str, nn.Module]]:
+def modules_of(unit: Any) -> list[tuple[str, nn.Module]]:
     if isinstance(unit, AutoUnit):
         return [("", unit.prepared.plain)]
     modules = unit.tracked_modules()
     return [(f"{name}." if len(modules) > 1 else "", module) for name, module in modules.items()]
+
+
+def switch_off_dropout(unit: Any) -> int:
+    """In all modules of the unit: in another process nobody can repeat what they draw. Returns how many there were."""
+    found = 0
+    for _, module in modules_of(unit):
+        for inner in module.modules():
+            if isinstance(inner, _DROPOUTS) and inner.p > 0:
+                inner.p, found = 0.0, found + 1
+    return found
 
 
 def _innermost(module: nn.Module) -> nn.Module:
@@ -119,6 +144,58 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (full() if full is not None else tensor).detach().cpu().clone()
 
 
+class GradientWatch:
+    """Gradients by name as the optimizers of a unit see them when they step: of each parameter, when one that holds it does.
+
+    Of a parameter that no optimizer holds, at the first step of the update.
+    """
+
+    def __init__(self, unit: Any) -> None:
+        self._unit = unit
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self.pause: Callable[[], Any] = contextlib.nullcontext
+        self.looks = True
+        self.held: set[str] = set()
+        self.strangers = 0  # parameters in an optimizer that belong to no module of the unit
+        self.rates: list[list[float]] = []  # by update: of the groups of the optimizer that stepped first
+        self._values: dict[str, torch.Tensor] = {}
+        self._stepped = False
+
+    def take(self) -> dict[str, torch.Tensor] | None:
+        """What was seen since the last call; None if no optimizer stepped."""
+        values = self._values if self._stepped else None
+        self._values, self._stepped = {}, False
+        return values
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        with self.pause():
+            mine = _parameters_in([optimizer])
+            others = _parameters_in(self._unit.tracked_optimizers().values()) - mine
+            named = list(parameters_of(self._unit))
+            self.strangers = max(self.strangers, len(mine - {id(p) for _, p in named}))
+            self.held |= {name for name, p in named if id(p) in mine}
+            for name, parameter in named if self.looks else ():
+                if parameter.grad is None or id(parameter) in others:
+                    continue
+                if id(parameter) in mine or not self._stepped:
+                    self._values[name] = whole(parameter.grad)
+            if not self._stepped:
+                self.rates.append(rates_of(optimizer))
+            self._stepped = True
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rates of its groups."""
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+
+def _parameters_in(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
 class Recorder(Callback):
     """Watches one call of `train` or `fit`, and ends the script after `updates` optimizer updates.
 
@@ -136,49 +213,55 @@ class Recorder(Callback):
         self.record = RankRecord(rank=self.rank)
         self.memory = PeakMemory()
         self._unit: Any = None
-        self._names: dict[int, str] = {}
+        self._gradients: GradientWatch | None = None
         self._micros: list[Micro] = []
-        self._grads: dict[str, torch.Tensor] = {}
-        self._stepped = False
         self._norm: float | None = None
         self._began = self._spent = 0.0
-        self._handle: Any = None
 
     # --- before training
 
-    def attach(self, unit: Any, dataloader: Any) -> None:
-        """Look at the unit before its first step, and listen from now on. Collective if anything is sharded."""
+    def attach(self, unit: Any, dataloader: Any, *, unseeded: bool) -> None:
+        """Look at the unit before its first step, and listen from now on. Collective if anything is sharded.
+
+        Args:
+            unseeded: the script did not seed torch itself.
+        """
         if self._unit is not None:
-            raise UsageError("the script trains more than once: only its first call of train or fit is compared.")
+            raise Enough  # the script trains once more, after fewer updates than were asked for
         if not isinstance(unit, units.TrainUnit):
             raise UsageError(f"{type(unit).__name__} is not a TrainUnit: there is no training to compare.")
-        self._unit, record = unit, self.record
+        self._unit = unit
+        self._describe(unit, dataloader)
+        if isinstance(unit, AutoUnit):
+            self._watch_auto(unit)
+        else:
+            if unseeded:  # its ranks would not draw alike if prove had not seeded them alike
+                streams.separate(self.rank)
+            self.record.dropouts = switch_off_dropout(unit)
+            self._watch_own(unit)
+        for _, module in modules_of(unit):
+            _innermost(module).register_forward_pre_hook(self._before_forward)
+        parameters = whole_parameters(unit)
+        self.record.initial_digests = {n: digest(p) for n, p in parameters.items()}
+        self._write("initial", parameters=parameters, buffers=self._buffers())
+        self._gradients = GradientWatch(unit)
+        self._gradients.pause = self._paused
+        self._gradients.looks = self._looks
+
+    def _describe(self, unit: Any, dataloader: Any) -> None:
+        record = self.record
         record.kind = "AutoUnit" if isinstance(unit, AutoUnit) else "TrainUnit"
         record.is_replica = isinstance(unit, AutoUnit) and unit.prepared.is_replica
-        record.has_plan = any(hasattr(_innermost(module), "tp_plan") for _, module in _modules_of(unit))
+        record.has_plan = any(hasattr(_innermost(module), "tp_plan") for _, module in modules_of(unit))
         record.loader = type(dataloader).__name__
         record.global_batch = getattr(dataloader, "global_batch", None)
         record.samples_by_rank = _samples_by_rank(dataloader)
         record.flattened = bool(_flattened(unit))
         record.trainable = {n for n, p in parameters_of(unit) if p.requires_grad}
-        for prefix, module in _modules_of(unit):
+        for prefix, module in modules_of(unit):
             for name, inner in module.named_modules():
                 if isinstance(inner, _BATCH_NORMS):
                     record.batch_norms.append(prefix + plain_name(name))
-                if isinstance(inner, _DROPOUTS) and inner.p > 0:
-                    record.dropouts += 1
-                    if record.kind == "TrainUnit":  # nobody can repeat its draws in another process
-                        inner.p = 0.0
-        if isinstance(unit, AutoUnit):
-            self._watch_auto(unit)
-        else:
-            self._watch_own(unit)
-        for _, module in _modules_of(unit):
-            _innermost(module).register_forward_pre_hook(self._before_forward)
-        parameters = whole_parameters(unit)
-        record.initial_digests = {n: digest(p) for n, p in parameters.items()}
-        self._write("initial", parameters=parameters, buffers=self._buffers())
-        self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def _watch_auto(self, unit: AutoUnit[Any]) -> None:
         compute_loss, clip = unit.compute_loss, unit.prepared.clip_grad_norm_
@@ -219,11 +302,11 @@ class Recorder(Callback):
         unit.train_step = watched_step
 
     def _take(self, data: Any, weight: float, loss: Any, stream: torch.Tensor, progress: Any) -> None:
-        drew = not torch.equal(stream, torch.get_rng_state())
-        if not self._micros and not self.record.updates:
-            self.record.first_stream = digest(stream)
-        value = float(loss.detach()) if isinstance(loss, torch.Tensor) else float("nan")
-        self._micros.append(Micro(on_host(data), weight, value, stream if drew else None, progress.num_epochs_completed))
+        after = torch.get_rng_state()
+        drew = not torch.equal(stream, after)
+        if self.record.streams == (0, 0) and (drew or self.record.dropouts):
+            self.record.streams = digest(stream), digest(after)
+        self._micros.append(Micro.of(data, weight, number_in(loss), stream if drew else None, progress.num_epochs_completed))
 
     # --- during training
 
@@ -235,18 +318,12 @@ class Recorder(Callback):
         if module.training and len(self.record.buffer_digests) == len(self.record.updates) and not self._micros:
             self.record.buffer_digests.append({n: digest(b) for n, b in named_values(self._unit).items()})
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """What is done here counts neither as time nor as memory of the step."""
         began = time.perf_counter()
         self.memory.pause()
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        known = {id(p) for _, p in parameters_of(self._unit)}
-        self.record.strangers += len(held - known)
-        for name, parameter in parameters_of(self._unit):
-            if id(parameter) in held:
-                self.record.held.add(name)
-            if parameter.grad is not None and self._looks and (not self._stepped or id(parameter) in held):
-                self._grads[name] = whole(parameter.grad)
-        self._stepped = True
+        yield
         self.memory.resume()
         self._spent += time.perf_counter() - began
 
@@ -258,24 +335,27 @@ class Recorder(Callback):
     def on_train_step_end(self, state: State, unit: Any) -> None:
         took = time.perf_counter() - self._began - self._spent
         self._spent = 0.0
-        record = self.record
+        record, watch = self.record, self._gradients
+        assert watch is not None
         if len(record.step_s) == len(record.updates):
             record.step_s.append(took)
         else:
             record.step_s[-1] += took
-        if not self._stepped:
+        gradients = watch.take()
+        if gradients is None:
             return
-        self.memory.pause()
-        if self._looks or record.flattened:
-            parameters = whole_parameters(unit)
-            record.gradient_digests.append({n: digest(g) for n, g in self._grads.items()})
-            record.parameter_digests.append({n: digest(p) for n, p in parameters.items()})
-            name = f"update-{len(record.updates):03d}"
-            self._write(name, gradients=self._grads, parameters=parameters, buffers=self._buffers())
-        record.norms.append(self._norm)
-        record.updates.append(self._micros)
-        self._micros, self._grads, self._stepped, self._norm = [], {}, False, None
-        self.memory.resume()
+        with self._paused():
+            if self._looks or record.flattened:
+                parameters = whole_parameters(unit)
+                record.gradient_digests.append({n: digest(g) for n, g in gradients.items()})
+                record.parameter_digests.append({n: digest(p) for n, p in parameters.items()})
+                name = f"update-{len(record.updates):03d}"
+                self._write(name, gradients=gradients, parameters=parameters, buffers=self._buffers())
+            record.norms.append(self._norm)
+            record.updates.append(self._micros)
+            self._micros, self._norm = [], None
+        self._spent = 0.0
+        watch.looks = self._looks
         if len(record.updates) == self.updates:
             raise Enough
 
@@ -283,8 +363,10 @@ class Recorder(Callback):
 
     def close(self) -> dict[str, Any]:
         """Write this rank's part; returns what fits into a message."""
-        if self._handle is not None:
-            self._handle.remove()
+        if self._gradients is not None:
+            self._gradients.remove()
+            self.record.held, self.record.strangers = self._gradients.held, self._gradients.strangers
+            self.record.rates = self._gradients.rates
         self.record.peak_bytes = self.memory.peak()
         torch.save(vars(self.record), self.folder / f"rank{self.rank}.pt")
         return {"updates": len(self.record.updates), "kind": self.record.kind}
@@ -304,6 +386,13 @@ def loss_in(result: Any) -> Any:
     if isinstance(result, (tuple, list)) and result:
         return result[0]
     return result
+
+
+def number_in(loss: Any) -> float | None:
+    """A loss as a number; None if it is none."""
+    if isinstance(loss, torch.Tensor):
+        return float(loss.detach()) if loss.numel() == 1 else None
+    return float(loss) if isinstance(loss, (int, float)) else None
 
 
 def _samples_by_rank(dataloader: Any) -> bool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from html import escape
+from pathlib import Path
 
 from echelon.prover.causes import CAUSES
 from echelon.prover.prove import Proof, Result
@@ -19,6 +20,7 @@ _COLUMNS = (
     ("peak", 9),
     ("verdict", 12),
 )
+_MESSAGE_LINES = 12
 HEADER = "  ".join(f"{name:>{width}}" if i else f"{name:<{width}}" for i, (name, width) in enumerate(_COLUMNS))
 
 
@@ -61,29 +63,43 @@ def details(result: Result) -> list[str]:
     if result.first is not None and not result.causes:
         lines.append("no cause of the catalogue explains it")
     if result.verdict in ("failed", "not possible"):
-        lines += result.message.strip().splitlines()[:12]
+        lines += _without_libraries(result.message.strip().splitlines())[:_MESSAGE_LINES]
     return lines
+
+
+def _without_libraries(lines: list[str]) -> list[str]:
+    """Of the stacks of ranks that did not end: only frames of the script's own."""
+    if not any(line.startswith("--- rank") for line in lines):
+        return lines
+    libraries = ("site-packages", "/lib/python", str(Path(__file__).parents[1]))
+    return [line for line in lines if line and "thread 0x" not in line and not any(part in line for part in libraries)]
 
 
 def summary(proof: Proof) -> list[str]:
     """Lines below the table: notes, elements without a right value, and the conclusion."""
     lines = list(proof.notes)
     noise: dict[str, int] = {}
-    for result in proof.results:
+    for result in [r for r in proof.results if r.agrees]:
         for name, count in result.undetermined.items():
             noise[name] = max(noise.get(name, 0), count)
     if noise:
         name = next(iter(noise))
         lines.append(
-            f"{sum(noise.values())} elements of {len(noise)} parameters (such as {name}) have a true gradient of zero: rounding "
-            "noise moves them in every implementation, and they are not compared. --float64 shows that nothing else does."
+            f"{sum(noise.values())} elements of {len(noise)} parameters (such as {name}) have a true gradient of zero, as "
+            f"far as {proof.dtype} can tell: rounding noise moves them in every implementation, and they are not compared. "
+            "--float64 shows that nothing else does."
         )
     bad = [r for r in proof.results if not r.agrees]
+    refused = sum(r.verdict == "not possible" for r in proof.results)
     compared = sum(r.verdict in ("agrees", "bit-equal") for r in proof.results)
     if bad:
         lines.append(f"{len(bad)} of {len(proof.results)} rows do not train as one process does.")
+    elif not proof.holds:
+        lines.append(f"Nothing is proved: {refused} of {len(proof.results)} rows are not possible here.")
     else:
-        lines.append(f"All {compared} rows train as one process in plain PyTorch does, to the rounding of {proof.dtype}.")
+        few = f" {refused} {'is' if refused == 1 else 'are'} not possible here." if refused else ""
+        rows = "The one row trains" if compared == 1 else f"All {compared} rows train"
+        lines.append(f"{rows} as one process in plain PyTorch does, to the rounding of {proof.dtype}.{few}")
     return lines
 
 

@@ -1,0 +1,314 @@
+"""What a rank of bench/strategies.py runs: every strategy written by hand with torch alone, and beside it through AutoUnit."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import echelon as ech
+from echelon.prover.peak import PeakMemory
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from gpt import GPT
+
+CLIP = 1.0
+M_MMAP_THRESHOLD = -3  # glibc, malloc.h
+
+
+# --- by hand
+
+
+def wrap(model: nn.Module, strategy: str, blocks: Any) -> nn.Module:
+    """What a reader of torch's documentation writes for `strategy`; "ddp as torch makes it" has no option at all."""
+    size = dist.get_world_size()
+    if strategy == "ddp as torch makes it":
+        return DistributedDataParallel(model)
+    if strategy in ("ddp", "zero1"):
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if strategy.startswith("tp"):
+        mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "tp"))
+        styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+        parallelize_module(model, mesh["tp"], {name: styles[style]() for name, style in GPT.tp_plan.items()})
+        if strategy == "tp alone":
+            return model
+        mesh = mesh["dp"]
+    elif strategy == "hsdp":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    else:
+        mesh = init_device_mesh("cpu", (size,))
+    keep = {"reshard_after_forward": False} if strategy == "zero2" else {}
+    for block in blocks:
+        fully_shard(block, mesh=mesh, **keep)
+    return fully_shard(model, mesh=mesh, **keep)
+
+
+def make_optimizer(module: nn.Module, *, divided: bool = False, fused: bool = True) -> torch.optim.Optimizer:
+    if divided:
+        kind: Any = torch.optim.AdamW
+        return ZeroRedundancyOptimizer(module.parameters(), kind, parameters_as_bucket_view=True, lr=1e-3, fused=fused)
+    # One group for each kind of tensor: kernels for many at once take no mixture.
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for p in module.parameters():
+        kinds.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    return torch.optim.AdamW([{"params": same} for same in kinds.values()], lr=1e-3, fused=fused)
+
+
+def synchronise(module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+    """No gradient traffic before the window's last micro-batch."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+    elif isinstance(module, DistributedDataParallel) and not last:
+        return module.no_sync()
+    return nullcontext()
+
+
+class ByHand:
+    """The bare loop."""
+
+    def __init__(self, strategy: str, model: nn.Module, accumulation: int, clip: float | None) -> None:
+        self.module = wrap(model, strategy, model.blocks)
+        self.optimizer = make_optimizer(self.module, divided=strategy == "zero1")
+        self.accumulation, self.clip = accumulation, clip
+
+    def train(self, batches: list[Any]) -> None:
+        for i, (inputs, targets) in enumerate(batches):
+            last = (i + 1) % self.accumulation == 0
+            with synchronise(self.module, last):
+                logits = self.module(inputs)
+                loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+                (loss / self.accumulation if self.accumulation > 1 else loss).backward()
+            if last:
+                if self.clip is not None:
+                    nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+
+# --- through echelon
+
+
+class Unit(ech.AutoUnit[Any]):
+    """The same recipe."""
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        inputs, targets = data
+        logits = self.module(inputs)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        return make_optimizer(module), None
+
+
+# --- speed: the two take turns in the same processes
+
+
+@dataclass(frozen=True)
+class Case:
+    """A comparison.
+
+    Args:
+        hand: what `wrap` calls it, if not as echelon does.
+        batch, context: rows and bytes of a micro-batch on a rank.
+        turns: pairs of measurements; each is `updates` of one side and then of the other.
+        bitwise: echelon's side is bit-equal; the other is not.
+    """
+
+    strategy: str
+    hand: str | None = None
+    accumulation: int = 1
+    bitwise: bool = False
+    turns: int = 100
+    updates: int = 2
+    width: int = 128
+    depth: int = 4
+    batch: int = 4
+    context: int = 64
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return GPT(self.width, self.depth, heads=max(1, self.width // 64), context=self.context)
+
+
+WARM_TURNS = 4
+
+
+class Turns:
+    """AutoUnit's data. After every turn of its steps it has the bare loop train on the same batches, and stops the time of both.
+
+    The loop asks for a batch when it has done with the one before, so the time until it asks again is one whole step.
+    """
+
+    def __init__(self, case: Case, hand: ByHand) -> None:
+        self._case, self._hand = case, hand
+        # Tensor-parallel ranks work on the same samples.
+        generator = torch.Generator().manual_seed(0 if case.strategy == "tp" else dist.get_rank())
+        shape = (2, case.updates * case.accumulation, case.batch, case.context)
+        self._batches = list(zip(*torch.randint(0, 256, shape, generator=generator), strict=True))
+        # By side: wall time of an update, and processor time, on which other programs of the machine have less influence.
+        self.wall_ms: dict[str, list[float]] = {"echelon": [], "by hand": []}
+        self.cpu_ms: dict[str, list[float]] = {"echelon": [], "by hand": []}
+        self._turns = WARM_TURNS + case.turns + 1  # the last ends with the epoch, whose end takes time, too
+        self._running = self._run()
+
+    def __len__(self) -> int:
+        return self._turns * len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._running
+
+    def finish(self) -> None:
+        """The other side's last turn: a loop that knows the length does not ask once more."""
+        next(self._running, None)
+
+    def _run(self) -> Iterator[Any]:
+        for turn in range(self._turns):
+            clocks = _clocks()
+            yield from self._batches
+            self._note("echelon", turn, clocks)
+            exact = torch.are_deterministic_algorithms_enabled()  # a switch of the whole process, which is AutoUnit's
+            torch.use_deterministic_algorithms(False)
+            clocks = _clocks()
+            self._hand.train(self._batches)
+            self._note("by hand", turn, clocks)
+            torch.use_deterministic_algorithms(exact)
+
+    def _note(self, side: str, turn: int, since: tuple[float, float]) -> None:
+        if WARM_TURNS <= turn < self._turns - 1:
+            for found, before, now in zip((self.wall_ms, self.cpu_ms), since, _clocks(), strict=True):
+                found[side].append(1e3 * (now - before) / self._case.updates)
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def compare(case: Case) -> dict[str, Any]:
+    """Step times of both sides on this rank, and the largest difference of their parameters at the end."""
+    torch.set_num_threads(1)
+    ech.init_from_env()
+    # torch's own norm takes no mixture of meshes.
+    clip = None if case.strategy == "tp" else CLIP
+    hand = ByHand(case.hand or case.strategy, case.model(), case.accumulation, clip)
+    unit = Unit(
+        module=case.model(),
+        strategy=case.strategy,
+        clip_grad_norm=clip,
+        gradient_accumulation_steps=case.accumulation,
+        deterministic="bitwise" if case.bitwise else None,
+    )
+    turns = Turns(case, hand)
+    ech.train(unit, turns, max_epochs=1)
+    turns.finish()
+    return {
+        "wall_ms": turns.wall_ms,
+        "cpu_ms": turns.cpu_ms,
+        "difference": largest_difference(hand.module, unit.module),
+        "parameters": sum(p.numel() for p in case.model().parameters()),
+    }
+
+
+def largest_difference(one: nn.Module, other: nn.Module) -> float:
+    """Between two modules' parameters, of which this rank may hold other parts."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    differences = [(_whole(a) - _whole(b)).abs().max() for a, b in pairs]
+    return float(torch.stack(differences).max())
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+# --- memory
+
+
+class Wide(nn.Module):
+    """Layers whose parameters are all there is: a batch of one row has next to no activations."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class WideUnit(ech.AutoUnit[Any]):
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        out = self.module(data[0])
+        return out.square().mean(), None
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        return make_optimizer(module, fused=False), None
+
+
+UPDATES = 4  # DistributedDataParallel arranges its buckets anew in the second
+
+
+def peak_memory(kind: str, side: str, width: int, depth: int) -> dict[str, Any]:
+    """The largest resident size of this rank while it builds and trains, beyond that of the same job with a tiny model.
+
+    The tiny model comes first, in the same process, so that what torch loads at first use is not counted: 85 MiB, most of it
+    the compiler's front end, which DistributedDataParallel and optimizers import.
+    """
+    torch.set_num_threads(1)
+    # What is freed goes back to the system, whose count of resident pages is what is measured.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**18)
+    ech.init_from_env()
+    run = _by_hand if side == "by hand" else _by_echelon
+    run(kind, 64, 2)
+    before = PeakMemory()
+    times = run(kind, width, depth)
+    before.pause()
+    return {"bytes": before.peak(), "step_ms": 1e3 * statistics.median(times[2:])}
+
+
+def _by_hand(kind: str, width: int, depth: int) -> list[float]:
+    model = Wide(width, depth)
+    module = wrap(model, kind, model.blocks)
+    optimizer = make_optimizer(module, divided=kind == "zero1", fused=False)
+    x, times = torch.randn(1, width), []
+    for _ in range(UPDATES):
+        start = time.perf_counter()
+        module(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _by_echelon(kind: str, width: int, depth: int) -> list[float]:
+    unit = WideUnit(module=Wide(width, depth), strategy=kind)
+    x, asked = torch.randn(1, width), []
+
+    class Data:
+        def __len__(self) -> int:
+            return UPDATES + 1
+
+        def __iter__(self) -> Iterator[Any]:
+            for _ in range(UPDATES + 1):
+                asked.append(time.perf_counter())
+                yield (x,)
+
+    ech.train(unit, Data(), max_epochs=1)
+    return [b - a for a, b in itertools.pairwise(asked)]

@@ -1,0 +1,215 @@
+"""What each strategy costs: speed against the same parts of torch used by hand, memory against DistributedDataParallel.
+
+speed     a step through AutoUnit against a bare loop over the same model, wrapped by hand: DistributedDataParallel, with it
+          ZeroRedundancyOptimizer, `fully_shard` on each block and the root, `parallelize_module`. The model is the GPT of
+          examples/gpt.py; both sides have the same batches, fused AdamW and clipping (not with tp, whose mixture torch's own
+          norm refuses). They live in the same two processes (gloo, one thread) and take turns of two updates; a ratio
+          compares neighbours. echelon writes every update to metrics.jsonl, as it does unasked; the bare loop watches nothing.
+          At the end the parameters of both are compared: they did the same work if these are equal.
+bitwise   the same for deterministic="bitwise", whose every micro-batch is reduced, against accumulation by hand.
+memory    the largest resident size of a rank (VmHWM) beyond that of the same job with a tiny model, each in fresh processes;
+          freed memory is returned to the system (mallopt, M_MMAP_THRESHOLD 256 KiB). AdamW, float32, linear layers.
+prove     wall time of `echelon prove examples/gpt.py`: the whole matrix.
+
+    python bench/strategies.py [--only speed bitwise memory prove] [--quick] [--json]
+
+Targets: at most 2% slower; zero1 saves 35% of what DistributedDataParallel takes or the share that theory says, whichever is
+smaller, zero2 more; prove in 90 s.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _timing import emit, machine, median, options, spread, versions
+
+ROOT = Path(__file__).resolve().parents[1]
+SLOWER, PROVE_S, SAVES = 1.02, 90.0, 0.35
+# strategy, what it is compared with by hand
+SPEED = {
+    "ddp": "DDP",
+    "zero1": "DDP + ZeroRedundancyOptimizer",
+    "zero2": "fully_shard, not resharded",
+    "zero3": "fully_shard",
+    "fsdp": "fully_shard",
+    "hsdp": "fully_shard, 2 x 1 mesh",
+    "tp": "parallelize_module + fully_shard",
+}
+# what, side, bytes per parameter with two ranks in theory: parameters, gradients, AdamW's two moments; float32
+# DDP's gradients are copies of its buckets unless told otherwise. Whole parameters beside their shards are zero2's.
+MEMORY = [
+    ("ddp as torch makes it", "by hand", lambda n: 4 + 8 + 8),
+    ("ddp", "by hand", lambda n: 4 + 4 + 8),
+    ("zero1", "by hand", lambda n: 4 + 4 + 8 / n),
+    ("ddp", "echelon", lambda n: 4 + 4 + 8),
+    ("zero1", "echelon", lambda n: 4 + 4 + 8 / n),
+    ("zero2", "echelon", lambda n: 4 + 4 / n + 8 / n),
+    ("zero2", "by hand", lambda n: 4 + 4 / n + 8 / n),
+    ("zero3", "by hand", lambda n: 4 / n + 4 / n + 8 / n),
+    ("zero3", "echelon", lambda n: 4 / n + 4 / n + 8 / n),
+]
+
+
+def verdict(met: bool) -> str:
+    return "met" if met else "missed"
+
+
+def launch(program: Any, *arguments: Any, ranks: int = 2) -> list[dict[str, Any]]:
+    import echelon
+
+    return echelon.launch(program, ranks=ranks, args=arguments, quiet=True, timeout_s=300)
+
+
+def ratios(times: dict[str, list[float]]) -> list[float]:
+    return [ours / hand for hand, ours in zip(times["by hand"], times["echelon"], strict=True)]
+
+
+def quartiles(values: list[float]) -> str:
+    ordered = sorted(values)
+    return spread([ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]], 3)
+
+
+def margin(values: list[float]) -> float:
+    """Half of the 95% interval of the median, from the ranks of the values: no assumption about how noise is distributed."""
+    ordered, n = sorted(values), len(values)
+    reach = round(0.98 * n**0.5)
+    low, high = max(0, n // 2 - reach), min(n - 1, n // 2 + reach)
+    return (ordered[high] - ordered[low]) / 2
+
+
+def facts() -> dict[str, Any]:
+    return {"machine": machine(), "versions": versions("torch", "echelon")}
+
+
+def speed(arguments: Any) -> None:
+    from _by_hand import Case, compare
+
+    about, rows = {**facts(), "strategies": {}}, []
+    cases = [(s, Case(s, turns=arguments.rounds), by) for s, by in SPEED.items()]
+    cases.append(("tp", Case("tp", "tp alone", turns=arguments.rounds), "parallelize_module alone"))
+    for name, case, by in cases:
+        found = launch(compare, case)[0]
+        about["strategies"][f"{name}, {by}"] = found
+        wall, cpu = ratios(found["wall_ms"]), ratios(found["cpu_ms"])
+        same = f"{found['difference']:.0e}" if found["difference"] else "equal"
+        times = [f"{median(found['wall_ms'][side]):.1f}" for side in ("by hand", "echelon")]
+        ratio = [f"{median(wall):.3f}", f"{margin(wall):.3f}", quartiles(wall), f"{median(cpu):.3f}", f"{margin(cpu):.3f}"]
+        rows.append([f"{name}: {by}", *times, *ratio, f"<= {SLOWER}", verdict(median(wall) <= SLOWER), same])
+    title = f"AutoUnit against the same parts by hand: GPT of {found['parameters'] / 1e6:.1f} M parameters, 2 ranks"
+    header = [
+        "strategy: by hand",
+        "by hand, ms",
+        "AutoUnit, ms",
+        "ratio",
+        "+-",
+        "quartiles",
+        "CPU",
+        "+-",
+        "target",
+        "",
+        "parameters",
+    ]
+    notes = [
+        f"Medians of {arguments.rounds} pairs of neighbouring turns; +- is half of the median's 95% interval.",
+        "CPU: the ratio of processor time, which other programs disturb less.",
+    ]
+    emit(arguments, title, header, rows, notes=notes, facts=about)
+
+
+def bitwise(arguments: Any) -> None:
+    from _by_hand import Case, compare
+
+    about, rows = {**facts(), "strategies": {}}, []
+    for name in ("ddp", "fsdp"):
+        usual, exact = (
+            launch(compare, Case(name, accumulation=2, bitwise=b, updates=1, turns=max(5, arguments.rounds // 2)))[0]
+            for b in (False, True)
+        )
+        about["strategies"][name] = {"as usual": usual, "bitwise": exact}
+        a, b = median(ratios(usual["wall_ms"])), median(ratios(exact["wall_ms"]))
+        times = [f"{median(f['wall_ms']['echelon']):.1f}" for f in (usual, exact)]
+        rows.append([name, *times, f"{a:.3f}", f"{b:.3f}", f"{b / a:.2f}"])
+    header = ["", "as usual, ms", "bit-equal, ms", "as usual / by hand", "bit-equal / by hand", "costs"]
+    title = "An update with deterministic='bitwise': 2 ranks, 2 micro-batches each"
+    notes = ["Both against the same accumulation by hand, in turns; `costs` is the quotient of the two ratios."]
+    emit(arguments, title, header, rows, notes=notes, facts=about)
+
+
+def memory(arguments: Any) -> None:
+    from _by_hand import peak_memory
+
+    width, depth = (512, 16) if arguments.quick else (1024, 24)
+    parameters = depth * (width * width + width)
+    for ranks in (2,) if arguments.quick else (2, 4):
+        about, rows = {**facts(), "kinds": {}}, []
+        peaks: dict[tuple[str, str], float] = {}
+        for kind, side, theory in MEMORY:
+            found = launch(peak_memory, kind, side, width, depth, ranks=ranks)
+            peaks[kind, side] = peak = max(f["bytes"] for f in found)
+            about["kinds"][f"{kind}, {side}"] = found
+            rows.append([f"{kind}, {side}", f"{peak / 2**20:.0f}", f"{peak / parameters:.1f}", f"{theory(ranks):.1f}"])
+            rows[-1] += _savings(kind, side, peaks, ranks)
+            rows[-1].append(f"{median(f['step_ms'] for f in found):.0f}")
+        header = ["", "peak MiB", "bytes a parameter", "in theory", "saves of plain DDP", "target", "", "of ddp", "step, ms"]
+        title = f"Peak memory of a rank: {depth} x Linear({width}), {parameters / 1e6:.1f} M parameters, AdamW, {ranks} ranks"
+        emit(arguments, title, header, rows, facts=about)
+
+
+def _savings(kind: str, side: str, peaks: dict[tuple[str, str], float], ranks: int) -> list[str]:
+    """What it saves of DistributedDataParallel as torch makes it, and of echelon's own, whose gradients are not copied."""
+    peak, plain = peaks[kind, side], peaks["ddp as torch makes it", "by hand"]
+    if peak == plain:
+        return ["", "", "", ""]
+    saved, cells = 1 - peak / plain, ["", ""]
+    if (kind, side) == ("zero1", "echelon"):
+        target = min(SAVES, (8 - 8 / ranks + 4) / 20)
+        cells = [f">= {target:.0%}", verdict(saved >= target)]
+    elif (kind, side) == ("zero2", "echelon"):
+        cells = ["> zero1", verdict(peak < peaks["zero1", "echelon"])]
+    ours = peaks.get(("ddp", "echelon"))
+    return [f"{saved:.1%}", *cells, f"{1 - peak / ours:.1%}" if ours and kind != "ddp" else ""]
+
+
+def prove(arguments: Any) -> None:
+    about = facts()
+    command = [sys.executable, "-m", "echelon", "prove", *(["--ranks", "1,2"] if arguments.quick else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        done = subprocess.run([*command, str(ROOT / "examples" / "gpt.py")], cwd=folder, capture_output=True, text=True)
+        took = time.perf_counter() - start
+    said = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
+    about |= {"seconds": took, "exit": done.returncode, "said": said}
+    rows = [
+        [
+            "echelon prove examples/gpt.py",
+            f"{took:.0f}",
+            f"<= {PROVE_S:.0f}",
+            verdict(took <= PROVE_S and not done.returncode),
+            str(done.returncode),
+        ]
+    ]
+    emit(arguments, "The whole matrix", ["", "s", "target", "", "exit"], rows, notes=[said], facts=about)
+
+
+SECTIONS = {"speed": speed, "bitwise": bitwise, "memory": memory, "prove": prove}
+
+
+def main() -> None:
+    parser = options(__doc__, rounds=100)
+    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--quick", action="store_true", help="few rounds and small sizes: to see that it works")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds = min(arguments.rounds, 10)
+    for name in arguments.only:
+        SECTIONS[name](arguments)
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""What likely mistakes would give: loss and gradients of one update, with the shares of the ranks put together in other ways."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from echelon.prover.record import named_values, parameters_of
+from echelon.prover.reference import AutoReference, OwnReference, Reference, Values, by_index
+from echelon.prover.streams import NotJoinable, join
+
+__all__ = ["mistakes_of"]
+
+
+@dataclass
+class _Part:
+    """A micro-batch by itself, or all of a rank's for a unit that steps by itself."""
+
+    rank: int
+    weight: float
+    loss: float
+    gradients: Values
+
+
+def mistakes_of(reference: Reference, k: int) -> dict[str, dict[str, Any]]:
+    """`loss` and `gradients` of update k by the way they were put together; the reference has done all updates before it."""
+    if isinstance(reference, AutoReference):
+        parts, right = _of_auto(reference, k)
+    else:
+        assert isinstance(reference, OwnReference)
+        parts, right = _of_own(reference, k)
+    total = sum(p.weight for p in parts)
+    ways = {"weighted": [p.weight / total for p in parts], "unweighted": [1 / len(parts)] * len(parts)}
+    ranks = sorted({p.rank for p in parts})
+    for rank in ranks if len(ranks) > 1 else ():
+        own = sum(p.weight for p in parts if p.rank == rank)
+        ways[f"rank {rank} alone"] = [p.weight / own if p.rank == rank else 0.0 for p in parts]
+    best = _best_shares(parts, right)
+    if best is not None:
+        ways["best weights"] = best
+    limit = getattr(reference.unit, "clip_grad_norm", None)
+    mistakes = {way: {**_combined(parts, shares, limit), "shares": shares} for way, shares in ways.items()}
+    if isinstance(reference, AutoReference):
+        mistakes.update(_micro_batch_of_all_ranks(reference, k, limit))
+    mistakes["weighted"]["norms"] = [_norm(p.gradients) for p in parts]
+    return mistakes
+
+
+def _of_auto(reference: AutoReference, k: int) -> tuple[list[_Part], Values]:
+    """The parts, and the right gradients before clipping."""
+    reference.enter_epoch(reference.updates[k][0].epoch)
+    module, parts = reference.module, []
+    for record in reference.records:
+        for micro in record["updates"][k]:
+            if micro.weight > 0:
+                loss = reference.backward([(micro.data, 1.0, micro.stream)])
+                parts.append(_Part(record["rank"], micro.weight, loss, reference.gradients()))
+                module.zero_grad()
+    reference.backward_of_all(k)
+    right = reference.gradients()
+    module.zero_grad()
+    return parts, right
+
+
+def _of_own(reference: OwnReference, k: int) -> tuple[list[_Part], Values]:
+    """The same; each rank's micro-batches are trained on, and that is taken back."""
+    parts = []
+    for record in reference.records:
+        micros = record["updates"][k]
+        loss, gradients = _tried(reference, [m.data for m in micros])
+        parts.append(_Part(record["rank"], sum(m.weight for m in micros), loss, gradients))
+    whole = [reference.whole_batch([m.data for m in same]) for same in by_index(reference.records, k)]
+    return parts, _tried(reference, whole)[1]
+
+
+def _tried(reference: OwnReference, batches: list[Any]) -> tuple[float, Values]:
+    """Mean loss and gradients of steps that are then undone."""
+    tensors = {**dict(parameters_of(reference.unit)), **named_values(reference.unit)}
+    before = {n: t.detach().clone() for n, t in tensors.items()}
+    optimizers = list(reference.unit.tracked_optimizers().values())
+    saved = copy.deepcopy([o.state_dict() for o in optimizers])
+    losses = [loss for loss in map(reference.step, batches) if loss is not None]
+    gradients = reference.watch.take() or {}
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(before[name])
+    for optimizer, state in zip(optimizers, saved, strict=True):
+        optimizer.load_state_dict(state)
+    return sum(losses) / len(losses) if losses else float("nan"), gradients
+
+
+def _micro_batch_of_all_ranks(reference: AutoReference, k: int, limit: float | None) -> dict[str, dict[str, Any]]:
+    """What it would be if every micro-batch saw all ranks, and nothing saw all micro-batches."""
+    parts = []
+    for same in by_index(reference.records, k):
+        try:
+            batch = join([m.data for m in same if m.weight > 0])
+        except (NotJoinable, IndexError):
+            return {}
+        loss = reference.backward([(batch, 1.0, None)])
+        parts.append(_Part(0, sum(m.weight for m in same), loss, reference.gradients()))
+        reference.module.zero_grad()
+    total = sum(p.weight for p in parts)
+    return {"over ranks": _combined(parts, [p.weight / total for p in parts], limit)} if len(parts) > 1 else {}
+
+
+def _best_shares(parts: list[_Part], right: Values) -> list[float] | None:
+    """By least squares, the shares with which the parts come nearest to the right gradient; None if they are no numbers."""
+    if any(p.gradients.keys() != right.keys() for p in parts) or not right:
+        return None
+    each = torch.stack([torch.cat([p.gradients[n].double().flatten() for n in right]) for p in parts])
+    goal = torch.cat([right[n].double().flatten() for n in right])
+    if not bool(each.isfinite().all() and goal.isfinite().all()):
+        return None
+    shares: list[float] = torch.linalg.lstsq(each @ each.T, each @ goal).solution.tolist()
+    return shares
+
+
+def _norm(gradients: Values) -> float:
+    return float(torch.linalg.vector_norm(torch.stack([g.double().norm() for g in gradients.values()]))) if gradients else 0.0
+
+
+def _combined(parts: list[_Part], shares: list[float], limit: float | None) -> dict[str, Any]:
+    names = {n: None for p in parts for n in p.gradients}
+    gradients = {
+        n: torch.stack([p.gradients[n] * share for p, share in zip(parts, shares, strict=True) if n in p.gradients]).sum(0)
+        for n in names
+    }
+    if limit is not None and gradients:
+        norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients.values()]))
+        factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+        gradients = {n: g * factor for n, g in gradients.items()}
+    return {"loss": sum(p.loss * share for p, share in zip(parts, shares, strict=True) if share), "gradients": gradients}
