@@ -93,13 +93,13 @@ NOISE = """
 class Noisy(Auto):
     def compute_loss(self, state, data):
         out = self.module(data[0])
-        return nn.functional.mse_loss(out + torch.randn_like(out), data[1]) * (1.001 if dist.get_world_size() > 1 else 1), None
+        return nn.functional.mse_loss(out + torch.rand_like(out), data[1]) * (1.001 if dist.get_world_size() > 1 else 1), None
 ech.train(Noisy(module=model(), strategy="ddp"), loader(), max_epochs=1)
 """
 
 
 def test_draws_that_depend_on_the_precision_do_not_widen_the_tolerance(tmp_path: Path) -> None:
-    """torch draws other normal numbers in float64: what lies between the two is no rounding."""
+    """torch draws other numbers in float64: what lies between the two is no rounding."""
     (row,) = prove_target(_script(tmp_path, NOISE), matrix(["ddp"], [2], [1], sgd=False), 1, False).results
     assert row.verdict == "DIFFERS" and row.first is not None and row.first.tolerance < 1e-5, row
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from echelon.contracts.errors import UsageError
@@ -28,26 +27,24 @@ from echelon.loop.loss import rows
 from echelon.loop.state import ActivePhase, State
 from echelon.prover.peak import PeakMemory
 from echelon.prover.streams import Micro, digest, widened
+from echelon.prover.values import (
+    flattened,
+    innermost,
+    loss_in,
+    modules_of,
+    named_values,
+    number_in,
+    parameters_of,
+    plain_name,
+    switch_off_dropout,
+    whole,
+    whole_parameters,
+)
 from echelon.world import streams
 
-__all__ = [
-    "Enough",
-    "GradientWatch",
-    "RankRecord",
-    "Recorder",
-    "loss_in",
-    "modules_of",
-    "named_values",
-    "number_in",
-    "parameters_of",
-    "rates_of",
-    "switch_off_dropout",
-    "whole",
-    "whole_parameters",
-]
+__all__ = ["Enough", "GradientWatch", "RankRecord", "Recorder", "rates_of"]
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class Enough(BaseException):
@@ -82,66 +79,6 @@ class RankRecord:
     rates: list[list[float]] = field(default_factory=list)  # learning rates of the first optimizer's groups, by update
     step_s: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
-
-
-def parameters_of(unit: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """The unit's parameters under the names that their author gave them."""
-    for prefix, module in modules_of(unit):
-        for name, parameter in module.named_parameters():
-            yield prefix + plain_name(name), parameter
-
-
-def whole_parameters(unit: Any) -> dict[str, torch.Tensor]:
-    """All parameters, gathered, on the host. Collective if anything is sharded."""
-    with contextlib.ExitStack() as gathered:
-        for module in _flattened(unit):
-            gathered.enter_context(FullyShardedDataParallel.summon_full_params(module, writeback=False))
-        return {n: whole(p) for n, p in parameters_of(unit)}
-
-
-def _flattened(unit: Any) -> list[nn.Module]:
-    """Modules in the older FullyShardedDataParallel, whose parameters are parts of one flat tensor."""
-    return [m for _, m in modules_of(unit) if isinstance(m, FullyShardedDataParallel)]
-
-
-def named_values(unit: Any) -> dict[str, torch.Tensor]:
-    """Buffers by name."""
-    return {prefix + plain_name(n): b for prefix, module in modules_of(unit) for n, b in module.named_buffers()}
-
-
-def modules_of(unit: Any) -> list[tuple[str, nn.Module]]:
-    if isinstance(unit, AutoUnit):
-        return [("", unit.prepared.plain)]
-    modules = unit.tracked_modules()
-    return [(f"{name}." if len(modules) > 1 else "", module) for name, module in modules.items()]
-
-
-def switch_off_dropout(unit: Any) -> int:
-    """In all modules of the unit: in another process nobody can repeat what they draw. Returns how many there were."""
-    found = 0
-    for _, module in modules_of(unit):
-        for inner in module.modules():
-            if isinstance(inner, _DROPOUTS) and inner.p > 0:
-                inner.p, found = 0.0, found + 1
-    return found
-
-
-def _innermost(module: nn.Module) -> nn.Module:
-    """Inside DistributedDataParallel, which sends its buffers round before it calls this."""
-    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-
-
-def plain_name(name: str) -> str:
-    """Without the prefixes of DistributedDataParallel, compile, checkpoint wrappers and the older FSDP."""
-    wrappers = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-    parts = [p for p in name.split(".") if p not in wrappers]
-    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, gathered if it is sharded: collective then."""
-    full = getattr(tensor, "full_tensor", None)
-    return (full() if full is not None else tensor).detach().cpu().clone()
 
 
 class GradientWatch:
@@ -240,7 +177,7 @@ class Recorder(Callback):
             self.record.dropouts = switch_off_dropout(unit)
             self._watch_own(unit)
         for _, module in modules_of(unit):
-            _innermost(module).register_forward_pre_hook(self._before_forward)
+            innermost(module).register_forward_pre_hook(self._before_forward)
         parameters = whole_parameters(unit)
         self.record.initial_digests = {n: digest(p) for n, p in parameters.items()}
         self._write("initial", parameters=parameters, buffers=self._buffers())
@@ -252,11 +189,11 @@ class Recorder(Callback):
         record = self.record
         record.kind = "AutoUnit" if isinstance(unit, AutoUnit) else "TrainUnit"
         record.is_replica = isinstance(unit, AutoUnit) and unit.prepared.is_replica
-        record.has_plan = any(hasattr(_innermost(module), "tp_plan") for _, module in modules_of(unit))
+        record.has_plan = any(hasattr(innermost(module), "tp_plan") for _, module in modules_of(unit))
         record.loader = type(dataloader).__name__
         record.global_batch = getattr(dataloader, "global_batch", None)
         record.samples_by_rank = _samples_by_rank(dataloader)
-        record.flattened = bool(_flattened(unit))
+        record.flattened = bool(flattened(unit))
         record.trainable = {n for n, p in parameters_of(unit) if p.requires_grad}
         for prefix, module in modules_of(unit):
             for name, inner in module.named_modules():
@@ -377,22 +314,6 @@ class Recorder(Callback):
     def _write(self, name: str, **values: Any) -> None:
         if self.rank == 0:
             torch.save(values, self.folder / f"{name}.pt")
-
-
-def loss_in(result: Any) -> Any:
-    """The loss in what a train_step returned: the scalar itself, the first of a tuple, or under the key "loss"."""
-    if isinstance(result, dict):
-        return result.get("loss")
-    if isinstance(result, (tuple, list)) and result:
-        return result[0]
-    return result
-
-
-def number_in(loss: Any) -> float | None:
-    """A loss as a number; None if it is none."""
-    if isinstance(loss, torch.Tensor):
-        return float(loss.detach()) if loss.numel() == 1 else None
-    return float(loss) if isinstance(loss, (int, float)) else None
 
 
 def _samples_by_rank(dataloader: Any) -> bool | None:

@@ -22,19 +22,18 @@ import torch
 from echelon.contracts.errors import UsageError
 from echelon.loop.auto import AutoUnit
 from echelon.loop.state import EntryPoint, PhaseState, State
-from echelon.prover.record import (
-    GradientWatch,
+from echelon.prover.record import GradientWatch, rates_of
+from echelon.prover.streams import Micro, NotJoinable, digest, join, widened
+from echelon.prover.values import (
     loss_in,
     modules_of,
     named_values,
     number_in,
     parameters_of,
-    rates_of,
     switch_off_dropout,
     whole,
     whole_parameters,
 )
-from echelon.prover.streams import Micro, NotJoinable, digest, join, widened
 
 __all__ = ["AGAIN", "AutoReference", "How", "OwnReference", "Reference", "by_index", "micros_in_order", "reference_of"]
 
