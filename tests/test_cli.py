@@ -318,7 +318,7 @@ def _in_terminal(
             data += chunk
     os.close(ours)
     terminal.feed(data.decode())
-    return terminal, process.wait(10)
+    return terminal, process.wait(60)  # a busy machine may need the ranks' whole grace time, which is 30 s
 
 
 LIVE = """
