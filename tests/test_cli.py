@@ -287,6 +287,11 @@ class Terminal:
         return ["".join(row).rstrip() for row in self.rows]
 
 
+def _take_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+
+
 def _in_terminal(
     started: Started, *args: str, typed: Sequence[tuple[bytes, bytes]] = (), width: int = 100
 ) -> tuple[Terminal, int]:
@@ -298,7 +303,7 @@ def _in_terminal(
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, width, 0, 0))
     process = started.run(
         *args, stdin=theirs, stdout=theirs, stderr=theirs, env={"TERM": "xterm-256color"},
-        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        start_new_session=True, preexec_fn=_take_terminal,
     )  # fmt: skip
     os.close(theirs)
     terminal, data, deadline, rest = Terminal(width), b"", time.monotonic() + 40, list(typed)
@@ -318,7 +323,7 @@ def _in_terminal(
             data += chunk
     os.close(ours)
     terminal.feed(data.decode())
-    return terminal, process.wait(60)  # a busy machine may need the ranks' whole grace time, which is 30 s
+    return terminal, process.wait(40)  # a busy machine may need the ranks' whole grace time, which is 30 s
 
 
 LIVE = """
