@@ -165,7 +165,6 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         self._evaluation = _EvalLoss()
         self._reduces = False  # whether windows are summed over ranks
         self._given_strategy = strategy
-        self._norm: torch.Tensor | None = None
         self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")
 
     # --- what the user writes
