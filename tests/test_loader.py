@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import echelon as ech
 from echelon.contracts.errors import UsageError
 from echelon.data.loader import Padding, share
-from echelon.data.order import Order
 from echelon.data.prefetch import Feed
 from echelon.data.text import ByteText, split_files
 
@@ -47,34 +46,6 @@ def _global_batches(length: int, size: int, ranks: int, accumulation: int, epoch
     return [sorted(sum(micro[k : k + accumulation], [])) for k in range(0, len(micro), accumulation)]
 
 
-@given(length=st.integers(1, 3000), seed=st.integers(0, 2**64), epoch=st.integers(0, 100))
-def test_the_order_is_a_permutation(length: int, seed: int, epoch: int) -> None:
-    assert sorted(Order(length, seed).indices(epoch, 0, length).tolist()) == list(range(length))
-
-
-@given(length=st.integers(1, 2**62), seed=st.integers(0, 2**40), data=st.data())
-def test_any_part_of_a_huge_order_is_the_same_alone_and_in_company(length: int, seed: int, data: st.DataObject) -> None:
-    start = data.draw(st.integers(0, length - 1))
-    stop = data.draw(st.integers(start, min(length, start + 50)))
-    order = Order(length, seed)
-    together = order.indices(3, start, stop)
-    assert ((together >= 0) & (together < length)).all()
-    assert len(set(together.tolist())) == stop - start
-    assert [order.indices(3, p, p + 1).item() for p in range(start, stop)] == together.tolist()
-
-
-def test_orders_of_other_seeds_and_epochs_have_little_in_common() -> None:
-    base = Order(10_000, 1).indices(0, 0, 10_000)
-    for other in (Order(10_000, 2).indices(0, 0, 10_000), Order(10_000, 1).indices(1, 0, 10_000)):
-        assert np.mean(base == other) < 0.002  # one in ten thousand is chance
-
-
-def test_neighbours_are_scattered_evenly() -> None:
-    """Chi-squared over a hundred bins of the first thousand positions; 99.9% of fair shuffles stay below 149."""
-    counts = np.bincount(Order(100_000, 7).indices(0, 0, 1000) // 1000, minlength=100)
-    assert ((counts - 10) ** 2 / 10).sum() < 149
-
-
 @given(samples=st.integers(0, 1000), parts=st.integers(1, 50))
 def test_shares_are_disjoint_whole_and_nearly_equal(samples: int, parts: int) -> None:
     shares = [share(samples, p, parts) for p in range(parts)]
@@ -94,6 +65,16 @@ def test_global_batches_do_not_depend_on_ranks_or_accumulation(length: int, epoc
 @given(length=st.integers(24, 300))
 def test_every_sample_is_seen_exactly_once_an_epoch(length: int) -> None:
     assert sorted(sum(_global_batches(length, 24, 4, 2), [])) == list(range(length))
+
+
+@given(length=st.integers(24, 120), at=st.integers(0, 5))
+def test_micro_batches_are_where_positions_of_says(length: int, at: int) -> None:
+    """Whole global batches are computed together, the tail one by one: the same places."""
+    for rank in range(2):
+        loader = ech.Loader(Numbers(length), 12, accumulation=3, dp_rank=rank, dp_size=2)
+        loader.seek(at)
+        want = [loader.order.at(0, np.arange(*loader.positions_of(m, rank))).tolist() for m in range(at, len(loader))]
+        assert _batches(loader) == want
 
 
 def test_dropping_the_tail_drops_only_the_tail() -> None:
@@ -152,16 +133,22 @@ def test_a_loader_resumes_under_other_ranks_and_accumulation() -> None:
     assert seen == sorted(sum(whole[2:], []))
 
 
-def test_resuming_with_other_data_names_what_changed() -> None:
-    state = ech.Loader(Numbers(40), 8, seed=1).state_dict()
-    with pytest.raises(UsageError, match="samples was 40, is 41; seed was 1, is 2; global_batch was 8, is 4"):
-        ech.Loader(Numbers(41), 4, seed=2).load_state_dict(state)
-
-
 def test_a_global_batch_that_ranks_cannot_divide_names_those_that_can() -> None:
-    loader = ech.Loader(Numbers(100), 10, accumulation=2, dp_rank=0, dp_size=4)
-    with pytest.raises(UsageError, match=r"global_batch 10 cannot be divided by 4 ranks x accumulation 2 = 8.*8 or 16"):
+    loader = ech.Loader(Numbers(100), 12, accumulation=2, dp_rank=0, dp_size=4)
+    with pytest.raises(UsageError) as error:
         len(loader.dp)
+    text = str(error.value)
+    assert "global_batch 12 cannot be divided by 4 ranks x accumulation 2 = 8" in text
+    assert "Numbers of ranks that can, with accumulation 2: 1, 2, 3, 6." in text
+    assert "With 4 ranks accumulation 1 or 3 can." in text
+    assert "8 or 16" in text
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", [1, 5, 24, 37, 50])
+def test_an_evaluation_sees_each_sample_once_at_any_number_of_ranks(ranks: int, length: int) -> None:
+    seen = sorted(sum(_global_batches(length, 12, ranks, 1, shuffle=False), []))
+    assert seen == list(range(length))
 
 
 def test_a_dataset_smaller_than_a_global_batch_is_refused() -> None:

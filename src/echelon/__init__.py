@@ -9,17 +9,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon.contracts.errors import EchelonError
+    from echelon.contracts.errors import DataError, EchelonError
     from echelon.contracts.rank import RankInfo
     from echelon.contracts.run_dir import RunDir
     from echelon.data.loader import Loader
+    from echelon.data.packed import Packed, cu_seqlens
+    from echelon.data.stream import StreamLoader
     from echelon.data.text import ByteText
+    from echelon.data.tokens import Tokens, TokenWriter, write_tokens
+    from echelon.data.views import Mixture, Weighted
     from echelon.launcher.function import launch, spawn
     from echelon.loop.auto import AutoUnit, TrainStepResults
     from echelon.loop.auto_predict import AutoPredictUnit
     from echelon.loop.averaged import AveragedWeights, SWALRParams, SWAParams
     from echelon.loop.callback import Callback
-    from echelon.loop.callbacks.saver import DistributedCheckpointSaver, RestoreOptions
+    from echelon.loop.callbacks.saver import BestCheckpointConfig, DistributedCheckpointSaver, RestoreOptions
     from echelon.loop.metrics import Mean
     from echelon.loop.progress import Progress
     from echelon.loop.run import evaluate, fit, predict, test, train
@@ -52,10 +56,12 @@ __all__ = [
     "AutoPredictUnit",
     "AutoUnit",
     "AveragedWeights",
+    "BestCheckpointConfig",
     "ByteText",
     "Callback",
     "DDPStrategy",
     "DPStrategy",
+    "DataError",
     "DistributedCheckpointSaver",
     "EchelonError",
     "EntryPoint",
@@ -65,7 +71,9 @@ __all__ = [
     "HSDPStrategy",
     "Loader",
     "Mean",
+    "Mixture",
     "NOOPStrategy",
+    "Packed",
     "PhaseState",
     "Precision",
     "PredictUnit",
@@ -79,14 +87,19 @@ __all__ = [
     "SWAParams",
     "State",
     "Strategy",
+    "StreamLoader",
     "TPStrategy",
     "TestUnit",
+    "TokenWriter",
+    "Tokens",
     "TorchCompileParams",
     "TrainStepResults",
     "TrainUnit",
+    "Weighted",
     "World",
     "ZeROStrategy",
     "checkpoint_wrapper",
+    "cu_seqlens",
     "evaluate",
     "fit",
     "init_from_env",
@@ -102,6 +115,7 @@ __all__ = [
     "spawn",
     "test",
     "train",
+    "write_tokens",
 ]
 
 # Where each name lives, below `echelon.`; a test holds this against `__all__` and the imports above.
@@ -111,10 +125,12 @@ _HOMES = {
     "AutoPredictUnit": "loop.auto_predict",
     "AutoUnit": "loop.auto",
     "AveragedWeights": "loop.averaged",
+    "BestCheckpointConfig": "loop.callbacks.saver",
     "ByteText": "data.text",
     "Callback": "loop.callback",
     "DDPStrategy": "parallel.ddp",
     "DPStrategy": "parallel.dp",
+    "DataError": "contracts.errors",
     "DistributedCheckpointSaver": "loop.callbacks.saver",
     "EchelonError": "contracts.errors",
     "EntryPoint": "loop.state",
@@ -124,13 +140,15 @@ _HOMES = {
     "HSDPStrategy": "parallel.fsdp",
     "Loader": "data.loader",
     "Mean": "loop.metrics",
+    "Mixture": "data.views",
     "NOOPStrategy": "parallel.strategy",
+    "Packed": "data.packed",
     "PhaseState": "loop.state",
-    "PredictUnit": "loop.unit",
     "Precision": "parallel.precision",
+    "PredictUnit": "loop.unit",
     "Prepared": "parallel.strategy",
-    "Proof": "prover.prove",
     "Progress": "loop.progress",
+    "Proof": "prover.prove",
     "RankInfo": "contracts.rank",
     "RestoreOptions": "loop.callbacks.saver",
     "RunDir": "contracts.run_dir",
@@ -138,14 +156,19 @@ _HOMES = {
     "SWAParams": "loop.averaged",
     "State": "loop.state",
     "Strategy": "parallel.strategy",
+    "StreamLoader": "data.stream",
     "TPStrategy": "parallel.tensor",
     "TestUnit": "loop.unit",
+    "TokenWriter": "data.tokens",
+    "Tokens": "data.tokens",
     "TorchCompileParams": "parallel.parallelize",
     "TrainStepResults": "loop.auto",
     "TrainUnit": "loop.unit",
+    "Weighted": "data.views",
     "World": "world.init",
     "ZeROStrategy": "parallel.zero",
     "checkpoint_wrapper": "parallel.activation",
+    "cu_seqlens": "data.packed",
     "evaluate": "loop.run",
     "fit": "loop.run",
     "init_from_env": "world.init",
@@ -161,6 +184,7 @@ _HOMES = {
     "spawn": "launcher.function",
     "test": "loop.run",
     "train": "loop.run",
+    "write_tokens": "data.tokens",
 }
 
 

@@ -1,160 +1,207 @@
 """Commit a checkpoint so that a kill at any moment leaves the old ones and either the new one or nothing of it.
 
-Ranks write into a private folder `.staged-step-N`; when all have, rank 0 syncs it, writes `manifest.json` with every file's
-size and checksum, and publishes it as `step-N` by one rename. A folder without a valid manifest is no checkpoint. Nothing is
-overwritten.
-Collective: every rank calls `stage` and `publish`; only rank 0 looks at the folder, the others believe it.
+Ranks write into a private folder `.staged-step-N`, each its own files, synced; when all have, rank 0 writes `manifest.json`
+with every file's size and checksums, syncs the folder, and publishes it as `step-N` by one rename. In an object store, where
+nothing can be renamed, they write to `step-N` itself, and the manifest, written last, is the commit. A folder without a manifest
+is no checkpoint. Nothing is ever overwritten or removed before something newer is committed.
+Collective, where nothing else is said: only rank 0 looks at the folder, the others believe it.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import os
-import re
-import shutil
-import zlib
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from echelon.contracts.errors import CheckpointError, CheckpointNotFoundError
+import torch.distributed as dist
+
+from echelon.checkpoint import manifest as manifests
+from echelon.checkpoint.manifest import MANIFEST, committed, is_whole, named, named_folders, step_of
+from echelon.checkpoint.place import Place, Remote, place, remove_tree, sync
+from echelon.contracts import errors
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointError
 from echelon.world import agree
 
-__all__ = ["committed", "latest", "manifest_of", "publish", "stage", "step_of", "verify"]
+__all__ = [
+    "candidates",
+    "commit",
+    "committed",
+    "discard",
+    "latest",
+    "on_rank0",
+    "publish",
+    "set_aside",
+    "stage",
+    "step_of",
+    "verify",
+]
 
-MANIFEST = "manifest.json"
-FORMAT = 1
-_NAME = re.compile(r"step-(\d{8,})")
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_STAGED, _REMOVED = ".staged-", ".staged-removed-"
 
 
-def stage(dirpath: Path, step: int) -> Path | None:
+def on_rank0(act: Callable[[], T]) -> T:
+    """As `agree.from_rank0`, but an error of checkpoints is the same error on every rank."""
+
+    def guarded() -> Any:
+        try:
+            return {"value": act()}
+        except CheckpointError as error:
+            return {"error": [type(error).__name__, str(error)]}
+        except OSError as error:
+            return {"error": ["CheckpointWriteError", f"rank 0: {error}"]}
+
+    answer = agree.from_rank0(guarded)
+    if "error" in answer:
+        kind, text = answer["error"]
+        raise getattr(errors, kind)(text)
+    value: T = answer["value"]
+    return value
+
+
+def sweep(dirpath: Place) -> None:
+    """Remove what killed saves left. Rank 0 alone, and only while it holds the folder's lease: no live save is hit."""
+    if not dirpath.is_dir():
+        return
+    leftovers: list[Place] = list(dirpath.iterdir())
+    for leftover in leftovers:
+        unfinished = isinstance(leftover, Remote) and leftover in named_folders(dirpath) and not (leftover / MANIFEST).exists()
+        if leftover.name.startswith(_STAGED) or unfinished:
+            remove_tree(leftover)
+
+
+def stage(dirpath: Place, step: int) -> Place | None:
     """A fresh folder for the ranks to write to; None if this step is committed already."""
 
     def prepare() -> str | None:
         dirpath.mkdir(parents=True, exist_ok=True)
-        for leftover in dirpath.glob(".staged-*"):  # of a save that was killed
-            shutil.rmtree(leftover)
-        if manifest_of(dirpath / _name(step)) is not None:
+        final = dirpath / named(step)
+        if is_whole(final):
             return None
-        staged = dirpath / f".staged-{_name(step)}"
+        if isinstance(final, Remote):
+            final.mkdir()
+            return final.name
+        staged = dirpath / f"{_STAGED}{named(step)}"
+        if staged.exists():
+            remove_tree(staged)
         staged.mkdir()
-        return str(staged)
+        return staged.name
 
-    staged = agree.from_rank0(prepare)
-    return None if staged is None else Path(staged)
+    name = on_rank0(prepare)
+    return None if name is None else dirpath / name
 
 
-def publish(staged: Path, step: int, facts: dict[str, Any]) -> Path:
-    """Make a staged folder the checkpoint of its step. All ranks have finished writing when this returns."""
-    final = staged.parent / _name(step)
-    agree.gather(True)  # every rank's files are complete
+def publish(staged: Place, step: int, files: dict[str, Any], facts: dict[str, Any]) -> Place:
+    """Make a staged folder the checkpoint of its step. All ranks have finished writing when this returns.
 
-    def commit() -> None:
-        files = sorted(p for p in staged.rglob("*") if p.is_file())
-        for path in files:
-            _sync(path)
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "files": {str(p.relative_to(staged)): [p.stat().st_size, _checksum(p)] for p in files},
-            **facts,
-        }
-        path = staged / MANIFEST
-        path.write_text(json.dumps(manifest, indent=1))
-        for each in (path, staged):
-            _sync(each)
-        if final.exists():  # without a manifest, or `stage` would have said so: litter of another program
-            shutil.rmtree(final)
-        os.rename(staged, final)
-        _sync(staged.parent)
+    Args:
+        files: this rank's files, by name: size and checksums.
+    """
+    everyones = agree.gather(files)
+    on_rank0(lambda: commit(staged, step, {name: entry for each in everyones for name, entry in each.items()}, facts) and None)
+    return staged.parent / named(step)
 
-    agree.from_rank0(commit)
+
+def commit(staged: Place, step: int, files: dict[str, Any], facts: dict[str, Any]) -> Place:
+    """The last steps of a save, by rank 0 alone: manifest, sync, rename."""
+    final: Place = staged.parent / named(step)
+    text = manifests.render({"step": step, "time": time.time(), **facts, "files": dict(sorted(files.items()))})
+    if isinstance(staged, Remote):
+        (staged / MANIFEST).write_bytes(text)
+        return final
+    path = staged / MANIFEST
+    with open(path, "xb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    sync(staged)
+    if final.exists():  # not whole, or `stage` would have said so
+        set_aside(final, "corrupt")
+    os.rename(staged, str(final))
+    sync(staged.parent)
     return final
 
 
-def manifest_of(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a checkpoint whose files are all there in full size; None if it is no valid checkpoint."""
+def discard(staged: Place) -> None:
+    """Give up a staged folder. Rank 0 alone; what cannot be removed now is swept later."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        whole = all((folder / name).stat().st_size == size for name, (size, _) in manifest["files"].items())
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return manifest if whole else None
+        remove_tree(staged)
+    except (OSError, FileNotFoundError) as error:
+        logger.warning("%s could not be removed: %s", staged, error)
 
 
-def verify(folder: Path) -> None:
-    """Compare every file with the checksum it was committed with. Collective; rank 0 reads.
+def set_aside(path: Place, why: str) -> None:
+    """Rename what must not be taken for a checkpoint, and keep it for whoever wants to look. Rank 0 alone."""
+    if isinstance(path, Remote):
+        (path / MANIFEST).unlink()
+        logger.warning("%s is %s and no checkpoint any more: its manifest was removed", path, why)
+        return
+    to = path.with_name(f"{why}-{path.name}")
+    again = 1
+    while to.exists():
+        to = path.with_name(f"{why}-{path.name}.{again}")
+        again += 1
+    os.rename(path, to)
+    sync(path.parent)
+    logger.warning("%s was set aside as %s", path, to.name)
+
+
+def candidates(dirpath: Place) -> list[Place]:
+    """Everything named like a checkpoint, newest first, the same on all ranks.
 
     Raises:
-        CheckpointNotFoundError: no valid checkpoint in the folder.
-        CheckpointError: a file is not what was written; names it.
+        CheckpointUnreadableError: the folder is there and cannot be read.
     """
-
-    def check() -> None:
-        manifest = manifest_of(folder)
-        if manifest is None:
-            raise CheckpointNotFoundError(f"{folder} holds no checkpoint: its manifest is missing, or a file is cut off.")
-        for name, (_, checksum) in manifest["files"].items():
-            if _checksum(folder / name) != checksum:
-                raise CheckpointError(f"{folder / name} is not what was written: its checksum differs. Use another checkpoint.")
-
-    agree.from_rank0(check)
+    names = on_rank0(lambda: [p.name for p in reversed(named_folders(dirpath))])
+    return [dirpath / name for name in names]
 
 
-def _checksum(path: Path) -> int:
-    total = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 22):
-            total = zlib.crc32(chunk, total)
-    return total
+def latest(dirpath: Path | str | Place) -> Place | None:
+    """The newest whole checkpoint, the same on all ranks; None if there is none. Does not read its files."""
+    folder = place(dirpath)
+    found = on_rank0(lambda: [p.name for p in committed(folder)][-1:])
+    return folder / found[0] if found else None
 
 
-def step_of(path: Path) -> int:
-    """The step that a checkpoint's folder is named after."""
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+def verify(folder: Place) -> dict[str, Any]:
+    """Compare every file with the checksums it was committed with, each rank its share of them. Returns the manifest.
 
-
-def committed(dirpath: Path) -> list[Path]:
-    """All valid checkpoints in a folder, oldest first. Looks at this machine's view of the folder: for rank 0."""
-    found = [(int(m[1]), p) for p in (dirpath.iterdir() if dirpath.is_dir() else ()) if (m := _NAME.fullmatch(p.name))]
-    return [p for _, p in sorted(found) if manifest_of(p) is not None]
-
-
-def latest(dirpath: Path) -> Path | None:
-    """The newest valid checkpoint, the same on all ranks; None if there is none. Collective."""
-
-    def newest() -> str | None:
-        found = committed(dirpath)
-        return str(found[-1]) if found else None
-
-    path = agree.from_rank0(newest)
-    return None if path is None else Path(path)
-
-
-def prune(dirpath: Path, keep: int) -> None:
-    """Remove all valid checkpoints but the newest `keep`. Collective. A folder that cannot be removed is an error on rank 0."""
-
-    def remove() -> None:
-        for path in committed(dirpath)[:-keep]:
-            # Renamed first: a removal that is killed leaves no half checkpoint under a valid name.
-            doomed = path.with_name(f".staged-removed-{path.name}")
-            os.rename(path, doomed)
-            shutil.rmtree(doomed)
-
-    if keep < 1:
-        raise CheckpointError(f"keep {keep}: at least one checkpoint must stay.")
-    agree.from_rank0(remove)
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def _sync(path: Path) -> None:
-    """To the disk, not only to the kernel: a power cut must not undo what the manifest promises."""
-    fd = os.open(path, os.O_RDONLY)
+    Raises:
+        CheckpointNotFoundError, CheckpointUnreadableError, CheckpointCorruptError: names the file.
+    """
+    manifest = on_rank0(lambda: manifests.read(folder))
+    rank, size = (dist.get_rank(), dist.get_world_size()) if agree.is_joined() else (0, 1)
+    unreadable = None
+    wrong: list[str] = []
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        wrong = manifests.problems(folder, manifest, rank, size, threads=1 if size > 1 else min(4, os.cpu_count() or 1))
+    except errors.CheckpointUnreadableError as error:
+        unreadable = str(error)
+    told = agree.gather([unreadable, wrong])
+    for text, _ in told:
+        if text is not None:
+            raise errors.CheckpointUnreadableError(text)
+    lines = list(dict.fromkeys(line for _, each in told for line in each))
+    if lines:
+        raise CheckpointCorruptError(f"{'; '.join(lines[:8])}{'; ...' if len(lines) > 8 else ''}.")
+    return manifest
+
+
+def retire(dirpath: Place, doomed: list[str]) -> None:
+    """Remove checkpoints by name. Rank 0 alone, after a newer one is committed."""
+    for name in doomed:
+        path = dirpath / name
+        if isinstance(path, Remote):
+            (path / MANIFEST).unlink()  # first: half a removal is no checkpoint
+            path.remove_tree()
+            continue
+        # Renamed first: a removal that is killed leaves no half checkpoint under a valid name.
+        hidden = path.with_name(f"{_REMOVED}{path.name}")
+        os.rename(path, hidden)
+        remove_tree(hidden)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["Every", "KeepLast"]
+__all__ = ["BestCheckpointConfig", "Every", "Keep"]
 
 
 @dataclass(frozen=True)
@@ -14,11 +17,12 @@ class Every:
     """Save after every n-th step, epoch or evaluation. None is never.
 
     Args:
-        train_steps, epochs, eval_epochs: n of each kind, at least 1.
+        train_steps, epochs, eval_steps, eval_epochs: n of each kind, at least 1.
     """
 
     train_steps: int | None = None
     epochs: int | None = None
+    eval_steps: int | None = None
     eval_epochs: int | None = None
 
     def __post_init__(self) -> None:
@@ -28,11 +32,57 @@ class Every:
 
 
 @dataclass(frozen=True)
-class KeepLast:
-    """Keep the newest n checkpoints; None keeps all."""
+class BestCheckpointConfig:
+    """Which number of the unit makes a checkpoint a good one.
+
+    Args:
+        monitored_metric: the unit's attribute: a number, a tensor with one, or a metric with `compute()`.
+        mode: "min" if less is better, or "max".
+    """
+
+    monitored_metric: str
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise UsageError(f"mode {self.mode!r}: 'min' or 'max'.")
+
+    def best_first(self, metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
+        """The steps whose checkpoints have the metric, best first; the newer of equals first."""
+        sign = 1 if self.mode == "min" else -1
+        known = [(sign * values[self.monitored_metric], -step) for step, values in metrics.items() if self._has(values)]
+        return [-step for _, step in sorted(known)]
+
+    def _has(self, values: Mapping[str, Any]) -> bool:
+        value = values.get(self.monitored_metric)
+        return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay. The newest always does.
+
+    Args:
+        count: the newest n, or with `best` the best n; None keeps all.
+        every_train_steps: those of every k-th step stay for ever.
+        best: what "best" means.
+    """
 
     count: int | None = None
+    every_train_steps: int | None = None
+    best: BestCheckpointConfig | None = None
 
     def __post_init__(self) -> None:
         if self.count is not None and self.count < 1:
             raise UsageError(f"keep the last {self.count} checkpoints: at least 1, or None for all.")
+        if self.every_train_steps is not None and self.every_train_steps < 1:
+            raise UsageError(f"keep every {self.every_train_steps} train steps: at least 1, or None.")
+
+    def doomed(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
+        """Of the whole checkpoints' steps, those that go, oldest first."""
+        if self.count is None:
+            return []
+        steps = sorted(steps)
+        kept = {*steps[-1:], *(s for s in steps if self.every_train_steps and s % self.every_train_steps == 0)}
+        kept |= set(self.best.best_first(metrics)[: self.count] if self.best else steps[-self.count :])
+        return [s for s in steps if s not in kept]

@@ -1,152 +1,234 @@
-"""Write states into a folder and read them back, at any number of ranks.
+"""Read what `snapshot` wrote into states, at any number of ranks, under any strategy.
 
-What is keyed by parameter name goes through torch.distributed.checkpoint, shard by shard, and can be read by another number
-of ranks under another strategy. The rest is small, equal on all ranks and written once (`rest.pt`); what belongs to one rank
-only, such as its random streams, lies in `rank-N.pt`. The small files are read without unpickling code.
+The planner of torch.distributed.checkpoint says which parts of which pieces this rank wants; they are copied out of the mapped
+files, so that no rank ever holds more than its own tensors. Reading is each rank's own; what fails on one is told to all.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import ChunkStorageMetadata, DefaultLoadPlanner, Metadata
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from echelon.contracts.errors import CheckpointError, CheckpointNotFoundError
+from echelon.checkpoint import plain
+from echelon.checkpoint.layout import INDEX, STATE, NamedState, Stateful, in_file, own_file, raise_on_all, this_rank
+from echelon.checkpoint.place import Place, Remote
+from echelon.checkpoint.tensorfile import Span, TensorFile
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from echelon.world import agree
 
-__all__ = ["NamedState", "Stateful", "read_rank", "read_states", "write_states"]
+__all__ = ["Files", "Report", "Tensors", "compare", "local_files", "on_each", "read_rank", "read_states", "table"]
+
+T = TypeVar("T")
 
 
-class Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
+@dataclass
+class Report:
+    """What a load that is not strict left alone: states and tensors that the checkpoint lacks, and that nobody asked for."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
-
-
-@runtime_checkable
-class NamedState(Protocol):
-    """A Stateful whose state is flat, keyed by parameter name; its tensors may be sharded."""
-
-    keyed_by_name: bool
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
 
 
-def write_states(folder: Path, states: dict[str, Stateful], rank_state: dict[str, Any]) -> None:
-    """Write all states into `folder`, which exists and is empty. Collective."""
-    tensors: dict[str, Any] = {}
-    rest: dict[str, Any] = {}
-    for name, stateful in states.items():
-        values = stateful.state_dict()
-        if isinstance(stateful, NamedState):
-            tensors |= {f"{name}.{k}": v for k, v in values.items() if isinstance(v, torch.Tensor)}
-            rest[name] = {k: v for k, v in values.items() if not isinstance(v, torch.Tensor)}
-        else:
-            rest[name] = values
-    rank = dist.get_rank() if agree.is_joined() else 0
+@contextlib.contextmanager
+def local_files(folder: Place) -> Iterator[Files]:
+    """Context with the files of a checkpoint on this machine: those of a Remote are fetched when they are first asked for."""
+    if isinstance(folder, Path):
+        yield Files(folder, folder)
+        return
+    temporary = Path(tempfile.mkdtemp(prefix="echelon-"))
     try:
-        if rank == 0:
-            _save_readable(rest, folder / "rest.pt")
-        _save(rank_state, folder / f"rank-{rank}.pt")
-        if tensors:
-            dcp.save(
-                tensors, checkpoint_id=folder / "tensors", no_dist=not agree.is_joined(), process_group=agree.control_group()
-            )
-    except dcp.api.CheckpointException as error:  # no subclass of Exception: `except Exception` would miss it
-        raise CheckpointError(f"rank {rank} could not write {folder}: {error}") from error
-    except OSError as error:
-        raise CheckpointError(f"rank {rank} could not write {folder}: {error}") from error
+        yield Files(folder, temporary)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def read_states(folder: Path, states: dict[str, Stateful], *, strict: bool = True) -> None:
-    """Read what `write_states` wrote into the given states, whatever number of ranks wrote it. Collective.
+class Files:
+    def __init__(self, folder: Place, here: Path) -> None:
+        self._folder, self._here = folder, here
+        self._open: dict[str, TensorFile] = {}
+
+    def path(self, name: str) -> Path:
+        here = self._here / name
+        source = self._folder / name
+        if isinstance(source, Remote) and not here.exists():
+            source.download(here)
+        return here
+
+    def open(self, name: str) -> TensorFile:
+        if name not in self._open:
+            self._open[name] = TensorFile(self.path(name))
+        return self._open[name]
+
+    def state(self, name: str) -> dict[str, Any]:
+        """The nested state in a file."""
+        file = self.open(name)
+        value: dict[str, Any] = plain.decode(json.loads(file.metadata["state"]), file.tensor)
+        return value
+
+
+class Tensors:
+    """The tensors of a checkpoint: what there is, and any part of it."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self.index: dict[str, Any] = json.loads(files.path(INDEX).read_bytes())
+
+    def shape(self, name: str) -> list[int]:
+        shape: list[int] = self.index[name]["shape"]
+        return shape
+
+    def metadata(self, names: list[str]) -> Metadata:
+        """As torch's planners want it."""
+        known: dict[str, Any] = {}
+        for name in names:
+            entry = self.index[name]
+            chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, _ in entry["pieces"]]
+            properties = TensorProperties(dtype=plain.dtype_of(entry["dtype"]))
+            known[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
+        return Metadata(known)
+
+    def piece(self, name: str, offsets: list[int], sizes: list[int], written_in: str) -> torch.Tensor:
+        """A piece as it was written: a view of its file."""
+        file = self._files.open(written_in)
+        try:
+            return file.tensor(in_file(name, tuple(offsets)), plain.dtype_of(self.index[name]["dtype"]), sizes)
+        except KeyError:
+            raise CheckpointCorruptError(f"{file.path} does not hold {name!r}, which {INDEX} says it does.") from None
+
+    def part(self, name: str, storage_offsets: torch.Size | None, begins: torch.Size, lengths: torch.Size) -> torch.Tensor:
+        """A part of the piece that begins at `storage_offsets`."""
+        pieces = self.index[name]["pieces"]
+        offsets, sizes, written_in = next(p for p in pieces if storage_offsets is None or tuple(p[0]) == tuple(storage_offsets))
+        part = self.piece(name, offsets, sizes, written_in)
+        for dim, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
+            part = part.narrow(dim, begin, length)
+        return part
+
+    def read_into(self, tensors: dict[str, Any]) -> None:
+        """Fill tensors, or what this rank holds of them, with what the checkpoint has under their names."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(tensors, self.metadata(list(tensors)))
+        for item in planner.create_local_plan().items:
+            part = self.part(item.storage_index.fqn, item.storage_index.offset, item.storage_offsets, item.lengths)
+            planner.resolve_tensor(item).detach().copy_(part)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole tensor: a view if it was written in one piece."""
+        entry = self.index[name]
+        pieces = entry["pieces"]
+        if len(pieces) == 1:
+            return self.piece(name, *pieces[0])
+        made = torch.empty(entry["shape"], dtype=plain.dtype_of(entry["dtype"]))
+        for offsets, sizes, written_in in pieces:
+            target = made
+            for dim, (begin, length) in enumerate(zip(offsets, sizes, strict=True)):
+                target = target.narrow(dim, begin, length)
+            target.copy_(self.piece(name, offsets, sizes, written_in))
+        return made
+
+    def spans(self, name: str) -> list[tuple[Span, str]]:
+        """Where the pieces of a tensor lie, and in which of the checkpoint's files."""
+        return [
+            (self._files.open(written_in).span(in_file(name, tuple(offsets))), written_in)
+            for offsets, _, written_in in self.index[name]["pieces"]
+        ]
+
+    def span(self, name: str) -> Span | None:
+        """Where a tensor lies, if it was written in one piece."""
+        found = self.spans(name)
+        return found[0][0] if len(found) == 1 else None
+
+    def forget(self) -> None:
+        for file in self._files._open.values():
+            file.forget()
+
+
+def read_states(folder: Place, states: dict[str, Stateful], *, strict: bool = True) -> Report:
+    """Read what a snapshot wrote into the given states, whatever number of ranks wrote it. Collective.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint in `folder`.
-        CheckpointError: a state or a parameter is missing, or has another shape. With strict=False the missing are left alone.
+        CheckpointMismatchError: a state or a parameter is missing, left over, or has another shape; with a table. With
+            strict=False the missing and the left over are left alone, and returned.
     """
-    if not (folder / "rest.pt").exists():
-        raise CheckpointNotFoundError(f"{folder} holds no checkpoint.")
-    rest = _load(folder / "rest.pt")
-    missing = [name for name in states if name not in rest]
-    if missing and strict:
-        raise CheckpointError(f"{folder} holds no state of {', '.join(missing)}; it has {', '.join(rest)}.")
-    named = {n: s for n, s in states.items() if isinstance(s, NamedState) and n in rest}
-    values = {name: dict(stateful.state_dict()) for name, stateful in named.items()}
-    tensors = {f"{n}.{k}": v for n, state in values.items() for k, v in state.items() if isinstance(v, torch.Tensor)}
-    for key in _never_used(folder, tensors):
-        tensors.pop(key).zero_()  # an optimizer begins with zeros; to look at one, torch has made a step
-    if tensors:
-        try:
-            dcp.load(
-                tensors,
-                checkpoint_id=folder / "tensors",
-                no_dist=not agree.is_joined(),
-                process_group=agree.control_group(),
-                planner=dcp.DefaultLoadPlanner(allow_partial_load=not strict),
-            )
-        except (dcp.api.CheckpointException, RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{folder} does not fit this model: {_cause(error)}") from error
+    with local_files(folder) as files:
+        rest, saved = on_each(folder, lambda: (files.state(STATE), Tensors(files)))
+        named = {n: s for n, s in states.items() if isinstance(s, NamedState) and n in rest}
+        values = {name: dict(stateful.state_dict()) for name, stateful in named.items()}
+        wanted = {f"{n}.{k}": v for n, state in values.items() for k, v in state.items() if isinstance(v, torch.Tensor)}
+        for key in [k for k in wanted if k not in saved.index and ".state." in k]:
+            wanted.pop(key).zero_()  # never used, so never written: it begins with zeros; to look at it, torch has made a step
+        report = compare(folder, states, rest, wanted, saved, strict)
+        tensors = {k: v for k, v in wanted.items() if k in saved.index}
+        on_each(folder, lambda: saved.read_into(tensors))
     for name, stateful in states.items():
         if name in named:
             state = {k: tensors.get(f"{name}.{k}", v) for k, v in values[name].items()}
             stateful.load_state_dict({**state, **{k: v for k, v in rest[name].items() if k in state}})
         elif name in rest:
             stateful.load_state_dict(rest[name])
+    return report
 
 
-def _never_used(folder: Path, tensors: dict[str, Any]) -> list[str]:
-    """Optimizer state that was not written because its parameter never had a gradient."""
-    if not (folder / "tensors").is_dir():
-        return []
-    written = dcp.FileSystemReader(folder / "tensors").read_metadata().state_dict_metadata
-    return [key for key in tensors if key not in written and ".state." in key]
+def on_each(folder: Place, act: Callable[[], T]) -> T:
+    """What every rank does by itself; if one fails, all do. Collective."""
+    problem, value = None, None
+    try:
+        value = act()
+    except (CheckpointError, OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        problem = f"{folder} could not be read: {error}"
+    raise_on_all(problem)
+    return value  # type: ignore[return-value]
 
 
-def read_rank(folder: Path) -> dict[str, Any] | None:
+def compare(
+    folder: Place, states: dict[str, Stateful], rest: dict[str, Any], wanted: dict[str, Any], saved: Tensors, strict: bool
+) -> Report:
+    """What does not fit, before anything is changed. Collective: ranks of a divided optimizer each want a part."""
+    mine: dict[str, Any] = {
+        "missing": [k for k in wanted if k not in saved.index],
+        "shapes": [
+            [k, saved.shape(k), list(v.shape)] for k, v in wanted.items() if k in saved.index and saved.shape(k) != list(v.size())
+        ],
+    }
+    asked = [name for name in states if name in rest]
+    of_asked = [k for k in saved.index if any(k.startswith(f"{name}.") for name in asked)]
+    left = [k for k in of_asked if k not in wanted]
+    told = agree.gather([mine["missing"], mine["shapes"], left])
+    missing = sorted({k for each in told for k in each[0]} | {name for name in states if name not in rest})
+    shapes = {k: (a, b) for each in told for k, a, b in each[1]}
+    unexpected = sorted(set(told[0][2]).intersection(*(each[2] for each in told[1:])))
+    rows = [(k, str(tuple(a)), str(tuple(b))) for k, (a, b) in sorted(shapes.items())]
+    if strict:
+        rows += [(k, "-", "wanted") for k in missing] + [(k, str(tuple(saved.shape(k))), "-") for k in unexpected]
+    if rows:
+        hint = "" if shapes else " RestoreOptions(strict=False) leaves these alone."
+        raise CheckpointMismatchError(f"{folder} does not fit this model:\n{table(('state', 'saved', 'now'), rows)}{hint}")
+    return Report(missing, unexpected)
+
+
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], most: int = 12) -> str:
+    """Rows in columns; of many the first few and how many more."""
+    shown = [head, *rows[:most]]
+    widths = [max(len(row[i]) for row in shown) for i in range(len(head))]
+    lines = ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
+    return "\n".join([*lines, *([f"  and {len(rows) - most} more"] if len(rows) > most else [])]) + "\n"
+
+
+def read_rank(folder: Place, manifest: dict[str, Any]) -> dict[str, Any] | None:
     """What this rank wrote for itself; None if the checkpoint was written by another number of ranks."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if agree.is_joined() else (0, 1)
-    written = len(list(folder.glob("rank-*.pt")))
-    return _load(folder / f"rank-{rank}.pt") if written == size else None
-
-
-def _save_readable(rest: dict[str, Any], path: Path) -> None:
-    """Save, and read back as a restore would: a state that only pickle can read is found now, not after the crash."""
-    _save(rest, path)
-    try:
-        _load(path)
-    except CheckpointError:
-        for name, value in rest.items():
-            _save({name: value}, path)
-            try:
-                _load(path)
-            except CheckpointError as error:
-                kind = "its state_dict must hold tensors, numbers, strings, lists and dicts only"
-                raise CheckpointError(f"the state of {name!r} could not be read back: {kind} ({error.__cause__})") from error
-        raise
-
-
-def _save(value: Any, path: Path) -> None:
-    torch.save(value, path)
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        value: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return value
-
-
-def _cause(error: BaseException) -> str:
-    """DCP's own text is a page of tracebacks; its first line with a cause is what helps."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        first = next(iter(failures.values()))
-        error = first[0] if isinstance(first, tuple) else first
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    rank, size = this_rank()
+    written = sum(name.startswith("rank-") for name in manifest["files"])
+    if written != size:
+        return None
+    with local_files(folder) as files:
+        return files.state(own_file(rank))

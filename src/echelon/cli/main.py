@@ -14,6 +14,7 @@ VERBS = {
     "run": "run a script on ranks of this machine",
     "prove": "run a script under every strategy and compare each step with one process",
     "report": "write a run's report.html anew",
+    "ckpt": "list, verify, compare and export checkpoints",
 }
 
 

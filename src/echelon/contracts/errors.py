@@ -6,18 +6,30 @@ EchelonError
  ├── UnitError (TypeError)                a unit without what its entry point needs
  ├── LossError (TypeError)                a loss that cannot be differentiated
  ├── NonFiniteError (FloatingPointError)  inf or nan where detection was asked for
+ ├── DataError (RuntimeError)             a sample that cannot be read, or a worker that died reading
  ├── RanksDisagreeError (RuntimeError)    ranks hold different values for what must be one
  ├── RankFailedError (RuntimeError)       a rank raised, exited or was killed
  │    └── RankTimeoutError (TimeoutError) ranks did not finish in time; holds the stacks of all
  └── CheckpointError (RuntimeError)       a checkpoint that cannot be written or read
-      └── CheckpointNotFoundError (FileNotFoundError)
+      ├── CheckpointNotFoundError (FileNotFoundError)
+      ├── CheckpointUnreadableError (PermissionError)   it is there, and the system does not let us read it
+      ├── CheckpointCorruptError          it is not what was written
+      ├── CheckpointMismatchError         it is whole, and belongs to another model, optimizer or data
+      ├── CheckpointWriteError (OSError)  the storage refused a save: a full disk, a permission
+      └── CheckpointInUseError            another live run writes into the folder
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointCorruptError",
     "CheckpointError",
+    "CheckpointInUseError",
+    "CheckpointMismatchError",
     "CheckpointNotFoundError",
+    "CheckpointUnreadableError",
+    "CheckpointWriteError",
+    "DataError",
     "EchelonError",
     "LauncherEnvironmentError",
     "LossError",
@@ -54,6 +66,10 @@ class NonFiniteError(EchelonError, FloatingPointError):
     """A loss or a gradient is inf or nan, and the user asked for detection."""
 
 
+class DataError(EchelonError, RuntimeError):
+    """A sample could not be read, or the worker that read it died or gave nothing in time. Names the sample and the worker."""
+
+
 class RanksDisagreeError(EchelonError, RuntimeError):
     """Ranks hold different values for something that must be the same on all. Raised on every rank."""
 
@@ -84,3 +100,23 @@ class CheckpointError(EchelonError, RuntimeError):
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint at the path that was named."""
+
+
+class CheckpointUnreadableError(CheckpointError, PermissionError):
+    """There is a checkpoint, and the system does not let us read it. Not the same as none: nothing falls back from it."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A file of a checkpoint is missing, cut off or changed. The text names it."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A whole checkpoint of another model, optimizer, dataset or batch size. The text has a table of what changed."""
+
+
+class CheckpointInUseError(CheckpointError):
+    """Another live run writes into the same folder. The text says whose it is."""
+
+
+class CheckpointWriteError(CheckpointError, OSError):
+    """The storage refused a save: a full disk, a missing permission, an I/O error. Older checkpoints are as they were."""

@@ -10,19 +10,22 @@ replaced by a `Padding`, which is computed, so that every rank takes part in eve
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
-from echelon.contracts.errors import UsageError
-from echelon.contracts.overrides import overrides
-from echelon.data.order import Order
-from echelon.world.init import World
+from echelon.contracts.errors import DataError, UsageError
+from echelon.data import resume
+from echelon.data.fingerprint import fingerprint as fingerprint_of
+from echelon.data.order import FORMULA, Order, SampleOrder
+from echelon.data.place import Placed
+from echelon.data.reader import Failure, Reader
+from echelon.data.views import Ordered
+from echelon.data.workers import Board, named
 
 __all__ = ["Loader", "Padding", "share"]
 
@@ -43,14 +46,14 @@ def share(samples: int, part: int, parts: int) -> tuple[int, int]:
     return start, start + small + (1 if part < larger else 0)
 
 
-class Loader:
+class Loader(Placed):
     """Batches of a map-style dataset, the same global batches for any number of ranks.
 
     Iterating gives this rank's micro-batches of one epoch; `len` is their number, equal on all ranks. After
     `load_state_dict` the first iteration goes on where the saved one stood.
 
     Args:
-        dataset: has `__len__` and `__getitem__`; `__getitems__` is used if present.
+        dataset: has `__len__` and `__getitem__`; `__getitems__` is used if present. `Weighted` and `Mixture` bring an order.
         global_batch: samples per optimizer update over all ranks; ranks x accumulation must divide it.
         seed: of the order. The same on all ranks.
         shuffle: permute the samples, anew in every epoch.
@@ -61,8 +64,14 @@ class Loader:
         pin_memory: page-locked host memory, for faster copies to a GPU.
         dp_rank, dp_size: this rank's place among those that see different data; by default what the unit's strategy says when
             a loop begins, and before that this rank's place among all.
+        timeout_s: for how long a worker may give nothing before the run ends with an error that names it.
+        fingerprint: what identifies the data, such as a version; by default checksums of four samples. A run that goes on
+            with other data is told.
+        accept_changes: what may differ from the saved run when this loader goes on, though it changes what is trained on:
+            of "samples", "seed", "shuffle", "global_batch", "fingerprint", "order".
     Raises:
         UsageError: a global batch that cannot be divided, or a dataset that cannot fill one.
+        DataError: while iterating: a sample cannot be read, or a worker died; the text names them.
     """
 
     def __init__(
@@ -79,53 +88,36 @@ class Loader:
         pin_memory: bool = False,
         dp_rank: int | None = None,
         dp_size: int | None = None,
+        timeout_s: float = 300.0,
+        fingerprint: str | None = None,
+        accept_changes: Collection[str] = (),
     ) -> None:
-        if not isinstance(dataset, Sized):
+        if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
             raise UsageError(
-                f"{type(dataset).__name__} has no length: Loader needs a map-style dataset with __len__ and __getitem__."
+                f"{type(dataset).__name__} has no length, or no __getitem__: Loader needs a map-style dataset with both. "
+                "StreamLoader takes datasets that can only be iterated over."
             )
-        if tail not in ("keep", "drop"):
-            raise UsageError(f"tail {tail!r}: 'keep' or 'drop'.")
-        if global_batch < 1 or accumulation < 1:
-            raise UsageError(f"global_batch {global_batch}, accumulation {accumulation}: both at least 1.")
-        if (dp_rank is None) != (dp_size is None):
-            raise UsageError("give both dp_rank and dp_size, or neither.")
-        self.dataset, self.global_batch, self.tail = dataset, global_batch, tail
-        self.accumulation = overrides().accumulation or accumulation
-        self.num_workers, self.pin_memory = num_workers, pin_memory
-        self.collate_fn = collate_fn or default_collate
-        self._dp = (dp_rank, dp_size) if dp_rank is not None and dp_size is not None else None
-        self._dp_is_given = self._dp is not None
-        samples = len(dataset)
+        super().__init__(global_batch, accumulation, tail, num_workers, collate_fn, pin_memory, dp_rank, dp_size, timeout_s)
+        resume.check_accepted(accept_changes)
+        self.dataset = dataset
+        self.accept_changes = frozenset(accept_changes)
+        self._fingerprint: Any = fingerprint
+        self.order: SampleOrder
+        if isinstance(dataset, Ordered):
+            self.order = dataset.order(seed, shuffle=shuffle)
+        else:
+            if not len(dataset):
+                raise UsageError(f"the {type(dataset).__name__} is empty.")
+            self.order = Order(len(dataset), seed, shuffle=shuffle)
+        samples, self.shuffle = self.order.length, shuffle
         if samples < global_batch and (shuffle or tail == "drop"):
             raise UsageError(
                 f"the dataset has {samples} samples, fewer than one global batch of {global_batch}. "
                 f"Set global_batch to {samples} or less, or use more data."
             )
-        self.order = Order(samples, seed, shuffle=shuffle)
-        self.epoch = 0
         self.start = 0  # the micro-batch at which the next iteration begins; only `seek` and `load_state_dict` set it
         self._position = 0
-
-    @property
-    def dp(self) -> tuple[int, int]:
-        """(dp_rank, dp_size), looked up when first needed: the group may be joined after the loader is made."""
-        if self._dp is None:
-            world = World.current(torch.device("cpu"))
-            self._dp = (world.rank, world.size)
-        parts = self._dp[1] * self.accumulation
-        if self.global_batch % parts:
-            near = sorted({max(parts, self.global_batch // parts * parts), (self.global_batch // parts + 1) * parts})
-            raise UsageError(
-                f"global_batch {self.global_batch} cannot be divided by {self._dp[1]} ranks x accumulation {self.accumulation} "
-                f"= {parts}. Nearest that can: {' or '.join(map(str, near))}."
-            )
-        return self._dp
-
-    def place(self, dp_rank: int, dp_size: int) -> None:
-        """Where this rank stands among those that see different data, if the user did not say; the loops call it."""
-        if not self._dp_is_given:
-            self._dp = (dp_rank, dp_size)
+        self._resumed: tuple[int, int] | None = None  # epoch and position as the saved run counts them
 
     @property
     def global_batches(self) -> int:
@@ -159,9 +151,16 @@ class Loader:
         if epoch != self.epoch:
             self.epoch, self.start, self._position = epoch, 0, 0
 
-    def seek(self, position: int) -> None:
-        """Begin the next iteration, and only that, after `position` micro-batches; at the epoch's end it gives none."""
-        self.start = self._position = min(position, len(self))
+    def seek(self, position: int) -> int:
+        """Begin the next iteration, and only that, after `position` micro-batches; at the epoch's end it gives none.
+
+        Returns:
+            `position`; after going on with another global batch, the position that this one has for it.
+        """
+        if self._resumed != (self.epoch, position):
+            self.start = self._position = min(position, len(self))
+            return position
+        return self.start
 
     def positions_of(self, micro: int, dp_rank: int) -> tuple[int, int]:
         """The positions, from and to, of a micro-batch of one data-parallel rank; an empty range if it is padding."""
@@ -174,23 +173,39 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         dp_rank, _ = self.dp
-        first, self.start = self.start, 0
+        first, self.start, self._resumed = self.start, 0, None
         self._position = first
         shares = _Shares(self, first, len(self), dp_rank)
-        # A generator of its own: the workers' seed must not be drawn from the stream that dropout uses.
-        words = (self.order.seed, self.epoch, dp_rank, first)
-        generator = torch.Generator().manual_seed(zlib.crc32(repr(words).encode()))
-        batches: DataLoader[Any] = DataLoader(
-            self.dataset,  # type: ignore[arg-type]
-            batch_sampler=shares,
+        words = (self.order.seed, self.epoch, dp_rank)
+        board = Board(self.num_workers, self._where) if self.num_workers else None
+        reader = Reader(self.dataset, self.collate_fn, self._where, words, board)
+        loader: DataLoader[Any] = DataLoader(
+            reader,  # type: ignore[arg-type]
+            batch_sampler=shares,  # type: ignore[arg-type]
             num_workers=self.num_workers,
-            collate_fn=self.collate_fn,
+            collate_fn=reader.collate,
             pin_memory=self.pin_memory,
-            generator=generator,
+            worker_init_fn=board.begin if board else None,
+            # A generator of its own: the workers' seed must not be drawn from the stream that dropout uses.
+            generator=torch.Generator(),
+            timeout=self.timeout_s if board else 0,
         )
-        for micro, batch in enumerate(batches, first):
-            self._position = micro + 1
-            yield batch if micro < shares.first_padding else Padding(batch)
+        batches = board.started(loader) if board else iter(loader)
+        try:
+            for micro, batch in enumerate(batches, first):
+                if type(batch) is Failure:
+                    raise DataError(batch.text)
+                self._position = micro + 1
+                yield batch if micro < shares.first_padding else Padding(batch)
+        except RuntimeError as error:
+            better = named(error, board, (self._position - first) % max(1, self.num_workers), self.timeout_s)
+            if better is error:
+                raise
+            raise better from error
+        finally:
+            del batches  # with its workers, although an error's traceback knows this frame
+            if board is not None:
+                board.done()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the latest iteration stands: a few numbers."""
@@ -198,6 +213,8 @@ class Loader:
 
     def state_at(self, position: int) -> dict[str, Any]:
         """The state after `position` micro-batches of this epoch: what was used, when the reader is ahead of the user."""
+        if self._fingerprint is None:  # once in a run, and only if it is saved
+            self._fingerprint = fingerprint_of(self.dataset, in_worker=self.num_workers > 0)
         return {
             "epoch": self.epoch,
             "position": position,
@@ -205,26 +222,33 @@ class Loader:
             "global_batch": self.global_batch,
             "seed": self.order.seed,
             "samples": self.order.length,
+            "shuffle": self.shuffle,
+            "tail": self.tail,
+            "order": f"{FORMULA} {self.order.identity}".rstrip(),
+            "fingerprint": self._fingerprint,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, also with another number of ranks or another accumulation.
 
         Raises:
-            UsageError: the data, its order or the global batch are not those of the saved run.
+            UsageError: the data, its order or the global batch are not those of the saved run; a table says what changed,
+                and which change is harmless.
         """
-        mine = self.state_dict()
-        changed = [f"{k} was {state[k]}, is {mine[k]}" for k in ("samples", "seed", "global_batch") if state[k] != mine[k]]
-        if changed:
-            raise UsageError(f"the loader cannot go on where the saved one stood: {'; '.join(changed)}.")
-        batches, rest = divmod(int(state["position"]), int(state["accumulation"]))
-        if rest and state["accumulation"] != self.accumulation:
+        resume.check_same(state, self.state_dict(), self.accept_changes)
+        saved, accumulation = int(state["position"]), int(state["accumulation"])
+        batches, rest = divmod(saved, accumulation)
+        if rest and accumulation != self.accumulation:
             raise UsageError(
-                f"saved in the middle of an update ({rest} of {state['accumulation']} micro-batches): "
-                f"resume it with accumulation {state['accumulation']}."
+                f"saved in the middle of an update ({rest} of {accumulation} micro-batches): "
+                f"resume it with accumulation {accumulation}."
             )
-        self.epoch, self.start = int(state["epoch"]), batches * self.accumulation + rest
-        self._position = self.start
+        counted = batches * self.accumulation + rest
+        if state["global_batch"] != self.global_batch:
+            # Rather some samples twice than some not at all.
+            batches, rest = batches * int(state["global_batch"]) // self.global_batch, 0
+        self.epoch, self.start = int(state["epoch"]), min(batches * self.accumulation + rest, len(self))
+        self._position, self._resumed = self.start, (self.epoch, counted)
 
 
 # Micro-batches whose samples are computed at once: a call costs 0.1 ms however few they are.
@@ -232,7 +256,7 @@ _AT_ONCE = 128
 
 
 class _Shares:
-    """The batch sampler of one rank and epoch: the index lists of its micro-batches."""
+    """The batch sampler of one rank and epoch: its micro-batches, each as its number and its samples."""
 
     def __init__(self, loader: Loader, first: int, last: int, dp_rank: int) -> None:
         self._loader, self._first, self._last, self._dp_rank = loader, first, last, dp_rank
@@ -246,14 +270,21 @@ class _Shares:
     def __len__(self) -> int:
         return self._last - self._first
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        loader, whole = self._loader, self._loader.order.length // self._loader.global_batch * self._loader.accumulation
+        for begin in range(self._first, min(whole, self._last), _AT_ONCE):
+            yield from self._whole(begin, min(begin + _AT_ONCE, whole, self._last))
+        for micro in range(max(self._first, whole), self._last):
+            positions = np.arange(*loader.positions_of(micro, self._dp_rank), dtype=np.int64)
+            # Padding is any sample: it is computed like the others and weighs nothing.
+            yield micro, loader.order.at(loader.epoch, positions).tolist() or [0]
+
+    def _whole(self, begin: int, end: int) -> Iterator[tuple[int, list[int]]]:
+        """Micro-batches of whole global batches, which are all equally large."""
         loader = self._loader
-        for begin in range(self._first, self._last, _AT_ONCE):
-            ranges = [loader.positions_of(m, self._dp_rank) for m in range(begin, min(begin + _AT_ONCE, self._last))]
-            positions = np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in ranges])
-            samples = loader.order.at(loader.epoch, positions).tolist()
-            taken = 0
-            for start, stop in ranges:
-                # Padding is any sample: it is computed like the others and weighs nothing.
-                yield samples[taken : taken + stop - start] or [0]
-                taken += stop - start
+        size = loader.global_batch // (loader.accumulation * loader.dp[1])
+        batches, parts = np.divmod(np.arange(begin, end), loader.accumulation)
+        starts = batches * loader.global_batch + (parts * loader.dp[1] + self._dp_rank) * size  # as `positions_of` has it
+        positions = starts[:, None] + np.arange(size)
+        samples = loader.order.at(loader.epoch, positions.ravel()).reshape(-1, size)
+        return zip(range(begin, end), samples.tolist(), strict=True)

@@ -6,25 +6,47 @@ nor workers nor a restart can change which samples make up global batch k.
 
 from __future__ import annotations
 
+from math import isqrt
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["Order"]
+__all__ = ["FORMULA", "Indices", "Order", "Positions", "SampleOrder", "key_of", "mix64"]
 
 Indices = npt.NDArray[np.int64]
+Positions = Indices
+_Words = npt.NDArray[np.uint32]
 
-_ROUNDS = 6
-_U64 = np.uint64
+# Which formula made an order; a saved position means nothing under another one.
+FORMULA = 2
+
+_ROUNDS = 10
+# Elements worked on at once: the intermediate arrays stay in the cache.
+_BLOCK = 8192
+_U32, _U64 = np.uint32, np.uint64
+
+
+class SampleOrder(Protocol):
+    """What a loader asks of an order: the sample at any position of any epoch, as a pure function."""
+
+    length: int  # positions in an epoch
+    seed: int
+    identity: str  # everything else that decides the order
+
+    def at(self, epoch: int, positions: Positions) -> Indices: ...
 
 
 class Order:
     """A permutation of 0 .. length - 1 for every epoch, or the identity.
 
-    A balanced Feistel network over the next larger power of four is a permutation whatever its round function; values
-    outside the range are fed in again until they fall inside (at most four times on average).
-    Source: Luby and Rackoff 1988; Black and Rogaway 2002, "Ciphers with arbitrary finite domains", cycle walking.
+    A sample's number is written as `left * columns + right` in the smallest near-square table that holds all; rounds add to one
+    half a keyed hash of the other, which is a permutation whatever the hash. The table has fewer than sqrt(length) cells too
+    many; what falls into one of these is fed in again until it falls inside.
+    Source: Luby and Rackoff 1988; Black and Rogaway 2002, "Ciphers with arbitrary finite domains", generalised Feistel and
+    cycle walking.
 
     Args:
         length: number of samples, 1 .. 2**62.
@@ -32,11 +54,14 @@ class Order:
         shuffle: False keeps the samples in their own order, in every epoch.
     """
 
+    identity = ""
+
     def __init__(self, length: int, seed: int = 0, *, shuffle: bool = True) -> None:
         if not 1 <= length <= 2**62:
             raise UsageError(f"an order over {length} samples: between 1 and 2**62.")
         self.length, self.seed, self.shuffle = length, seed, shuffle
-        self._half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
+        self._rows = isqrt(length - 1) + 1  # both at most 2**31: sums of two fit into 32 bits
+        self._columns = -(-length // self._rows)
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         """The samples at positions start .. stop - 1 of an epoch, as int64 of shape (stop - start,)."""
@@ -44,33 +69,71 @@ class Order:
             raise UsageError(f"positions {start} to {stop} of an epoch of {self.length} samples.")
         return self.at(epoch, np.arange(start, stop, dtype=np.int64))
 
-    def at(self, epoch: int, positions: Indices) -> Indices:
+    def at(self, epoch: int, positions: Positions) -> Indices:
         """The samples at any positions of an epoch, in the order asked; (N,) int64 to (N,) int64."""
-        return self._permute(positions, epoch) if self.shuffle else positions
+        return self._walk(positions, self._keys(epoch), forward=True) if self.shuffle else positions
 
-    def _permute(self, positions: Indices, epoch: int) -> Indices:
-        keys = [_mix(np.array([_key(self.seed, epoch, r)], dtype=_U64))[0] for r in range(_ROUNDS)]
-        values = self._network(positions.astype(_U64), keys)
-        outside = values >= _U64(self.length)
-        while outside.any():
-            values[outside] = self._network(values[outside], keys)
-            outside = values >= _U64(self.length)
-        return values.astype(np.int64)
+    def positions_of(self, epoch: int, samples: Indices) -> Positions:
+        """The inverse: at which positions of an epoch the samples come; (N,) int64 to (N,) int64."""
+        return self._walk(samples, self._keys(epoch), forward=False) if self.shuffle else samples
 
-    def _network(self, values: npt.NDArray[np.uint64], keys: list[np.uint64]) -> npt.NDArray[np.uint64]:
-        bits, mask = _U64(self._half_bits), _U64((1 << self._half_bits) - 1)
-        left, right = values >> bits, values & mask
-        for key in keys:
-            left, right = right, left ^ (_mix(right ^ key) & mask)
-        return (left << bits) | right
+    def _keys(self, epoch: int) -> list[np.uint32]:
+        words = mix64(np.array([key_of(self.seed, epoch, r) for r in range(_ROUNDS)], dtype=_U64))
+        return [_U32(word >> _U64(32)) for word in words]
+
+    def _walk(self, values: Indices, keys: list[np.uint32], *, forward: bool) -> Indices:
+        out = np.empty(len(values), dtype=np.int64)
+        for begin in range(0, len(values), _BLOCK):
+            part = self._network(values[begin : begin + _BLOCK], keys, forward=forward)
+            outside = np.flatnonzero(part >= self.length)
+            while outside.size:
+                part[outside] = again = self._network(part[outside], keys, forward=forward)
+                outside = outside[again >= self.length]
+            out[begin : begin + len(part)] = part
+        return out
+
+    def _network(self, values: Indices, keys: list[np.uint32], *, forward: bool) -> Indices:
+        quotient = values // self._columns
+        left, right = quotient.astype(_U32), (values - quotient * self._columns).astype(_U32)
+        rounds = range(_ROUNDS) if forward else range(_ROUNDS - 1, -1, -1)
+        for r in rounds:
+            if r % 2 == 0:
+                _turn(left, right, keys[r], self._rows, forward=forward)
+            else:
+                _turn(right, left, keys[r], self._columns, forward=forward)
+        return left.astype(np.int64) * self._columns + right
 
 
-def _key(seed: int, epoch: int, round_: int) -> int:
-    """One number for the three, without collisions among small ones."""
-    return (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03 + round_ * 0x8CB92BA72F3D8DD7) & 0xFFFFFFFFFFFFFFFF
+def _turn(half: _Words, other: _Words, key: np.uint32, modulus: int, *, forward: bool) -> None:
+    """One round, in place: half <- half +- hash(other) modulo `modulus`."""
+    hashed = _mix32(other, key).astype(_U64)
+    hashed *= _U64(modulus)
+    hashed >>= _U64(32)  # evenly over 0 .. modulus - 1, without a division
+    step = hashed.astype(_U32)
+    if not forward:
+        np.subtract(_U32(modulus), step, out=step)
+    half += step
+    # The smaller of x and x - modulus in wrapping arithmetic: x modulo `modulus`, for x below twice of it.
+    np.minimum(half, half - _U32(modulus), out=half)
 
 
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mix32(x: _Words, key: np.uint32) -> _Words:
+    """Every output bit depends on every input bit. Source: Wellons 2018, "Prospecting for hash functions", lowbias32."""
+    x = x ^ key
+    x ^= x >> _U32(16)
+    x *= _U32(0x7FEB352D)
+    x ^= x >> _U32(15)
+    x *= _U32(0x846CA68B)
+    x ^= x >> _U32(16)
+    return x
+
+
+def key_of(seed: int, epoch: int, stream: int) -> int:
+    """One 64-bit number for the three, without collisions among small ones."""
+    return (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03 + stream * 0x8CB92BA72F3D8DD7) & 0xFFFFFFFFFFFFFFFF
+
+
+def mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Every output bit depends on every input bit. Source: the finalizer of SplitMix64, Steele et al. 2014."""
     x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from echelon.contracts.errors import EchelonError
 from echelon.data.loader import Loader, Padding
+from echelon.data.stream import StreamLoader, of_all_ranks
 from echelon.world.device import record_stream
 
 __all__ = ["Feed", "known_length"]
@@ -59,7 +60,7 @@ class Feed(Iterator[Any]):
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._loader, self._limit, self._move, self._stream = loader, limit, move, stream
-        self._start = loader.start if isinstance(loader, Loader) else 0
+        self._start = loader.start if isinstance(loader, (Loader, StreamLoader)) else 0
         self.length = known_length(loader)
         total = self.length if limit is None else (limit if self.length is None else min(limit, self.length))
         self.total = total
@@ -110,7 +111,7 @@ class Feed(Iterator[Any]):
         return batch
 
     def _read(self) -> Any:
-        if not isinstance(self._loader, Loader):
+        if not isinstance(self._loader, (Loader, StreamLoader)):
             state = getattr(self._loader, "state_dict", None)
             self._state_before = state() if state is not None else None
         batch = next(self._iterator, _END)
@@ -128,9 +129,11 @@ class Feed(Iterator[Any]):
         return batch, padding
 
     def loader_state(self) -> dict[str, Any] | None:
-        """The loader's state after the batches that were used; None for a loader without one."""
+        """The loader's state after the batches that were used; None for a loader without one. Every rank calls it."""
         if isinstance(self._loader, Loader):
             return self._loader.state_at(self._start + self.used)
+        if isinstance(self._loader, StreamLoader):
+            return of_all_ranks(self._loader.state_at(self._start + self.used))
         if self._ahead and self._started and self._next is not _END:
             return self._state_before  # type: ignore[no-any-return]
         state = getattr(self._loader, "state_dict", None)

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from echelon.contracts.errors import EchelonError, RanksDisagreeError, UnitError, UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.data.loader import Loader
+from echelon.data.place import Placed
 from echelon.data.prefetch import Feed
+from echelon.data.workers import explain
 from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
 from echelon.loop.record import Recorder
@@ -149,7 +151,11 @@ class Run:
         try:
             yield
         except BaseException as error:
-            self._tell(error)
+            # A loader's worker may die at any moment of a step.
+            named = explain(error)
+            self._tell(named or error)
+            if named is not None:
+                raise named from error
             raise
         self._close_sinks()
 
@@ -194,7 +200,7 @@ class Run:
         """Ranks that compute the same samples together, as with tensor parallelism, must be given the same."""
         loader = getattr(self.state, f"{phase}_state").dataloader
         place = self.unit.data_place
-        if isinstance(loader, Loader) and place is not None:
+        if isinstance(loader, Placed) and place is not None:
             loader.place(*place)
 
     def _call(self, hooks: tuple[Hook, ...]) -> None:
@@ -332,10 +338,11 @@ class Run:
             set_epoch = getattr(part, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(progress.num_epochs_completed)
-        if isinstance(loader, Loader):
+        if isinstance(loader, Placed):
             # The unit's progress says where an epoch goes on; a loader that was looked into or stopped early does not.
-            loader.seek(progress.num_steps_completed_in_epoch)
-            if not self.unit.weighs_padding and (loader.pads or (phase == "train" and loader.is_uneven)):
+            progress.num_steps_completed_in_epoch = loader.seek(progress.num_steps_completed_in_epoch)
+        if isinstance(loader, Loader) and not self.unit.weighs_padding:
+            if loader.pads or (phase == "train" and loader.is_uneven):
                 raise UsageError(
                     f"the last global batch ({loader.order.length % loader.global_batch} samples) cannot be shared evenly by "
                     f"{loader.dp[1]} ranks, and only AutoUnit weighs shares by their size. Use Loader(..., tail='drop')."

@@ -1,5 +1,5 @@
 """Callbacks that come with the library."""
 
-from echelon.loop.callbacks.saver import DistributedCheckpointSaver, RestoreOptions
+from echelon.loop.callbacks.saver import BestCheckpointConfig, DistributedCheckpointSaver, RestoreOptions
 
-__all__ = ["DistributedCheckpointSaver", "RestoreOptions"]
+__all__ = ["BestCheckpointConfig", "DistributedCheckpointSaver", "RestoreOptions"]

@@ -3,44 +3,41 @@
 from __future__ import annotations
 
 import logging
+import math
+import socket
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from echelon.checkpoint import commit, store
-from echelon.checkpoint.policy import Every, KeepLast
-from echelon.contracts.errors import CheckpointError
+from echelon.checkpoint import commit, manifest
+from echelon.checkpoint.background import Background, explain
+from echelon.checkpoint.layout import raise_on_all
+from echelon.checkpoint.lease import Lease
+from echelon.checkpoint.place import Place, Remote, place
+from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
+from echelon.checkpoint.snapshot import Planned, Snapshot, snapshot
+from echelon.checkpoint.store import Report
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError, UsageError
 from echelon.loop.callback import Callback
+from echelon.loop.callbacks import changes, restoring
+from echelon.loop.callbacks.restoring import RestoreOptions
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel.state import states_by_name
+from echelon.parallel.strategy import local
 from echelon.world import agree, streams
-from echelon.world.init import World
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from echelon.loop.state import State
 
-__all__ = ["DistributedCheckpointSaver", "RestoreOptions"]
+__all__ = ["BestCheckpointConfig", "DistributedCheckpointSaver", "RestoreOptions"]
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RestoreOptions:
-    """What to take from a checkpoint. `strict=False` leaves alone what the checkpoint does not have."""
-
-    restore_modules: bool = True
-    restore_train_progress: bool = True
-    restore_eval_progress: bool = True
-    restore_predict_progress: bool = True
-    restore_optimizers: bool = True
-    restore_lr_schedulers: bool = True
-    strict: bool = True
 
 
 class DistributedCheckpointSaver(Callback):
@@ -48,13 +45,22 @@ class DistributedCheckpointSaver(Callback):
 
     A checkpoint is the folder `dirpath/step-NNNNNNNN`, complete or absent, whatever is killed when. Its parameters and
     optimizer state are keyed by name, so it can be restored under another strategy and number of ranks. The end of training
-    is always saved.
+    is always saved. One live run may write into a folder.
 
     Args:
-        dirpath: the same on all ranks, on storage that all can reach.
-        save_every_n_train_steps, save_every_n_epochs, save_every_n_eval_epochs: None is never. In the middle of an
-            accumulation window the save waits for its end.
-        keep_last_n_checkpoints: remove older ones after each save; None keeps all.
+        dirpath: a folder, the same on all ranks, on storage that all can reach; or an fsspec URL such as "s3://bucket/run".
+        save_every_n_train_steps, save_every_n_epochs, save_every_n_eval_steps, save_every_n_eval_epochs: None is never. In the
+            middle of an accumulation window the save waits for its end, in an evaluation for the end of that.
+        keep_last_n_checkpoints: remove older ones after each save, or with `best_checkpoint_config` those that are less good;
+            None keeps all. The newest always stays.
+        keep_every_n_train_steps: checkpoints of every n-th step are never removed.
+        best_checkpoint_config: which number of the unit is written down with each checkpoint, and what "best" means.
+        async_checkpoint: the loop stops only to copy the state to host memory; a thread writes. Costs that memory.
+        on_busy: when a save is due while another is being written: "wait" for it, or "skip" this one.
+        tolerated_failures: how many saves in a row may fail for reasons of the storage (a full disk, a permission) with an error
+            in the log, before one ends the run. The save at the end of training always must succeed. 0 tolerates none.
+        restart: set checkpoints that are ahead of this run aside, instead of refusing to start.
+        process_group: not needed, and not used; TorchTNT's.
     """
 
     may_stop = False
@@ -65,101 +71,300 @@ class DistributedCheckpointSaver(Callback):
         *,
         save_every_n_train_steps: int | None = None,
         save_every_n_epochs: int | None = None,
+        save_every_n_eval_steps: int | None = None,
         save_every_n_eval_epochs: int | None = None,
         keep_last_n_checkpoints: int | None = None,
+        keep_every_n_train_steps: int | None = None,
+        best_checkpoint_config: BestCheckpointConfig | None = None,
+        async_checkpoint: bool = False,
+        on_busy: Literal["wait", "skip"] = "wait",
+        tolerated_failures: int = 3,
+        restart: bool = False,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.dirpath = Path(dirpath)
-        self.every = Every(save_every_n_train_steps, save_every_n_epochs, save_every_n_eval_epochs)
-        self.keep = KeepLast(keep_last_n_checkpoints)
+        if on_busy not in ("wait", "skip"):
+            raise UsageError(f"on_busy {on_busy!r}: 'wait' or 'skip'.")
+        if tolerated_failures < 0:
+            raise UsageError(f"tolerated_failures {tolerated_failures}: 0 or more.")
+        self.dirpath: Place = place(dirpath)
+        self.every = Every(save_every_n_train_steps, save_every_n_epochs, save_every_n_eval_steps, save_every_n_eval_epochs)
+        self.best = best_checkpoint_config
+        self.keep = Keep(keep_last_n_checkpoints, keep_every_n_train_steps, best_checkpoint_config)
+        self.async_checkpoint, self.on_busy, self.restart = async_checkpoint, on_busy, restart
+        self.tolerated_failures, self.failures = tolerated_failures, 0
         self._due = False
+        self._lease = Lease(self.dirpath)
+        self._planned = Planned()
+        self._background = Background(self._retire)
+        self._buffers: dict[str, Any] = {}
+        self._pending = (0, 0.0)  # of the save under way: its step, and when it began
+        self._waiting: dict[int, Any] = {}  # hooks of optimizers
+        self.stall_s = 0.0  # for which the loop stopped for the latest asynchronous save
+        self._holds = False  # the folder's lease; the same on all ranks, though only rank 0 has it
+
+    # --- when
 
     def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
-        newest, step = commit.latest(self.dirpath), unit.train_progress.num_steps_completed
-        if newest is not None and commit.step_of(newest) > step:
-            raise CheckpointError(
-                f"{newest} is ahead of this run, which is at step {step}: it would be mistaken for this run's newest. "
-                "Call restore_from_latest first, or save to another folder."
-            )
+        self._take_folder()
+        step = unit.train_progress.num_steps_completed
+        for path in commit.candidates(self.dirpath):
+            if commit.step_of(path) > step:
+                self._meet_newer(path, step)
+
+    def _meet_newer(self, path: Place, step: int) -> None:
+        """What is ahead of this run would be mistaken for its newest. A corrupt one was passed over when the run was restored."""
+        why = "replaced"
+        if not self.restart:
+            try:
+                commit.verify(path)
+            except (CheckpointCorruptError, FileNotFoundError) as error:
+                why = "corrupt"
+                logger.warning("%s", error)
+            else:
+                self._release()
+                raise CheckpointError(
+                    f"{path} is ahead of this run, which is at step {step}: it would be mistaken for this run's newest. "
+                    "Call restore_from_latest first, save to another folder, or set it aside with restart=True."
+                )
+        commit.on_rank0(lambda: commit.set_aside(path, why))
 
     def on_train_step_end(self, state: State, unit: TrainUnit[Any]) -> None:
         every, steps = self.every.train_steps, unit.train_progress.num_steps_completed
+        if self._background.busy:
+            self._look_after(state)
         self._due = self._due or (every is not None and steps % every == 0)
         if self._due and unit.at_boundary:
-            self.save(state, unit)
+            self._save(state, unit)
 
     def on_train_epoch_end(self, state: State, unit: TrainUnit[Any]) -> None:
         if self.every.epochs is not None and unit.train_progress.num_epochs_completed % self.every.epochs == 0:
-            self.save(state, unit)
+            self._save(state, unit)
+
+    def on_eval_start(self, state: State, unit: Any) -> None:
+        self._wait_for_copy()  # an evaluation may exchange weights for their averages
+
+    def on_eval_step_end(self, state: State, unit: Any) -> None:
+        every = self.every.eval_steps
+        if every is not None and isinstance(unit, TrainUnit) and unit.eval_progress.num_steps_completed % every == 0:  # type: ignore[attr-defined]
+            self._due = True
 
     def on_eval_end(self, state: State, unit: Any) -> None:
+        if not isinstance(unit, TrainUnit) or state.train_state is None:
+            return
         every = self.every.eval_epochs
-        if every is not None and isinstance(unit, TrainUnit) and unit.eval_progress.num_epochs_completed % every == 0:  # type: ignore[attr-defined]
-            self._due = True
-            if unit.at_boundary:  # else at the next step that ends a window
-                self.save(state, unit)
+        self._due = self._due or (every is not None and unit.eval_progress.num_epochs_completed % every == 0)  # type: ignore[attr-defined]
+        if self._due and unit.at_boundary:  # else at the next step that ends a window
+            self._save(state, unit)
 
     def on_train_end(self, state: State, unit: TrainUnit[Any]) -> None:
-        self.save(state, unit)
+        try:
+            self._look_after(state, wait=True)
+            self.save(state, unit)
+        finally:
+            self._release()
 
-    def save(self, state: State, unit: TrainUnit[Any]) -> Path | None:
-        """Save now; None if this step is saved already. Collective."""
+    def on_exception(self, state: State, unit: Unit, exc: BaseException) -> None:
+        self._background.abandon()
+        self._release()
+
+    # --- saving
+
+    def _take_folder(self) -> None:
+        def take() -> None:
+            self.dirpath.mkdir(parents=True, exist_ok=True)
+            if self._lease.acquire():
+                commit.sweep(self.dirpath)
+
+        if not self._holds:
+            commit.on_rank0(take)
+            self._holds = True
+
+    def _release(self) -> None:
+        for hook in self._waiting.values():
+            hook.remove()
+        self._waiting.clear()
+        if not self._background.busy:
+            self._buffers.clear()
+        self._holds = False
+        self._lease.release()
+
+    def _save(self, state: State, unit: TrainUnit[Any]) -> None:
+        """A save in the middle of training, which goes on without it if the storage refuses."""
         self._due = False
-        began = time.perf_counter()
-        step = unit.train_progress.num_steps_completed
+        if self._background.busy:
+            if self.on_busy == "skip":
+                logger.warning("step %s is not saved: the save before it is still being written", _step(unit))
+                return
+            self._look_after(state, wait=True)
+        try:
+            if self.async_checkpoint:
+                self._start(state, unit)
+            elif self.save(state, unit) is not None:
+                self.failures = 0
+        except CheckpointWriteError as error:
+            self._failed(state, _step(unit), str(error), error)
+
+    def save(self, state: State, unit: TrainUnit[Any]) -> Place | None:
+        """Save now and wait for it; None if this step is saved already. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, if one could not write its part.
+        """
+        self._due = False
+        self._look_after(state, wait=True)
+        began, step, held = time.perf_counter(), _step(unit), self._holds
+        self._take_folder()
+        try:
+            staged = commit.stage(self.dirpath, step)
+            if staged is None:
+                return None
+            taken, facts = self._take(state, unit)
+            problem, files = None, {}
+            try:
+                files = taken.write(staged)
+            except (OSError, RuntimeError) as error:
+                problem = f"rank {taken.rank}: {explain(error, self.dirpath)}"
+            try:
+                raise_on_all(problem, CheckpointWriteError)
+                path = commit.publish(staged, step, files, facts)
+            except CheckpointWriteError:
+                commit.on_rank0(lambda: commit.discard(staged))
+                raise
+            commit.on_rank0(lambda: self._retire(path))
+        finally:
+            if not held:
+                self._release()
+        self._saved(state, step, time.perf_counter() - began)
+        return path
+
+    def _start(self, state: State, unit: TrainUnit[Any]) -> None:
+        """The part of an asynchronous save for which the loop stops."""
+        began, step = time.perf_counter(), _step(unit)
         staged = commit.stage(self.dirpath, step)
         if staged is None:
-            return None
+            return
+        taken, facts = self._take(state, unit)
+        copy_rest = taken.copy(self._buffers, self._changed_by_steps_only(unit))
+        self._pending = (step, began)
+        self._background.start(staged, step, taken, copy_rest, facts["config"]["world_size"], facts)
+        self.stall_s = time.perf_counter() - began
+        if state.recorder is not None:
+            state.recorder.event("checkpoint_started", step=step, stall_s=self.stall_s)
+            state.recorder.pause_clock()
+
+    def _changed_by_steps_only(self, unit: Unit) -> set[int]:
+        """Addresses of what optimizers own: copied beside the next forward and backward pass, for which their steps wait."""
+        found: set[int] = set()
+        for optimizer in unit.tracked_optimizers().values():
+            if id(optimizer) not in self._waiting:
+                self._waiting[id(optimizer)] = optimizer.register_step_pre_hook(self._wait_for_copy)
+            owned = [p for group in optimizer.param_groups for p in group["params"]]
+            state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
+            found |= {local(t).data_ptr() for t in (*owned, *state)}
+        return found - {0}
+
+    def _wait_for_copy(self, *_: Any) -> None:
+        self.stall_s += self._background.wait_for_copy()
+
+    def _take(self, state: State, unit: TrainUnit[Any]) -> tuple[Snapshot, dict[str, Any]]:
+        """The whole state, and what the manifest says of it. Collective."""
         metrics = unit.tracked_metrics()
         states = states_by_name({name: value for name, value in unit.app_state().items() if name not in metrics})
         feed = state.train_state.feed if state.train_state is not None else None
         # Empty after an epoch's end, and for a loader without a state.
         states["train_dataloader"] = _Fixed((feed.loader_state() if feed is not None else None) or {})
         own = {"streams": streams.states(), "metrics": {name: metric.state_dict() for name, metric in metrics.items()}}
-        store.write_states(staged, states, own)
-        world = World.current(torch.device("cpu"))
-        facts = {"world_size": world.size, "time": time.time(), "torch": torch.__version__, "echelon": version("echelon")}
-        path = commit.publish(staged, step, facts)
-        if self.keep.count is not None:
-            commit.prune(self.dirpath, self.keep.count)
+        taken = snapshot(states, own, self._planned)
+        loader = state.train_state.dataloader if state.train_state is not None else None
+        facts = {"config": changes.facts(unit, loader), "host": socket.gethostname(), "metrics": self._metrics(unit)}
+        return taken, facts
+
+    def _metrics(self, unit: Unit) -> dict[str, float]:
+        """The monitored number, rank 0's for all; without it, if the unit does not have it or it is not finite."""
+        if self.best is None:
+            return {}
+        name = self.best.monitored_metric
+        try:
+            value = getattr(unit, name)
+            number = float(value.compute() if hasattr(value, "compute") else value)
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            logger.error("the checkpoint has no %s: %s", name, error)
+            number = math.nan
+        number = agree.gather(repr(number))[0] if agree.is_joined() else repr(number)  # type: ignore[assignment]
+        if not math.isfinite(float(number)):
+            logger.error("the checkpoint is kept without its %s, which is %s", name, number)
+            return {}
+        return {name: float(number)}
+
+    def _retire(self, newest: Place) -> None:
+        """Remove what need not stay, after a commit. Rank 0 alone, perhaps in a thread."""
+        try:
+            self._lease.refresh()
+            if self.keep.count is None:
+                return
+            whole = {commit.step_of(p): p for p in commit.committed(self.dirpath)}
+            metrics = {step: manifest.read(p).get("metrics", {}) for step, p in whole.items()} if self.best else {}
+            commit.retire(self.dirpath, [whole[step].name for step in self.keep.doomed(list(whole), metrics)])
+        except (OSError, CheckpointError) as error:  # the save itself is committed
+            logger.error("%s is saved; older checkpoints could not be removed: %s", newest, error)
+
+    # --- after an asynchronous save, and when one fails
+
+    def _look_after(self, state: State, wait: bool = False) -> None:
+        """At a step's end while a save is under way: has it ended, and how?"""
+        if not self._background.busy:
+            return
+        ended, failure = (True, self._background.wait()) if wait else self._background.poll()
+        if not ended:
+            return
+        step, began = self._pending
+        if failure is not None:
+            self._failed(state, step, failure, None)
+        else:
+            self.failures = 0
+            self._saved(state, step, time.perf_counter() - began, pause=False)
+
+    def _failed(self, state: State, step: int, text: str, cause: BaseException | None) -> None:
+        """Say so on every rank, and go on; too many in a row end the run."""
+        self.failures += 1
         if state.recorder is not None:
-            state.recorder.event("checkpoint_saved", path=str(path), step=step, seconds=time.perf_counter() - began)
-            state.recorder.pause_clock()
-        return path
+            state.recorder.event("checkpoint_failed", step=step, error=text)
+        if self.failures > self.tolerated_failures:
+            raise CheckpointWriteError(
+                f"step {step} could not be saved, {self.failures} failures in a row: {text}. Older checkpoints are as they were."
+            ) from cause
+        logger.error("step %s could not be saved, training goes on: %s. Older checkpoints are as they were.", step, text)
+
+    def _saved(self, state: State, step: int, seconds: float, pause: bool = True) -> None:
+        if state.recorder is not None:
+            path = self.dirpath / manifest.named(step)
+            state.recorder.event("checkpoint_saved", path=str(path), step=step, seconds=seconds)
+            if pause:
+                state.recorder.pause_clock()
+
+    # --- restoring
 
     @staticmethod
     def restore(
-        path: str | Path,
+        path: str | Path | Remote,
         unit: Unit,
         *,
         train_dataloader: Iterable[Any] | None = None,
         restore_options: RestoreOptions | None = None,
-    ) -> None:
+        process_group: dist.ProcessGroup | None = None,
+    ) -> Report:
         """Put a unit, and the loader if given, back to a checkpoint. Collective.
 
-        Random streams, and each rank's share of metrics, are restored if as many ranks run as had saved.
+        Random streams, and each rank's share of metrics, are restored if as many ranks run as had saved. A file of weights
+        (`.safetensors`, `.pt`), or a folder with `model.safetensors.index.json`, restores the unit's one module.
 
+        Returns:
+            what a load that is not strict left alone; it is also logged.
         Raises:
-            CheckpointNotFoundError, CheckpointError: nothing there, or it does not fit the unit.
+            CheckpointNotFoundError, CheckpointUnreadableError, CheckpointCorruptError: three different answers.
+            CheckpointMismatchError: it does not fit the unit, or another run was saved; with a table.
         """
-        options = restore_options or RestoreOptions()
-        folder = Path(path)
-        states = states_by_name(_chosen(unit, options))
-        if train_dataloader is not None and hasattr(train_dataloader, "load_state_dict"):
-            states["train_dataloader"] = _IfSaved(train_dataloader)
-        commit.verify(folder)
-        store.read_states(folder, states, strict=options.strict)
-        own = store.read_rank(folder)
-        # Ranks agree: with streams restored on some and not on others, none would be what it was.
-        if not agree.any_rank(own is None) and own is not None:
-            streams.load_states(own["streams"])
-            for name, metric in unit.tracked_metrics().items():
-                if name in own["metrics"]:
-                    metric.load_state_dict(own["metrics"][name])
-        elif isinstance(unit, TrainUnit):
-            streams.renew(unit.train_progress.num_steps_completed)
-            if unit.tracked_metrics():
-                logger.warning("saved by another number of ranks: the shares of %s begin anew", ", ".join(unit.tracked_metrics()))
-        unit.restored()
+        return restoring.restore(place(path), unit, train_dataloader, restore_options or RestoreOptions())
 
     @staticmethod
     def restore_from_latest(
@@ -168,29 +373,44 @@ class DistributedCheckpointSaver(Callback):
         *,
         train_dataloader: Iterable[Any] | None = None,
         restore_options: RestoreOptions | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        fall_back: bool = True,
     ) -> bool:
-        """Restore the newest valid checkpoint in a folder; False if there is none. Collective."""
-        path = commit.latest(Path(dirpath))
-        if path is None:
-            return False
-        DistributedCheckpointSaver.restore(path, unit, train_dataloader=train_dataloader, restore_options=restore_options)
-        return True
+        """Restore the newest valid checkpoint in a folder; False if there is none. Collective.
+
+        Args:
+            fall_back: when the newest is corrupt, say what is wrong with it and take the newest older one that is not; False
+                makes it an error. If all are corrupt it is an error in any case: a run with progress never begins anew by itself.
+        """
+        folder, options = place(dirpath), restore_options or RestoreOptions()
+        return restoring.restore_first(folder, commit.candidates(folder), unit, train_dataloader, options, fall_back)
+
+    @staticmethod
+    def restore_from_best(
+        dirpath: str | Path,
+        unit: Unit,
+        metric_name: str,
+        mode: Literal["min", "max"] = "min",
+        *,
+        train_dataloader: Iterable[Any] | None = None,
+        restore_options: RestoreOptions | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        fall_back: bool = True,
+    ) -> bool:
+        """As `restore_from_latest`, of the checkpoints that have the metric the best; False if none has it."""
+        folder, options = place(dirpath), restore_options or RestoreOptions()
+        best = BestCheckpointConfig(metric_name, mode)
+
+        def names() -> list[str]:
+            metrics = {commit.step_of(p): manifest.read(p).get("metrics", {}) for p in commit.committed(folder)}
+            return [manifest.named(step) for step in best.best_first(metrics)]
+
+        ordered = [folder / name for name in commit.on_rank0(names)]
+        return restoring.restore_first(folder, ordered, unit, train_dataloader, options, fall_back)
 
 
-def _chosen(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
-    state = unit.app_state()  # first: it builds what is built at first use
-    dropped: set[str] = set()
-    if not options.restore_modules:
-        dropped |= set(unit.tracked_modules())
-    if not options.restore_optimizers:
-        dropped |= set(unit.tracked_optimizers())
-    if not options.restore_lr_schedulers:
-        dropped |= set(unit.tracked_lr_schedulers())
-    for phase in ("train", "eval", "predict"):
-        if not getattr(options, f"restore_{phase}_progress"):
-            dropped.add(f"{phase}_progress")
-    dropped |= set(unit.tracked_metrics())  # each rank has a share of its own
-    return {name: value for name, value in state.items() if name not in dropped}
+def _step(unit: TrainUnit[Any]) -> int:
+    return unit.train_progress.num_steps_completed
 
 
 class _Fixed:
@@ -204,18 +424,3 @@ class _Fixed:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise AssertionError("only ever saved")
-
-
-class _IfSaved:
-    """The loader's state; a checkpoint from the end of an epoch holds none, and the next epoch begins at its start."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._loader.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict:
-            self._loader.load_state_dict(state_dict)

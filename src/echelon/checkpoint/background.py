@@ -1,0 +1,160 @@
+"""Saves that the loop does not wait for: a thread writes this rank's files; rank 0's commits when all are there.
+
+No collective runs in a thread. Each rank's thread writes its files and then a small `.done-N` beside them; rank 0's waits for all
+of these, and commits. Whether a save is still under way, done or failed, the ranks agree in the loop's thread, in `poll`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from echelon.checkpoint import commit
+from echelon.checkpoint.place import Place
+from echelon.checkpoint.snapshot import Snapshot
+from echelon.world import agree
+
+__all__ = ["Background", "Failure"]
+
+_LOOK_S = 0.01
+
+
+class Failure(str):
+    """What went wrong, on which rank."""
+
+
+class Background:
+    """One save under way at most. All methods but `busy` are collective.
+
+    Args:
+        committed: called by rank 0's thread after the commit, to retire older checkpoints.
+    """
+
+    def __init__(self, committed: Callable[[Place], None]) -> None:
+        self._committed = committed
+        self._thread: threading.Thread | None = None
+        self._staged: Place | None = None
+        self._copied, self._written, self._given_up = threading.Event(), threading.Event(), threading.Event()
+        self._copied.set()
+        self._failure: str | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way that `poll` or `wait` has not reported on; the same on all ranks."""
+        return self._thread is not None
+
+    def start(
+        self, staged: Place, step: int, taken: Snapshot, copy_rest: Callable[[], None], ranks: int, facts: dict[str, Any]
+    ) -> None:
+        """Write a snapshot that nothing else changes, but for what `copy_rest` copies first: see `wait_for_copy`."""
+        assert not self.busy
+        self._copied, self._written, self._given_up = threading.Event(), threading.Event(), threading.Event()
+        self._failure, self._staged = None, staged
+
+        def work() -> None:
+            try:
+                copy_rest()
+                self._copied.set()
+                files = taken.write(staged)
+                _say_done(staged, taken.rank, files)
+                self._written.set()
+                if taken.rank == 0:
+                    everyones = self._await_others(staged, ranks)
+                    if everyones is not None:
+                        self._committed(commit.commit(staged, step, everyones, facts))
+            except BaseException as error:  # told to all ranks at the next step
+                self._failure = f"rank {taken.rank}: {explain(error, staged)}"
+            finally:
+                self._copied.set()
+                self._written.set()
+
+        self._thread = threading.Thread(target=work, name=f"echelon-save-{step}", daemon=True)
+        self._thread.start()
+
+    def _await_others(self, staged: Place, ranks: int) -> dict[str, Any] | None:
+        """The files of all ranks; None if the save was given up."""
+        found: dict[int, Any] = {}
+        while not self._given_up.is_set():
+            for rank in range(ranks):
+                path = staged / f".done-{rank:05d}"
+                if rank not in found and path.exists():
+                    found[rank] = json.loads(path.read_bytes())
+                    path.unlink()
+            if len(found) == ranks:
+                return {name: entry for rank in range(ranks) for name, entry in found[rank].items()}
+            self._given_up.wait(_LOOK_S)
+        return None
+
+    def wait_for_copy(self) -> float:
+        """Wait until parameters and optimizer state may change again; the seconds it took. Not collective."""
+        if self._copied.is_set():
+            return 0.0
+        began = time.perf_counter()
+        self._copied.wait()
+        return time.perf_counter() - began
+
+    def poll(self) -> tuple[bool, Failure | None]:
+        """(whether the save has ended, what failed). To be called at every step while a save is under way."""
+        if self._thread is None:
+            return False, None
+        if agree.any_rank(self._failure is not None):
+            return True, self._give_up()
+        if agree.any_rank(self._thread.is_alive()):
+            return False, None
+        return True, self.wait()
+
+    def wait(self) -> Failure | None:
+        """Wait for the end of a save under way; what failed, if anything did."""
+        if self._thread is None:
+            return None
+        self._written.wait()
+        if agree.any_rank(self._failure is not None):
+            return self._give_up()
+        self._thread.join()  # only rank 0's still works: it commits
+        if agree.any_rank(self._failure is not None):
+            return self._give_up()
+        self._thread = None
+        return None
+
+    def _give_up(self) -> Failure:
+        self.abandon()
+        failures = agree.gather(self._failure)
+        if self._staged is not None:
+            staged = self._staged
+            commit.on_rank0(lambda: commit.discard(staged))
+        return Failure("; ".join(text for text in failures if text is not None))
+
+    def abandon(self) -> None:
+        """End this rank's part without the others: for a run that ends by an error. Not collective."""
+        self._given_up.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
+
+
+def _say_done(staged: Place, rank: int, files: dict[str, Any]) -> None:
+    path, data = staged / f".done-{rank:05d}", json.dumps(files).encode()
+    if isinstance(path, Path):  # whole or not at all: rank 0 reads it as soon as it is there
+        half = path.with_name(f".half-{rank:05d}")
+        half.write_bytes(data)
+        os.rename(half, path)
+    else:
+        path.write_bytes(data)
+
+
+def explain(error: BaseException, folder: Place) -> str:
+    """An error of writing with what one needs to know to mend it."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(folder, Path):
+        try:
+            where = folder if folder.exists() else folder.parent
+            stats = os.statvfs(where)
+            text += f" ({folder}, {stats.f_bavail * stats.f_frsize / 1e9:.2f} GB free)"
+        except OSError:
+            text += f" ({folder})"
+    return text

@@ -1,0 +1,206 @@
+"""Hand the weights of a checkpoint to other programs, and compare checkpoints, in bounded memory and without a process group.
+
+Tensors are read and written one by one: the memory is one tensor's and some pages, whatever the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from echelon.checkpoint import manifest as manifests
+from echelon.checkpoint import tensorfile
+from echelon.checkpoint.foreign import INDEX, ONE, is_weights, tensors_of
+from echelon.checkpoint.manifest import BLOCK_BYTES
+from echelon.checkpoint.place import Place, sync
+from echelon.checkpoint.plain import dtype_of
+from echelon.checkpoint.store import Tensors, local_files
+from echelon.checkpoint.tensorfile import Span, TensorFile
+from echelon.contracts.errors import CheckpointCorruptError, UsageError
+
+__all__ = ["convert", "differences", "export_safetensors", "export_torch"]
+
+_AT_ONCE = 1 << 24  # elements that are compared at once
+
+
+def _chosen(saved: Tensors, state: str | None, path: Place) -> dict[str, str]:
+    """Names in the export -> names in the checkpoint: those of one state, without its name before them."""
+    if state is None:
+        modules = sorted({name.split(".", 1)[0] for name in saved.index if ".state." not in name})
+        if len(modules) != 1:
+            raise UsageError(f"{path} holds several states ({', '.join(modules)}): name one with --state.")
+        state = modules[0]
+    found = {name.removeprefix(f"{state}."): name for name in saved.index if name.startswith(f"{state}.")}
+    if not found:
+        raise UsageError(f"{path} holds no tensors of {state!r}.")
+    return found
+
+
+def _bytes(saved: Tensors, name: str) -> int:
+    size = dtype_of(saved.index[name]["dtype"]).itemsize
+    for dim in saved.shape(name):
+        size *= dim
+    return size
+
+
+def export_safetensors(path: Place, to: Path, *, state: str | None = None, shard_bytes: int = 5 << 30) -> list[Path]:
+    """Write a checkpoint's weights as safetensors into the folder `to`, with an index if they fill several files.
+
+    Args:
+        state: which attribute of the unit; may be left out if only one has tensors.
+        shard_bytes: a file holds at most so many, or one tensor.
+    Raises:
+        CheckpointCorruptError: what was exported is not what was saved; nothing is left of it.
+    """
+    with local_files(path) as files:
+        saved = tensors_of(path, files)
+        chosen = _chosen(saved, state, path)
+        with _checked(path, saved, chosen.values()) as written:
+            written += _in_shards(saved, chosen, to, shard_bytes)
+        return written
+
+
+def export_torch(path: Place, to: Path, *, state: str | None = None) -> Path:
+    """Write a checkpoint's weights as one file for `torch.load`, a state_dict that needs no unpickling of code."""
+    if to.exists():
+        raise UsageError(f"{to} is there already: name another file.")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    parts, half = to.with_name(f".parts-{to.name}"), to.with_name(f".half-{to.name}")
+    with local_files(path) as files:
+        saved = tensors_of(path, files)
+        chosen = _chosen(saved, state, path)
+        with _checked(path, saved, chosen.values()) as written:
+            try:
+                # Everything in one piece in a file: torch then reads it from there while it writes.
+                _write(parts, saved, chosen)
+                whole = TensorFile(parts)
+                types = {short: (dtype_of(saved.index[name]["dtype"]), saved.shape(name)) for short, name in chosen.items()}
+                torch.save({short: whole.tensor(short, *kind) for short, kind in types.items()}, half)
+                sync(half)
+                os.replace(half, to)
+                written.append(to)
+            finally:
+                parts.unlink(missing_ok=True)
+                half.unlink(missing_ok=True)
+    return to
+
+
+def convert(path: Path, to: Path, *, shard_bytes: int = 5 << 30, trust_pickle: bool = False) -> list[Path]:
+    """Write another program's weights as safetensors, which `restore` takes.
+
+    Raises:
+        CheckpointError: a file that only unpickling code could read, and it is not trusted.
+    """
+    with local_files(path) as files:
+        saved = tensors_of(path, files, trust_pickle)
+        return _in_shards(saved, {name: name for name in saved.index}, to, shard_bytes)
+
+
+@contextlib.contextmanager
+def _checked(path: Place, saved: Tensors, names: Iterable[str]) -> Iterator[list[Path]]:
+    """Context in which files are written from a checkpoint, whose checksums are compared beside it.
+
+    Yields:
+        a list for what was written, which is removed if a file of the checkpoint is not what was saved.
+    """
+    if isinstance(path, Path) and is_weights(path):
+        yield []
+        return
+    only: dict[str, set[int]] = {}
+    manifest = manifests.read(path)
+    for file in manifest["files"]:
+        only[file] = {0}
+    for span, file in (each for name in names for each in saved.spans(name)):
+        only[file] |= set(range(span.offset // BLOCK_BYTES, (span.offset + max(span.size, 1) - 1) // BLOCK_BYTES + 1))
+    written: list[Path] = []
+    with ThreadPoolExecutor(1) as pool:
+        wrong = pool.submit(manifests.problems, path, manifest, only=only)
+        yield written
+        if wrong.result():
+            for each in written:
+                each.unlink()
+            raise CheckpointCorruptError(f"{'; '.join(wrong.result())}. Nothing was exported.")
+
+
+def _in_shards(saved: Tensors, chosen: dict[str, str], to: Path, shard_bytes: int) -> list[Path]:
+    groups: list[list[str]] = [[]]
+    room = shard_bytes
+    for name in chosen:
+        size = _bytes(saved, chosen[name])
+        if groups[-1] and size > room:
+            groups.append([])
+            room = shard_bytes
+        groups[-1].append(name)
+        room -= size
+    to.mkdir(parents=True, exist_ok=True)
+    if there := [str(p) for p in (to / ONE, to / INDEX) if p.exists()]:
+        raise UsageError(f"{there[0]} is there already: name another folder.")
+    count = len(groups)
+    names = [ONE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    for file, group in zip(names, groups, strict=True):
+        _write(to / file, saved, {name: chosen[name] for name in group})
+    if count > 1:
+        weight_map = {name: file for file, group in zip(names, groups, strict=True) for name in group}
+        total = sum(_bytes(saved, name) for name in chosen.values())
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
+        tensorfile.write_text(to / INDEX, text)
+        names.append(INDEX)
+    return [to / name for name in names]
+
+
+def _write(path: Path, saved: Tensors, names: dict[str, str]) -> None:
+    def values(name: str) -> torch.Tensor | Span:
+        span = saved.span(name)
+        if span is not None:
+            return span
+        saved.forget()  # what was read before: the memory is one tensor's
+        return saved.whole(name)
+
+    sources = [
+        (short, dtype_of(saved.index[name]["dtype"]), saved.shape(name), functools.partial(values, name))
+        for short, name in names.items()
+    ]
+    tensorfile.assemble(path, sources, {"format": "pt"})
+
+
+def differences(a: Place, b: Place) -> tuple[list[tuple[str, float, str]], tuple[list[str], list[str]]]:
+    """Compare two checkpoints, or weights, tensor by tensor.
+
+    Returns:
+        (name, largest difference relative to the largest value, what else differs) of those in both; the names only in a, and
+        those only in b.
+    """
+    with local_files(a) as files_a, local_files(b) as files_b:
+        one, other = tensors_of(a, files_a), tensors_of(b, files_b)
+        rows = []
+        for name in sorted(one.index.keys() & other.index.keys()):
+            if one.shape(name) != other.shape(name):
+                rows.append((name, float("inf"), f"shapes {tuple(one.shape(name))} and {tuple(other.shape(name))}"))
+                continue
+            rows.append((name, _relative(one.whole(name), other.whole(name)), ""))
+            one.forget()
+            other.forget()
+        return rows, (sorted(one.index.keys() - other.index.keys()), sorted(other.index.keys() - one.index.keys()))
+
+
+def _relative(x: torch.Tensor, y: torch.Tensor) -> float:
+    """max |x - y| / max |x|; nan if one has a nan where the other has none."""
+    worst = scale = 0.0
+    for start in range(0, x.numel(), _AT_ONCE):
+        p, q = (t.reshape(-1)[start : start + _AT_ONCE] for t in (x, y))
+        if p.dtype == q.dtype and torch.equal(p, q):
+            scale = max(scale, float(p.abs().max()) if p.dtype != torch.bool else 1.0)
+            continue
+        p, q = (t if t.is_complex() else t.double() for t in (p, q))
+        if not torch.equal(p.isnan(), q.isnan()):
+            return float("nan")
+        scale = max(scale, float(p.nan_to_num().abs().max()))
+        worst = max(worst, float((p - q).nan_to_num().abs().max()))
+    return worst / scale if worst and scale else worst

@@ -1,0 +1,118 @@
+"""Weights of other programs: safetensors, in one file or in several with an index, and torch's own files.
+
+A file of torch's is read without unpickling code, unless the caller trusts it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from echelon.checkpoint.layout import NamedState
+from echelon.checkpoint.place import Place
+from echelon.checkpoint.store import Files, Report, Tensors, compare, on_each
+from echelon.checkpoint.tensorfile import Span, TensorFile
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+
+__all__ = ["INDEX", "ONE", "is_weights", "read_weights", "tensors_of"]
+
+INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
+_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def is_weights(path: Path) -> bool:
+    """Whether a path is weights of some program, rather than a checkpoint of ours."""
+    return path.is_file() or (path / INDEX).is_file() or (path / ONE).is_file()
+
+
+class _Foreign(Tensors):
+    """Weights of another program, as if a checkpoint held them under `prefix`."""
+
+    def __init__(self, path: Path, prefix: str, trust_pickle: bool = False) -> None:
+        self._prefix = prefix
+        self._files = Files(path, path)
+        self._loaded: dict[str, torch.Tensor] = {}
+        self._source: dict[str, TensorFile] = {}
+        if path.is_dir() and (path / INDEX).is_file():
+            try:
+                listed = json.loads((path / INDEX).read_text())["weight_map"]
+                parts = sorted({_plain_name(str(name)) for name in listed.values()})
+            except (ValueError, KeyError, AttributeError) as error:
+                raise CheckpointCorruptError(f"{path / INDEX} is no index of safetensors: {error}.") from error
+            self._map([path / name for name in parts])
+        elif path.is_dir():
+            self._map([path / ONE])
+        elif path.suffix in _TORCH:
+            self._loaded = _load_torch(path, trust_pickle)
+        else:
+            self._map([path])
+        shapes = {n: (t.dtype, list(t.shape)) for n, t in self._loaded.items()}
+        shapes |= {n: f.entries[n][:2] for n, f in self._source.items()}
+        self.index = {
+            prefix + name: {"dtype": str(dtype), "shape": shape, "pieces": [[[0 for _ in shape], shape, ""]]}
+            for name, (dtype, shape) in shapes.items()
+        }
+
+    def _map(self, paths: list[Path]) -> None:
+        for path in paths:
+            if not path.exists():
+                raise CheckpointNotFoundError(f"{path} is missing.")
+            file = TensorFile(path)
+            self._source |= dict.fromkeys(file.entries, file)
+
+    def piece(self, name: str, offsets: list[int], sizes: list[int], written_in: str) -> torch.Tensor:
+        plain = name.removeprefix(self._prefix)
+        return self._loaded[plain] if plain in self._loaded else self._source[plain].tensor(plain)
+
+    def span(self, name: str) -> Span | None:
+        plain = name.removeprefix(self._prefix)
+        return None if plain in self._loaded else self._source[plain].span(plain)
+
+    def forget(self) -> None:
+        for file in set(self._source.values()):
+            file.forget()
+
+
+def _plain_name(name: str) -> str:
+    if "/" in name or name.startswith("."):
+        raise ValueError(f"{name!r} leads out of the folder")
+    return name
+
+
+def _load_torch(path: Path, trust_pickle: bool) -> dict[str, torch.Tensor]:
+    try:
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust_pickle)
+    except Exception as error:
+        hint = "" if trust_pickle else " If it needs more than tensors and you trust whoever made it: --trust-pickle."
+        raise CheckpointError(f"{path} could not be read: {str(error).splitlines()[0]}.{hint}") from error
+    for key in ("state_dict", "model"):  # where others keep the weights beside other things
+        if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
+            loaded = loaded[key]
+    if not isinstance(loaded, dict) or not all(isinstance(v, torch.Tensor) for v in loaded.values()):
+        raise CheckpointError(f"{path} holds no state_dict of tensors.")
+    return dict(loaded)
+
+
+def read_weights(path: Path, module: NamedState, *, strict: bool = True, trust_pickle: bool = False) -> Report:
+    """Fill a module's state, however it is sharded, from a file of another program. Collective.
+
+    Raises:
+        CheckpointMismatchError: names or shapes differ, with a table.
+    """
+    saved = on_each(path, lambda: _Foreign(path, "module.", trust_pickle))
+    values = dict(module.state_dict())
+    wanted = {f"module.{k}": v for k, v in values.items() if isinstance(v, torch.Tensor)}
+    report = compare(path, {"module": module}, {"module": {}}, wanted, saved, strict)
+    tensors = {k: v for k, v in wanted.items() if k in saved.index}
+    on_each(path, lambda: saved.read_into(tensors))
+    module.load_state_dict({k: tensors.get(f"module.{k}", v) for k, v in values.items()})
+    return report
+
+
+def tensors_of(path: Place, files: Files, trust_pickle: bool = False) -> Tensors:
+    """The tensors of a checkpoint of ours, or of another program's weights."""
+    if isinstance(path, Path) and is_weights(path):
+        return _Foreign(path, "", trust_pickle)
+    return Tensors(files)

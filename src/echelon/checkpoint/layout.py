@@ -1,0 +1,57 @@
+"""What a checkpoint consists of, for those who write it and those who read it: names of files and pieces, and states."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch.distributed as dist
+
+from echelon.contracts.errors import CheckpointError
+from echelon.world import agree
+
+__all__ = ["INDEX", "STATE", "NamedState", "Stateful", "in_file", "own_file", "raise_on_all", "tensors_file", "this_rank"]
+
+INDEX, STATE = "index.json", "state.safetensors"
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@runtime_checkable
+class NamedState(Protocol):
+    """A Stateful whose state is flat, keyed by parameter name; its tensors may be sharded."""
+
+    keyed_by_name: bool
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+def this_rank() -> tuple[int, int]:
+    """(rank, number of ranks)."""
+    return (dist.get_rank(), dist.get_world_size()) if agree.is_joined() else (0, 1)
+
+
+def tensors_file(rank: int) -> str:
+    return f"tensors-{rank:05d}.safetensors"
+
+
+def in_file(name: str, offsets: tuple[int, ...]) -> str:
+    """What a piece is called in its file: by its name alone if it begins where the tensor does."""
+    return f"{name}@{','.join(map(str, offsets))}" if any(offsets) else name
+
+
+def own_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def raise_on_all(problem: str | None, kind: type[CheckpointError] = CheckpointError) -> None:
+    """The first rank's problem as an error on every rank, if any rank has one. Collective."""
+    told = agree.gather(problem)
+    first = next((text for text in told if text is not None), None)
+    if first is not None:
+        raise kind(first)

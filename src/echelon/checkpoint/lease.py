@@ -1,0 +1,186 @@
+"""One live run per folder: whoever writes checkpoints holds the folder's lease.
+
+The lease is a lock of the operating system on `.lease`, which ends with its process however it ends, and is not inherited by
+children such as a loader's workers. Its text says whose it is. Where there are no such locks (some cluster file systems, object
+stores), the text alone decides: its process is looked for on the same machine; of another machine, it counts while it is fresh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from echelon.checkpoint.place import Place
+from echelon.contracts.errors import CheckpointInUseError
+
+__all__ = ["Lease"]
+
+LEASE = ".lease"
+# A run that ends releases its lease at once, but a killed one may still be dying when its restart is there.
+_PATIENCE_S = 2.0
+# Refreshed at every save; without locks, a lease of another machine that is older is taken over.
+_FRESH_S = 600.0
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+# Locks are per process: a second holder in this very process is counted, not refused.
+_held: dict[str, tuple[int, int | None]] = {}
+
+
+class Lease:
+    """Held by rank 0 of the run that writes into `dirpath`."""
+
+    def __init__(self, dirpath: Place) -> None:
+        self._path = dirpath / LEASE
+        self._name = str(dirpath.resolve() if isinstance(dirpath, Path) else dirpath)
+        self.held = False
+
+    @property
+    def _key(self) -> str:
+        return f"{os.getpid()} {self._name}"  # a fork inherits the table, not the locks
+
+    def acquire(self) -> bool:
+        """Take the lease; False if this process had it already.
+
+        Raises:
+            CheckpointInUseError: another live run has it; says whose it is.
+        """
+        count, file = _held.get(self._key, (0, None))
+        if count == 0:
+            file = self._lock() if isinstance(self._path, Path) else None
+            if file is None:
+                self._look(self._path)
+        _held[self._key] = (count + 1, file)
+        self._describe()
+        self.held = True
+        return count == 0
+
+    def release(self) -> None:
+        if not self.held:
+            return
+        self.held = False
+        count, file = _held.pop(self._key)
+        if count > 1:
+            _held[self._key] = (count - 1, file)
+            return
+        with contextlib.suppress(OSError):  # gone with its folder
+            self._path.unlink()  # before the lock goes: whoever has it then made a file of its own
+        if file is not None:
+            os.close(file)
+
+    def refresh(self) -> None:
+        """Say that the run is alive, for those who cannot see its lock."""
+        if self.held:
+            self._describe()
+
+    def _lock(self) -> int | None:
+        """The open and locked file; None where there are no locks."""
+        assert isinstance(self._path, Path)
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_file(self._path, file):
+                    return file
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    os.close(file)
+                    return None
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    os.close(file)
+                    raise
+                if time.monotonic() > deadline:
+                    holder = _read_text(file)
+                    os.close(file)
+                    raise self._refusal(holder) from None
+            os.close(file)  # locked by another, or removed by it just now
+            time.sleep(0.05)
+
+    def _look(self, path: Place) -> None:
+        """Without locks: refuse if the text says that its run lives."""
+        try:
+            holder = json.loads(path.read_bytes() or b"{}")
+        except (OSError, ValueError):
+            return
+        if holder and _lives(holder):
+            raise self._refusal(holder)
+
+    def _refusal(self, holder: dict[str, Any]) -> CheckpointInUseError:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.get("since", 0)))
+        whose = f"process {holder['pid']} of {holder['user']} on {holder['host']}, since {since}" if holder else "another process"
+        return CheckpointInUseError(
+            f"{self._path.parent} is being written by another run: {whose}. End that one, or save to another folder."
+        )
+
+    def _describe(self) -> None:
+        text = json.dumps({**_myself(), "seen": time.time()}).encode()
+        _, file = _held.get(self._key, (0, None))
+        if file is None:
+            self._path.write_bytes(text)
+        else:  # by the locked descriptor: closing another one of this file would drop the lock
+            os.pwrite(file, text, 0)
+            os.ftruncate(file, len(text))
+
+
+def _is_file(path: Path, file: int) -> bool:
+    """Whether the path still leads to the open file: its last holder removes it."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file))
+    except FileNotFoundError:
+        return False
+
+
+def _read_text(file: int) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(os.pread(file, 1 << 16, 0))
+        return found
+    except (OSError, ValueError):
+        return {}
+
+
+def _start_of(pid: int) -> str | None:
+    """When a process began, in the kernel's ticks: with its number, it names one process. None if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return None if fields[0] == b"Z" else fields[19].decode()
+    except (OSError, IndexError):
+        return None
+
+
+def _boot() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+_since = time.time()
+
+
+def _myself() -> dict[str, Any]:
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "boot": _boot(),
+        "pid": pid,
+        "start": _start_of(pid),
+        "user": os.environ.get("USER") or str(os.getuid()),
+        "since": _since,
+    }
+
+
+def _lives(holder: dict[str, Any]) -> bool:
+    if holder.get("host") == socket.gethostname():
+        if holder.get("pid") == os.getpid():
+            return False
+        return holder.get("boot") == _boot() and _start_of(int(holder.get("pid", 0))) == holder.get("start") is not None
+    return time.time() - float(holder.get("seen", 0)) < _FRESH_S

@@ -1,0 +1,98 @@
+"""Nested states as JSON and tensors: what a state_dict may hold, written without pickle and read without running code."""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter, OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+
+from echelon.contracts.errors import CheckpointError
+
+__all__ = ["decode", "dtype_of", "encode"]
+
+_TAG = "~"
+_PAIRS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+_MANY: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
+_ALLOWED = "tensors, arrays, numbers, strings, bytes, None, and lists, tuples, sets and dicts of these"
+
+
+def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "") -> Any:
+    """JSON for a value; its tensors are added to `tensors`, under new names.
+
+    Raises:
+        CheckpointError: something that only pickle could write; says where it is.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is list:
+        return [encode(v, tensors, f"{where}[{i}]") for i, v in enumerate(value)]
+    if type(value) is dict and all(type(k) is str and k != _TAG for k in value):
+        return {k: encode(v, tensors, f"{where}.{k}") for k, v in value.items()}
+    if isinstance(value, torch.Tensor):
+        name = str(len(tensors))
+        tensors[name] = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return {_TAG: "tensor", "v": name, "dtype": str(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        name = str(len(tensors))
+        tensors[name] = torch.frombuffer(bytearray(value.tobytes() or b"\0"), dtype=torch.uint8)
+        kind = "array" if isinstance(value, np.ndarray) else "number"
+        return {_TAG: kind, "v": name, "dtype": value.dtype.str, "shape": list(value.shape)}
+    pairs = _PAIRS.get(type(value))
+    if pairs is not None:
+        return {_TAG: pairs, "v": [[encode(k, tensors, where), encode(v, tensors, f"{where}[{k!r}]")] for k, v in value.items()]}
+    many = _MANY.get(type(value))
+    if many is not None:
+        return {_TAG: many, "v": [encode(v, tensors, f"{where}[...]") for v in value]}
+    if type(value) in (bytes, bytearray):
+        return {_TAG: "bytes", "v": base64.b64encode(value).decode()}
+    if type(value) is complex:
+        return {_TAG: "complex", "v": [value.real, value.imag]}
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {_TAG: type(value).__name__, "v": str(value).removeprefix("torch.")}
+    raise CheckpointError(f"{where.lstrip('.')} is a {type(value).__qualname__}; a state_dict may hold {_ALLOWED}")
+
+
+def decode(value: Any, tensors: Any) -> Any:
+    """What was encoded. `tensors(name, dtype, shape)` gives the tensors."""
+    if isinstance(value, list):
+        return [decode(v, tensors) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {k: decode(v, tensors) for k, v in value.items()}
+    kind, inner = value[_TAG], value["v"]
+    if kind == "tensor":
+        return tensors(inner, dtype_of(value["dtype"]), value["shape"]).clone()
+    if kind in ("array", "number"):
+        data, dtype = tensors(inner, torch.uint8, None).numpy().tobytes(), np.dtype(value["dtype"])
+        count = int(np.prod(value["shape"], dtype=np.int64))
+        array = np.frombuffer(data, dtype=dtype, count=count).reshape(value["shape"]).copy()
+        return array if kind == "array" else array[()]
+    if kind in ("dict", "ordered", "counter"):
+        made = {"dict": dict, "ordered": OrderedDict, "counter": Counter}[kind]()
+        for key, item in inner:
+            made[decode(key, tensors)] = decode(item, tensors)
+        return made
+    if kind in ("tuple", "set", "frozenset", "size"):
+        make: Any = {"tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size}[kind]
+        return make(decode(v, tensors) for v in inner)
+    if kind == "bytes":
+        return base64.b64decode(inner)
+    if kind == "complex":
+        return complex(*inner)
+    if kind == "dtype":
+        return dtype_of(inner)
+    if kind == "device":
+        return torch.device(inner)
+    raise CheckpointError(f"a state holds a {kind!r}, which this echelon does not know: update echelon.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """A torch type by its name, "torch.float32" or "float32"."""
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"a tensor of type {name!r}, which this torch does not have.")
+    return dtype

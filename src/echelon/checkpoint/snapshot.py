@@ -1,0 +1,167 @@
+"""Take the states of all ranks, divided over them, and write them without pickle.
+
+What is keyed by parameter name is cut into the pieces that the ranks hold: the planner of torch.distributed.checkpoint says which
+rank has which. Each rank writes one `tensors-N.safetensors`; `index.json` has every tensor's type, shape and pieces. The rest is
+small, equal on all ranks and written once (`state.safetensors`); what belongs to one rank only, such as its random streams, lies
+in `rank-N.safetensors`. Planning is collective; writing is each rank's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+
+from echelon.checkpoint import plain, staging, tensorfile
+from echelon.checkpoint.layout import INDEX, STATE, NamedState, Stateful, in_file, own_file, raise_on_all, tensors_file, this_rank
+from echelon.checkpoint.place import Place
+from echelon.contracts.errors import CheckpointError
+from echelon.world import agree
+
+__all__ = ["Planned", "Snapshot", "snapshot"]
+
+# A piece of a tensor: its name, and where it begins in the whole.
+Piece = tuple[str, tuple[int, ...]]
+
+
+@dataclass
+class Snapshot:
+    """What one rank has to write. Its tensors are the living ones until `copy` is called.
+
+    Attributes:
+        pieces: by name in the file, this rank's share of all tensors.
+        index: of all tensors of all ranks, for rank 0 to write.
+        rest, own: encoded states and their tensors.
+    """
+
+    rank: int
+    pieces: dict[str, torch.Tensor]
+    index: dict[str, Any]
+    rest: tuple[Any, dict[str, torch.Tensor]]
+    own: tuple[Any, dict[str, torch.Tensor]]
+
+    def copy(self, buffers: dict[str, torch.Tensor], later: Collection[int] = ()) -> Callable[[], None]:
+        """Take copies in host memory instead of the living tensors; `buffers` holds them from save to save.
+
+        Args:
+            later: addresses of tensors that only an optimizer's step changes: they need not be copied at once.
+        Returns:
+            what copies these, in any thread, before the next step. The loop may change all others when this returns.
+        """
+        work = []
+        for group, tensors in (("piece", self.pieces), ("rest", self.rest[1]), ("own", self.own[1])):
+            for name, tensor in tensors.items():
+                key, buffer = f"{group}.{name}", buffers.get(f"{group}.{name}")
+                if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                    buffer = buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                work.append((buffer, tensor.detach(), tensor.data_ptr() in later))
+                tensors[name] = buffer
+        staging.copy([(buffer, tensor) for buffer, tensor, can_wait in work if not can_wait])
+        return staging.Later([(buffer, tensor) for buffer, tensor, can_wait in work if can_wait])
+
+    def write(self, folder: Place) -> dict[str, Any]:
+        """Write this rank's files. Returns their entries for the manifest. Not collective."""
+        files: dict[str, Any] = {}
+
+        def save(name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+            sources = [(key, t.dtype, t.shape, lambda t=t: t) for key, t in tensors.items()]
+            files[name] = tensorfile.write(folder / name, sources, metadata)
+
+        if self.pieces:
+            save(tensors_file(self.rank), self.pieces)
+        save(own_file(self.rank), self.own[1], {"state": json.dumps(self.own[0])})
+        if self.rank == 0:
+            save(STATE, self.rest[1], {"state": json.dumps(self.rest[0])})
+            files[INDEX] = tensorfile.write_text(folder / INDEX, json.dumps(self.index))
+        return files
+
+
+class Planned:
+    """Who writes what, remembered from save to save: it is agreed again only if a rank's pieces have changed."""
+
+    def __init__(self) -> None:
+        self._listing: list[Any] | None = None
+        self._mine: set[Piece] = set()
+        self._index: dict[str, Any] = {}
+
+    def assign(self, listing: list[Any]) -> tuple[set[Piece], dict[str, Any]]:
+        """The pieces that this rank writes, and the index of all. Collective.
+
+        Args:
+            listing: name, offsets, sizes, type, shape of each piece that this rank could write.
+        """
+        if agree.any_rank(listing != self._listing):
+            self._mine, self._index = self._spread(agree.gather(listing))
+            self._listing = listing
+        return self._mine, self._index
+
+    def _spread(self, listings: list[list[Any]]) -> tuple[set[Piece], dict[str, Any]]:
+        """Of equal pieces, one is written; large ones first, each by the rank that has least to write so far."""
+        holders: dict[Piece, tuple[list[int], Any]] = {}
+        for rank, listing in enumerate(listings):
+            for name, offsets, sizes, dtype, shape in listing:
+                holders.setdefault((name, tuple(offsets)), ([], (sizes, dtype, shape)))[0].append(rank)
+        load, mine = [0] * len(listings), set[Piece]()
+        index: dict[str, Any] = {}
+        me, _ = this_rank()
+        for piece, (ranks, (sizes, dtype, shape)) in sorted(holders.items(), key=lambda each: (-_bytes(each[1][1]), each[0])):
+            writer = min(ranks, key=lambda r: (load[r], r))
+            load[writer] += _bytes((sizes, dtype, shape))
+            if writer == me:
+                mine.add(piece)
+            entry = index.setdefault(piece[0], {"dtype": dtype, "shape": shape, "pieces": []})
+            entry["pieces"].append([list(piece[1]), sizes, tensors_file(writer)])
+        return mine, dict(sorted(index.items()))
+
+
+def _bytes(kind: tuple[list[int], str, list[int]]) -> int:
+    size = plain.dtype_of(kind[1]).itemsize
+    for dim in kind[0]:
+        size *= dim
+    return size
+
+
+def snapshot(states: dict[str, Stateful], rank_state: dict[str, Any], planned: Planned | None = None) -> Snapshot:
+    """What is to be written of all states, divided over the ranks. Collective.
+
+    Raises:
+        CheckpointError: a state that only pickle could write, on every rank.
+    """
+    tensors: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for name, stateful in states.items():
+        values = stateful.state_dict()
+        if isinstance(stateful, NamedState):
+            tensors |= {f"{name}.{k}": v for k, v in values.items() if isinstance(v, torch.Tensor)}
+            rest[name] = {k: v for k, v in values.items() if not isinstance(v, torch.Tensor)}
+        else:
+            rest[name] = values
+    rank, _ = this_rank()
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(tensors, is_coordinator=rank == 0)
+    items: dict[Piece, Any] = {}
+    listing = []
+    for item in planner.create_local_plan().items:
+        data = item.tensor_data
+        assert data is not None
+        if data.size.numel() and not data.chunk.sizes.numel():
+            continue  # a rank that got nothing of a small tensor
+        offsets = tuple(data.chunk.offsets)
+        items[item.index.fqn, offsets] = item
+        dtype = str(data.properties.dtype)
+        listing.append([item.index.fqn, list(offsets), list(data.chunk.sizes), dtype, list(data.size)])
+    mine, index = (planned or Planned()).assign(listing)
+    pieces: dict[str, Any] = {in_file(*piece): planner.resolve_data(item) for piece, item in items.items() if piece in mine}
+    failure, encoded = None, []
+    for what, value in (("the state of ", rest), ("this rank's ", rank_state)):
+        aside: dict[str, torch.Tensor] = {}
+        try:
+            encoded.append((plain.encode(value, aside), aside))
+        except CheckpointError as error:
+            failure = f"{what}{error}."
+    raise_on_all(failure)
+    return Snapshot(rank, pieces, index, encoded[0], encoded[1])

@@ -1,0 +1,164 @@
+"""`echelon ckpt`: look at checkpoints, check them, compare them, and hand their weights to other programs."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts.errors import CheckpointError, CheckpointNotFoundError, UsageError
+
+__all__ = ["add_arguments", "execute"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="what", required=True, metavar="COMMAND")
+    ls = verbs.add_parser("ls", help="the checkpoints in a folder")
+    verify = verbs.add_parser("verify", help="compare every file with its checksums; exit code 1 if one is wrong")
+    for each in (ls, verify):
+        each.add_argument("path", help="a checkpoint, a folder of checkpoints, or a run's folder; URLs too")
+    diff = verbs.add_parser("diff", help="compare the tensors of two checkpoints; exit code 1 if they differ")
+    diff.add_argument("a", help="a checkpoint, or weights: .safetensors, .pt, a folder with model.safetensors.index.json")
+    diff.add_argument("b")
+    diff.add_argument("--tolerance", type=float, default=0.0, help="largest relative difference that counts as equal")
+    export = verbs.add_parser("export", help="weights for other programs")
+    export.add_argument("path", help="a checkpoint, or a folder of checkpoints: its newest")
+    export.add_argument("out", help="a folder for safetensors, or a file NAME.pt for torch.load")
+    take = verbs.add_parser("import", help="weights of another program as safetensors, which a unit can restore")
+    take.add_argument("path", help="a file .pt, .pth, .bin, .ckpt or .safetensors")
+    take.add_argument("out", help="a folder")
+    take.add_argument("--trust-pickle", action="store_true", help="let the file run code: only if you trust whoever made it")
+    for each in (export, take):
+        each.add_argument("--shard-size", default="5GB", help="of a safetensors file, such as 500MB or 5GB")
+    export.add_argument("--state", help="which attribute of the unit, if several hold weights")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    run = {"ls": _ls, "verify": _verify, "diff": _diff, "export": _export, "import": _import}[arguments.what]
+    return run(arguments)
+
+
+def _found(where: str) -> list[Any]:
+    """What is named like a checkpoint at a path: itself, in it, or in its `checkpoints`."""
+    from echelon.checkpoint import manifest
+    from echelon.checkpoint.place import place
+
+    path = place(where)
+    if (path / manifest.MANIFEST).exists() or re.fullmatch(r"step-\d{8,}", path.name):
+        return [path]
+    if not path.exists():
+        raise CheckpointNotFoundError(f"there is no {path}.")
+    return manifest.named_folders(path) or manifest.named_folders(path / "checkpoints")
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    from echelon.checkpoint import manifest
+
+    found = _found(arguments.path)
+    if not found:
+        print(f"{arguments.path} holds no checkpoint.")
+        return 0
+    rows = [("step", "time", "size", "ranks", "strategy", "metrics", "whole")]
+    for path in found:
+        try:
+            facts = manifest.read(path)
+        except CheckpointError as error:
+            rows.append((path.name, "", "", "", "", "", f"no: {error}"))
+            continue
+        config = facts.get("config", {})
+        rows.append(
+            (
+                str(facts["step"]),
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["time"])),
+                _size(sum(entry["size"] for entry in facts["files"].values())),
+                str(config.get("world_size", "")),
+                str(config.get("strategy") or ""),
+                ", ".join(f"{name} {value:.6g}" for name, value in facts.get("metrics", {}).items()),
+                "yes" if manifest.is_whole(path) else "no: a file is missing or cut off",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from echelon.checkpoint import manifest
+
+    found = _found(arguments.path)
+    if not found:
+        raise CheckpointNotFoundError(f"{arguments.path} holds no checkpoint.")
+    bad = 0
+    for path in found:
+        try:
+            facts = manifest.read(path)
+            wrong = manifest.problems(path, facts, threads=2)
+        except CheckpointError as error:
+            wrong = [str(error)]
+        bad += bool(wrong)
+        size = "" if wrong else f": {len(facts['files'])} files, {_size(sum(e['size'] for e in facts['files'].values()))}"
+        print(f"{path}  {'CORRUPT' if wrong else 'ok'}{size}")
+        for line in wrong:
+            print(f"  {line}")
+    return 1 if bad else 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from echelon.checkpoint import export
+    from echelon.checkpoint.place import place
+
+    rows, only = export.differences(place(arguments.a), place(arguments.b))
+    unequal = [row for row in rows if not row[1] <= arguments.tolerance]
+    for name, relative, note in sorted(unequal, key=lambda row: -row[1] if row[1] == row[1] else float("-inf")):
+        print(f"{name}  {note or f'{relative:.3g}'}")
+    for which, names in zip((arguments.a, arguments.b), only, strict=True):
+        for name in names:
+            print(f"{name}  only in {which}")
+    same = len(rows) - len(unequal)
+    print(f"{same} of {len(rows)} common tensors equal" + (f" to {arguments.tolerance:g}" if arguments.tolerance else ""))
+    return 1 if unequal or any(only) else 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from echelon.checkpoint import export, manifest
+
+    found = [path for path in _found(arguments.path) if manifest.is_whole(path)]
+    if not found:
+        raise CheckpointNotFoundError(f"{arguments.path} holds no whole checkpoint.")
+    path, out = found[-1], Path(arguments.out)
+    if out.suffix in (".pt", ".pth", ".bin"):
+        written = [export.export_torch(path, out, state=arguments.state)]
+    else:
+        written = export.export_safetensors(path, out, state=arguments.state, shard_bytes=_bytes(arguments.shard_size))
+    print(*written, sep="\n")
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from echelon.checkpoint import export
+
+    source = Path(arguments.path)
+    if not source.exists():
+        raise CheckpointNotFoundError(f"there is no {source}.")
+    out, size = Path(arguments.out), _bytes(arguments.shard_size)
+    written = export.convert(source, out, shard_bytes=size, trust_pickle=arguments.trust_pickle)
+    print(*written, sep="\n")
+    return 0
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|kB|MB|GB|TB)?", text.strip(), re.IGNORECASE)
+    if match is None or not float(match[1]):
+        raise UsageError(f"--shard-size {text}: a size such as 500MB or 5GB.")
+    return int(float(match[1]) * 1000 ** ["b", "kb", "mb", "gb", "tb"].index((match[2] or "B").lower()))

@@ -1,0 +1,90 @@
+"""A dataset's fingerprint: what tells, at little cost, that the data under a run are no longer the same in the same order.
+
+It holds the length and the checksums of a few samples at fixed places. A sample of another kind than numbers, text, bytes,
+tensors, arrays and containers of these has none, and neither has one that differs when it is read twice, by augmentation.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from echelon.world import streams
+
+__all__ = ["checksum", "fingerprint"]
+
+# Reads at most so many samples, each twice, once in a run.
+_SAMPLES = 4
+
+
+def fingerprint(dataset: Any, *, in_worker: bool) -> dict[str, Any]:
+    """{"length", "samples": checksum by index, None where there is none}. Draws nothing from the random streams.
+
+    Args:
+        in_worker: read in a process of its own, because workers will. A dataset that opens its file at the first read would
+            hand the open file, with one position for all, to every worker that is forked afterwards.
+    """
+    length = len(dataset)
+    places = sorted({i * (length - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)})
+    twice = _Twice(dataset)
+    if in_worker:
+        reading = DataLoader[Any](
+            twice,  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=places,
+            num_workers=1,
+            generator=torch.Generator(),
+            timeout=60,
+        )
+        sums = list(reading)
+    else:
+        before = streams.states()
+        sums = [twice[i] for i in places]
+        streams.load_states(before)
+    return {"length": length, "samples": {str(i): value for i, value in zip(places, sums, strict=True)}}
+
+
+class _Twice:
+    """Index -> the sample's checksum if two readings agree."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: int) -> int | None:
+        try:
+            first, second = checksum(self._dataset[index]), checksum(self._dataset[index])
+        except Exception:  # a sample that cannot be read is told when its turn comes, with more to say about it
+            return None
+        return first if first == second else None
+
+
+def checksum(sample: Any) -> int | None:
+    """CRC-32 of a sample's values, types and shapes; None if it holds anything that cannot be read as bytes."""
+    if isinstance(sample, torch.Tensor):
+        if sample.layout != torch.strided or sample.is_quantized:
+            return None
+        flat = sample.detach().cpu().contiguous().reshape(-1)
+        return zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), _of_text(f"{sample.dtype}{tuple(sample.shape)}"))
+    if isinstance(sample, (np.ndarray, np.generic)):
+        if sample.dtype.hasobject:
+            return None
+        return zlib.crc32(np.asarray(sample).tobytes(), _of_text(f"{sample.dtype}{sample.shape}"))
+    if isinstance(sample, (bytes, bytearray)):
+        return zlib.crc32(sample)
+    if sample is None or isinstance(sample, (str, int, float, complex)):
+        return _of_text(repr(sample))
+    if isinstance(sample, Mapping):
+        return checksum([part for item in sample.items() for part in item])
+    if isinstance(sample, Sequence):
+        parts = [checksum(part) for part in sample]
+        return None if None in parts else _of_text(repr(parts))
+    return None
+
+
+def _of_text(text: str) -> int:
+    return zlib.crc32(text.encode())

@@ -1,0 +1,146 @@
+"""Documents of tokens laid into rows of one length, so that no computation goes into padding.
+
+Row -> its tokens is computed when it is asked for, so a Loader shuffles, shares out and resumes rows like any samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset
+
+from echelon.contracts.errors import UsageError
+from echelon.data.tokens import Tokens
+
+__all__ = ["IGNORED", "Packed", "Row", "cu_seqlens"]
+
+# The target where there is none; `torch.nn.functional.cross_entropy` leaves it out by default.
+IGNORED = -100
+
+
+class Row(NamedTuple):
+    """One row, each of shape (length,); a batch of rows is one with (rows, length).
+
+    Attributes:
+        inputs: tokens, int64.
+        targets: the token that follows each in its document; `IGNORED` at a document's end and in padding.
+        documents: 0, 1, ... by document within the row, int32; -1 in padding. Attention may look where they are equal.
+        positions: of each token in its document, int32; a document cut by the row's beginning goes on counting.
+    """
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    documents: torch.Tensor
+    positions: torch.Tensor
+
+
+class Packed(Dataset[Row]):
+    """Rows of `length` tokens; every token is an input exactly once in an epoch.
+
+    Args:
+        documents: `Tokens`, or the documents themselves, which are then kept in memory.
+        length: tokens in a row.
+        cut: True lays the documents end to end and cuts where a row is full: no padding but in the last row. False
+            begins a new row rather than cut a document, and pads; only one longer than a row is cut, into whole rows and a rest.
+        across: let the last token of a document have the next one's first as its target, as without boundaries.
+        pad: the token in padding; it is never a target.
+    Attributes:
+        fill: the share of places that hold a token, 0 .. 1.
+    Raises:
+        UsageError: no tokens, or a length below 1.
+    """
+
+    def __init__(
+        self,
+        documents: Tokens | Sequence[npt.ArrayLike],
+        length: int,
+        *,
+        cut: bool = True,
+        across: bool = False,
+        pad: int = 0,
+    ) -> None:
+        self.tokens = documents if isinstance(documents, Tokens) else Tokens.of(documents)
+        self.length, self.across, self.pad = length, across, pad
+        if length < 1 or not len(self.tokens):
+            raise UsageError(f"rows of {length} tokens from {len(self.tokens)}: at least one token in each.")
+        # Where rows begin, if not at every `length` tokens.
+        self._starts = None if cut else _row_starts(np.asarray(self.tokens.offsets), length)
+
+    def __len__(self) -> int:
+        return -(-len(self.tokens) // self.length) if self._starts is None else len(self._starts) - 1
+
+    @property
+    def fill(self) -> float:
+        return len(self.tokens) / (len(self) * self.length)
+
+    def _bounds(self, row: int) -> tuple[int, int]:
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        row %= len(self)
+        if self._starts is None:
+            return row * self.length, min((row + 1) * self.length, len(self.tokens))
+        return int(self._starts[row]), int(self._starts[row + 1])
+
+    def __getitem__(self, row: int) -> Row:
+        start, stop = self._bounds(row)
+        count, offsets = stop - start, self.tokens.offsets
+        following = np.empty(self.length + 1, dtype=np.int64)
+        read = self.tokens.data[start : min(stop + 1, len(self.tokens))]
+        following[: len(read)] = read
+        following[count + 1 :] = self.pad
+        targets = following[1:].copy()
+        targets[count if len(read) > count else count - 1 :] = IGNORED
+        following[count:] = self.pad
+        # The documents that have a token here; empty ones lie at one place with the next and are passed over.
+        first = int(np.searchsorted(offsets, start, side="right")) - 1
+        last = int(np.searchsorted(offsets, stop, side="left"))
+        bounds = np.unique(np.asarray(offsets[first : last + 1]))
+        edges = np.clip(bounds, start, stop) - start
+        sizes = np.diff(edges)
+        documents = np.full(self.length, -1, dtype=np.int32)
+        documents[:count] = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        positions = np.zeros(self.length, dtype=np.int32)
+        positions[:count] = np.arange(start, stop) - np.repeat(bounds[:-1], sizes)
+        if not self.across:
+            ends = bounds[1:] - start - 1
+            targets[ends[ends < count]] = IGNORED
+        return Row(*map(torch.from_numpy, (following[:-1], targets, documents, positions)))
+
+    def __getitems__(self, rows: Sequence[int]) -> list[Row]:
+        return [self[row] for row in rows]
+
+
+def _row_starts(offsets: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
+    """Where rows begin in the tokens, and last the end: each takes the next documents as long as they fit whole."""
+    sizes = np.diff(offsets)
+    pieces = np.maximum(1, -(-sizes // length))  # only a document longer than a row is more than one
+    within = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    edges = np.unique(np.append(np.repeat(offsets[:-1], pieces) + within * length, offsets[-1]))
+    # From each edge, the furthest that one row reaches; then follow from the first.
+    reach = (np.searchsorted(edges, edges + length, side="right") - 1).tolist()
+    at, starts = 0, [0]
+    while at < len(edges) - 1:
+        at = reach[at]
+        starts.append(at)
+    return edges[starts]
+
+
+def cu_seqlens(documents: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Where the documents of a batch begin, all rows laid end to end, for attention over sequences of various lengths.
+
+    Padding, and the part of a document in another row, are sequences of their own.
+
+    Args:
+        documents: (rows, length), as in `Row`.
+    Returns:
+        int32 of shape (sequences + 1,) that begins with 0 and ends with rows x length, and the longest sequence.
+    """
+    changed = torch.ones_like(documents, dtype=torch.bool)
+    changed[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts = changed.flatten().nonzero().flatten()
+    edges = torch.cat([starts, starts.new_tensor([documents.numel()])]).to(torch.int32)
+    return edges, int(edges.diff().max())

@@ -1,0 +1,74 @@
+"""What all loaders share: the global batch, and this rank's place among those that see different data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from echelon.contracts.errors import UsageError
+from echelon.contracts.overrides import overrides
+from echelon.data.resume import cannot_divide
+from echelon.world.init import World
+
+__all__ = ["Placed"]
+
+
+class Placed:
+    """Base of loaders that are given the global batch; see `Loader` for the arguments.
+
+    Raises:
+        UsageError: a value that cannot be.
+    """
+
+    def __init__(
+        self,
+        global_batch: int,
+        accumulation: int,
+        tail: str,
+        num_workers: int,
+        collate_fn: Any,
+        pin_memory: bool,
+        dp_rank: int | None,
+        dp_size: int | None,
+        timeout_s: float,
+    ) -> None:
+        if tail not in ("keep", "drop"):
+            raise UsageError(f"tail {tail!r}: 'keep' or 'drop'.")
+        if global_batch < 1 or accumulation < 1:
+            raise UsageError(f"global_batch {global_batch}, accumulation {accumulation}: both at least 1.")
+        if (dp_rank is None) != (dp_size is None):
+            raise UsageError("give both dp_rank and dp_size, or neither.")
+        if num_workers < 0 or timeout_s <= 0:
+            raise UsageError(f"num_workers {num_workers}, timeout_s {timeout_s}: at least 0, and more than 0.")
+        self.global_batch, self.tail = global_batch, tail
+        self.accumulation = overrides().accumulation or accumulation
+        self.num_workers, self.pin_memory, self.timeout_s = num_workers, pin_memory, timeout_s
+        self.collate_fn = collate_fn or default_collate
+        self._dp = (dp_rank, dp_size) if dp_rank is not None and dp_size is not None else None
+        self._dp_is_given = self._dp is not None
+        self.epoch = 0
+
+    @property
+    def dp(self) -> tuple[int, int]:
+        """(dp_rank, dp_size), looked up when first needed: the group may be joined after the loader is made."""
+        if self._dp is None:
+            world = World.current(torch.device("cpu"))
+            self._dp = (world.rank, world.size)
+        if self.global_batch % (self._dp[1] * self.accumulation):
+            raise UsageError(cannot_divide(self.global_batch, self._dp[1], self.accumulation))
+        return self._dp
+
+    def place(self, dp_rank: int, dp_size: int) -> None:
+        """Where this rank stands among those that see different data, if the user did not say; the loops call it."""
+        if not self._dp_is_given:
+            self._dp = (dp_rank, dp_size)
+
+    def seek(self, position: int) -> int:
+        """Begin the next iteration after `position` micro-batches of the epoch; returns where that is in this loader's count."""
+        raise NotImplementedError
+
+    @property
+    def _where(self) -> str:
+        return f" (epoch {self.epoch}, data rank {self.dp[0]})"

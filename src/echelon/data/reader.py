@@ -1,0 +1,117 @@
+"""Reading a micro-batch, in this process or in a worker, so that what fails is named by its sample.
+
+What fails in a worker travels to the rank as text and is raised there as a DataError.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import length_hint
+from typing import Any
+
+from echelon.contracts.errors import DataError
+from echelon.data.workers import Board, said, seed_worker
+
+__all__ = ["Failure", "Reader"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Stands for a batch that could not be read."""
+
+    text: str
+
+    @classmethod
+    def of(cls, error: DataError, board: Board) -> Failure:
+        """An error in a worker, with the traceback of its cause."""
+        cause = "".join(traceback.format_exception(error.__cause__))
+        return cls(f"{error} In worker {board.worker} (pid {os.getpid()}):\n\n{cause}")
+
+
+class Reader:
+    """The dataset that the workers see: (micro-batch, its samples) -> their values, or a Failure.
+
+    Args:
+        collate: list of samples -> batch.
+        where: epoch and data rank, for messages.
+        stream: with the micro-batch's number it decides what augmentation draws in a worker.
+        board: of the workers; None reads in this process.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], where: str, stream: Any, board: Board | None) -> None:
+        self._dataset, self._collate, self._where, self._stream, self._board = dataset, collate, where, stream, board
+        self._at_once = callable(getattr(dataset, "__getitems__", None))
+
+    def __getitems__(self, item: tuple[int, list[int]]) -> list[Any] | Failure:
+        micro, samples = item
+        if self._board is None:
+            return self._read(samples)
+        seed_worker(self._stream, micro)
+        try:
+            values = self._read_in_worker(samples, self._board)
+        except DataError as error:
+            return Failure.of(error, self._board)
+        self._board.reading(-1)
+        return values
+
+    def collate(self, samples: list[Any] | Failure) -> Any:
+        """Samples to a batch; a Failure stays one."""
+        if isinstance(samples, Failure):
+            return samples
+        try:
+            return self._collate(samples)
+        except Exception as error:
+            named = DataError(f"a batch of {len(samples)} samples{self._where} could not be collated: {said(error)}")
+            named.__cause__ = error
+            if self._board is None:
+                raise named from error
+            return Failure.of(named, self._board)
+
+    def _read(self, samples: list[int]) -> list[Any]:
+        if self._at_once:
+            return self._read_together(samples)
+        dataset, taken = self._dataset, iter(samples)
+        try:
+            return [dataset[sample] for sample in taken]
+        except Exception as error:
+            # The iterator knows how far it came, without a note of every sample.
+            raise self._named(samples[len(samples) - length_hint(taken) - 1], error) from error
+
+    def _read_in_worker(self, samples: list[int], board: Board) -> list[Any]:
+        if self._at_once:
+            board.reading(samples[0], len(samples))
+            return self._read_together(samples)
+        values, at = [], -1
+        try:
+            for at in samples:
+                board.reading(at)
+                values.append(self._dataset[at])
+        except Exception as error:
+            raise self._named(at, error) from error
+        return values
+
+    def _read_together(self, samples: list[int]) -> list[Any]:
+        try:
+            values: list[Any] = self._dataset.__getitems__(samples)
+        except Exception as error:
+            raise self._named(self._culprit(samples), error, samples) from error
+        if len(values) != len(samples):
+            kind = type(self._dataset).__name__
+            raise DataError(f"{kind}.__getitems__ gave {len(values)} samples for {len(samples)}{self._where}.")
+        return values
+
+    def _named(self, at: int, error: Exception, samples: list[int] | None = None) -> DataError:
+        which = f"sample {at}" if at >= 0 else f"one of the samples {samples}"
+        return DataError(f"{which}{self._where} could not be read: {said(error)}")
+
+    def _culprit(self, samples: list[int]) -> int:
+        """Which sample fails alone, of those that failed together; -1 if none does."""
+        for sample in samples:
+            try:
+                self._dataset.__getitems__([sample])
+            except Exception:
+                return sample
+        return -1

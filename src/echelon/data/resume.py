@@ -1,0 +1,102 @@
+"""Whether a loader may go on where another one stood, in words for the person who must decide."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["cannot_divide", "check_accepted", "check_same"]
+
+# What decides the samples of the coming global batches, and what going on in spite of a change does.
+_MATTERS = {
+    "samples": "another order: in this epoch some samples come twice or not at all",
+    "seed": "another order: in this epoch some samples come twice or not at all",
+    "shuffle": "another order: in this epoch some samples come twice or not at all",
+    "order": "another order: in this epoch some samples come twice or not at all",
+    "global_batch": "other global batches: up to one of them is seen twice",
+    "fingerprint": "other data, or the same in another order",
+}
+_HARMLESS = {
+    "accumulation": "harmless: the same global batches in other parts",
+    "tail": "harmless: the last, short global batch of an epoch",
+}
+
+
+def check_accepted(names: Collection[str]) -> None:
+    """
+    Raises:
+        UsageError: a name of nothing that could be accepted.
+    """
+    unknown = sorted(set(names) - set(_MATTERS)) if not isinstance(names, str) else [names]
+    if unknown:
+        raise UsageError(f"accept_changes {', '.join(map(repr, unknown))}: a collection of {', '.join(map(repr, _MATTERS))}.")
+
+
+def check_same(saved: dict[str, Any], now: dict[str, Any], accepted: Collection[str]) -> None:
+    """Compare two loaders' states; what an older state does not hold is not compared.
+
+    Raises:
+        UsageError: something that matters changed and was not accepted; holds a table of all changes.
+    """
+    saved = {"order": "1", **saved}  # before formulas were numbered
+    rows: list[tuple[str, str, str, str]] = []
+    refused = []
+    for name, meaning in {**_MATTERS, **_HARMLESS}.items():
+        if name not in saved or saved[name] == now[name]:
+            continue
+        was, is_ = saved[name], now[name]
+        if name == "fingerprint":
+            difference = _difference(was, is_, length_is_told="samples" in [row[0] for row in rows])
+            if difference is None:
+                continue
+            was, is_ = difference
+        if name in accepted:
+            meaning += " (accepted)"
+        elif name in _MATTERS:
+            refused.append(name)
+        rows.append((name, str(was), str(is_), meaning))
+    if not refused:
+        return
+    rows.insert(0, ("what", "saved", "now", "what it means"))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    table = "\n".join("  " + "  ".join([*(c.ljust(w) for c, w in zip(r[:3], widths, strict=True)), r[3]]) for r in rows)
+    names = ", ".join(map(repr, refused))
+    raise UsageError(
+        f"the loader cannot go on where the saved one stood:\n{table}\n"
+        f"Put back what it was, or allow it: accept_changes={{{names}}} at the loader."
+    )
+
+
+def _difference(saved: Any, now: Any, *, length_is_told: bool) -> tuple[str, str] | None:
+    """How two fingerprints differ, in a few words each; None if they do not where both have something to compare."""
+    if not isinstance(saved, dict) or not isinstance(now, dict):
+        return (_short(saved), _short(now)) if isinstance(saved, str) and isinstance(now, str) else None
+    if saved["length"] != now["length"] and not length_is_told:
+        return f"{saved['length']} long", f"{now['length']} long"
+    for index, was in saved["samples"].items():
+        is_ = now["samples"].get(index)
+        if was is not None and is_ is not None and was != is_:
+            return f"sample {index}: {was:08x}", f"{is_:08x}"
+    return None
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 24 else f"{text[:21]}..."
+
+
+def cannot_divide(global_batch: int, ranks: int, accumulation: int) -> str:
+    """The text for a global batch that does not divide: which numbers of ranks could, and which global batches."""
+    parts = ranks * accumulation
+    near = sorted({max(parts, global_batch // parts * parts), (global_batch // parts + 1) * parts})
+    text = f"global_batch {global_batch} cannot be divided by {ranks} ranks x accumulation {accumulation} = {parts}. "
+    fitting = [n for n in range(1, global_batch + 1) if global_batch % (n * accumulation) == 0]
+    if fitting:
+        low = [n for n in fitting if n < ranks][-4:]
+        shown = [*low, *[n for n in fitting if n > ranks][:4]]
+        text += f"Numbers of ranks that can, with accumulation {accumulation}: {', '.join(map(str, shown))}. "
+    others = [a for a in range(1, min(global_batch, 1024) + 1) if global_batch % (a * ranks) == 0][:4]
+    if others:
+        text += f"With {ranks} ranks accumulation {' or '.join(map(str, others))} can. "
+    return text + f"Nearest global_batch that can: {' or '.join(map(str, near))}."

@@ -1,0 +1,332 @@
+"""The loader of what can only be iterated over: as exact as the iterable's own state lets it be.
+
+    stream    one iteration over the dataset: one for each worker of each data rank, or for each data rank without workers
+    turn t    micro-batch t of a data rank comes from its stream t % streams; a stream that has ended passes
+
+What a map-style dataset gives for nothing, a stream cannot: its global batches depend on the number of ranks and workers, and a
+run goes on at the same numbers only.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import io
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from echelon.contracts.errors import DataError, UsageError
+from echelon.data.place import Placed
+from echelon.data.reader import Failure
+from echelon.data.workers import Board, named, said, seed_worker
+from echelon.world import agree
+
+__all__ = ["StreamLoader", "of_all_ranks"]
+
+
+@dataclass(frozen=True)
+class _Stand:
+    """Where a data rank stands in an epoch: before the micro-batch `position`, whose turn is `turn`."""
+
+    position: int
+    turn: int
+    streams: tuple[Any, ...]  # each one's state; None at its beginning
+
+
+class StreamLoader(Placed):
+    """Batches of an iterable dataset, with the face of `Loader`.
+
+    The state is the dataset's own: it, or the iterator that it gives, has `state_dict` and `load_state_dict`; `iter(dataset)`
+    begins anew, except after `load_state_dict`. A run then goes on exactly, at the same number of data ranks, workers and
+    micro-batches. Without them nothing tells where an epoch stands, and going on in the middle of one is refused.
+
+    Args:
+        dataset: a torch IterableDataset, or any iterable that can be iterated over again for the next epoch. Its
+            `set_epoch(epoch)` is called if it has one.
+        shards: how the streams come to have different samples: "set_place", the dataset's `set_place(index, count)` is told
+            which of how many it is; "stride", each reads all and keeps every count-th; "itself", the dataset sees to it. By
+            default the first if the dataset has that method; needed as soon as there are two streams.
+        tail: "drop" or "keep" the samples that do not fill a stream's last micro-batch.
+        global_batch, accumulation, num_workers, collate_fn, pin_memory, dp_rank, dp_size, timeout_s: as in `Loader`.
+    Raises:
+        UsageError: nothing says how to shard, or a state that was saved by other ranks or workers.
+        DataError: while iterating: the dataset raised, or a worker died; the text names it.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        global_batch: int,
+        *,
+        accumulation: int = 1,
+        tail: Literal["keep", "drop"] = "drop",
+        shards: Literal["set_place", "stride", "itself"] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        super().__init__(global_batch, accumulation, tail, num_workers, collate_fn, pin_memory, dp_rank, dp_size, timeout_s)
+        if not hasattr(dataset, "__iter__"):
+            raise UsageError(f"{type(dataset).__name__} cannot be iterated over.")
+        if shards not in (None, "set_place", "stride", "itself"):
+            raise UsageError(f"shards {shards!r}: 'set_place', 'stride' or 'itself'.")
+        if shards == "set_place" and not hasattr(dataset, "set_place"):
+            raise UsageError(f"{type(dataset).__name__} has no set_place(index, count): use shards='stride' or 'itself'.")
+        self.dataset, self.shards = dataset, shards or ("set_place" if hasattr(dataset, "set_place") else None)
+        self._loaded: dict[str, Any] | None = None
+        self._begin = self._fresh
+        # A reader may be one micro-batch ahead of what was used.
+        self._latest: deque[_Stand] = deque([self._fresh], maxlen=2)
+
+    @property
+    def _fresh(self) -> _Stand:
+        return _Stand(0, 0, (None,) * max(1, self.num_workers))
+
+    @property
+    def start(self) -> int:
+        """The micro-batch at which the next iteration begins."""
+        return self._begin.position
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration; the loops call it. Another epoch than the present one begins at its start."""
+        if epoch != self.epoch:
+            self.epoch, self._begin, self._loaded = epoch, self._fresh, None
+            self._latest = deque([self._fresh], maxlen=2)
+
+    def seek(self, position: int) -> int:
+        """Begin the next iteration after `position` micro-batches: where the stream stands, or the epoch's beginning.
+
+        Raises:
+            UsageError: the stream stands elsewhere.
+        """
+        self._resolve()
+        stands = [self._fresh, *self._latest]
+        found = next((stand for stand in stands if stand.position == position), None)
+        if found is None:
+            raise UsageError(
+                f"training goes on after micro-batch {position} of epoch {self.epoch}, but the stream stands at "
+                f"{self._latest[-1].position}. Restore the loader together with the unit: train_dataloader=."
+            )
+        self._begin = found
+        return position
+
+    def __iter__(self) -> Iterator[Any]:
+        self._resolve()
+        begin, self._begin = self._begin, self._fresh
+        self._check(begin)
+        streams = len(begin.streams)
+        self._latest = deque([begin], maxlen=2)
+        states, turn, position, ended = list(begin.streams), begin.turn, begin.position, 0
+        board = Board(self.num_workers, self._where) if self.num_workers else None
+        made = _Streams(self, begin, board)
+        batches = iter(made) if board is None else board.started(self._in_workers(made, board))
+        try:
+            while ended < streams:  # one round in which every stream passes
+                item = next(batches)
+                if isinstance(item, Failure):
+                    raise DataError(item.text)
+                given, batch, states[turn % streams] = item
+                turn += 1
+                if not given:
+                    ended += 1
+                    continue
+                ended, position = 0, position + 1
+                self._latest.append(_Stand(position, turn, tuple(states)))
+                yield batch
+        except RuntimeError as error:
+            better = named(error, board, (turn - begin.turn) % streams, self.timeout_s)
+            if better is error:
+                raise
+            raise better from error
+        finally:
+            del batches  # with its workers, although an error's traceback knows this frame
+            if board is not None:
+                board.done()
+
+    def _check(self, begin: _Stand) -> None:
+        kind, count = type(self.dataset).__name__, self.dp[1] * len(begin.streams)
+        if count > 1 and self.shards is None:
+            raise UsageError(
+                f"{kind} has no set_place(index, count), so all {count} streams (data ranks x workers) would read the same. "
+                "Give it one, or say shards='stride' or shards='itself'."
+            )
+        if any(s is not None and not s.get("ended") and s["own"] is None for s in begin.streams):
+            raise UsageError(
+                f"{kind} cannot go on in the middle of an epoch: neither it nor its iterator has state_dict and "
+                "load_state_dict. Give it both, or save at the end of epochs."
+            )
+
+    def _in_workers(self, made: _Streams, board: Board) -> DataLoader[Any]:
+        return DataLoader(
+            made,
+            batch_size=None,
+            num_workers=self.num_workers,
+            collate_fn=_as_it_is,
+            pin_memory=self.pin_memory,
+            worker_init_fn=board.begin,
+            generator=torch.Generator(),  # nothing is drawn from the stream that dropout uses
+            timeout=self.timeout_s,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this data rank's latest iteration stands. Every data rank has another; a checkpoint holds all."""
+        return self.state_at(self._latest[-1].position)
+
+    def state_at(self, position: int) -> dict[str, Any]:
+        """The state after `position` micro-batches of this epoch, the latest or the one before."""
+        if self._loaded is not None:
+            return self._loaded
+        stand = next(stand for stand in (*self._latest, self._fresh) if stand.position == position)
+        return {
+            "epoch": self.epoch,
+            "position": position,
+            "global_batch": self.global_batch,
+            "accumulation": self.accumulation,
+            "dp_size": self.dp[1],
+            "workers": self.num_workers,
+            # Each data rank has its own; `of_all_ranks` joins them.
+            "ranks": {str(self.dp[0]): {"turn": stand.turn, "streams": list(stand.streams)}},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; whether it fits is known when the loop says where this rank stands."""
+        self._loaded, self.epoch = state, int(state["epoch"])
+
+    def _resolve(self) -> None:
+        """Take this data rank's part of a loaded state."""
+        if self._loaded is None:
+            return
+        state, (dp_rank, dp_size) = self._loaded, self.dp
+        now = {
+            "global_batch": self.global_batch,
+            "accumulation": self.accumulation,
+            "dp_size": dp_size,
+            "workers": self.num_workers,
+        }
+        changed = [f"{name} was {state[name]}, is {value}" for name, value in now.items() if state[name] != value]
+        mine = state["ranks"].get(str(dp_rank))
+        if changed or mine is None:
+            raise UsageError(
+                f"streams of {type(self.dataset).__name__} cannot go on: "
+                f"{'; '.join(changed) or f'the state holds nothing of data rank {dp_rank}'}. Where a stream stands cannot be "
+                "divided anew. Use the same numbers, or do not restore the loader and begin the epoch again. "
+                "A map-style dataset in a Loader has no such limit."
+            )
+        self._begin = _Stand(int(state["position"]), int(mine["turn"]), tuple(mine["streams"]))
+        self._latest, self._loaded = deque([self._begin], maxlen=2), None
+
+
+def of_all_ranks(state: dict[str, Any]) -> dict[str, Any]:
+    """A state that holds every data rank's part. Collective."""
+    buffer = io.BytesIO()
+    torch.save(state["ranks"], buffer)
+    parts = [torch.load(io.BytesIO(base64.b64decode(part)), weights_only=True) for part in agree.gather(_text(buffer))]
+    return {**state, "ranks": {rank: own for part in parts for rank, own in part.items()}}
+
+
+def _text(buffer: io.BytesIO) -> str:
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+class _Streams(IterableDataset[Any]):
+    """(whether there is a batch, batch, the stream's state after it), without end: one stream, that of this worker."""
+
+    def __init__(self, loader: StreamLoader, begin: _Stand, board: Board | None) -> None:
+        dp_rank, dp_size = loader.dp
+        self._dataset, self._collate, self._shards = loader.dataset, loader.collate_fn, loader.shards
+        self._size = loader.global_batch // (dp_size * loader.accumulation)
+        self._keep, self._epoch, self._where = loader.tail == "keep", loader.epoch, loader._where
+        self._begin, self._board, self._dp = begin, board, (dp_rank, dp_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        streams = len(self._begin.streams)
+        worker = self._board.worker if self._board is not None else 0
+        # Torch begins with worker 0, and the epoch goes on with the stream whose turn it is.
+        stream = (self._begin.turn + worker) % streams
+        try:
+            yield from self._batches(stream, streams)
+        except DataError as error:
+            if self._board is None:
+                raise
+            yield Failure.of(error, self._board)
+
+    def _batches(self, stream: int, streams: int) -> Iterator[Any]:
+        state, index, count = self._begin.streams[stream], self._dp[0] * streams + stream, self._dp[1] * streams
+        # Past its end a stream has nothing to load: its state says only that.
+        ended = isinstance(state, dict) and state.get("ended", False)
+        samples = iter(()) if ended else self._samples(state, index, count)
+        read = 0 if state is None else int(state["read"])
+        while True:
+            if self._board is not None:
+                seed_worker(self._epoch, index, read)
+            batch = []
+            try:
+                for sample in samples:
+                    batch.append(sample)
+                    read += 1
+                    if self._board is not None:
+                        self._board.reading(read)
+                    if len(batch) == self._size:
+                        break
+            except Exception as error:
+                raise DataError(f"sample {read} of stream {index}{self._where} could not be read: {said(error)}") from error
+            if len(batch) == self._size or (batch and self._keep):
+                yield True, self._collated(batch, index, read), {"read": read, "own": self._state()}
+            else:
+                yield False, None, {"read": read, "ended": True}
+
+    def _collated(self, batch: list[Any], index: int, read: int) -> Any:
+        try:
+            return self._collate(batch)
+        except Exception as error:
+            which = f"samples {read - len(batch)} to {read - 1} of stream {index}{self._where}"
+            raise DataError(f"{which} could not be collated: {said(error)}") from error
+
+    def _samples(self, state: dict[str, Any] | None, index: int, count: int) -> Iterator[Any]:
+        dataset: Any = self._dataset
+        if self._shards == "set_place":
+            dataset.set_place(index, count)
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(self._epoch)
+        own = state["own"] if state is not None else None
+        if own is not None and hasattr(dataset, "load_state_dict"):
+            dataset.load_state_dict(copy.deepcopy(own))
+        iterator: Any = iter(dataset)
+        if own is not None and not hasattr(dataset, "load_state_dict"):
+            iterator.load_state_dict(copy.deepcopy(own))
+        self._holder = dataset if hasattr(dataset, "state_dict") else iterator
+        if self._shards != "stride" or count == 1:
+            return iterator  # type: ignore[no-any-return]
+        return _strided(iterator, index if state is None else count - 1, count)
+
+    def _state(self) -> Any:
+        """A copy: what is sent is pickled later, when the dataset may have gone on."""
+        return copy.deepcopy(self._holder.state_dict()) if hasattr(self._holder, "state_dict") else None
+
+
+def _strided(iterator: Iterator[Any], skip: int, count: int) -> Iterator[Any]:
+    """Every `count`-th sample, after `skip`; nothing is read beyond one that is given."""
+    while True:
+        for _ in range(skip):
+            if next(iterator, _END) is _END:
+                return
+        sample = next(iterator, _END)
+        if sample is _END:
+            return
+        yield sample
+        skip = count - 1
+
+
+_END = object()
+
+
+def _as_it_is(item: Any) -> Any:
+    return item

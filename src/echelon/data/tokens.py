@@ -1,0 +1,218 @@
+"""Files of tokens, mapped into memory: any number of them costs nothing until it is read, and workers share the pages.
+
+A file that `TokenWriter` writes, all numbers little-endian:
+
+    64 bytes   b"ECHTOK1\n", the type (b"<u2" or b"<u4", padded to 8), tokens, documents: u64 each; zeros
+    tokens     one after the other
+    offsets    from the next multiple of 8 on: i64, documents + 1 of them, where each document begins; the last is the end
+
+Raw files without a header, as nanoGPT and Megatron-LM have them, are read too.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon.contracts.errors import DataError, UsageError
+
+__all__ = ["TokenWriter", "Tokens", "write_tokens"]
+
+_MAGIC = b"ECHTOK1\n"
+_HEADER = struct.Struct("<8s8sQQ32x")
+_MEGATRON = b"MMIDIDX\x00\x00"
+# Megatron-LM's codes for the types that tokens can have. Source: megatron/core/datasets/indexed_dataset.py.
+_MEGATRON_TYPES = {1: "u1", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+class Tokens:
+    """Tokens and where their documents begin.
+
+    Args:
+        path: a file of `TokenWriter`; or, with `dtype`, a raw file; or Megatron's `NAME.bin` with `NAME.idx` beside it.
+        dtype: of a raw file, such as "uint16"; a raw file is one document unless `documents` says otherwise.
+        documents: of a raw file: where each document begins, and last the end; rising.
+    Attributes:
+        data: the tokens, (N,), read-only.
+        offsets: int64, (documents + 1,).
+    Raises:
+        UsageError: no such file, or nothing says of which type its tokens are.
+        DataError: the file is shorter or longer than its header says, or is of another kind.
+    """
+
+    data: npt.NDArray[Any]
+    offsets: npt.NDArray[np.int64]
+
+    def __init__(self, path: str | Path, dtype: npt.DTypeLike | None = None, *, documents: npt.ArrayLike | None = None) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise UsageError(f"{self.path} is no file.")
+        self._reopen = (Tokens, (self.path, dtype), {"documents": documents})
+        index = self.path.with_suffix(".idx")
+        with self.path.open("rb") as file:
+            header = file.read(_HEADER.size)
+        if header[:8] == _MAGIC and dtype is None:
+            self._open(header)
+        elif dtype is not None:
+            self._open_raw(np.dtype(dtype), documents)
+        elif index.is_file():
+            self._open_megatron(index)
+        else:
+            raise UsageError(
+                f"{self.path} does not say of which type its tokens are, and there is no {index.name} beside it. "
+                'Give it: Tokens(path, "uint16").'
+            )
+
+    @classmethod
+    def of(cls, documents: Iterable[npt.ArrayLike]) -> Tokens:
+        """Tokens in memory, from the documents' own."""
+        parts = [np.asarray(document) for document in documents]
+        made = cls.__new__(cls)
+        made.path = Path("(memory)")
+        made.data = np.concatenate(parts) if parts else np.empty(0, np.uint16)
+        made.offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+        return made
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def documents(self) -> int:
+        return len(self.offsets) - 1
+
+    def document(self, index: int) -> npt.NDArray[Any]:
+        """The tokens of one document."""
+        return self.data[self.offsets[index] : self.offsets[index + 1]]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A worker that is not forked opens the file anew; a mapping would be pickled with all that it holds."""
+        return vars(self) if not hasattr(self, "_reopen") else {"_reopen": self._reopen}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_reopen" in state:
+            kind, args, kwargs = state["_reopen"]
+            state = vars(kind(*args, **kwargs))
+        self.__dict__.update(state)
+
+    def _open(self, header: bytes) -> None:
+        _, name, tokens, documents = _HEADER.unpack(header)
+        dtype = np.dtype(name.rstrip(b"\0").decode())
+        begin = _offsets_at(tokens, dtype)
+        expected, size = begin + 8 * (documents + 1), self.path.stat().st_size
+        if size != expected:
+            raise DataError(f"{self.path} has {size} bytes, but its header speaks of {expected}: it was cut short or changed.")
+        self.data = _mapped(self.path, dtype, _HEADER.size, tokens)
+        self.offsets = _mapped(self.path, np.dtype("<i8"), begin, documents + 1)
+
+    def _open_raw(self, dtype: np.dtype[Any], documents: npt.ArrayLike | None) -> None:
+        size = self.path.stat().st_size
+        if dtype.kind not in "ui" or size % dtype.itemsize:
+            raise DataError(f"{self.path} has {size} bytes: no whole number of tokens of type {dtype}.")
+        self.data = _mapped(self.path, dtype, 0, size // dtype.itemsize)
+        offsets = np.asarray([0, len(self.data)] if documents is None else documents, dtype=np.int64)
+        if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] or offsets[-1] != len(self.data) or (np.diff(offsets) < 0).any():
+            raise UsageError(f"documents of {self.path}: offsets that rise from 0 to {len(self.data)}, its tokens.")
+        self.offsets = offsets
+
+    def _open_megatron(self, index: Path) -> None:
+        """Its documents must lie one after the other, as its own tools write them."""
+        raw = index.read_bytes()
+        try:
+            version, code, sequences, ends = struct.unpack_from("<QBQQ", raw, len(_MEGATRON))
+            begin = len(_MEGATRON) + 25
+            lengths = np.frombuffer(raw, "<i4", sequences, begin)
+            bounds = np.frombuffer(raw, "<i8", ends, begin + 12 * sequences)
+            dtype = np.dtype(_MEGATRON_TYPES[code])
+        except (struct.error, ValueError, KeyError) as error:
+            raise DataError(f"{index} is no index of Megatron-LM's: {error!r}.") from error
+        if raw[: len(_MEGATRON)] != _MEGATRON or version != 1:
+            raise DataError(f"{index} is no index of Megatron-LM's, version 1.")
+        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        size = self.path.stat().st_size
+        if offsets[-1] * dtype.itemsize != size:
+            raise DataError(f"{self.path} has {size} bytes, but {index.name} speaks of {offsets[-1] * dtype.itemsize}.")
+        self.data = _mapped(self.path, dtype, 0, int(offsets[-1]))
+        self.offsets = offsets[np.unique([0, *bounds.tolist(), sequences])]
+
+
+class TokenWriter:
+    """Writes a file of tokens, document by document; it appears under its name when it is complete.
+
+        with TokenWriter("train.bin", "uint16") as writer:
+            writer.add(tokens)
+
+    Args:
+        dtype: "uint16" for vocabularies up to 65,536, else "uint32".
+    """
+
+    def __init__(self, path: str | Path, dtype: npt.DTypeLike = "uint16") -> None:
+        self.path, self.dtype = Path(path), np.dtype(dtype).newbyteorder("<")
+        if self.dtype.str not in ("<u2", "<u4"):
+            raise UsageError(f"tokens of type {np.dtype(dtype)}: uint16 or uint32.")
+        self._staged = self.path.with_name(self.path.name + ".partial")
+        self._file = self._staged.open("wb")
+        self._file.write(bytes(_HEADER.size))
+        self._ends = [0]
+
+    def add(self, document: npt.ArrayLike) -> None:
+        """
+        Raises:
+            UsageError: a token that the type does not hold, or no flat list of whole numbers.
+        """
+        tokens = np.asarray(document)
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "ui"):
+            raise UsageError(f"a document of shape {tokens.shape} and type {tokens.dtype}: a flat list of whole numbers.")
+        if tokens.size and (tokens.min() < 0 or tokens.max() > np.iinfo(self.dtype).max):
+            raise UsageError(
+                f"document {len(self._ends) - 1} holds tokens {tokens.min()} .. {tokens.max()}: beyond {self.dtype}."
+            )
+        self._file.write(tokens.astype(self.dtype).tobytes())
+        self._ends.append(self._ends[-1] + len(tokens))
+
+    def close(self) -> None:
+        """Complete the file, and put it under its name."""
+        tokens = self._ends[-1]
+        self._file.write(bytes(_offsets_at(tokens, self.dtype) - _HEADER.size - tokens * self.dtype.itemsize))
+        self._file.write(np.asarray(self._ends, dtype="<i8").tobytes())
+        self._file.seek(0)
+        self._file.write(_HEADER.pack(_MAGIC, self.dtype.str.encode(), tokens, len(self._ends) - 1))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._staged.replace(self.path)
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._file.close()
+            self._staged.unlink()
+
+
+def write_tokens(path: str | Path, documents: Iterable[npt.ArrayLike], dtype: npt.DTypeLike = "uint16") -> Tokens:
+    """Write documents to a file and open it."""
+    with TokenWriter(path, dtype) as writer:
+        for document in documents:
+            writer.add(document)
+    return Tokens(path)
+
+
+def _offsets_at(tokens: int, dtype: np.dtype[Any]) -> int:
+    return -(-(_HEADER.size + tokens * dtype.itemsize) // 8) * 8
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], offset: int, count: int) -> npt.NDArray[Any]:
+    if not count:
+        return np.empty(0, dtype)  # nothing cannot be mapped
+    # As a plain array: every slice of a memmap object costs microseconds.
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)))

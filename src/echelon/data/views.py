@@ -1,0 +1,252 @@
+"""Datasets that decide themselves which sample comes at which position: weighted draws, and mixtures at fixed ratios.
+
+Both are map-style views over the samples that exist, and bring the order in which a Loader asks for them. Everything is a
+function of (seed, epoch, position), so there is nothing to save, and nothing depends on ranks or workers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
+from math import lcm
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+from echelon.contracts.errors import UsageError
+from echelon.data.order import Indices, Order, Positions, SampleOrder, key_of, mix64
+
+__all__ = ["Mixture", "Ordered", "Weighted"]
+
+_U64 = np.uint64
+
+
+class Ordered(Dataset[Any]):
+    """A map-style dataset with an order of its own."""
+
+    @abstractmethod
+    def order(self, seed: int, *, shuffle: bool) -> SampleOrder:
+        """The order in which a loader with this seed asks for samples."""
+
+
+class Weighted(Ordered):
+    """Draws samples with replacement, each as often as its weight says.
+
+    Which sample comes at a position depends on (seed, epoch, position) alone; a draw costs a binary search.
+
+    Args:
+        dataset: map-style.
+        weights: one for each sample, 0 or more; only their ratios count. Held as their running sum, 8 bytes a sample.
+        samples_per_epoch: draws that make an epoch; by default as many as there are samples.
+    Raises:
+        UsageError: weights that are negative, not finite, all zero or too few.
+    """
+
+    def __init__(self, dataset: Any, weights: npt.ArrayLike, *, samples_per_epoch: int | None = None) -> None:
+        given = np.asarray(weights, dtype=np.float64)
+        if given.shape != (len(dataset),):
+            raise UsageError(f"weights of shape {given.shape} for {len(dataset)} samples: one for each.")
+        if not np.isfinite(given).all() or (given < 0).any() or not given.any():
+            worst = int(np.argmin(np.where(np.isfinite(given), given, -np.inf)))
+            raise UsageError(f"weights: finite, none negative, not all zero; that of sample {worst} is {given[worst]}.")
+        if samples_per_epoch is not None and samples_per_epoch < 1:
+            raise UsageError(f"samples_per_epoch {samples_per_epoch}: at least 1.")
+        self.dataset = dataset
+        self.samples_per_epoch = samples_per_epoch or len(dataset)
+        self._sums = np.cumsum(given / given.max())
+        self._last = int(np.flatnonzero(given)[-1])
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return _read(self.dataset, indices)
+
+    def order(self, seed: int, *, shuffle: bool = True) -> SampleOrder:
+        if not shuffle:
+            raise UsageError("weighted draws have no order to keep: use the dataset itself with shuffle=False.")
+        return _Draws(self._sums, self._last, self.samples_per_epoch, seed)
+
+
+class _Draws:
+    def __init__(self, sums: npt.NDArray[np.float64], last: int, length: int, seed: int) -> None:
+        self._sums, self._last, self.length, self.seed = sums, last, length, seed
+        self.identity = f"weights {zlib.crc32(sums.tobytes()):08x}"
+
+    def at(self, epoch: int, positions: Positions) -> Indices:
+        key = mix64(np.array([key_of(self.seed, epoch, 101)], dtype=_U64))
+        # SplitMix64 as a function of its counter, 53 bits of it as a fraction.
+        words = mix64(key + positions.astype(_U64) * _U64(0x9E3779B97F4A7C15))
+        fractions = (words >> _U64(11)).astype(np.float64) * 2.0**-53
+        # side="right": a sample of weight 0 ends where the one before it does, and is never met.
+        found: Indices = np.searchsorted(self._sums, fractions * self._sums[-1], side="right")
+        return np.minimum(found, self._last)
+
+
+class Mixture(Ordered):
+    """Several datasets at fixed ratios.
+
+    After any number of samples, counted over all epochs, each dataset has given its ratio of them to within one sample. Each
+    has its own shuffled order and its own epochs: one that is used up begins again, in another order, whatever the others do.
+
+    Sample: that of the dataset; with `named=True` the pair (name, sample).
+
+    Args:
+        datasets: map-style, by name.
+        ratios: by the same names, above 0; numbers, fractions or text like "1/3". Their sum does not matter.
+        samples_per_epoch: positions that make an epoch of the mixture; by default as many as there are samples.
+        named: give the name beside each sample.
+    Attributes:
+        ratios: as used, exact fractions. Those without a common denominator up to 100,000 are rounded to one.
+    Raises:
+        UsageError: names that do not agree, a ratio that is not above 0, an empty dataset.
+    """
+
+    def __init__(
+        self,
+        datasets: Mapping[str, Any],
+        ratios: Mapping[str, float | Fraction | str],
+        *,
+        samples_per_epoch: int | None = None,
+        named: bool = False,
+    ) -> None:
+        if not datasets or set(datasets) != set(ratios):
+            raise UsageError(f"datasets {sorted(datasets)} and ratios {sorted(ratios)}: the same names, at least one.")
+        self.names = list(datasets)
+        self.datasets = [datasets[name] for name in self.names]
+        lengths = [len(dataset) for dataset in self.datasets]
+        if not all(lengths):
+            raise UsageError(f"the dataset {self.names[lengths.index(0)]!r} is empty.")
+        if samples_per_epoch is not None and samples_per_epoch < 1:
+            raise UsageError(f"samples_per_epoch {samples_per_epoch}: at least 1.")
+        shares = _shares([ratios[name] for name in self.names], self.names)
+        self.ratios = {name: Fraction(share, sum(shares)) for name, share in zip(self.names, shares, strict=True)}
+        self.samples_per_epoch = samples_per_epoch or sum(lengths)
+        self.named = named
+        self._starts = [0, *accumulate(lengths)]
+        self._shares = shares
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def place(self, index: int) -> tuple[str, int]:
+        """The dataset, and the index in it, of a sample of the mixture."""
+        which = bisect_right(self._starts, index) - 1
+        return self.names[which], index - self._starts[which]
+
+    def __getitem__(self, index: int) -> Any:
+        which = bisect_right(self._starts, index) - 1
+        sample = self.datasets[which][index - self._starts[which]]
+        return (self.names[which], sample) if self.named else sample
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Together what belongs to one dataset, so that its own `__getitems__` is used."""
+        wanted = np.asarray(indices, dtype=np.int64)
+        owners = np.searchsorted(self._starts, wanted, side="right") - 1
+        samples: list[Any] = [None] * len(wanted)
+        for which in np.unique(owners).tolist():
+            at = np.flatnonzero(owners == which).tolist()
+            values = _read(self.datasets[which], [indices[i] - self._starts[which] for i in at])
+            for i, value in zip(at, values, strict=True):
+                samples[i] = (self.names[which], value) if self.named else value
+        return samples
+
+    def order(self, seed: int, *, shuffle: bool = True) -> SampleOrder:
+        return _Mixed(self._shares, self._starts, self.samples_per_epoch, seed, shuffle=shuffle)
+
+
+class _Mixed:
+    """Position -> dataset by a table of one period; dataset and how often it came before -> its own epoch and position."""
+
+    def __init__(self, shares: list[int], starts: list[int], length: int, seed: int, *, shuffle: bool) -> None:
+        self.length, self.seed = length, seed
+        self.identity = f"mixture of {list(zip(shares, np.diff(starts).tolist(), strict=True))}"
+        self._starts, self._period = starts, sum(shares)
+        self._owners, self._before = _schedule(tuple(shares))
+        self._shares = np.asarray(shares, dtype=np.int64)
+        lengths = np.diff(starts).tolist()
+        self._orders = [Order(n, key_of(seed, which, 211), shuffle=shuffle) for which, n in enumerate(lengths)]
+
+    def at(self, epoch: int, positions: Positions) -> Indices:
+        periods, phases = np.divmod(positions + epoch * self.length, self._period)
+        owners = self._owners[phases]
+        counts = periods * self._shares[owners] + self._before[phases]  # how often this dataset came before
+        out = np.empty(len(positions), dtype=np.int64)
+        for which in np.unique(owners).tolist():
+            order, mine = self._orders[which], np.flatnonzero(owners == which)
+            own_epochs, own_positions = np.divmod(counts[mine], order.length)
+            for own in np.unique(own_epochs).tolist():
+                here = own_epochs == own
+                out[mine[here]] = order.at(own, own_positions[here]) + self._starts[which]
+        return out
+
+
+def _read(dataset: Any, indices: Sequence[int]) -> list[Any]:
+    together = getattr(dataset, "__getitems__", None)
+    values: list[Any] = together(indices) if together is not None else [dataset[i] for i in indices]
+    return values
+
+
+_DENOMINATOR = 100_000
+
+
+def _shares(ratios: list[float | Fraction | str], names: list[str]) -> list[int]:
+    """Ratios as whole numbers whose sum is at most about `_DENOMINATOR`."""
+    exact = []
+    for ratio, name in zip(ratios, names, strict=True):
+        try:
+            value = Fraction(ratio)
+        except (ValueError, TypeError, OverflowError, ZeroDivisionError) as error:
+            raise UsageError(f"the ratio {ratio!r} of {name!r} is no number: {error}.") from error
+        if value <= 0:
+            raise UsageError(f"the ratio of {name!r} is {ratio}: above 0. Leave a dataset out that should give nothing.")
+        # 0.3 means 3/10, not the binary fraction next to it.
+        near = value.limit_denominator(_DENOMINATOR)
+        exact.append(near if isinstance(ratio, float) and float(near) == ratio else value)
+    total = sum(exact)
+    exact = [value / total for value in exact]
+    denominator = lcm(*(value.denominator for value in exact))
+    if denominator <= _DENOMINATOR:
+        return [int(value * denominator) for value in exact]
+    rounded = [round(value * _DENOMINATOR) for value in exact]
+    for value, share, name in zip(exact, rounded, names, strict=True):
+        if abs(share - value * _DENOMINATOR) > value * _DENOMINATOR / 100:
+            raise UsageError(
+                f"the ratio of {name!r} is {float(value):.3g} of all, too small to be kept within 1% beside the others. "
+                f"Give ratios with a common denominator up to {_DENOMINATOR}."
+            )
+    return rounded
+
+
+@lru_cache(maxsize=8)
+def _schedule(shares: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """One period: the dataset at each phase, and how often it came before in the period.
+
+    Of those that lag far enough to be due, the one whose deadline comes first. No dataset is ever further than
+    1 - 1/(2m - 2) from its ratio, for m of them.
+    Source: Tijdeman 1980, "The chairman assignment problem"; all in whole numbers, multiplied by period * (2m - 2).
+    """
+    many, period = len(shares), sum(shares)
+    owners, before = np.zeros(period, dtype=np.int64), np.arange(period, dtype=np.int64)
+    if many == 1:
+        return owners, before
+    scale = 2 * many - 2
+    share, given = np.asarray(shares, dtype=np.int64), np.zeros(many, dtype=np.int64)
+    for phase in range(period):
+        lag = (share * (phase + 1) - given * period) * scale
+        due = lag >= period
+        wait = np.where(due, (period * (scale - 1) - lag) / share, np.inf)
+        chosen = int(np.argmin(wait))
+        owners[phase], before[phase] = chosen, given[chosen]
+        given[chosen] += 1
+    return owners, before

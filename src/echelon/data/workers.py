@@ -1,0 +1,164 @@
+"""Loader workers that die or stop: who they were and what they read, kept where it outlives them.
+
+Workers are torch's DataLoader's. Each writes on a board in shared memory what it is about to read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.process
+import os
+import random
+import signal
+import traceback
+import weakref
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from echelon.contracts.errors import DataError
+
+__all__ = ["Board", "explain", "named", "said", "seed_worker"]
+
+# A row for each worker: its process id, the sample that it reads (-1: none), and how many it reads at once.
+_PID, _SAMPLE, _COUNT = range(3)
+
+
+class Board:
+    """Which worker is which process, and what it reads.
+
+    Args:
+        where: epoch and data rank, for messages.
+    Attributes:
+        row: in a worker, its own row; None in the process that made the board.
+        worker: in a worker, its number.
+    """
+
+    def __init__(self, workers: int, where: str) -> None:
+        self.where, self.row, self.worker = where, None, -1
+        self._table = torch.full((workers, 3), -1, dtype=torch.int64).share_memory_()
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+
+    row: Any
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For workers that are not forked: they have no use for each other's handles, which cannot be sent."""
+        return {**vars(self), "_processes": []}
+
+    def started(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Start the workers of a loader, and remember them."""
+        before = {process.pid for process in multiprocessing.active_children()}
+        batches = iter(loader)
+        self._processes = [process for process in multiprocessing.active_children() if process.pid not in before]
+        _boards.add(self)
+        return batches
+
+    def begin(self, worker: int) -> None:
+        """A worker's first call."""
+        self.row, self.worker = self._table[worker].numpy(), worker
+        self.row[_PID] = os.getpid()
+
+    def reading(self, sample: int, count: int = 1) -> None:
+        """In a worker: what it is about to read; -1 is nothing."""
+        self.row[_SAMPLE], self.row[_COUNT] = sample, count
+
+    def done(self) -> None:
+        """The loader has no more use for the workers: how they end is no matter."""
+        _boards.discard(self)
+
+    def _of_worker(self, pid: int | None) -> str:
+        """Which worker this process is, and what it was reading."""
+        for worker, (owner, sample, count) in enumerate(self._table.tolist()):
+            if owner == pid:
+                what = "no sample" if sample < 0 else f"sample {sample}" if count == 1 else f"{count} samples from {sample} on"
+                return f"loader worker {worker} (pid {pid}), which was reading {what}{self.where}"
+        return f"a loader worker (pid {pid}), which had not begun to read{self.where}"
+
+    def dead(self) -> list[str]:
+        """Each worker that ended by itself: who it was, and how it ended."""
+        ended = [(process.pid, process.exitcode) for process in self._processes]
+        return [f"{self._of_worker(pid)}, {_how(code)}" for pid, code in ended if code]
+
+    def timed_out(self, worker: int, timeout_s: float) -> DataError:
+        """A worker gave nothing for too long: name it, and kill all, because one that is stopped would outlive the rank."""
+        pid = int(self._table[worker, _PID])
+        text, state = self._of_worker(pid), _state(pid)
+        for process in self._processes:
+            # torch raises from its signal handler as soon as a worker dies
+            with contextlib.suppress(RuntimeError):
+                process.kill()
+            with contextlib.suppress(RuntimeError):
+                process.join(5.0)
+        return DataError(
+            f"{text}, gave no batch for {timeout_s:g} s; its process was {state}. "
+            "If samples may take so long, raise the loader's timeout_s."
+        )
+
+
+# Those with living workers: torch tells of a dead one wherever the program happens to be.
+_boards: weakref.WeakSet[Board] = weakref.WeakSet()
+
+
+def explain(error: BaseException) -> DataError | None:
+    """What torch's "DataLoader worker (pid 7) is killed by signal" was about; None for any other error."""
+    if not isinstance(error, RuntimeError) or not str(error).startswith("DataLoader worker (pid"):
+        return None
+    named = [text for board in list(_boards) for text in board.dead()]
+    return DataError(f"{'; '.join(named)}.") if named else None
+
+
+def _how(code: int) -> str:
+    if code > 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = ": often the kernel, out of memory; try fewer workers or smaller batches" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
+def named(error: RuntimeError, board: Board | None, worker: int, timeout_s: float) -> BaseException:
+    """What a loader's error was about, if a worker died or `worker`, whose turn it was, gave nothing in time; else the error."""
+    if board is None:
+        return error
+    # The workers live as long as the loader's iterator, and it as long as a frame of the traceback knows it.
+    traceback.clear_frames(error.__traceback__)
+    if str(error).startswith("DataLoader timed out"):
+        return board.timed_out(worker, timeout_s)
+    return explain(error) or error
+
+
+def seed_worker(*words: Any) -> None:
+    """Seed this worker's streams by what it is about to do, so that augmentation draws the same after a restart."""
+    seed = zlib.crc32(repr(words).encode())
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def said(error: BaseException) -> str:
+    """An error's type and text."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else f"{type(error).__name__}."
+
+
+def _state(pid: int) -> str:
+    """What the kernel says of a process."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "gone"
+    words = {
+        "T": "stopped",
+        "t": "stopped by a debugger",
+        "D": "waiting for a disk or a network",
+        "R": "computing",
+        "S": "waiting",
+    }
+    return words.get(letter, f"in state {letter}")

@@ -1,0 +1,173 @@
+"""Put a unit back to a checkpoint: which one, what of it, and what has changed since."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.checkpoint import commit, foreign, store
+from echelon.checkpoint.place import Place
+from echelon.checkpoint.store import Report
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointNotFoundError, UsageError
+from echelon.loop.callbacks import changes
+from echelon.loop.unit import TrainUnit, Unit
+from echelon.parallel.state import states_by_name
+from echelon.world import agree, streams
+
+__all__ = ["RestoreOptions", "restore", "restore_first"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RestoreOptions:
+    """What to take from a checkpoint.
+
+    Args:
+        strict: False leaves alone what the checkpoint does not have, and what it has and nobody asks for; both are logged.
+        init_optim_states: TorchTNT's; always done where it is needed.
+        allow_changes: names of changes that are not harmless, such as "global_batch", and are meant.
+    """
+
+    restore_modules: bool = True
+    restore_train_progress: bool = True
+    restore_eval_progress: bool = True
+    restore_predict_progress: bool = True
+    restore_optimizers: bool = True
+    restore_lr_schedulers: bool = True
+    strict: bool = True
+    init_optim_states: bool = True
+    allow_changes: tuple[str, ...] = ()
+
+    @classmethod
+    def weights_only(cls, *, strict: bool = True) -> RestoreOptions:
+        """For fine-tuning: modules, and nothing else that the checkpoint holds."""
+        return cls(True, False, False, False, False, False, strict)
+
+    @property
+    def _weights_only(self) -> bool:
+        return not (self.restore_train_progress or self.restore_optimizers or self.restore_lr_schedulers)
+
+
+def restore_first(
+    dirpath: Place, ordered: list[Place], unit: Unit, loader: Iterable[Any] | None, options: RestoreOptions, fall_back: bool
+) -> bool:
+    """Restore the first of these checkpoints that is whole; False if there are none.
+
+    Raises:
+        CheckpointCorruptError: none of them is whole; or, without `fall_back`, the first is not.
+    """
+    wrong: list[str] = []
+    for path in ordered:
+        try:
+            manifest = commit.verify(path)
+        except (CheckpointCorruptError, CheckpointNotFoundError) as error:
+            if not fall_back:
+                raise CheckpointCorruptError(f"{path} is the newest and corrupt: {error}") from error
+            wrong.append(str(error))
+            logger.warning("%s is corrupt and passed over: %s", path, error)
+            continue
+        _restore(path, manifest, unit, loader, options)
+        if wrong:
+            logger.warning("went on from %s instead", path)
+        return True
+    if wrong:
+        raise CheckpointCorruptError(f"every checkpoint in {dirpath} is corrupt: {' '.join(wrong)}")
+    return False
+
+
+def restore(path: Place, unit: Unit, loader: Iterable[Any] | None, options: RestoreOptions) -> Report:
+    if isinstance(path, Path) and foreign.is_weights(path):
+        modules = unit.tracked_modules()
+        if len(modules) != 1:
+            raise UsageError(f"{path} holds the weights of one module, and the unit has {len(modules)}: {', '.join(modules)}.")
+        ((name, module),) = modules.items()
+        report = foreign.read_weights(path, states_by_name({name: module})[name], strict=options.strict)
+        _log(report, path)
+        return report
+    return _restore(path, commit.verify(path), unit, loader, options)
+
+
+def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, options: RestoreOptions) -> Report:
+    chosen = _chosen(unit, options)
+    allowed = options.allow_changes
+    seeks = loader is not None and hasattr(loader, "load_state_dict")
+    table, meant = changes.check(manifest.get("config", {}), unit, loader, optimizers=options.restore_optimizers, allowed=allowed)
+    if table and _speaks():
+        logger.log(logging.WARNING if meant else logging.INFO, "since %s was saved, changed:\n%s", path, table)
+    if meant & set(manifest.get("config", {}).get("optimizers", {})):
+        chosen = {name: value for name, value in chosen.items() if name not in meant}
+    states = states_by_name(chosen)
+    data = manifest.get("config", {}).get("data", {})
+    if seeks and not (meant & data.keys()):
+        states["train_dataloader"] = _IfSaved(loader)
+    report = store.read_states(path, states, strict=options.strict)
+    _log(report, path)
+    if not options._weights_only:
+        _own(path, manifest, unit)
+    unit.restored()
+    return report
+
+
+def _own(path: Place, manifest: dict[str, Any], unit: Unit) -> None:
+    """What is this rank's own: random streams, and shares of metrics."""
+    own = store.read_rank(path, manifest)
+    # Ranks agree: with streams restored on some and not on others, none would be what it was.
+    if not agree.any_rank(own is None) and own is not None:
+        streams.load_states(own["streams"])
+        for name, metric in unit.tracked_metrics().items():
+            if name in own["metrics"]:
+                metric.load_state_dict(own["metrics"][name])
+    elif isinstance(unit, TrainUnit):
+        streams.renew(unit.train_progress.num_steps_completed)
+        if unit.tracked_metrics():
+            logger.warning("saved by another number of ranks: the shares of %s begin anew", ", ".join(unit.tracked_metrics()))
+
+
+def _chosen(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
+    state = unit.app_state()  # first: it builds what is built at first use
+    dropped: set[str] = set()
+    if not options.restore_modules:
+        dropped |= set(unit.tracked_modules())
+    if not options.restore_optimizers:
+        dropped |= set(unit.tracked_optimizers())
+    if not options.restore_lr_schedulers:
+        dropped |= set(unit.tracked_lr_schedulers())
+    if options._weights_only:  # for fine-tuning: neither averages nor a user's other state
+        dropped |= set(unit.tracked_misc_statefuls())
+    for phase in ("train", "eval", "predict"):
+        if not getattr(options, f"restore_{phase}_progress"):
+            dropped.add(f"{phase}_progress")
+    dropped |= set(unit.tracked_metrics())  # each rank has a share of its own
+    return {name: value for name, value in state.items() if name not in dropped}
+
+
+def _log(report: Report, path: Place) -> None:
+    if report.missing:
+        logger.warning("%s does not have, and left as they are: %s", path, ", ".join(report.missing))
+    if report.unexpected:
+        logger.warning("%s has, and nobody asked for: %s", path, ", ".join(report.unexpected))
+
+
+def _speaks() -> bool:
+    import torch.distributed as dist
+
+    return not agree.is_joined() or dist.get_rank() == 0
+
+
+class _IfSaved:
+    """The loader's state; a checkpoint from the end of an epoch holds none, and the next epoch begins at its start."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._loader.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict:
+            self._loader.load_state_dict(state_dict)

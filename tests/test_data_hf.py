@@ -1,0 +1,67 @@
+"""Hugging Face's datasets in our loaders: the real library, from the extra `hf`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from tqdm import tqdm
+
+import echelon as ech
+from echelon.contracts.errors import DataError
+
+tqdm.monitor_interval = 0  # no thread that watches progress bars, and stays
+
+
+@pytest.fixture
+def table() -> Any:
+    return datasets.Dataset.from_dict({"x": [[float(i), i + 0.5] for i in range(40)], "y": list(range(40))})
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_table_goes_through_the_loader(table: Any, workers: int) -> None:
+    loader = ech.Loader(table.with_format("torch"), 8, seed=1, num_workers=workers, dp_rank=0, dp_size=1)
+    batches = list(loader)
+    assert batches[0]["x"].shape == (8, 2)
+    rows = torch.cat([b["y"] for b in batches])
+    assert rows.tolist() == loader.order.at(0, torch.arange(40).numpy()).tolist()  # type: ignore[arg-type]
+    assert torch.equal(torch.cat([b["x"] for b in batches])[:, 0], rows.float())
+
+
+def test_a_batch_is_read_at_once(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = datasets.Dataset.__getitems__
+    monkeypatch.setattr(datasets.Dataset, "__getitems__", lambda self, keys: calls.append(len(keys)) or original(self, keys))
+    list(ech.Loader(table, 8, dp_rank=0, dp_size=1))
+    assert calls == [8] * 5
+
+
+def test_another_table_is_noticed_on_resume(table: Any) -> None:
+    state = ech.Loader(table, 8).state_dict()
+    ech.Loader(table.map(lambda row: row), 8).load_state_dict(state)
+    with pytest.raises(ech.EchelonError, match="fingerprint"):
+        ech.Loader(table.select(range(39, -1, -1)), 8).load_state_dict(state)
+
+
+def test_a_row_that_fails_is_named(table: Any) -> None:
+    def torn(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        if 13 in rows["y"]:
+            raise ValueError("torn")
+        return rows
+
+    with pytest.raises(DataError, match=r"sample 13 \(epoch 0, data rank 0\) could not be read: ValueError: torn"):
+        list(ech.Loader(table.with_transform(torn), 8, dp_rank=0, dp_size=1))
+
+
+def test_a_streamed_table_goes_on_where_it_was_left(table: Any) -> None:
+    def loader() -> ech.StreamLoader:
+        return ech.StreamLoader(table.to_iterable_dataset(num_shards=4), 8, dp_rank=0, dp_size=1)
+
+    first = loader()
+    batches = iter(first)
+    seen = [next(batches)["y"].tolist() for _ in range(2)]
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert seen + [b["y"].tolist() for b in second] == [list(range(i, i + 8)) for i in range(0, 40, 8)]

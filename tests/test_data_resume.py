@@ -1,0 +1,159 @@
+"""Going on with other data, another order or another global batch is noticed, explained, and allowed only by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from echelon.data.fingerprint import checksum
+
+
+def _loader(data: Any = range(40), size: int = 8, **options: Any) -> ech.Loader:
+    return ech.Loader(data, size, dp_rank=0, dp_size=1, **options)
+
+
+def test_a_table_says_what_changed_and_what_is_harmless() -> None:
+    state = _loader(seed=1, accumulation=2, tail="drop").state_dict()
+    with pytest.raises(UsageError) as caught:
+        _loader(range(41), 4, seed=2).load_state_dict(state)
+    rows = [line.split(maxsplit=3) for line in str(caught.value).splitlines()[2:-1]]
+    assert [row[:3] for row in rows] == [
+        ["samples", "40", "41"],
+        ["seed", "1", "2"],
+        ["global_batch", "8", "4"],
+        ["accumulation", "2", "1"],
+        ["tail", "drop", "keep"],
+    ]
+    assert [row[3].startswith("harmless") for row in rows] == [False, False, False, True, True]
+    assert "accept_changes={'samples', 'seed', 'global_batch'}" in str(caught.value)
+
+
+def test_harmless_changes_need_no_word() -> None:
+    state = _loader(accumulation=2, tail="drop").state_dict()
+    _loader(tail="keep", num_workers=2, fingerprint=None).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (list(range(40)), list(reversed(range(40)))),
+        ([torch.tensor([i, 1]) for i in range(40)], [torch.tensor([i, 2]) for i in range(40)]),
+        ([np.full(3, i) for i in range(40)], [np.full(3, i, dtype=np.float32) for i in range(40)]),
+        ([f"text {i}" for i in range(40)], sorted((f"text {i}" for i in range(40)), key=len, reverse=True)),
+        ([{"x": (b"a", i)} for i in range(40)], [{"x": (b"b", i)} for i in range(40)]),
+    ],
+)
+def test_data_of_the_same_length_but_other_content_or_order_are_noticed(before: Any, after: Any) -> None:
+    state = _loader(before).state_dict()
+    _loader(list(before)).load_state_dict(state)
+    with pytest.raises(UsageError, match=r"fingerprint +sample \d+: .*other data, or the same in another order"):
+        _loader(after).load_state_dict(state)
+    _loader(after, accept_changes=["fingerprint"]).load_state_dict(state)
+
+
+def test_the_users_own_fingerprint_is_compared_instead() -> None:
+    state = _loader(fingerprint="release 7").state_dict()
+    _loader(list(reversed(range(40))), fingerprint="release 7").load_state_dict(state)
+    with pytest.raises(UsageError, match="fingerprint  release 7  release 8"):
+        _loader(fingerprint="release 8").load_state_dict(state)
+
+
+def test_augmented_samples_have_no_checksum_and_raise_no_alarm() -> None:
+    noisy = Noisy()
+    loader = _loader(noisy)
+    before = torch.get_rng_state()
+    state = loader.state_dict()
+    assert torch.equal(before, torch.get_rng_state())
+    assert set(state["fingerprint"]["samples"].values()) == {None}
+    _loader(Noisy()).load_state_dict(state)
+
+
+class Noisy:
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(2)
+
+
+class Opens:
+    """Keeps the process that read first, as a dataset keeps the file that it opened."""
+
+    def __init__(self) -> None:
+        self.reader: int | None = None
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        import os
+
+        self.reader = self.reader or os.getpid()
+        return index
+
+
+def test_with_workers_the_fingerprint_is_taken_in_one_of_them() -> None:
+    """Or the file that the rank opened would be shared by all workers forked later, its position included."""
+    data, alone = Opens(), Opens()
+    states = [_loader(data, num_workers=2).state_dict(), _loader(alone).state_dict()]
+    assert data.reader is None and alone.reader is not None
+    assert states[0]["fingerprint"] == states[1]["fingerprint"]
+
+
+def test_samples_that_cannot_be_read_as_bytes_have_no_checksum() -> None:
+    assert checksum(object()) is None and checksum((1, object())) is None and checksum(np.array([object()])) is None
+    assert checksum(torch.ones(2, dtype=torch.bfloat16)) is not None
+    assert checksum(1) != checksum("1") != checksum(b"1")
+    assert checksum(torch.zeros(2, 3)) != checksum(torch.zeros(3, 2)) != checksum(torch.zeros(3, 2).int())
+
+
+def test_an_accepted_global_batch_goes_on_at_the_same_sample() -> None:
+    first = _loader(range(80), 8, shuffle=False)
+    iterator = iter(first)
+    seen = [next(iterator) for _ in range(3)]
+    second = _loader(range(80), 6, shuffle=False, accumulation=2, accept_changes={"global_batch"})
+    second.load_state_dict(first.state_dict())
+    assert second.seek(6) == 8  # the unit counts three updates of two micro-batches; four of six hold as many samples
+    rest = torch.cat(list(second)).tolist()
+    assert torch.cat(seen).tolist()[-1] == 23 and rest == list(range(24, 80))
+
+
+def test_the_loop_goes_on_where_an_accepted_global_batch_says() -> None:
+    class Sees(ech.TrainUnit[torch.Tensor]):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[int] = []
+
+        def train_step(self, state: ech.State, data: torch.Tensor) -> None:
+            self.seen += data.tolist()
+
+    unit, loader = Sees(), _loader(range(80), 8, shuffle=False)
+    ech.train(unit, loader, max_steps=3)
+    other = _loader(range(80), 4, shuffle=False, accept_changes={"global_batch"})
+    other.load_state_dict(loader.state_dict())
+    ech.train(unit, other, max_epochs=1)
+    assert unit.seen == list(range(80))
+    assert unit.train_progress.num_steps_completed_in_prev_epoch == 20
+
+
+@pytest.mark.parametrize("names", ["samples", ["sample"]])
+def test_accepting_what_does_not_exist_is_refused(names: Any) -> None:
+    with pytest.raises(UsageError, match="accept_changes 'sample"):
+        _loader(accept_changes=names)
+
+
+def test_a_state_of_an_older_order_is_refused() -> None:
+    state = _loader().state_dict()
+    del state["order"]
+    with pytest.raises(UsageError, match="order  1      2"):
+        _loader().load_state_dict(state)
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(UsageError, match="the list is empty"):
+        _loader([], shuffle=False)

@@ -1,0 +1,262 @@
+"""Datasets that can only be iterated over: exact as far as their own state goes, and refused where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+import echelon as ech
+from echelon.contracts.errors import DataError, UsageError
+from tests.conftest import Ranks
+
+
+class Counted(IterableDataset[int]):
+    """0, 1, ... length - 1, every epoch 1000 more; its place and its position are its own."""
+
+    def __init__(self, length: int = 60) -> None:
+        self.length, self.index, self.count, self.epoch, self.at = length, 0, 1, 0, 0
+        self.resumed = False
+
+    def set_place(self, index: int, count: int) -> None:
+        self.index, self.count = index, count
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.at, self.resumed = (self.at if self.resumed else 0), False
+        while self.at * self.count + self.index < self.length:
+            self.at += 1
+            yield 1000 * self.epoch + (self.at - 1) * self.count + self.index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "seen": torch.tensor([self.at])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["seen"].item() == state["at"]
+        self.at, self.resumed = state["at"], True
+
+
+class Plain:
+    """An iterable without place or state."""
+
+    def __init__(self, length: int = 60) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+class OwnIterator(Plain):
+    """The iterator has the state, not the dataset."""
+
+    def __iter__(self) -> Iterator[int]:
+        return _Counter(self.length)
+
+
+class _Counter(Iterator[int]):
+    def __init__(self, length: int) -> None:
+        self.length, self.state = length, {"at": 0}
+
+    def __next__(self) -> int:
+        if self.state["at"] == self.length:
+            raise StopIteration
+        self.state["at"] += 1
+        return self.state["at"] - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state  # alive: it goes on changing
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
+def _stream(dataset: Any, rank: int = 0, ranks: int = 2, **options: Any) -> ech.StreamLoader:
+    return ech.StreamLoader(dataset, 8, dp_rank=rank, dp_size=ranks, **options)
+
+
+def _all(loader: ech.StreamLoader) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("kind", "shards"), [(Counted, None), (Plain, "stride"), (OwnIterator, "stride")])
+def test_every_sample_is_seen_once_over_all_ranks_and_workers(kind: Any, shards: Any, workers: int) -> None:
+    for length in (64, 61):
+        batches = [_all(_stream(kind(length), r, num_workers=workers, tail="keep", shards=shards)) for r in range(2)]
+        assert sorted(sum(sum(batches, []), [])) == list(range(length))
+        assert {len(b) for rank in batches for b in rank} <= {4, 3, 2, 1}
+
+
+def test_dropping_the_tail_drops_less_than_a_micro_batch_of_each_stream() -> None:
+    batches = _all(_stream(Counted(61), 0, 1, num_workers=2))
+    assert [len(b) for b in batches] == [8] * 6
+
+
+def test_epochs_differ_by_what_the_dataset_makes_of_them() -> None:
+    loader = _stream(Counted(8), 0, 1)
+    assert _all(loader) == [list(range(8))]
+    loader.set_epoch(2)
+    assert _all(loader) == [[2000 + i for i in range(8)]]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize(("kind", "shards"), [(Counted, None), (OwnIterator, "stride")])
+def test_a_stream_goes_on_exactly_wherever_it_was_left(kind: Any, shards: Any, workers: int) -> None:
+    """Streams of different lengths, so that some have ended; 61 samples over up to three workers of rank 1."""
+
+    def loader() -> ech.StreamLoader:
+        return _stream(kind(61), 1, num_workers=workers, tail="keep", shards=shards)
+
+    want = _all(loader())
+    for at in range(1, len(want)):
+        first = loader()
+        batches = iter(first)
+        for _ in range(at):
+            next(batches)
+        state = first.state_dict()
+        batches.close()
+        second = loader()
+        second.load_state_dict(state)
+        assert second.seek(at) == at
+        assert _all(second) == want[at:]
+
+
+class Uneven(Counted):
+    """The first stream is much shorter; one that has ended would begin anew if it were asked again."""
+
+    def __iter__(self) -> Iterator[int]:
+        start = self.at if self.resumed else 0
+        self.resumed = False
+        for at in range(start + 1, (8 if self.index == 0 else 40) + 1):
+            self.at = at
+            yield 100 * self.index + at
+        self.at = 0
+
+
+def test_a_stream_that_ends_early_does_not_end_the_others() -> None:
+    def loader() -> ech.StreamLoader:
+        return _stream(Uneven(), 0, 1, num_workers=2)
+
+    want = _all(loader())
+    assert [batch[0] for batch in want] == [1, 101, 109, 117, 125, 133]
+    first = loader()
+    batches = iter(first)
+    for _ in range(4):
+        next(batches)
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert _all(second) == want[4:]
+
+
+def test_the_state_before_what_was_read_ahead_is_known() -> None:
+    loader = _stream(Counted(), 0, 1)
+    batches = iter(loader)
+    next(batches), next(batches), next(batches)
+    assert loader.state_at(2)["ranks"]["0"]["streams"][0]["own"]["at"] == 16
+    assert loader.seek(2) == 2
+    assert _all(loader)[0] == list(range(16, 24))
+
+
+class Sees(ech.TrainUnit[torch.Tensor]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[int]] = []
+
+    def train_step(self, state: ech.State, data: torch.Tensor) -> None:
+        self.seen.append(data.tolist())
+
+
+def _saved_and_restored(folder: Path, steps: int, resume: bool, workers: int) -> list[list[int]]:
+    unit, loader = Sees(), ech.StreamLoader(Counted(), 8, num_workers=workers)
+    if resume:
+        assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
+    ech.train(unit, loader, max_steps=steps, callbacks=[ech.DistributedCheckpointSaver(folder)])
+    return unit.seen
+
+
+def test_a_run_over_streams_goes_on_exactly_through_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
+    """Seven or eight micro-batches make an epoch of a rank; the second run goes from the middle of one into the next."""
+    want = ranks(2, _saved_and_restored, tmp_path / "whole", 11, False, 2)
+    first = ranks(2, _saved_and_restored, tmp_path / "cut", 4, False, 2)
+    rest = ranks(2, _saved_and_restored, tmp_path / "cut", 11, True, 2)
+    assert [a + b for a, b in zip(first, rest, strict=True)] == want
+    assert want[0][-1][0] >= 1000 and not set(sum(want[0], [])) & set(sum(want[1], []))
+
+
+def _other_world(folder: Path) -> str:
+    try:
+        _saved_and_restored(folder, 6, True, 0)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_another_number_of_ranks_is_refused_on_all_of_them(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _saved_and_restored, tmp_path / "c", 4, False, 0)
+    for said in ranks(4, _other_world, tmp_path / "c"):
+        assert "streams of Counted cannot go on: dp_size was 2, is 4" in said
+
+
+def test_other_workers_or_another_split_are_refused() -> None:
+    first = _stream(Counted(), num_workers=0)
+    next(iter(first))
+    second = _stream(Counted(), num_workers=2, accumulation=2)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(UsageError, match="accumulation was 1, is 2; workers was 0, is 2"):
+        list(second)
+
+
+def test_an_iterable_without_state_is_told_when_it_would_begin_anew() -> None:
+    unit, loader = Sees(), _stream(Plain(), 0, 1)
+    ech.train(unit, loader, max_steps=3)
+    with pytest.raises(UsageError, match="Plain cannot go on in the middle of an epoch: neither it nor its iterator has"):
+        ech.train(unit, loader, max_steps=5)
+
+
+def test_a_unit_in_mid_epoch_and_a_fresh_stream_do_not_go_together() -> None:
+    unit = Sees()
+    ech.train(unit, _stream(Counted(), 0, 1), max_steps=3)
+    with pytest.raises(UsageError, match="goes on after micro-batch 3 of epoch 0, but the stream stands at 0"):
+        ech.train(unit, _stream(Counted(), 0, 1), max_steps=5)
+
+
+def test_stopping_and_training_on_loses_nothing() -> None:
+    unit, loader = Sees(), _stream(Counted(64), 0, 1)
+    ech.train(unit, loader, max_steps=3)
+    ech.train(unit, loader, max_epochs=1)
+    assert sum(unit.seen, []) == list(range(64))
+
+
+def test_streams_that_would_read_the_same_are_refused() -> None:
+    for options in ({"ranks": 2}, {"ranks": 1, "num_workers": 2}):
+        with pytest.raises(UsageError, match=r"Plain has no set_place\(index, count\), so all 2 streams"):
+            list(_stream(Plain(), **options))
+    assert len(_all(_stream(Plain(), shards="itself"))) == 15  # each rank all of them, if the dataset is trusted to divide itself
+    with pytest.raises(UsageError, match=r"Plain has no set_place\(index, count\): use"):
+        _stream(Plain(), shards="set_place")
+
+
+class Torn(Plain):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(9)
+        raise ValueError("the line is torn")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_a_stream_is_named(workers: int) -> None:
+    with pytest.raises(
+        DataError, match=r"sample 9 of stream 0 \(epoch 0, data rank 0\) could not be read: ValueError: the line"
+    ) as caught:
+        list(_stream(Torn(), 0, 1, num_workers=workers))
+    assert ("In worker 0" in str(caught.value)) == bool(workers)
+
+
+def test_a_global_batch_that_ranks_cannot_divide_is_refused() -> None:
+    with pytest.raises(UsageError, match="global_batch 8 cannot be divided by 3 ranks"):
+        list(_stream(Counted(), 0, 3))

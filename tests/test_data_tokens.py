@@ -1,0 +1,195 @@
+"""Token files and packed rows: every token exactly once, documents kept apart, damage named."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import echelon as ech
+from echelon.contracts.errors import DataError, UsageError
+from echelon.data.packed import IGNORED
+
+DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
+
+
+def _numbered(sizes: list[int]) -> list[list[int]]:
+    """Documents whose tokens are 1, 2, 3, ... throughout: a token says which it is."""
+    ends = np.cumsum([0, *sizes]).tolist()
+    return [list(range(a + 1, b + 1)) for a, b in pairwise(ends)]
+
+
+@given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=25).filter(any), length=st.integers(1, 12), cut=st.booleans())
+def test_every_token_is_an_input_once_and_a_target_once_unless_its_document_begins_with_it(
+    sizes: list[int], length: int, cut: bool
+) -> None:
+    documents = _numbered(sizes)
+    rows = ech.Packed(documents, length, cut=cut)
+    inputs, targets = [], []
+    for row in rows.__getitems__(range(len(rows))):
+        real = row.documents >= 0
+        inputs += row.inputs[real].tolist()
+        has_target = row.targets != IGNORED
+        targets += row.targets[has_target].tolist()
+        assert not (has_target & ~real).any()
+        assert (row.targets[has_target] == row.inputs[has_target] + 1).all()
+        assert (row.inputs[~real] == 0).all()
+    assert inputs == list(range(1, sum(sizes) + 1))
+    firsts = {document[0] for document in documents if document}
+    assert targets == [t for t in inputs if t not in firsts]
+
+
+@given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=25).filter(any), length=st.integers(1, 12), cut=st.booleans())
+def test_documents_and_positions_say_where_each_token_is(sizes: list[int], length: int, cut: bool) -> None:
+    documents = _numbered(sizes)
+    place = {token: (d, p) for d, document in enumerate(documents) for p, token in enumerate(document)}
+    for row in map(ech.Packed(documents, length, cut=cut).__getitem__, range(len(ech.Packed(documents, length, cut=cut)))):
+        seen = [
+            (place[t], d, p)
+            for t, d, p in zip(*(x.tolist() for x in (row.inputs, row.documents, row.positions)), strict=True)
+            if d >= 0
+        ]
+        assert [p for _, _, p in seen] == [p for (_, p), _, _ in seen]
+        numbers = [d for _, d, _ in seen]
+        assert numbers[0] == 0 and all(b - a in (0, 1) for a, b in pairwise(numbers))
+        owners = [d for (d, _), _, _ in seen]
+        assert [a == b for a, b in pairwise(owners)] == [a == b for a, b in pairwise(numbers)]
+
+
+@given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=25).filter(any), length=st.integers(1, 12))
+def test_whole_documents_are_not_cut_unless_longer_than_a_row(sizes: list[int], length: int) -> None:
+    documents = _numbered(sizes)
+    rows = ech.Packed(documents, length, cut=False)
+    row_of = {
+        t: r for r in range(len(rows)) for t, d in zip(rows[r].inputs.tolist(), rows[r].documents.tolist(), strict=True) if d >= 0
+    }
+    for document in filter(None, documents):
+        assert len({row_of[t] for t in document}) == (1 if len(document) <= length else -(-len(document) // length))
+    assert rows.fill == sum(sizes) / (len(rows) * length)
+
+
+def test_a_row_by_hand() -> None:
+    row = ech.Packed(DOCUMENTS, 6)[0]
+    assert row.inputs.tolist() == [1, 2, 3, 4, 5, 6]
+    assert row.targets.tolist() == [2, 3, IGNORED, IGNORED, 6, 7]
+    assert row.documents.tolist() == [0, 0, 0, 1, 2, 2] and row.positions.tolist() == [0, 1, 2, 0, 0, 1]
+    last = ech.Packed(DOCUMENTS, 6, pad=99)[-1]
+    assert last.inputs.tolist() == [13, 99, 99, 99, 99, 99]
+    assert last.targets.tolist() == [IGNORED] * 6
+    assert last.documents.tolist() == [0, -1, -1, -1, -1, -1] and last.positions.tolist() == [1, 0, 0, 0, 0, 0]
+    assert ech.Packed(DOCUMENTS, 6, across=True)[0].targets.tolist() == [2, 3, 4, 5, 6, 7]
+    assert ech.Packed(DOCUMENTS, 6, across=True)[2].targets.tolist() == [IGNORED] * 6
+
+
+def test_lengths_of_sequences_for_attention() -> None:
+    rows = ech.Packed(DOCUMENTS, 6)
+    documents = torch.stack([rows[r].documents for r in range(3)])
+    edges, longest = ech.cu_seqlens(documents)
+    # row 0: 3 + 1 + 2, row 1: 5 + 1, row 2: 1 and the padding's 5
+    assert edges.tolist() == [0, 3, 4, 6, 11, 12, 13, 18] and longest == 5 and edges.dtype == torch.int32
+
+
+def test_attention_masked_by_documents_equals_each_document_alone() -> None:
+    """The documents' ids are what a mask needs: packed attention is that of each document by itself."""
+    torch.manual_seed(0)
+    table = torch.randn(20, 8, dtype=torch.float64)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    row = ech.Packed(DOCUMENTS, 13)[0]
+    x = table[row.inputs][None]
+    mask = (row.documents[:, None] == row.documents[None]) & torch.ones(13, 13).tril().bool()
+    packed = attend(x, x, x, attn_mask=mask)[0]
+    alone = [attend(*[table[torch.tensor(d)][None]] * 3, is_causal=True)[0] for d in DOCUMENTS if d]
+    assert torch.allclose(packed, torch.cat(alone), rtol=1e-12)
+
+
+def test_rows_go_through_a_loader_in_batches_and_by_workers(tmp_path: Path) -> None:
+    tokens = ech.write_tokens(tmp_path / "t.bin", _numbered([5, 3, 9, 20, 1, 10]))
+    seen = []
+    for workers in (0, 2):
+        loader = ech.Loader(ech.Packed(tokens, 6), 4, num_workers=workers, dp_rank=0, dp_size=1)
+        batches = list(loader)
+        assert batches[0].inputs.shape == (4, 6) and batches[0].documents.dtype == torch.int32
+        seen.append(torch.cat([b.inputs[b.documents >= 0] for b in batches]).sort().values.tolist())
+    assert seen[0] == seen[1] == list(range(1, 49))
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_what_is_written_is_read(tmp_path: Path, dtype: str) -> None:
+    top = np.iinfo(dtype).max
+    documents = [[1, 2, 3], [], [top], [7] * 5]
+    tokens = ech.write_tokens(tmp_path / "t.bin", documents, dtype)
+    assert tokens.documents == 4 and len(tokens) == 9 and tokens.data.dtype == dtype
+    assert [tokens.document(i).tolist() for i in range(4)] == documents
+    again = pickle.loads(pickle.dumps(tokens))
+    assert [again.document(i).tolist() for i in range(4)] == documents
+    assert not tokens.data.flags.writeable and list(tmp_path.iterdir()) == [tmp_path / "t.bin"]
+
+
+def test_a_pickled_file_is_opened_again_not_copied(tmp_path: Path) -> None:
+    tokens = ech.write_tokens(tmp_path / "t.bin", [range(60_000)])
+    assert len(pickle.dumps(ech.Packed(tokens, 8))) < 2000
+
+
+def test_a_file_appears_only_when_it_is_complete(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UsageError, match=r"document 1 holds tokens 70000 \.\. 70000: beyond uint16"),
+        ech.TokenWriter(tmp_path / "t.bin") as w,
+    ):
+        w.add([1, 2])
+        assert not (tmp_path / "t.bin").exists()
+        w.add([70_000])
+    assert not list(tmp_path.iterdir())
+
+
+def test_raw_files_are_read_with_their_type(tmp_path: Path) -> None:
+    np.arange(1, 11, dtype=np.uint16).tofile(tmp_path / "nano.bin")
+    assert ech.Tokens(tmp_path / "nano.bin", "uint16").data.tolist() == list(range(1, 11))
+    split = ech.Tokens(tmp_path / "nano.bin", "uint16", documents=[0, 4, 10])
+    assert [split.document(i).tolist() for i in range(2)] == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
+    assert pickle.loads(pickle.dumps(split)).offsets.tolist() == [0, 4, 10]
+    with pytest.raises(UsageError, match=r"does not say of which type its tokens are.*nano\.idx"):
+        ech.Tokens(tmp_path / "nano.bin")
+    with pytest.raises(UsageError, match="offsets that rise from 0 to 10"):
+        ech.Tokens(tmp_path / "nano.bin", "uint16", documents=[0, 11])
+    with pytest.raises(DataError, match="20 bytes: no whole number of tokens of type uint64"):
+        ech.Tokens(tmp_path / "nano.bin", "uint64")
+    with pytest.raises(UsageError, match="is no file"):
+        ech.Tokens(tmp_path / "absent.bin")
+
+
+def test_files_of_megatron_are_read_with_their_index(tmp_path: Path) -> None:
+    """Three sequences in two documents: the second document is the last two sequences."""
+    np.arange(1, 11, dtype=np.uint16).tofile(tmp_path / "m.bin")
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 3) + struct.pack("<3i", 4, 1, 5) + struct.pack("<3q", 0, 8, 10)
+    (tmp_path / "m.idx").write_bytes(index + struct.pack("<3q", 0, 1, 3))
+    tokens = ech.Tokens(tmp_path / "m.bin")
+    assert [tokens.document(i).tolist() for i in range(tokens.documents)] == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
+    (tmp_path / "m.idx").write_bytes(index[:40])
+    with pytest.raises(DataError, match=r"m\.idx is no index of Megatron-LM's"):
+        ech.Tokens(tmp_path / "m.bin")
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-1], lambda raw: raw + b"x", lambda raw: raw[:70]])
+def test_a_file_of_another_size_than_its_header_says_is_refused(tmp_path: Path, damage: Any) -> None:
+    path = tmp_path / "t.bin"
+    ech.write_tokens(path, DOCUMENTS)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError, match="but its header speaks of 144"):
+        ech.Tokens(path)
+
+
+def test_rows_without_tokens_are_refused() -> None:
+    with pytest.raises(UsageError, match="rows of 8 tokens from 0"):
+        ech.Packed([[], []], 8)
+    with pytest.raises(UsageError, match="rows of 0 tokens"):
+        ech.Packed(DOCUMENTS, 0)
+    with pytest.raises(IndexError, match="row 3 of 3"):
+        ech.Packed(DOCUMENTS, 6)[3]

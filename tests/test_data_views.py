@@ -1,0 +1,208 @@
+"""Weighted draws and mixtures: which sample comes at which position is a pure function, and ratios hold at every prefix."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from echelon.data.loader import Padding
+
+
+class Named:
+    """Sample i of the dataset "a" is 1000 i + 1, of "b" + 2, and so on."""
+
+    def __init__(self, name: str, length: int) -> None:
+        self.mark, self.length = ord(name) - ord("a") + 1, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        assert 0 <= index < self.length
+        return 1000 * index + self.mark
+
+
+def _drawn(dataset: Any, *, epochs: int = 1, seed: int = 0, **options: Any) -> list[int]:
+    """What one rank alone is given, epoch after epoch."""
+    loader = ech.Loader(dataset, 4, seed=seed, dp_rank=0, dp_size=1, **options)
+    seen = []
+    for epoch in range(epochs):
+        loader.set_epoch(epoch)
+        seen += [value for batch in loader for value in batch.tolist()]
+    return seen
+
+
+@given(
+    shares=st.lists(st.integers(1, 60), min_size=1, max_size=6),
+    lengths=st.lists(st.integers(1, 40), min_size=6, max_size=6),
+    epoch_length=st.integers(1, 90),
+)
+def test_ratios_hold_to_within_one_sample_at_every_prefix(shares: list[int], lengths: list[int], epoch_length: int) -> None:
+    names = "abcdef"[: len(shares)]
+    mixture = ech.Mixture(
+        {n: Named(n, length) for n, length in zip(names, lengths, strict=False)},
+        dict(zip(names, shares, strict=True)),
+        samples_per_epoch=epoch_length,
+    )
+    order = mixture.order(3, shuffle=True)
+    epochs = -(-2 * sum(shares) // epoch_length)
+    samples = np.concatenate([order.at(e, np.arange(epoch_length)) for e in range(epochs)])
+    owners = np.array([names.index(mixture.place(s)[0]) for s in samples.tolist()])
+    prefix = np.arange(1, len(owners) + 1)
+    for which, share in enumerate(shares):
+        gone = np.cumsum(owners == which) - prefix * share / sum(shares)
+        assert np.abs(gone).max() < 1
+
+
+@given(seed=st.integers(0, 2**40), data=st.data())
+def test_a_mixture_can_be_entered_anywhere(seed: int, data: st.DataObject) -> None:
+    mixture = ech.Mixture({"a": Named("a", 7), "b": Named("b", 1000)}, {"a": 0.3, "b": 0.7}, samples_per_epoch=10**12)
+    order = mixture.order(seed, shuffle=True)
+    start = data.draw(st.integers(0, 10**12 - 60))
+    together = order.at(2, np.arange(start, start + 50))
+    assert [order.at(2, np.array([p])).item() for p in range(start, start + 50)] == together.tolist()
+
+
+def test_each_dataset_has_epochs_of_its_own() -> None:
+    """Of ten positions three are a's: its five samples are used up in mid-epoch, and begin again in another order."""
+    seen = _drawn(ech.Mixture({"a": Named("a", 5), "b": Named("b", 70)}, {"a": 0.3, "b": 0.7}, samples_per_epoch=100), epochs=2)
+    a, b = [v // 1000 for v in seen if v % 1000 == 1], [v // 1000 for v in seen if v % 1000 == 2]
+    assert len(a) == 60 and len(b) == 140
+    rounds = [tuple(a[i : i + 5]) for i in range(0, 60, 5)]
+    assert all(sorted(r) == list(range(5)) for r in rounds) and len(set(rounds)) > 6
+    assert sorted(b[:70]) == sorted(b[70:]) == list(range(70)) and b[:70] != b[70:]
+
+
+def test_datasets_of_one_length_have_different_orders() -> None:
+    seen = _drawn(ech.Mixture({"a": Named("a", 50), "b": Named("b", 50)}, {"a": 1, "b": 1}))
+    assert [v // 1000 for v in seen if v % 1000 == 1] != [v // 1000 for v in seen if v % 1000 == 2]
+
+
+@pytest.mark.parametrize("kind", ["mixture", "weighted"])
+def test_global_batches_do_not_depend_on_ranks_accumulation_workers_or_a_restart(kind: str) -> None:
+    if kind == "mixture":
+        data: Any = ech.Mixture({"a": Named("a", 9), "b": Named("b", 40)}, {"a": 1, "b": 2})
+    else:
+        data = ech.Weighted(Named("a", 49), np.arange(49) % 3)
+
+    def batches(ranks: int, accumulation: int, resumed_at: int = 0, workers: int = 0) -> list[list[int]]:
+        per_rank = []
+        for rank in range(ranks):
+            loader = ech.Loader(data, 12, seed=5, accumulation=accumulation, dp_rank=rank, dp_size=ranks, num_workers=workers)
+            loader.set_epoch(1)
+            if resumed_at:
+                loader.load_state_dict({**loader.state_dict(), "position": resumed_at * accumulation})
+            per_rank.append([[] if isinstance(b, Padding) else b.tolist() for b in loader])
+        micro = [sum((r[m] for r in per_rank), []) for m in range(len(per_rank[0]))]
+        return [sorted(sum(micro[k : k + accumulation], [])) for k in range(0, len(micro), accumulation)]
+
+    want = batches(1, 1)
+    assert sum(map(len, want)) == 49
+    assert batches(2, 1) == batches(3, 2) == batches(4, 3) == batches(1, 1, workers=2) == want
+    assert batches(2, 3, resumed_at=2) == want[2:]
+
+
+def test_names_come_beside_the_samples() -> None:
+    mixture = ech.Mixture({"a": Named("a", 5), "b": Named("b", 9)}, {"a": 1, "b": 3}, named=True)
+    for names, values in ech.Loader(mixture, 4, dp_rank=0, dp_size=1):
+        assert [ord(n) - ord("a") + 1 for n in names] == [v % 1000 for v in values.tolist()]
+    assert mixture[6] == ("b", 1002) and mixture.place(6) == ("b", 1)
+
+
+def test_datasets_are_asked_for_many_samples_at_once() -> None:
+    class AtOnce(Named):
+        calls = 0
+
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            AtOnce.calls += 1
+            return [self[i] for i in indices]
+
+    mixture = ech.Mixture({"a": AtOnce("a", 50), "b": Named("b", 50)}, {"a": 1, "b": 1})
+    order = mixture.order(0, shuffle=True).at(0, np.arange(20)).tolist()
+    assert mixture.__getitems__(order) == [mixture[i] for i in order] and AtOnce.calls == 1
+
+
+def test_ratios_mean_what_they_say() -> None:
+    def ratios(*given: Any) -> list[Fraction]:
+        names = "abc"[: len(given)]
+        return list(ech.Mixture({n: Named(n, 3) for n in names}, dict(zip(names, given, strict=True))).ratios.values())
+
+    assert ratios(0.3, 0.7) == [Fraction(3, 10), Fraction(7, 10)]
+    assert ratios(1 / 3, 2 / 3) == ratios("1/3", "2/3") == ratios(1, 2) == [Fraction(1, 3), Fraction(2, 3)]
+    assert ratios(0.1234567891, 0.5, 0.25) == pytest.approx(
+        [0.1234567891 / 0.8734567891, 0.5 / 0.8734567891, 0.25 / 0.8734567891], 1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratios", "said"),
+    [
+        ({"a": 1}, "the same names"),
+        ({"a": 1, "b": 0}, "the ratio of 'b' is 0: above 0"),
+        ({"a": 1, "b": float("nan")}, "of 'b' is no number"),
+        ({"a": 1, "b": 3.3e-7}, "of 'b' is 3.3e-07 of all, too small"),
+    ],
+)
+def test_ratios_that_cannot_be_are_refused(ratios: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        ech.Mixture({"a": Named("a", 3), "b": Named("b", 3)}, ratios)
+
+
+def test_an_empty_dataset_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="the dataset 'b' is empty"):
+        ech.Mixture({"a": Named("a", 3), "b": Named("b", 0)}, {"a": 1, "b": 1})
+
+
+def test_draws_follow_the_weights() -> None:
+    """Chi-squared with 3 degrees of freedom; 99.9% of fair draws stay below 16.3. What weighs nothing never comes."""
+    weights = [0.0, 1.0, 2.0, 0.0, 3.0, 4.0, 0.0]
+    counts = Counter(v // 1000 for v in _drawn(ech.Weighted(Named("a", 7), weights, samples_per_epoch=20_000)))
+    assert not {0, 3, 6} & counts.keys()
+    assert sum((counts[i] - 2000 * w) ** 2 / (2000 * w) for i, w in enumerate(weights) if w) < 16.3
+
+
+@pytest.mark.parametrize(("word", "sample"), [(0, 1), (2**64 - 1, 3)])
+def test_the_ends_of_the_range_meet_no_sample_without_weight(monkeypatch: pytest.MonkeyPatch, word: int, sample: int) -> None:
+    order = ech.Weighted(range(5), [0, 1, 0, 3, 0]).order(0)
+    monkeypatch.setattr("echelon.data.views.mix64", lambda x: np.full_like(x, word))
+    assert order.at(0, np.arange(2)).tolist() == [sample] * 2
+
+
+def test_draws_of_other_epochs_and_seeds_differ() -> None:
+    data = ech.Weighted(Named("a", 1000), np.ones(1000))
+    order = data.order(1)
+    base = order.at(0, np.arange(1000))
+    assert np.mean(base == order.at(1, np.arange(1000))) < 0.01
+    assert np.mean(base == data.order(2).at(0, np.arange(1000))) < 0.01
+    assert (data.order(1).at(0, np.arange(500, 510)) == base[500:510]).all()
+    assert 600 < len(set(base.tolist())) < 660  # with replacement: 1 - 1/e of all
+
+
+def test_a_million_weights_are_drawn_from_quickly() -> None:
+    order = ech.Weighted(range(10**6), np.random.default_rng(0).random(10**6)).order(0)
+    began = time.perf_counter()
+    order.at(0, np.arange(100_000))
+    assert time.perf_counter() - began < 1
+
+
+@pytest.mark.parametrize("weights", [[1.0, -1.0], [0.0, 0.0], [1.0, float("nan")], [1.0]])
+def test_weights_that_cannot_be_are_refused(weights: list[float]) -> None:
+    with pytest.raises(UsageError, match="weights"):
+        ech.Weighted(range(2), weights)
+
+
+def test_a_changed_ratio_is_noticed_on_resume() -> None:
+    def loader(ratio: int) -> ech.Loader:
+        return ech.Loader(ech.Mixture({"a": Named("a", 9), "b": Named("b", 9)}, {"a": 1, "b": ratio}), 4)
+
+    with pytest.raises(UsageError, match=r"order .*mixture of \[\(1, 9\), \(2, 9\)\].*mixture of \[\(1, 9\), \(3, 9\)\]"):
+        loader(3).load_state_dict(loader(2).state_dict())

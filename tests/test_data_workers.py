@@ -1,0 +1,160 @@
+"""What fails while data is read is named: the sample, the epoch, the rank, the worker; and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import get_worker_info
+
+import echelon as ech
+from echelon.contracts.errors import DataError
+
+
+class Trap:
+    """Sample i is i, until `at`, where `what` happens, in a worker only if `in_worker`."""
+
+    def __init__(self, at: int, what: Any) -> None:
+        self.at, self.what = at, what
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.at:
+            self.what()
+        return index
+
+
+class TrapAtOnce(Trap):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[i] for i in indices]
+
+
+def _wrong() -> None:
+    raise ValueError("the picture is torn")
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _exit() -> None:
+    os._exit(3)
+
+
+def _loader(dataset: Any, workers: int, **options: Any) -> ech.Loader:
+    loader = ech.Loader(dataset, 8, shuffle=False, num_workers=workers, dp_rank=1, dp_size=2, **options)
+    loader.set_epoch(3)
+    return loader
+
+
+# Rank 1 of two is given samples 4 .. 7, 12 .. 15, 20 .. 23, ...; with two workers 12 .. 15 are worker 1's.
+
+
+@pytest.mark.parametrize("kind", [Trap, TrapAtOnce])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_names_sample_epoch_and_rank_and_keeps_its_traceback(kind: type[Trap], workers: int) -> None:
+    with pytest.raises(DataError) as caught:
+        list(_loader(kind(13, _wrong), workers))
+    text = str(caught.value)
+    assert text.startswith("sample 13 (epoch 3, data rank 1) could not be read: ValueError: the picture is torn")
+    if workers:
+        assert "In worker 1 (pid " in text and "in _wrong" in text
+    else:
+        assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_do_not_fit_together_are_named(workers: int) -> None:
+    ragged = [torch.zeros(2 if i == 13 else 1) for i in range(40)]
+    with pytest.raises(
+        DataError, match=r"a batch of 4 samples \(epoch 3, data rank 1\) could not be collated: RuntimeError: stack"
+    ):
+        list(_loader(ragged, workers))
+
+
+def test_too_few_samples_at_once_are_noticed() -> None:
+    class Short(Trap):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return indices[1:]
+
+    with pytest.raises(DataError, match=r"Short.__getitems__ gave 3 samples for 4 \(epoch 3, data rank 1\)"):
+        list(_loader(Short(-1, None), 0))
+
+
+@pytest.mark.parametrize(("what", "ended"), [(_kill, "was killed by SIGKILL"), (_exit, "exited with code 3")])
+def test_a_worker_that_dies_is_named_within_seconds(what: Any, ended: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(DataError) as caught:
+        list(_loader(Trap(13, what), 2))
+    text = str(caught.value)
+    assert "loader worker 1 (pid " in text and "which was reading sample 13 (epoch 3, data rank 1)" in text and ended in text
+    assert ("out of memory" in text) == (what is _kill)
+    assert time.monotonic() - began < 20
+
+
+def test_a_worker_that_stops_ends_in_a_named_error_and_is_gone() -> None:
+    began = time.monotonic()
+    with pytest.raises(DataError) as caught:
+        list(_loader(Trap(13, _stop), 2, timeout_s=2))
+    text = str(caught.value)
+    assert "loader worker 1 (pid " in text and "which was reading sample 13 (epoch 3, data rank 1)" in text
+    assert "gave no batch for 2 s; its process was stopped" in text
+    assert time.monotonic() - began < 20
+    pid = int(text.partition("(pid ")[2].partition(")")[0])
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_worker_that_dies_during_a_step_is_named_by_the_loop() -> None:
+    """torch's signal handler raises wherever the program is; here, in the unit's step."""
+
+    class Slow(ech.TrainUnit[torch.Tensor]):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: BaseException | None = None
+
+        def train_step(self, state: ech.State, data: torch.Tensor) -> None:
+            time.sleep(5)
+
+        def on_exception(self, state: ech.State, exc: BaseException) -> None:
+            self.seen = exc
+
+    unit, loader = Slow(), ech.Loader(Trap(5, _kill), 4, shuffle=False, num_workers=1)
+    with pytest.raises(DataError, match=r"loader worker 0 \(pid \d+\), which was reading sample 5 \(epoch 0, data rank 0\)"):
+        ech.train(unit, loader, max_epochs=1)
+    assert isinstance(unit.seen, DataError)
+
+
+class Augmented:
+    """Samples with noise from all three streams."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        import random
+
+        assert get_worker_info() is not None
+        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+def test_augmentation_in_workers_draws_the_same_after_a_restart() -> None:
+    def batches(at: int = 0) -> list[torch.Tensor]:
+        loader = ech.Loader(Augmented(), 4, num_workers=2, dp_rank=0, dp_size=1, fingerprint="none")
+        loader.seek(at)
+        return list(loader)
+
+    whole = batches()
+    assert all(torch.equal(a, b) for a, b in zip(whole[3:], batches(3), strict=True))
+    assert len(torch.cat(whole)[:, 1:].flatten().unique()) == 120  # and no two samples alike
