@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -33,6 +34,10 @@ function._SLOW_MODULES = (*function._SLOW_MODULES, "torch.distributed.checkpoint
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Background jobs of a shell, and `nohup`, are born with these ignored, and so would be every process of the tests.
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, usual)
     for name in function._SLOW_MODULES:
         importlib.import_module(name)
     torch.set_num_threads(1)

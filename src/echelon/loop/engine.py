@@ -341,12 +341,12 @@ class Run:
         if isinstance(loader, Placed):
             # The unit's progress says where an epoch goes on; a loader that was looked into or stopped early does not.
             progress.num_steps_completed_in_epoch = loader.seek(progress.num_steps_completed_in_epoch)
-        if isinstance(loader, Loader) and not self.unit.weighs_padding:
-            if loader.pads or (phase == "train" and loader.is_uneven):
-                raise UsageError(
-                    f"the last global batch ({loader.order.length % loader.global_batch} samples) cannot be shared evenly by "
-                    f"{loader.dp[1]} ranks, and only AutoUnit weighs shares by their size. Use Loader(..., tail='drop')."
-                )
+        needs_weights = isinstance(loader, Loader) and (loader.pads or (phase == "train" and loader.is_uneven))
+        if needs_weights and not self.unit.weighs_padding:
+            raise UsageError(
+                f"the last global batch ({loader.order.length % loader.global_batch} samples) cannot be shared evenly by "
+                f"{loader.dp[1]} ranks, and only AutoUnit weighs shares by their size. Use Loader(..., tail='drop')."
+            )
         if (
             phase == "train"
             and progress.num_steps_completed_in_epoch
