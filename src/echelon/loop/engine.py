@@ -15,59 +15,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import EchelonError, RanksDisagreeError, UnitError, UsageError
+from echelon.contracts.errors import EchelonError, UnitError, UsageError
 from echelon.contracts.rank import RankInfo
+from echelon.contracts.stopping import REQUEUE
 from echelon.data.loader import Loader
 from echelon.data.place import Placed
 from echelon.data.prefetch import Feed
 from echelon.data.workers import explain
+from echelon.loop import agreements
 from echelon.loop.callback import Callback
+from echelon.loop.hooks import KINDS, Hook, Hooks
 from echelon.loop.progress import Progress
 from echelon.loop.record import Recorder
 from echelon.loop.state import ActivePhase, EntryPoint, PhaseState, State
-from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit, Unit, wants_iterator
+from echelon.loop.unit import TrainUnit, wants_iterator
 from echelon.observe.sinks.folder import default_sinks
-from echelon.world import agree
+from echelon.world import agree, stop
 
 __all__ = ["Run"]
 
 logger = logging.getLogger(__name__)
-
-Hook = Callable[[State, Any], None]
-
-_KINDS: dict[str, type[Unit]] = {"train": TrainUnit, "eval": EvalUnit, "predict": PredictUnit, "test": TestUnit}
-
-
-class _Hooks:
-    """One phase's hooks, looked up once: only those that somebody overrides, the unit's before the callbacks'."""
-
-    def __init__(self, phase: str, unit: Any, callbacks: list[Callback]) -> None:
-        base = _KINDS[phase]
-
-        def of(name: str, *, with_unit: bool = True) -> tuple[Hook, ...]:
-            hook = f"on_{phase}_{name}"
-            found: list[Hook] = []
-            own = getattr(unit, hook, None) if with_unit else None
-            if own is not None and (hook in vars(unit) or getattr(type(unit), hook) is not getattr(base, hook)):
-                found.append(_as_callback(own))
-            for callback in callbacks:
-                if hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook):
-                    found.append(getattr(callback, hook))
-            return tuple(found)
-
-        self.start, self.end = of("start"), of("end")
-        self.epoch_start, self.epoch_end = of("epoch_start"), of("epoch_end")
-        self.iter_start = of("dataloader_iter_creation_start", with_unit=False)
-        self.iter_end = of("dataloader_iter_creation_end", with_unit=False)
-        self.next_start = of("get_next_batch_start", with_unit=False)
-        self.next_end = of("get_next_batch_end", with_unit=False)
-        self.step_start = of("step_start", with_unit=False)
-        # AutoUnit calls its own, with more arguments, from inside its step.
-        self.step_end = of("step_end", with_unit=not unit.reports_own_steps)
-
-
-def _as_callback(own: Callable[[State], None]) -> Hook:
-    return lambda state, unit: own(state)
 
 
 class Run:
@@ -78,14 +45,13 @@ class Run:
         for phase in phases:
             _check_unit(unit, phase, entry)
         self.state, self.unit, self.callbacks = state, unit, list(callbacks or [])
-        self.hooks = {phase: _Hooks(phase, unit, self.callbacks) for phase in phases}
+        self.hooks = {phase: Hooks(phase, unit, self.callbacks) for phase in phases}
         state.alone = not agree.is_joined()
         if state.alone and (launched := RankInfo().world_size) > 1:
             logger.warning(
                 "%s ranks were launched, but this process has not joined them and runs alone: call echelon.init_from_env()",
                 launched,
             )
-        self._evaluated_at = -1
         self._agree_each_step = False
 
     # --- the whole run
@@ -95,12 +61,17 @@ class Run:
         assert phase is not None
         if phase.max_epochs is None and phase.max_steps is None:
             logger.warning("training without max_epochs and max_steps runs until something calls state.stop()")
-        with self._running(), torch.enable_grad(), self._mode("train"):
-            self._agree_on_limits(phase, progress)
+        with stop.listening(state.stop), self._running(), torch.enable_grad(), self._mode("train"):
+            if stop.asked() is not None:  # before this loop began
+                state.stop()
+            agreements.on_limits(phase, progress)
             self._begin("train")
             self._agree_on_agreeing()
             self._agree_to_stop()
             self._event("train_start", total_steps=self._total_steps(), step=progress.num_steps_completed)
+            if state.eval_state is not None and progress.evaluation_due:
+                self._evaluate_within_fit()
+                self._agree_to_stop()
             while not self._done(phase, progress):
                 if not self._epoch("train"):
                     break
@@ -108,6 +79,19 @@ class Run:
                 state.recorder.flush()
             self._call(self.hooks["train"].end)
             self._event("train_end", step=progress.num_steps_completed)
+            leaves = self._leaves(phase, progress)
+        if leaves:
+            raise SystemExit(REQUEUE)
+
+    def _leaves(self, phase: PhaseState, progress: Progress) -> bool:
+        """Whether this run was asked to stop by a signal, on any rank, and is not complete."""
+        if self._complete(phase, progress) or not agree.any_rank(stop.asked() is not None):
+            return False
+        stop.leaving()
+        step = progress.num_steps_completed
+        self._event("stopped", step=step, signal=stop.asked())
+        logger.warning("%s: stopped after step %s; exit code %s asks to be started again", stop.asked(), step, REQUEUE)
+        return True
 
     def once(self, phase: str) -> None:
         """One epoch of a phase other than training."""
@@ -131,10 +115,8 @@ class Run:
             )
 
     def _evaluate_within_fit(self) -> None:
-        steps = self.unit.train_progress.num_steps_completed
-        if self._evaluated_at == steps or self.state.should_stop:
-            return  # both intervals end here, or the run is about to end
-        self._evaluated_at = steps
+        if not self.unit.train_progress.evaluation_due or self.state.should_stop:
+            return  # both intervals ended here, or the run is about to end
         self.state.active_phase = ActivePhase.EVALUATE
         self._evaluation("eval")
         self.state.active_phase = ActivePhase.TRAIN
@@ -217,25 +199,44 @@ class Run:
         """Run one epoch; False if a stop or max_steps cut it short."""
         unit, state, hooks = self.unit, self.state, self.hooks[phase]
         progress: Progress = getattr(unit, f"{phase}_progress")
+        within_fit = state.entry_point is EntryPoint.FIT
         if phase != "train":
             progress.num_steps_completed_in_epoch = 0  # an evaluation that was interrupted begins anew
         if progress.num_steps_completed_in_epoch == 0:
             self._call(hooks.epoch_start)
         whole = self._steps(phase, progress)
+        if self.state.went_back:
+            self.state.went_back = False
+            return True
+        if within_fit and phase == "eval":
+            whole = not agree.any_rank(not whole)  # without collectives in it, ranks leave an evaluation one by one
+            if not whole:
+                progress.abandon_epoch()
         if not whole:
             return False
         if progress.num_steps_completed_in_epoch == 0:
             self._warn_of_nothing(phase)
         progress.increment_epoch()
         unit.epoch_closed(state, phase)
+        if within_fit:
+            if phase == "eval":
+                unit.train_progress.evaluation_due = False
+            elif self._evaluates_after_epoch(progress):
+                progress.evaluation_due = True  # before a checkpoint is written at the epoch's end
         self._call(hooks.epoch_end)
         if phase == "train":
             self._agree_to_stop()
-            every = state.train_state.evaluate_every_n_epochs if state.train_state is not None else None
-            if state.eval_state is not None and every and progress.num_epochs_completed % every == 0:
+            if within_fit and progress.evaluation_due:
                 self._evaluate_within_fit()
                 self._agree_to_stop()
         return True
+
+    def _evaluates_after_epoch(self, progress: Progress) -> bool:
+        here = self.state.train_state
+        assert here is not None
+        epochs, steps = here.evaluate_every_n_epochs, here.evaluate_every_n_steps
+        just_evaluated = steps and progress.num_steps_completed % steps == 0
+        return bool(epochs and progress.num_epochs_completed % epochs == 0 and not just_evaluated)
 
     def _warn_of_nothing(self, phase: str) -> None:
         here = self.state.active_phase_state()
@@ -255,11 +256,13 @@ class Run:
         before_step = hooks.next_end + hooks.step_start
         waits, durations = here.iteration_timer.series("data_wait_time"), here.iteration_timer.series(f"{phase}_iteration_time")
         clock = time.perf_counter
+        agrees = not state.alone and (phase == "train" or unit.forward_is_collective)
         per_step_agreement = phase == "train" and self._agree_each_step
         evaluate_every = here.evaluate_every_n_steps if state.eval_state is not None and phase == "train" else None
-        unsized = self._agreed_lengths(phase, feed)
+        unsized = agreements.on_lengths(phase, feed, self.unit) if agrees else False
         given_up = False
-        while not (state.should_stop and unit.at_boundary):
+        cuts = agreements.cuts_evaluation(state, unit) if phase == "eval" else None
+        while not (state.should_stop and (unit.at_boundary or phase != "train")) and (cuts is None or not cuts.asked()):
             for hook in hooks.next_start:
                 hook(state, unit)
             start = clock()
@@ -267,11 +270,14 @@ class Run:
                 batch = fetch()
             except StopIteration:
                 if unsized:
-                    self._agree_on_end(phase, feed.used, ended=True)
+                    agreements.on_end(phase, feed.used, ended=True)
                 given_up = feed.used < (feed.total or 0)  # by a get_next_*_batch of the unit's own: its epoch ends here
                 break
             if unsized:
-                self._agree_on_end(phase, feed.used, ended=False)
+                agreements.on_end(phase, feed.used, ended=False)
+            if progress.skipped and phase == "train" and progress.skips:
+                self._skip(progress, feed, batch)
+                continue
             fetched = clock()
             waits.append(fetched - start)
             for hook in before_step:
@@ -286,19 +292,31 @@ class Run:
                 break
             progress.num_steps_completed += 1
             progress.num_steps_completed_in_epoch += 1
+            if evaluate_every and progress.num_steps_completed % evaluate_every == 0:
+                progress.evaluation_due = True  # before a checkpoint is written at this step
             durations.append(clock() - fetched)
             for hook in hooks.step_end:
                 hook(state, unit)
             here.step_output = None
+            if state.went_back:
+                break
             if per_step_agreement and unit.at_boundary:
                 self._agree_to_stop()
-            if evaluate_every and progress.num_steps_completed % evaluate_every == 0:
+            if evaluate_every and progress.evaluation_due:
                 self._evaluate_within_fit()
                 self._agree_to_stop()
-        ended = given_up or self._ended(here, feed, progress)
+        if cuts is not None:
+            cuts.settle()
+        ended = state.went_back or given_up or self._ended(here, feed, progress)
         if ended:
             here.feed = None  # an epoch that was cut short keeps it: a checkpoint at the end wants its position
         return ended
+
+    def _skip(self, progress: Progress, feed: Feed, batch: Any) -> None:
+        """Count a step without training on its batch."""
+        if batch is feed:  # a step that fetches for itself
+            next(feed, None)
+        progress.increment_step()
 
     def _step_and_fetch(self, phase: str, feed: Feed) -> tuple[Callable[[State, Any], Any], Callable[[], Any]]:
         """The unit's step, timed if the user asked for it, and the call that gets a batch for it."""
@@ -307,7 +325,7 @@ class Run:
         fetch: Callable[[], Any] = feed.__next__
         if wants_iterator(step):
             fetch = partial(_itself, feed)
-        elif not _keeps(unit, method, _KINDS[phase]):
+        elif not _keeps(unit, method, KINDS[phase]):
             fetch = partial(getattr(unit, method), state, feed)
         timer = state.timer
         if timer is None:
@@ -341,12 +359,8 @@ class Run:
         if isinstance(loader, Placed):
             # The unit's progress says where an epoch goes on; a loader that was looked into or stopped early does not.
             progress.num_steps_completed_in_epoch = loader.seek(progress.num_steps_completed_in_epoch)
-        needs_weights = isinstance(loader, Loader) and (loader.pads or (phase == "train" and loader.is_uneven))
-        if needs_weights and not self.unit.weighs_padding:
-            raise UsageError(
-                f"the last global batch ({loader.order.length % loader.global_batch} samples) cannot be shared evenly by "
-                f"{loader.dp[1]} ranks, and only AutoUnit weighs shares by their size. Use Loader(..., tail='drop')."
-            )
+        if isinstance(loader, Loader):
+            self._check_tail(phase, loader)
         if (
             phase == "train"
             and progress.num_steps_completed_in_epoch
@@ -370,6 +384,13 @@ class Run:
         self._call(hooks.iter_end)
         return feed
 
+    def _check_tail(self, phase: str, loader: Loader) -> None:
+        if not self.unit.weighs_padding and (loader.pads or (phase == "train" and loader.is_uneven)):
+            raise UsageError(
+                f"the last global batch ({loader.order.length % loader.global_batch} samples) cannot be shared evenly by "
+                f"{loader.dp[1]} ranks, and only AutoUnit weighs shares by their size. Use Loader(..., tail='drop')."
+            )
+
     # --- what ranks agree on
 
     def _agree_on_agreeing(self) -> None:
@@ -379,41 +400,6 @@ class Run:
             stoppers = any(c.may_stop and type(c).on_train_step_end is not Callback.on_train_step_end for c in self.callbacks)
             self._agree_each_step = agree.any_rank(stoppers or not self.unit.agrees_to_stop)
 
-    def _agree_on_limits(self, phase: PhaseState, progress: Progress) -> None:
-        """Ranks that would stop at other places, or that begin at other places, leave one another waiting."""
-        limits = {
-            "max_epochs": phase.max_epochs,
-            "max_steps": phase.max_steps,
-            "max_steps_per_epoch": phase.max_steps_per_epoch,
-            "epochs done": progress.num_epochs_completed,
-            "steps done": progress.num_steps_completed,
-        }
-        agree.same_on_all("where training begins and ends", limits, "Give all ranks the same limits and the same checkpoint.")
-
-    def _agreed_lengths(self, phase: str, feed: Feed) -> bool:
-        """Compare the lengths of the ranks' loaders; True if they have none and must agree batch by batch.
-
-        Without this, ranks with fewer batches leave the others waiting in a collective.
-        """
-        if self.state.alone or not (phase == "train" or self.unit.forward_is_collective):
-            return False
-        length = agree.same_on_all(
-            f"the number of {phase} steps of this epoch",
-            feed.length,
-            "Give every rank a loader of the same length; echelon.Loader does.",
-        )
-        return length is None
-
-    def _agree_on_end(self, phase: str, used: int, *, ended: bool) -> None:
-        """Between two batches of loaders without a length: all ranks have one more, or none has."""
-        if not agree.any_rank(ended) or not agree.any_rank(not ended):
-            return
-        counts = agree.gather([used, ended])
-        shown = ", ".join(f"rank {r}: {'ended after' if e else 'has batch'} {n}" for r, (n, e) in enumerate(counts))
-        raise RanksDisagreeError(
-            f"ranks disagree about the end of the {phase} epoch: {shown}. Give every rank equally many batches."
-        )
-
     def _agree_to_stop(self) -> None:
         state = self.state
         if not state.alone and agree.any_rank(state.stop_requested):
@@ -422,8 +408,9 @@ class Run:
     # --- limits
 
     def _done(self, phase: PhaseState, progress: Progress) -> bool:
-        if self.state.should_stop:
-            return True
+        return self.state.should_stop or self._complete(phase, progress)
+
+    def _complete(self, phase: PhaseState, progress: Progress) -> bool:
         if phase.max_epochs is not None and progress.num_epochs_completed >= phase.max_epochs:
             return True
         return phase.max_steps is not None and progress.num_steps_completed >= phase.max_steps
@@ -453,7 +440,7 @@ def _keeps(unit: Any, method: str, base: type) -> bool:
 
 
 def _check_unit(unit: Any, phase: str, entry: str) -> None:
-    kind, name = _KINDS[phase], type(unit).__name__
+    kind, name = KINDS[phase], type(unit).__name__
     if not isinstance(unit, kind):
         raise UnitError(
             f"{entry}() needs {phase}_step, but {name} is no {kind.__name__}. Let it inherit from {kind.__name__} too."

@@ -6,6 +6,8 @@ from typing import Any
 
 __all__ = ["Progress"]
 
+_STEPS = ("num_steps_completed", "num_steps_completed_in_epoch", "num_steps_completed_in_prev_epoch")
+
 
 class Progress:
     """Counts epochs and steps of one phase. A step is one call of the unit's step, that is one micro-batch.
@@ -14,6 +16,9 @@ class Progress:
         num_epochs_completed: epochs run to their end.
         num_steps_completed: steps over all epochs.
         num_steps_completed_in_epoch: steps since the present epoch began.
+    Attributes:
+        evaluation_due: within `fit`, an evaluation belongs here that has not come to its end; a run that goes on begins with it.
+        skipped: ranges of steps, each as (first, one after the last), that count and are not trained on.
     """
 
     def __init__(
@@ -23,6 +28,8 @@ class Progress:
         self.num_steps_completed = num_steps_completed
         self.num_steps_completed_in_epoch = num_steps_completed_in_epoch
         self.num_steps_completed_in_prev_epoch = 0
+        self.evaluation_due = False
+        self.skipped: list[tuple[int, int]] = []
 
     def increment_step(self) -> None:
         self.num_steps_completed += 1
@@ -33,6 +40,22 @@ class Progress:
         self.num_steps_completed_in_prev_epoch = self.num_steps_completed_in_epoch
         self.num_steps_completed_in_epoch = 0
 
+    def abandon_epoch(self) -> None:
+        """Take back the steps of an epoch that was cut short and will begin anew."""
+        self.num_steps_completed -= self.num_steps_completed_in_epoch
+        self.num_steps_completed_in_epoch = 0
+
+    @property
+    def skips(self) -> bool:
+        """Whether the coming step is one to be left out."""
+        return any(first <= self.num_steps_completed < stop for first, stop in self.skipped)
+
+    def rescale(self, size: int, old: int) -> None:
+        """Count in steps of which `size` instead of `old` make an update."""
+        for name in _STEPS:
+            setattr(self, name, getattr(self, name) * size // old)
+        self.skipped = [(first * size // old, stop * size // old) for first, stop in self.skipped]
+
     def get_progress_string(self) -> str:
         return (
             f"completed epochs: {self.num_epochs_completed}, completed steps: {self.num_steps_completed}, "
@@ -40,8 +63,10 @@ class Progress:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return {**vars(self), "skipped": [list(each) for each in self.skipped]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name in vars(self):
+        for name in ("num_epochs_completed", *_STEPS):
             setattr(self, name, int(state_dict.get(name, 0)))
+        self.evaluation_due = bool(state_dict.get("evaluation_due", False))
+        self.skipped = [(int(first), int(stop)) for first, stop in state_dict.get("skipped", ())]

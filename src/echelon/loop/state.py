@@ -135,6 +135,7 @@ class State:
         self.alone = True  # a world of one; the loop knows better
         self.stop_requested = False  # by this rank
         self.should_stop = False  # on all ranks alike: the loop will stop
+        self.went_back = False  # on all ranks alike: a callback restored an older state, from which the loop goes on
 
     def stop(self) -> None:
         """Stop after the present step, on all ranks: any rank may ask, they agree before the next step.
@@ -144,6 +145,10 @@ class State:
         self.stop_requested = True
         if self.alone:
             self.should_stop = True
+
+    def go_on_from_progress(self) -> None:
+        """For a callback that put unit and loader back to an older state, on all ranks: the loop goes on from there."""
+        self.went_back = True
 
     def agree_to_stop(self) -> None:
         """For the loop: every rank has learned that one asked."""

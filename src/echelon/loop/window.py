@@ -70,8 +70,7 @@ class Window:
         """Count the steps of a restored run in micro-batches of today's size."""
         old, self._saved_size = self._saved_size, self.size
         if old != self.size:
-            for name in ("num_steps_completed", "num_steps_completed_in_epoch", "num_steps_completed_in_prev_epoch"):
-                setattr(progress, name, getattr(progress, name) * self.size // old)
+            progress.rescale(self.size, old)
 
     def add(self, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
         """Take in a micro-batch's mean loss, without its graph, and its weight."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from echelon.contracts.errors import EchelonError, RanksDisagreeError
 
-__all__ = ["any_rank", "control_group", "from_rank0", "gather", "same_on_all"]
+__all__ = ["AnyRankLater", "any_rank", "control_group", "from_rank0", "gather", "same_on_all"]
 
 T = TypeVar("T")
 
@@ -52,6 +52,31 @@ def any_rank(flag: bool) -> bool:
     value = torch.tensor([1 if flag else 0], dtype=torch.int32)
     dist.all_reduce(value, op=dist.ReduceOp.MAX, group=control_group())
     return bool(value.item())
+
+
+class AnyRankLater:
+    """`any_rank` for a flag that is asked again and again: each call sends the flag and returns the answer of the call before.
+
+    Nothing waits for the network. Every rank makes equally many calls.
+    """
+
+    def __init__(self) -> None:
+        self._work: dist.Work | None = None
+        self._value = torch.zeros(1, dtype=torch.int32)
+
+    def __call__(self, flag: bool) -> bool:
+        answer = self.last()
+        self._value = torch.tensor([1 if flag else 0], dtype=torch.int32)
+        self._work = dist.all_reduce(self._value, op=dist.ReduceOp.MAX, group=control_group(), async_op=True)
+        return answer
+
+    def last(self) -> bool:
+        """The answer of the latest call."""
+        if self._work is None:
+            return False
+        self._work.wait()
+        self._work = None
+        return bool(self._value.item())
 
 
 def gather(value: Any) -> list[Any]:

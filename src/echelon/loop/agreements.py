@@ -1,0 +1,73 @@
+"""What the ranks of a run agree on before they rely on it: limits, lengths of loaders, ends of epochs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from echelon.contracts.errors import RanksDisagreeError
+from echelon.data.prefetch import Feed
+from echelon.loop.progress import Progress
+from echelon.loop.state import EntryPoint, PhaseState, State
+from echelon.world import agree
+
+__all__ = ["CutShort", "cuts_evaluation", "on_end", "on_lengths", "on_limits"]
+
+
+def on_limits(phase: PhaseState, progress: Progress) -> None:
+    """Ranks that would stop at other places, or that begin at other places, leave one another waiting."""
+    limits = {
+        "max_epochs": phase.max_epochs,
+        "max_steps": phase.max_steps,
+        "max_steps_per_epoch": phase.max_steps_per_epoch,
+        "epochs done": progress.num_epochs_completed,
+        "steps done": progress.num_steps_completed,
+    }
+    agree.same_on_all("where training begins and ends", limits, "Give all ranks the same limits and the same checkpoint.")
+
+
+def on_lengths(phase: str, feed: Feed, unit: Any) -> bool:
+    """Compare the lengths of the ranks' loaders; True if they have none and must agree batch by batch.
+
+    Without this, ranks with fewer batches leave the others waiting in a collective.
+    """
+    length = agree.same_on_all(
+        f"the number of {phase} steps of this epoch",
+        feed.length,
+        "Give every rank a loader of the same length; echelon.Loader does.",
+    )
+    return length is None
+
+
+def on_end(phase: str, used: int, *, ended: bool) -> None:
+    """Between two batches of loaders without a length: all ranks have one more, or none has."""
+    if not agree.any_rank(ended) or not agree.any_rank(not ended):
+        return
+    counts = agree.gather([used, ended])
+    shown = ", ".join(f"rank {r}: {'ended after' if e else 'has batch'} {n}" for r, (n, e) in enumerate(counts))
+    raise RanksDisagreeError(f"ranks disagree about the end of the {phase} epoch: {shown}. Give every rank equally many batches.")
+
+
+class CutShort:
+    """Whether an evaluation within `fit` ends before its time, since a rank was asked to stop.
+
+    Ranks whose forward passes meet in collectives learn it at the same step; without any, each leaves by itself.
+    """
+
+    def __init__(self, state: State, *, together: bool) -> None:
+        self._state = state
+        self._any_rank = agree.AnyRankLater() if together else None
+
+    def asked(self) -> bool:
+        wants = self._state.stop_requested
+        return self._any_rank(wants) if self._any_rank is not None else wants
+
+    def settle(self) -> None:
+        if self._any_rank is not None:
+            self._any_rank.last()
+
+
+def cuts_evaluation(state: State, unit: Any) -> CutShort | None:
+    """None where `state.should_stop` tells all, or nothing may be asked: outside `fit` nobody says that all ranks are there."""
+    if state.alone or state.entry_point is not EntryPoint.FIT:
+        return None
+    return CutShort(state, together=unit.forward_is_collective)

@@ -1,0 +1,204 @@
+"""A request to stop: heard at any moment, agreed on, saved, and answered with exit code 75; the run goes on as if nothing was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import echelon as ech
+from echelon.checkpoint import commit
+from echelon.contracts.stopping import REQUEUE, leave
+from echelon.world import stop
+from tests.conftest import Ranks, clean_environment
+from tests.models import Batch, batch, largest_difference, net, whole
+from tests.units import Regression
+
+DATA, EVAL = torch.utils.data.TensorDataset(*batch(48, 0)), torch.utils.data.TensorDataset(*batch(24, 1))
+STEPS, EVERY = 14, 3
+
+
+class Interrupted(Regression):
+    """Sends itself a signal at a moment of its own choice, on one rank or all."""
+
+    def __init__(self, strategy: str, moment: str = "", number: int = 0, only: int | None = None) -> None:
+        def plateau(optimizer: Any) -> Any:
+            return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+
+        super().__init__(module=net(dropout=0.2), strategy=strategy, optimizer="AdamW", lr=0.05, schedule=plateau)
+        self.moment, self.number, self.only = moment, number, only
+        self.evaluated: list[tuple[int, float]] = []
+
+    def send(self, *_: Any) -> None:
+        if self.only is None or self.only == dist.get_rank():
+            os.kill(os.getpid(), self.number)
+
+    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, out = super().compute_loss(state, data)
+        step = self.train_progress.num_steps_completed
+        if not self.module.training:
+            if self.moment == "evaluation" and step == 6 and self.eval_progress.num_steps_completed_in_epoch == 1:
+                self.send()
+        elif step == 5 and self.moment == "forward":
+            self.send()
+        elif step == 5 and self.moment == "backward":
+            out.register_hook(self.send)
+        return loss, out
+
+    def on_eval_epoch_end(self, state: ech.State) -> None:
+        self.evaluated.append((self.train_progress.num_steps_completed, self.eval_loss))
+
+
+def _fit(unit: Interrupted, folder: Path | None, restored: bool = False, **options: Any) -> int | None:
+    loader = ech.Loader(DATA, 8, seed=1)
+    saver = ech.DistributedCheckpointSaver
+    if restored:
+        assert folder is not None and saver.restore_from_latest(folder, unit, train_dataloader=loader)
+    callbacks: list[ech.Callback] = [saver(folder, **options)] if folder is not None else []
+    try:
+        ech.fit(
+            unit,
+            loader,
+            ech.Loader(EVAL, 4, shuffle=False),
+            max_steps=STEPS,
+            evaluate_every_n_steps=EVERY,
+            evaluate_every_n_epochs=None,
+            callbacks=callbacks,
+        )
+    except SystemExit as ended:
+        return ended.code  # type: ignore[return-value]
+    return None
+
+
+def _undisturbed(strategy: str) -> tuple[dict[str, torch.Tensor], list[tuple[int, float]]]:
+    unit = Interrupted(strategy)
+    assert _fit(unit, None) is None
+    return whole(unit.module), unit.evaluated
+
+
+def _stopped(folder: Path, strategy: str, moment: str, number: int, only: int | None) -> tuple[Any, ...]:
+    unit = Interrupted(strategy, moment, number, only)
+    options: dict[str, Any] = {}
+    if moment == "save":
+        publish, options = commit.publish, {"save_every_n_train_steps": 5}
+
+        def interrupted(*args: Any) -> Any:
+            if unit.train_progress.num_steps_completed == 5:
+                unit.send()
+            return publish(*args)
+
+        commit.publish = interrupted
+    if moment == "any":
+        rank = dist.get_rank()
+        threading.Timer(0.05 + 0.15 * rank, lambda: os.kill(os.getpid(), number)).start()
+        compute = unit.compute_loss
+
+        def slowly(*args: Any) -> Any:
+            time.sleep(0.03)
+            return compute(*args)
+
+        unit.compute_loss = slowly  # type: ignore[method-assign]
+    code = _fit(unit, folder, **options)
+    os.kill(os.getpid(), number)  # a late one
+    return code, unit.train_progress.num_steps_completed, unit.evaluated
+
+
+def _went_on(folder: Path, strategy: str) -> tuple[dict[str, torch.Tensor], list[tuple[int, float]]]:
+    unit = Interrupted(strategy)
+    assert _fit(unit, folder, restored=True) is None
+    return whole(unit.module), unit.evaluated
+
+
+MOMENTS = [
+    ("ddp", "forward", signal.SIGTERM, None),
+    ("ddp", "backward", signal.SIGUSR1, 1),
+    ("ddp", "evaluation", signal.SIGTERM, 1),
+    ("fsdp", "evaluation", signal.SIGUSR1, 0),
+    ("fsdp", "save", signal.SIGTERM, None),
+    ("ddp", "any", signal.SIGTERM, None),
+]
+
+
+@pytest.mark.parametrize(("strategy", "moment", "number", "only"), MOMENTS)
+def test_a_signal_at_any_moment_is_agreed_on_saved_and_leaves_no_trace(
+    ranks: Ranks, tmp_path: Path, strategy: str, moment: str, number: int, only: int | None
+) -> None:
+    """Dropout, AdamW, and a schedule that the evaluations drive: one evaluation more or less would be seen."""
+    want, evaluations = ranks(2, _undisturbed, strategy)[0]
+    ended = ranks(2, _stopped, tmp_path / "c", strategy, moment, number, only)
+    assert {code for code, _, _ in ended} == {REQUEUE}
+    steps = {step for _, step, _ in ended}
+    assert len(steps) == 1 and (moment == "any" or steps <= {5, 6, 7})
+    assert commit.latest(tmp_path / "c") == tmp_path / "c" / f"step-{steps.pop():08d}"
+    got, after = ranks(2, _went_on, tmp_path / "c", strategy)[0]
+    assert largest_difference(got, want) == 0
+    assert ended[0][2] + after == evaluations  # none is lost, none comes twice
+
+
+def _asked_before(folder: Path) -> tuple[int | None, int]:
+    stop._asked = "SIGTERM"  # during a restore, say
+    unit = Interrupted("ddp")
+    return _fit(unit, folder), unit.train_progress.num_steps_completed
+
+
+def test_who_was_asked_before_the_loop_began_does_no_step(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, _asked_before, tmp_path / "c") == [(REQUEUE, 0)] * 2
+
+
+def _at_the_end() -> int | None:
+    unit = Interrupted("ddp")
+    unit.on_train_end = unit.send  # type: ignore[method-assign]
+    unit.number = signal.SIGTERM
+    code = _fit(unit, None)
+    assert signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, leave)  # put back
+    return code
+
+
+def test_a_signal_after_the_last_step_does_not_make_a_complete_run_incomplete(ranks: Ranks) -> None:
+    assert ranks(2, _at_the_end) == [None, None]
+
+
+def test_handlers_of_the_users_own_and_ignored_signals_stay() -> None:
+    def own(number: int, frame: Any) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, own), signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with stop.listening(lambda: None):
+            assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == (own, signal.SIG_IGN)
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGUSR1, before[1])
+
+
+FORKS = """
+    import os, signal, time
+    from echelon.world import stop
+
+    with stop.listening(lambda: None):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(0.3)  # Python forgets what reaches a child before it is set up
+        os.kill(child, signal.SIGUSR1)
+        os.kill(child, signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), stop.asked())
+"""
+
+
+def test_a_child_that_the_program_forked_dies_of_its_own_signal() -> None:
+    """It has nothing to save: with our handler in it, `terminate()` would wait for ever."""
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FORKS)], capture_output=True, text=True, timeout=60, env=clean_environment()
+    )
+    assert ran.stdout.split() == [str(-signal.SIGTERM), "None"], ran.stderr
