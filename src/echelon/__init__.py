@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from echelon.loop.auto_predict import AutoPredictUnit
     from echelon.loop.averaged import AveragedWeights, SWALRParams, SWAParams
     from echelon.loop.callback import Callback
+    from echelon.loop.callbacks.rollback import RollBack
     from echelon.loop.callbacks.saver import BestCheckpointConfig, DistributedCheckpointSaver, RestoreOptions
     from echelon.loop.metrics import Mean
     from echelon.loop.progress import Progress
@@ -82,6 +83,7 @@ __all__ = [
     "Proof",
     "RankInfo",
     "RestoreOptions",
+    "RollBack",
     "RunDir",
     "SWALRParams",
     "SWAParams",
@@ -151,6 +153,7 @@ _HOMES = {
     "Proof": "prover.prove",
     "RankInfo": "contracts.rank",
     "RestoreOptions": "loop.callbacks.saver",
+    "RollBack": "loop.callbacks.rollback",
     "RunDir": "contracts.run_dir",
     "SWALRParams": "loop.averaged",
     "SWAParams": "loop.averaged",

@@ -6,6 +6,7 @@ EchelonError
  ├── UnitError (TypeError)                a unit without what its entry point needs
  ├── LossError (TypeError)                a loss that cannot be differentiated
  ├── NonFiniteError (FloatingPointError)  inf or nan where detection was asked for
+ ├── DivergedError (ArithmeticError)      a loss that grew or was lost again and again, in spite of going back
  ├── DataError (RuntimeError)             a sample that cannot be read, or a worker that died reading
  ├── RanksDisagreeError (RuntimeError)    ranks hold different values for what must be one
  ├── RankFailedError (RuntimeError)       a rank raised, exited or was killed
@@ -30,6 +31,7 @@ __all__ = [
     "CheckpointUnreadableError",
     "CheckpointWriteError",
     "DataError",
+    "DivergedError",
     "EchelonError",
     "LauncherEnvironmentError",
     "LossError",
@@ -64,6 +66,10 @@ class LossError(EchelonError, TypeError):
 
 class NonFiniteError(EchelonError, FloatingPointError):
     """A loss or a gradient is inf or nan, and the user asked for detection."""
+
+
+class DivergedError(EchelonError, ArithmeticError):
+    """The loss left its bounds more often than was allowed, or nothing was there to go back to. Names the step and the samples."""
 
 
 class DataError(EchelonError, RuntimeError):

@@ -164,6 +164,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         self.eval_loss = float("nan")  # of the latest evaluation, over all ranks
         self._evaluation = _EvalLoss()
         self._reduces = False  # whether windows are summed over ranks
+        self.latest_update: tuple[Any, Any] = (None, None)  # loss over the global batch and gradient norm, if it is clipped
         self._given_strategy = strategy
         self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")
 
@@ -243,6 +244,11 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
     @property
     def agrees_to_stop(self) -> bool:
         return self._reduces and not self._reports_step and not _overrides(self, AutoUnit, "train_step")
+
+    @property
+    def agrees_on_updates(self) -> bool:
+        """Whether `latest_update` is the same on all ranks."""
+        return self._reduces
 
     def phase_started(self, state: State, phase: str) -> None:
         self._check_own_names()
@@ -397,6 +403,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         norm = prepared.clip_grad_norm_(self.clip_grad_norm) if self.clip_grad_norm is not None else None
         if self.clip_grad_value is not None:
             prepared.clip_grad_value_(self.clip_grad_value)
+        self.latest_update = (loss, norm)
         lr = optimizer.param_groups[0]["lr"]
         updated = True
         if scaler is not None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from echelon.contracts.errors import EchelonError, RanksDisagreeError
 
-__all__ = ["AnyRankLater", "any_rank", "control_group", "from_rank0", "gather", "same_on_all"]
+__all__ = ["AnyRankLater", "any_rank", "control_group", "from_rank0", "gather", "is_rank0", "same_on_all"]
 
 T = TypeVar("T")
 
@@ -24,6 +24,11 @@ _side_groups: dict[int, dist.ProcessGroup] = {}
 
 def is_joined() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def is_rank0() -> bool:
+    """Whether this process speaks for all."""
+    return not is_joined() or dist.get_rank() == 0
 
 
 def control_group() -> dist.ProcessGroup | None:

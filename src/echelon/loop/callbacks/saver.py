@@ -263,6 +263,11 @@ class DistributedCheckpointSaver(Callback):
             found |= {local(t).data_ptr() for t in (*owned, *state)}
         return found - {0}
 
+    def settle(self, state: State) -> None:
+        """Wait for a save under way, and forget one that is due. Collective."""
+        self._look_after(state, wait=True)
+        self._due = False
+
     def _wait_for_copy(self, *_: Any) -> None:
         self.stall_s += self._background.wait_for_copy()
 

@@ -1,0 +1,160 @@
+"""A run that diverges goes back to a checkpoint and on without the batches: as if it had been told to leave them out."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import echelon as ech
+from echelon.contracts.errors import DivergedError, UsageError
+from tests.conftest import Ranks
+from tests.models import batch, largest_difference, net, whole
+from tests.units import Regression
+
+PER_EPOCH = 36
+STEPS = PER_EPOCH + 6
+
+
+def _data(bad: int, value: float) -> torch.utils.data.TensorDataset:
+    x, y = batch(8 * PER_EPOCH, 0)
+    y[bad] = value
+    return torch.utils.data.TensorDataset(x, y)
+
+
+def _run(
+    folder: Path | None, bad: int, value: float, *, skipped: Any = (), steps: int = STEPS, resume: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Train with dropout and a schedule; with a folder, under a RollBack."""
+    strategy, accumulation = options.pop("strategy", "ddp"), options.pop("accumulation", 1)
+    saver_options = {"save_every_n_train_steps": 4 * accumulation, "async_checkpoint": options.pop("asynchronous", False)}
+    unit = Regression(
+        module=net(dropout=0.2),
+        strategy=strategy,
+        optimizer="AdamW",
+        lr=0.01,
+        schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.9),
+        step_lr_interval="step",
+        gradient_accumulation_steps=accumulation,
+    )
+    loader = ech.Loader(_data(bad, value), 8, seed=1, accumulation=accumulation)
+    unit.train_progress.skipped = list(skipped)
+    callbacks: list[ech.Callback] = []
+    if folder is not None:
+        saver = ech.DistributedCheckpointSaver(folder, **saver_options)
+        if resume:
+            assert saver.restore_from_latest(folder, unit, train_dataloader=loader)
+        callbacks = [ech.RollBack(saver, **options), saver]
+    ech.train(unit, loader, max_steps=steps, callbacks=callbacks)
+    return {"module": whole(unit.module), "skipped": unit.train_progress.skipped, "steps": unit.steps}
+
+
+def _steps_of(bad: int) -> list[int]:
+    """The updates of two epochs that a sample belongs to."""
+    order = ech.Loader(_data(0, 0.0), 8, seed=1, dp_rank=0, dp_size=1).order
+    return [
+        epoch * PER_EPOCH + k for epoch in (0, 1) for k in range(PER_EPOCH) if bad in order.at(epoch, np.arange(k * 8, k * 8 + 8))
+    ]
+
+
+def _seen_after_a_while() -> int:
+    """A sample that comes late enough for a history, and early in the second epoch, some steps after a checkpoint each time."""
+    for i in range(8 * PER_EPOCH):
+        first, second = _steps_of(i)
+        if 20 <= first <= 32 and second <= PER_EPOCH + 3 and first % 4 and second % 4:
+            return i
+    raise AssertionError("no such sample")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "value", "accumulation", "asynchronous"),
+    [("ddp", math.nan, 1, False), ("fsdp", math.inf, 2, True), ("ddp", 1e3, 1, True)],
+)
+def test_going_back_leaves_the_batch_out_and_nothing_else(
+    ranks: Ranks, tmp_path: Path, strategy: str, value: float, accumulation: int, asynchronous: bool
+) -> None:
+    """The sample comes twice: the second time the way back leads into another epoch."""
+    bad = _seen_after_a_while()
+    ranges = [(k * accumulation, (k + 1) * accumulation) for k in _steps_of(bad)]
+    options = {"strategy": strategy, "accumulation": accumulation, "steps": STEPS * accumulation}
+    got = ranks(2, _run, tmp_path / "c", bad, value, asynchronous=asynchronous, **options)[0]
+    want = ranks(2, _run, None, bad, value, skipped=ranges, **options)[0]
+    assert got["skipped"] == ranges
+    assert all(torch.isfinite(value).all() for value in got["module"].values())
+    assert largest_difference(got["module"], want["module"]) == 0
+    assert not {s for first, stop in ranges for s in range(first, stop)} & set(want["steps"])
+
+
+def test_what_was_left_out_is_left_out_after_a_resume(ranks: Ranks, tmp_path: Path) -> None:
+    bad = _seen_after_a_while()
+    want = ranks(2, _run, tmp_path / "a", bad, math.nan)[0]
+    ranks(2, _run, tmp_path / "b", bad, math.nan, steps=_steps_of(bad)[0] + 5)
+    got = ranks(2, _run, tmp_path / "b", bad, math.nan, resume=True)[0]
+    assert got["skipped"] == want["skipped"] and largest_difference(got["module"], want["module"]) == 0
+    assert _steps_of(bad)[0] not in got["steps"]
+
+
+def _until_it_ends(folder: Path, watch: bool) -> str:
+    x, y = batch(96, 0)
+    y[5::8] = math.nan  # in nearly every batch
+    unit = Regression(module=net(), strategy="ddp")
+    saver = ech.DistributedCheckpointSaver(folder)
+    loader = ech.Loader(torch.utils.data.TensorDataset(x, y), 8, seed=1)
+    # Rank 0 alone sees it, in a number of its own.
+    options: dict[str, Any] = (
+        {"watch": lambda state, unit: math.nan if torch.distributed.get_rank() == 0 else 0.0} if watch else {}
+    )
+    with pytest.raises(DivergedError) as error:
+        ech.train(unit, loader, max_epochs=2, callbacks=[ech.RollBack(saver, at_most=2, **options), saver])
+    return str(error.value)
+
+
+@pytest.mark.parametrize("watch", [False, True])
+def test_it_is_bounded_and_the_error_names_step_rank_and_samples(ranks: Ranks, tmp_path: Path, watch: bool) -> None:
+    first, second = ranks(2, _until_it_ends, tmp_path / "c", watch)
+    assert first == second
+    assert "2 updates were left out before" in first and "(samples [" in first
+    assert ("rank 0: the loss is nan" in first) and ("rank 1" in first) != watch
+
+
+class Own(ech.TrainUnit[Any]):
+    """A unit with a step of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = net()
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
+        self.loss = 0.0
+
+    def train_step(self, state: ech.State, data: Any) -> None:
+        x, y = data
+        loss = torch.nn.functional.mse_loss(self.module(x), y)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.loss = float(loss.detach())
+
+
+def test_a_unit_of_the_users_own_says_what_to_watch_and_the_events_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = _seen_after_a_while()
+    loader = ech.Loader(_data(bad, math.nan), 8, seed=1)
+    saver = ech.DistributedCheckpointSaver(tmp_path / "c", save_every_n_train_steps=4)
+    with pytest.raises(UsageError, match="Own is no AutoUnit"):
+        ech.train(Own(), loader, max_steps=1, callbacks=[ech.RollBack(saver)])
+    with pytest.raises(UsageError, match="list cannot go back"):
+        ech.train(Own(), [loader.dataset[0]], max_steps=1, callbacks=[ech.RollBack(saver, watch=lambda state, unit: 0.0)])
+    run = ech.RunDir.create(tmp_path, "r")
+    monkeypatch.setenv("ECHELON_RUN_DIR", str(run.path))
+    unit = Own()
+    ech.train(unit, loader, max_steps=STEPS, callbacks=[ech.RollBack(saver, watch=lambda state, unit: unit.loss), saver])
+    assert all(torch.isfinite(p).all() for p in unit.module.parameters())
+    told = [json.loads(line) for line in run.events(0).read_text().splitlines()]
+    back = next(each for each in told if each["event"] == "rolled_back")
+    step = _steps_of(bad)[0]
+    assert (back["step"], back["to"], back["skipped"]) == (step + 1, step - step % 4, [step, step + 1])
+    assert bad in back["samples"] and "nan" in back["why"]
