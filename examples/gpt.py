@@ -4,7 +4,8 @@
     echelon run --ranks 2 examples/gpt.py --strategy ddp
     python examples/gpt.py --strategy noop                    one process, no launcher
     echelon run --ranks 2 examples/gpt.py --data ~/texts      your own text files
-    echelon run --ranks 2 examples/gpt.py --resume            go on where the last run stopped
+    echelon run --ranks 2 --name big --stop-after 50m examples/gpt.py     the same command once more goes on
+    echelon run --ranks 2 examples/gpt.py --resume            a new run that begins where the last one stopped
 
 The script says what is trained; how many processes there are, and how the model is split over them, is said elsewhere.
 """
@@ -120,21 +121,15 @@ def continue_text(unit: GPTUnit, prompt: str, length: int, context: int, tempera
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in written)  # an untrained model writes anything
 
 
-def checkpoint_folder(resume: str | None) -> tuple[Path, Path | None]:
-    """Where this run saves, and where to resume from: the run named, else this run, else the newest of this script."""
-    run = ech.RunDir.current()
-    own = run.checkpoints if run is not None else Path("runs") / "gpt" / "checkpoints"
-    if resume is None:
-        return own, None
+def another_run(own: Path, resume: str) -> Path:
+    """Checkpoints of the run that --resume names, or of the newest other run of this script."""
     if resume:
         given = Path(resume)
-        return own, given / "checkpoints" if (given / "checkpoints").is_dir() else given
-    if any(own.glob("step-*")):
-        return own, own
-    newest = (run or ech.RunDir(own.parent)).newest_sibling_with_checkpoint("gpt")
+        return given / "checkpoints" if (given / "checkpoints").is_dir() else given
+    newest = (ech.RunDir.current() or ech.RunDir(own.parent)).newest_sibling_with_checkpoint("gpt")
     if newest is None:
         raise SystemExit("--resume: no run of this script with a checkpoint is in runs/. Name its folder: --resume runs/NAME")
-    return own, newest.checkpoints
+    return newest.checkpoints
 
 
 def main() -> None:
@@ -143,7 +138,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="optimizer updates")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="text files to learn from; default: Python's own source")
     parser.add_argument(
-        "--resume", nargs="?", const="", metavar="RUN", help="go on from a run's newest checkpoint; default: the latest"
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="RUN",
+        help="begin with the newest checkpoint of another run; default: the latest",
     )
     parser.add_argument("--batch", type=int, default=32, help="windows per update over all ranks")
     parser.add_argument("--context", type=int, default=128, help="bytes a window")
@@ -179,11 +178,16 @@ def main() -> None:
         lr=args.lr,
         steps=args.steps,
     )
-    own, source = checkpoint_folder(args.resume)
-    if source is not None and not ech.DistributedCheckpointSaver.restore_from_latest(source, unit, train_dataloader=train_loader):
-        raise SystemExit(f"--resume: {source} holds no checkpoint")
+    run = ech.RunDir.current()
+    own = run.checkpoints if run is not None else Path("runs") / "gpt" / "checkpoints"
+    # This run goes on where it was killed or stopped: started again by the launcher, by a cluster, or under the same --name.
+    restore = ech.DistributedCheckpointSaver.restore_from_latest
+    if not restore(own, unit, train_dataloader=train_loader) and args.resume is not None:
+        other = another_run(own, args.resume)
+        if not restore(other, unit, train_dataloader=train_loader):
+            raise SystemExit(f"--resume: {other} holds no checkpoint")
     saver = ech.DistributedCheckpointSaver(
-        own, save_every_n_train_steps=args.save_every * args.accumulate, keep_last_n_checkpoints=2
+        own, save_every_n_train_steps=args.save_every * args.accumulate, keep_last_n_checkpoints=2, async_checkpoint=True
     )
 
     ech.train(unit, train_loader, max_steps=args.steps * args.accumulate, callbacks=[saver])
