@@ -4,13 +4,17 @@ PYTHON ?= python3
 RANKS ?= 2
 ARGS ?=
 
-.PHONY: train test check clean
+.PHONY: train test soak check clean
 
 train: .venv/ready
 	.venv/bin/echelon run --ranks $(RANKS) examples/gpt.py $(ARGS)
 
 test: .venv/ready
 	.venv/bin/python -m pytest -q -n 2 --dist loadgroup
+
+# Not part of the tests: every crash point, 200 kills, 1,000 damages, 200 restarts; about half an hour on two cores.
+soak: .venv/ready
+	.venv/bin/python -m tests.chaos.soak $(ARGS)
 
 check: .venv/ready
 	.venv/bin/ruff format --check src tests examples bench

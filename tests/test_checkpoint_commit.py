@@ -133,10 +133,13 @@ def test_all_damaged_is_an_error_and_never_a_fresh_start(two: Path, tmp_path: Pa
         Saver.restore_from_latest(tmp_path / "c", _unit("noop"))
 
 
-def test_a_newer_format_says_so(two: Path, tmp_path: Path) -> None:
+def test_a_newer_format_says_so(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(two, tmp_path / "c")
     path = tmp_path / "c" / "step-00000004" / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    newer = json.loads(path.read_text())
+    monkeypatch.setattr(manifest, "FORMAT", 3)
+    path.write_bytes(manifest.render({k: v for k, v in newer.items() if k not in ("format", "checksum")}))
+    monkeypatch.setattr(manifest, "FORMAT", 2)
     with pytest.raises(CheckpointError, match="has format 3, this echelon reads formats up to 2: update echelon"):
         _restored(tmp_path / "c")
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
+import re
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,8 +21,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 import echelon as ech
 from echelon.checkpoint import plain
 from echelon.contracts.errors import CheckpointError, CheckpointMismatchError, UsageError
+from echelon.contracts.run_dir import RunDir, write_json
+from echelon.loop.callbacks import changes
 from tests.conftest import Ranks
-from tests.models import largest_difference, net, whole
+from tests.models import batch, largest_difference, net, whole
 from tests.test_checkpoint import DATA, _loader, _resume, _train_and_save, _uninterrupted, _unit
 from tests.units import Regression
 
@@ -52,6 +57,119 @@ def test_other_data_is_shown_in_a_table_and_needs_to_be_allowed(tmp_path: Path, 
         tmp_path, unit, train_dataloader=other, restore_options=Options(allow_changes=(what, "fingerprint"))
     )
     assert unit.train_progress.num_steps_completed == 2
+    assert other.seek(2) == other.start == (1 if what == "global_batch" else 2)  # it goes on after the same sixteen samples
+    assert not other.accept_changes
+
+
+def test_what_the_loader_accepts_is_allowed_and_both_lists_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _train_and_save(tmp_path, "noop", 2)
+    other = ech.Loader(DATA, 4, seed=2, tail="drop", accept_changes={"seed"})
+    with pytest.raises(CheckpointMismatchError, match=r"allow_changes=\('global_batch',\)"):
+        Saver.restore_from_latest(tmp_path, _unit("noop"), train_dataloader=other)
+    with caplog.at_level(logging.INFO):
+        options = Options(allow_changes=("global_batch",))
+        Saver.restore_from_latest(tmp_path, _unit("noop"), train_dataloader=other, restore_options=options)
+    assert other.start == 4
+    (table,) = [record.getMessage() for record in caplog.records if "changed:" in record.getMessage()]
+    lines = [" ".join(line.split()[:5]) for line in table.splitlines()[2:]]
+    assert lines == ["tail keep drop harmless: the", "global_batch 8 4 allowed: other", "seed 1 2 allowed: another"]
+
+
+def test_other_data_under_the_same_numbers_are_noticed_by_restore(tmp_path: Path) -> None:
+    _train_and_save(tmp_path, "noop", 2)
+    other = torch.utils.data.TensorDataset(DATA.tensors[0] + 1, DATA.tensors[1])
+    with pytest.raises(CheckpointMismatchError, match=r"fingerprint\s+sample 0: .*NOT harmless: other data"):
+        Saver.restore_from_latest(tmp_path, _unit("noop"), train_dataloader=ech.Loader(other, 8, seed=1))
+
+
+class Foreign(list[Any]):
+    """A loader of somebody else's, with a state of its own."""
+
+    state: ClassVar[dict[str, Any]] = {"seed": 1}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+
+def test_a_foreign_loaders_state_is_not_compared(tmp_path: Path) -> None:
+    loader = Foreign([batch(4, 0)] * 3)
+    ech.train(_unit("noop"), loader, max_steps=2, callbacks=[Saver(tmp_path)])
+    other = Foreign([batch(4, 0)] * 3)
+    other.state = {"seed": 2}  # type: ignore[misc]
+    Saver.restore_from_latest(tmp_path, _unit("noop"), train_dataloader=other)
+    assert other.loaded == {"seed": 1}
+
+
+def test_the_saved_options_of_an_optimizer_go_on_and_the_scripts_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Chosen(Regression):
+        options: ClassVar[dict[str, Any]] = {}
+
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+            optimizer = torch.optim.AdamW(module.parameters(), **self.options)
+            return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    Chosen.options = {"lr": 0.1, "weight_decay": 0.2, "foreach": True}
+    ech.train(Chosen(step_lr_interval="step"), _loader(), max_steps=2, callbacks=[Saver(tmp_path)])
+    Chosen.options = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.5, 0.5), "foreach": False}
+    unit = Chosen(step_lr_interval="step")
+    with caplog.at_level(logging.INFO):
+        Saver.restore_from_latest(tmp_path, unit)
+    told = (
+        r"optimizer.betas +\[0.9, 0.999\] +\[0.5, 0.5\] +harmless: the saved value is used\n +optimizer.weight_decay +0.2 +0.3 "
+    )
+    assert re.search(told, caplog.text)
+    assert "optimizer.lr" not in caplog.text  # a schedule has moved it; both began at 0.1
+    group = unit.optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.025, 0.2, (0.9, 0.999))
+    assert group["foreach"] is False  # how it computes is this script's business
+
+
+def _facts(strategy: str) -> dict[str, Any]:
+    unit = _unit(strategy)
+    unit.config = {"width": 8, "path": Path("x"), "of": [1, 2]}  # type: ignore[attr-defined]
+    return changes.facts(unit, _loader())
+
+
+def _facts_of_each() -> dict[str, Any]:
+    return {strategy: _facts(strategy) for strategy in ("hsdp", "ddp", "tp")}
+
+
+def test_the_manifest_says_what_ran(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ranks(2, _facts_of_each)[0]
+    hsdp, data = found["hsdp"], found["hsdp"]["data"]
+    assert hsdp["mesh"] == {"dp_replicate": 2, "dp_shard": 1} and hsdp["world_size"] == 2 and hsdp["strategy"] == "hsdp"
+    assert found["ddp"]["mesh"] == {"data": 2} and found["tp"]["mesh"] == {"dp_shard": 1, "tp": 2}
+    assert (data["global_batch"], data["seed"], data["samples"], data["fingerprint"]["length"]) == (8, 1, 48, 48)
+    assert "position" not in data and "epoch" not in data
+    assert hsdp["user"] == {"width": 8, "of": [1, 2]}
+    assert hsdp["command"] == [] and hsdp["torch"] == torch.__version__
+    run = RunDir(tmp_path)
+    write_json(run.run_json, {"command": ["echelon", "run", "train.py"]})
+    for name, value in run.to_env().items():
+        monkeypatch.setenv(name, value)
+    here = _facts("noop")
+    assert here["command"] == ["echelon", "run", "train.py"] and here["mesh"] == {}
+
+
+def test_another_config_of_the_users_is_shown_and_harmless(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    @dataclass
+    class Config:
+        width: int = 8
+
+    unit = _unit("noop")
+    unit.config = {"width": 8}  # type: ignore[attr-defined]
+    ech.train(unit, _loader(), max_steps=1, callbacks=[Saver(tmp_path)])
+    manifest = json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())
+    assert manifest["config"] == json.loads(json.dumps(changes.facts(unit, _loader())))
+    unit.config = Config(width=9)  # type: ignore[attr-defined]
+    with caplog.at_level(logging.INFO):
+        Saver.restore_from_latest(tmp_path, unit)
+    assert re.search(r"config.width +8 +9 +harmless: yours", caplog.text)
 
 
 def test_another_optimizer_is_refused_unless_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -180,6 +298,223 @@ def test_groups_frozen_layers_and_averages_go_on_under_another_strategy(
             assert {name: d for name, each in got.items() if not (d := largest_difference(each, want)) < 1e-12} == {}, size
 
 
+# --- types
+
+
+def _typed(dtype: torch.dtype, seed: int = 0) -> Regression:
+    return Regression(module=net(seed, dtype), optimizer="AdamW", lr=0.05)
+
+
+def _typed_loader(dtype: torch.dtype) -> ech.Loader:
+    x, y = DATA.tensors
+    return ech.Loader(torch.utils.data.TensorDataset(x.to(dtype), y.to(dtype)), 8, seed=1)
+
+
+def test_tensors_that_are_cast_are_listed_and_an_optimizers_state_is_not_cut_short(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, dtype in (("wide", torch.float32), ("short", torch.bfloat16)):
+        ech.train(_typed(dtype), _typed_loader(dtype), max_steps=2, callbacks=[Saver(tmp_path / name)])
+    narrow = _typed(torch.bfloat16, seed=5)
+    with pytest.raises(CheckpointMismatchError, match=r"optimizer.state.*exp_avg\s+float32\s+bfloat16"):
+        Saver.restore_from_latest(tmp_path / "wide", narrow)
+    with caplog.at_level(logging.WARNING):
+        options = Options.weights_only()
+        report = Saver.restore(tmp_path / "wide" / "step-00000002", narrow, restore_options=options)
+    assert len(report.cast) == len(list(narrow.module.parameters()))
+    assert report.cast["module.first.weight"] == ("float32", "bfloat16")
+    assert caplog.text.count("tensors cast") == 1 and f"{len(report.cast)} from float32 to bfloat16" in caplog.text
+    Saver.restore_from_latest(tmp_path / "wide", narrow, restore_options=Options(strict=False))
+    assert narrow.optimizer.state[narrow.module.first.weight]["exp_avg"].dtype == torch.bfloat16
+    wide = _typed(torch.float32)  # nothing is lost in this direction
+    report = Saver.restore(tmp_path / "short" / "step-00000002", wide)
+    assert report.cast["optimizer.state.first.weight.exp_avg"] == ("bfloat16", "float32")
+    ech.train(wide, _typed_loader(torch.float32), max_steps=3)
+
+
+class Exact(torch.optim.Optimizer):
+    """Keeps its averages, in a nested state, in float32, whatever the parameters are."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[parameter]
+            mean = state.setdefault("means", {}).setdefault("first", torch.zeros_like(parameter, dtype=torch.float32))
+            mean.mul_(0.9).add_(parameter.grad.float())
+            state["count"] = state.get("count", 0) + 1
+            parameter.add_(mean, alpha=-0.1)
+
+
+def test_an_optimizer_that_keeps_more_digits_than_its_parameters_gets_them_back(tmp_path: Path) -> None:
+    class Own(Regression):
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+            return Exact(module.parameters()), None
+
+    unit, other = (Own(module=net(seed, torch.bfloat16)) for seed in (0, 1))
+    ech.train(unit, _typed_loader(torch.bfloat16), max_steps=3, callbacks=[Saver(tmp_path)])
+    assert Saver.restore(tmp_path / "step-00000003", other).cast == {}
+    for a, b in zip(unit.module.parameters(), other.module.parameters(), strict=True):
+        one, two = unit.optimizer.state[a], other.optimizer.state[b]
+        assert two["means"]["first"].dtype == torch.float32 and torch.equal(one["means"]["first"], two["means"]["first"])
+        assert one["count"] == two["count"] == 3
+
+
+# --- every optimizer of torch's
+
+
+class Late(nn.Module):
+    """Its second layer is used, and has a state, only from the fourth step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late, self.calls = nn.Linear(4, 4), nn.Linear(4, 1), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.first(x)
+        return self.late(x) if self.calls > 3 else x[:, :1]
+
+
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("Adadelta", {}),
+    ("Adafactor", {}),
+    ("Adagrad", {"initial_accumulator_value": 0.5}),
+    ("Adam", {"amsgrad": True}),
+    ("Adamax", {}),
+    ("ASGD", {}),
+    ("NAdam", {}),
+    ("RAdam", {}),
+    ("RMSprop", {"momentum": 0.5, "centered": True}),
+    ("Rprop", {}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+]
+
+
+def test_every_optimizer_goes_on_bit_by_bit_also_where_it_had_no_state_yet(tmp_path: Path) -> None:
+    wrong = {}
+    for name, options in OPTIMIZERS:
+
+        def made(seed: int, name: str = name, options: dict[str, Any] = options) -> Regression:
+            class Any_(Regression):
+                def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+                    return getattr(torch.optim, name)(module.parameters(), lr=0.01, **options), None
+
+            torch.manual_seed(seed)
+            return Any_(module=Late().double())
+
+        unit, fresh, ahead = made(0), made(1), made(2)
+        ech.train(ahead, _loader(), max_steps=5)
+        ech.train(unit, _loader(), max_steps=3, callbacks=[Saver(tmp_path / name)])
+        for other in (fresh, ahead):
+            Saver.restore_from_latest(tmp_path / name, other)
+            other.module.calls = 3
+        for each in (unit, fresh, ahead):
+            ech.train(each, _loader(), max_steps=6)
+        wrong[name] = max(largest_difference(whole(unit.module), whole(other.module)) for other in (fresh, ahead))
+    assert {name: d for name, d in wrong.items() if d != 0} == {}
+
+
+def test_an_optimizer_with_a_closure_goes_on(tmp_path: Path) -> None:
+    class Closure(ech.TrainUnit[Any]):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            self.module = net(seed)
+            self.optimizer = torch.optim.LBFGS(self.module.parameters(), lr=0.1, max_iter=3, history_size=2)
+
+        def train_step(self, state: Any, data: Any) -> None:
+            def closure() -> torch.Tensor:
+                self.optimizer.zero_grad()
+                loss = nn.functional.mse_loss(self.module(data[0]), data[1])
+                loss.backward()
+                return loss
+
+            self.optimizer.step(closure)
+
+    unit, other = Closure(0), Closure(1)
+    ech.train(unit, _loader(), max_steps=3, callbacks=[Saver(tmp_path)])
+    Saver.restore_from_latest(tmp_path, other)
+    for each in (unit, other):
+        ech.train(each, _loader(), max_steps=6)
+    assert largest_difference(whole(unit.module), whole(other.module)) == 0
+
+
+def test_an_optimizer_without_its_modules_and_parameters_that_are_new_to_it(tmp_path: Path) -> None:
+    unit = _unit("noop")
+    ech.train(unit, _loader(), max_steps=2, callbacks=[Saver(tmp_path)])
+    other = _unit("noop", seed=4)
+    Saver.restore_from_latest(tmp_path, other, restore_options=Options(restore_modules=False))
+    assert largest_difference(whole(other.module), whole(net(4))) == 0
+    for a, b in zip(unit.module.parameters(), other.module.parameters(), strict=True):
+        assert torch.equal(unit.optimizer.state[a]["exp_avg_sq"], other.optimizer.state[b]["exp_avg_sq"])
+    module = net(5)
+    module.extra = nn.Linear(1, 1).double()
+    wider = Regression(module=module, optimizer="AdamW", lr=0.2)
+    with pytest.raises(CheckpointMismatchError, match=r"optimizer.param_groups.extra.weight\s+-\s+wanted"):
+        Saver.restore_from_latest(tmp_path, wider)
+    report = Saver.restore(tmp_path / "step-00000002", wider, restore_options=Options(strict=False))
+    assert "optimizer.param_groups.extra.weight" in report.missing and "module.extra.weight" in report.missing
+    assert wider.optimizer.param_groups[0]["lr"] == 0.05 and module.extra.weight not in wider.optimizer.state
+
+
+def test_a_parameter_that_no_module_of_the_unit_holds_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Loose(Regression):
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+            return torch.optim.AdamW([*module.parameters(), nn.Parameter(torch.zeros(2))]), None
+
+    with caplog.at_level(logging.WARNING):
+        ech.train(Loose(), _loader(), max_steps=2, callbacks=[Saver(tmp_path)])
+    assert "a parameter of a AdamW belong" in caplog.text
+    Saver.restore_from_latest(tmp_path, Loose())
+
+
+# --- ranks that differ
+
+
+class Noted:
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.fails:
+            raise LookupError("rank 1 alone fails here")
+
+
+def _differing(folder: Path) -> list[str]:
+    second = torch.distributed.get_rank() == 1
+    other_data = torch.utils.data.TensorDataset(DATA.tensors[0] + 1, DATA.tensors[1])
+    texts = []
+    for case in ("shape", "state", "optimizer", "load", "data"):
+        options: dict[str, Any] = {"module": net(1, width=16)} if second and case == "shape" else {}
+        kind = "SGD" if second and case == "optimizer" else "AdamW"
+        unit = Regression(**{"module": net(1), **options}, strategy="noop", optimizer=kind)
+        if not (second and case == "state"):
+            unit.note = Noted(fails=second and case == "load")  # type: ignore[attr-defined]
+        loader = ech.Loader(other_data if second and case == "data" else DATA, 8, seed=1)
+        with pytest.raises((CheckpointError, UsageError)) as caught:
+            Saver.restore_from_latest(folder, unit, train_dataloader=loader)
+        texts.append(f"{case}: {caught.value}")
+    return texts
+
+
+def test_a_unit_that_differs_on_one_rank_is_an_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    unit = Regression(module=net(0), optimizer="AdamW")
+    unit.note = Noted()  # type: ignore[attr-defined]
+    ech.train(unit, _loader(), max_steps=2, callbacks=[Saver(tmp_path / "c")])
+    for texts in ranks(2, _differing, tmp_path / "c", timeout_s=20):
+        shape, state, optimizer, load, data = texts
+        assert "module.first.weight" in shape and "(16, 4)" in shape
+        assert re.search(r"ranks restore different units:\n.*rank 0 +rank 1\n +note +Noted +-\n", state)
+        assert re.search(r"optimizer\s+AdamW\s+SGD\s+NOT harmless", optimizer)
+        assert "rank 1 alone fails here" in load
+        assert "fingerprint" in data
+
+
 # --- weights of other programs
 
 
@@ -192,6 +527,35 @@ def test_weights_of_another_program_are_read_into_any_strategy(ranks: Ranks, tmp
     unit = Regression(module=net(0, width=16))
     with pytest.raises(CheckpointMismatchError, match=r"module.first.weight\s+\(8, 4\)\s+\(16, 4\)"):
         Saver.restore(tmp_path / "model.pt", unit)
+
+
+class Tied(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.head = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.embed(x)))[:, :1]
+
+
+def _tied(folder: Path) -> dict[str, bool]:
+    want = Tied(0).embed.weight
+    same = {}
+    for kept in ("embed.weight", "head.weight"):
+        for strategy in ("ddp", "fsdp"):
+            unit = Regression(module=Tied(1), strategy=strategy)
+            Saver.restore(folder / f"{kept}.safetensors", unit)
+            same[f"{kept} {strategy}"] = all(torch.equal(value, want) for value in whole(unit.module).values())
+    return same
+
+
+def test_of_a_tied_parameter_others_keep_one_name(ranks: Ranks, tmp_path: Path) -> None:
+    for kept in ("embed.weight", "head.weight"):
+        save_file({kept: Tied(0).embed.weight.detach().clone()}, tmp_path / f"{kept}.safetensors")
+    for same in ranks(2, _tied, tmp_path):
+        assert len(same) == 4 and all(same.values()), same
 
 
 def _imported(paths: list[Path]) -> dict[str, float]:

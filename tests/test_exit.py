@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.contracts.errors import RankFailedError
-from echelon.launcher import elastic
+from echelon.launcher import attempt
 from tests.conftest import Ranks
 
 
@@ -22,7 +22,7 @@ def _fails_and_stays() -> None:
 
 
 def test_a_rank_stuck_in_its_exit_is_named_and_ended(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "_EXIT_WAIT_S", 0.2)
+    monkeypatch.setattr(attempt, "_EXIT_WAIT_S", 0.2)
     began = time.monotonic()
     with pytest.raises(RankFailedError, match="rank 1 failed first") as caught:
         ranks(2, _fails_and_stays)

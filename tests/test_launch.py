@@ -65,9 +65,12 @@ class Started:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def python(self, *args: str, **options: Any) -> subprocess.Popen[bytes]:
+        return self.program([sys.executable, *args], **options)
+
+    def program(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         env = {**clean_environment(), MARK: self.mark, "TMPDIR": str(self.folder), **options.pop("env", {})}
         defaults = {"cwd": self.folder, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = subprocess.Popen([sys.executable, *args], env=env, **{**defaults, **options})
+        process = subprocess.Popen(command, env=env, **{**defaults, **options})
         self._processes.append(process)
         return process
 
@@ -666,6 +669,19 @@ def test_the_server_understands_two_messages_that_arrive_as_one(
     sock, _ = raw_server
     sock.sendall(_request(tmp_path, "pass") * 2)
     assert len({a["forked"] for a in _answers(sock, 4) if "forked" in a}) == 2
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_signal_right_after_the_start_is_not_lost(
+    raw_server: tuple[socket.socket, subprocess.Popen[bytes]], tmp_path: Path, number: int, code: int
+) -> None:
+    sock, _ = raw_server
+    for _ in range(5):
+        sock.sendall(_request(tmp_path, "import time; time.sleep(600)"))
+        (forked,) = _answers(sock, 1)
+        sock.sendall(json.dumps({"signal": [forked["forked"], number, False]}).encode() + b"\n")
+        (exited,) = _answers(sock, 1)
+        assert os.waitstatus_to_exitcode(exited["status"]) == code
 
 
 def test_the_server_ends_when_the_owner_goes_in_the_middle_of_a_message(

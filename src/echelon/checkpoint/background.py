@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.checkpoint import commit
-from echelon.checkpoint.place import Place
+from echelon.checkpoint.place import Place, explain
 from echelon.checkpoint.snapshot import Snapshot
 from echelon.world import agree
 
@@ -145,16 +145,3 @@ def _say_done(staged: Place, rank: int, files: dict[str, Any]) -> None:
         os.rename(half, path)
     else:
         path.write_bytes(data)
-
-
-def explain(error: BaseException, folder: Place) -> str:
-    """An error of writing with what one needs to know to mend it."""
-    text = f"{type(error).__name__}: {error}"
-    if isinstance(folder, Path):
-        try:
-            where = folder if folder.exists() else folder.parent
-            stats = os.statvfs(where)
-            text += f" ({folder}, {stats.f_bavail * stats.f_frsize / 1e9:.2f} GB free)"
-        except OSError:
-            text += f" ({folder})"
-    return text

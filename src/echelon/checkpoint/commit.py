@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from echelon.checkpoint import manifest as manifests
 from echelon.checkpoint.manifest import MANIFEST, committed, is_whole, named, named_folders, step_of
-from echelon.checkpoint.place import Place, Remote, place, remove_tree, sync
+from echelon.checkpoint.place import Place, Remote, explain, make_folder, place, remove_tree, sync
 from echelon.contracts import errors
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError
 from echelon.world import agree
@@ -46,8 +46,12 @@ T = TypeVar("T")
 _STAGED, _REMOVED = ".staged-", ".staged-removed-"
 
 
-def on_rank0(act: Callable[[], T]) -> T:
-    """As `agree.from_rank0`, but an error of checkpoints is the same error on every rank."""
+def on_rank0(act: Callable[[], T], folder: Place | None = None) -> T:
+    """As `agree.from_rank0`, but an error of checkpoints is the same error on every rank.
+
+    Args:
+        folder: where it is done, for the text of an error of the storage.
+    """
 
     def guarded() -> Any:
         try:
@@ -55,7 +59,7 @@ def on_rank0(act: Callable[[], T]) -> T:
         except CheckpointError as error:
             return {"error": [type(error).__name__, str(error)]}
         except OSError as error:
-            return {"error": ["CheckpointWriteError", f"rank 0: {error}"]}
+            return {"error": ["CheckpointWriteError", f"rank 0: {explain(error, folder) if folder is not None else error}"]}
 
     answer = agree.from_rank0(guarded)
     if "error" in answer:
@@ -80,7 +84,7 @@ def stage(dirpath: Place, step: int) -> Place | None:
     """A fresh folder for the ranks to write to; None if this step is committed already."""
 
     def prepare() -> str | None:
-        dirpath.mkdir(parents=True, exist_ok=True)
+        make_folder(dirpath)
         final = dirpath / named(step)
         if is_whole(final):
             return None
@@ -93,7 +97,7 @@ def stage(dirpath: Place, step: int) -> Place | None:
         staged.mkdir()
         return staged.name
 
-    name = on_rank0(prepare)
+    name = on_rank0(prepare, dirpath)
     return None if name is None else dirpath / name
 
 
@@ -104,7 +108,8 @@ def publish(staged: Place, step: int, files: dict[str, Any], facts: dict[str, An
         files: this rank's files, by name: size and checksums.
     """
     everyones = agree.gather(files)
-    on_rank0(lambda: commit(staged, step, {name: entry for each in everyones for name, entry in each.items()}, facts) and None)
+    joined = {name: entry for each in everyones for name, entry in each.items()}
+    on_rank0(lambda: commit(staged, step, joined, facts) and None, staged)
     return staged.parent / named(step)
 
 
@@ -131,8 +136,9 @@ def commit(staged: Place, step: int, files: dict[str, Any], facts: dict[str, Any
 def discard(staged: Place) -> None:
     """Give up a staged folder. Rank 0 alone; what cannot be removed now is swept later."""
     try:
-        remove_tree(staged)
-    except (OSError, FileNotFoundError) as error:
+        if staged.exists():  # else it was renamed, and what failed came after that
+            remove_tree(staged)
+    except OSError as error:
         logger.warning("%s could not be removed: %s", staged, error)
 
 

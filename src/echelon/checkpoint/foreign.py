@@ -102,12 +102,18 @@ def read_weights(path: Path, module: NamedState, *, strict: bool = True, trust_p
         CheckpointMismatchError: names or shapes differ, with a table.
     """
     saved = on_each(path, lambda: _Foreign(path, "module.", trust_pickle))
-    values = dict(module.state_dict())
-    wanted = {f"module.{k}": v for k, v in values.items() if isinstance(v, torch.Tensor)}
+    values = on_each(path, lambda: dict(module.state_dict()))
+    # Others keep one name of a tied parameter, or all.
+    for names in getattr(module, "tied", list)():
+        here = [n for n in names if f"module.{n}" in saved.index]
+        values |= {n: values[here[0]] for n in names if here and n not in here}
+    tensors_only = {f"module.{k}": v for k, v in values.items() if isinstance(v, torch.Tensor)}
+    there = {id(v) for k, v in tensors_only.items() if k in saved.index}
+    wanted = {k: v for k, v in tensors_only.items() if k in saved.index or id(v) not in there}
     report = compare(path, {"module": module}, {"module": {}}, wanted, saved, strict)
     tensors = {k: v for k, v in wanted.items() if k in saved.index}
     on_each(path, lambda: saved.read_into(tensors))
-    module.load_state_dict({k: tensors.get(f"module.{k}", v) for k, v in values.items()})
+    on_each(path, lambda: module.load_state_dict(values))
     return report
 
 

@@ -70,19 +70,27 @@ def read(folder: Place) -> dict[str, Any]:
         raise CheckpointCorruptError(f"{path} is not what was written: it is no text.") from None
     head, _, tail = text.rpartition(_SEAL)
     body = head + "\n}"
-    try:
-        found = json.loads(text)
-        version = found["format"] if isinstance(found, dict) else None
-    except (ValueError, KeyError):
-        version = None
-    if isinstance(version, int) and version > FORMAT:
-        raise CheckpointError(f"{folder} has format {version}, this echelon reads formats up to {FORMAT}: update echelon.")
-    if version == 1:
-        raise CheckpointError(f"{folder} has format 1, of a version before the first release; it cannot be read any more.")
-    if version is None or tail != f'{zlib.crc32(body.encode()):08x}"\n}}\n':
+    if tail != f'{zlib.crc32(body.encode()):08x}"\n}}\n':
+        if _format_of(text) == 1:
+            raise CheckpointError(f"{folder} has format 1, of a version before the first release; it cannot be read any more.")
         raise CheckpointCorruptError(f"{path} is not what was written: its checksum differs.")
+    # Sealed in the same way in every format: else a flipped bit of the number would pass for a newer echelon's.
+    version = _format_of(text)
+    if version is None or version > FORMAT:
+        raise CheckpointError(f"{folder} has format {version}, this echelon reads formats up to {FORMAT}: update echelon.")
     manifest: dict[str, Any] = json.loads(body)
+    match = _NAME.fullmatch(folder.name)
+    if match is not None and int(match[1]) != manifest["step"]:
+        raise CheckpointCorruptError(f"{path} is not what was written: it is that of step {manifest['step']}.")
     return manifest
+
+
+def _format_of(text: str) -> int | None:
+    try:
+        found = json.loads(text)["format"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, int) else None
 
 
 def is_whole(folder: Place) -> bool:
@@ -107,7 +115,7 @@ def named_folders(dirpath: Place) -> list[Place]:
     """
     try:
         found = [(int(m[1]), p) for p in (dirpath.iterdir() if dirpath.is_dir() else ()) if (m := _NAME.fullmatch(p.name))]
-    except PermissionError as error:
+    except OSError as error:
         raise CheckpointUnreadableError(f"{dirpath} is there but cannot be read: {error.strerror or error}.") from error
     return [path for _, path in sorted(found, key=lambda each: each[0])]
 

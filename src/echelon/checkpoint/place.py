@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["Place", "Remote", "place", "remove_tree", "size_of", "sync"]
+__all__ = ["Place", "Remote", "explain", "make_folder", "place", "remove_tree", "size_of", "sync"]
 
 
 class Remote:
@@ -111,6 +111,17 @@ def size_of(where: Place) -> int:
     return where.stat().st_size if isinstance(where, Path) else where.size()
 
 
+def make_folder(where: Place) -> None:
+    """Make a folder and those above it, each known to the disk: what lies in a folder that a power cut undoes is lost with it."""
+    if not isinstance(where, Path):
+        where.mkdir()
+        return
+    made = [path for path in (where, *where.parents) if not path.exists()]
+    where.mkdir(parents=True, exist_ok=True)
+    for path in made:
+        sync(path.parent)
+
+
 def remove_tree(where: Place) -> None:
     """Remove a folder and all in it."""
     if isinstance(where, Path):
@@ -126,3 +137,16 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def explain(error: BaseException, folder: Place) -> str:
+    """An error of writing with what one needs to know to mend it."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(folder, Path):
+        try:
+            where = folder if folder.exists() else folder.parent
+            stats = os.statvfs(where)
+            text += f" ({folder}, {stats.f_bavail * stats.f_frsize / 1e9:.2f} GB free)"
+        except OSError:
+            text += f" ({folder})"
+    return text

@@ -20,9 +20,10 @@ from torch.distributed.checkpoint import ChunkStorageMetadata, DefaultLoadPlanne
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from echelon.checkpoint import plain
-from echelon.checkpoint.layout import INDEX, STATE, NamedState, Stateful, in_file, own_file, raise_on_all, this_rank
+from echelon.checkpoint.layout import INDEX, STATE, NamedState, Stateful, in_file, own_file, this_rank
 from echelon.checkpoint.place import Place, Remote
 from echelon.checkpoint.tensorfile import Span, TensorFile
+from echelon.contracts import errors
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from echelon.world import agree
 
@@ -30,13 +31,23 @@ __all__ = ["Files", "Report", "Tensors", "compare", "local_files", "on_each", "r
 
 T = TypeVar("T")
 
+# Of mapped files, what may stay in a rank's memory while it copies its part out of them.
+_MAPPED_BYTES = 32 << 20
+
 
 @dataclass
 class Report:
-    """What a load that is not strict left alone: states and tensors that the checkpoint lacks, and that nobody asked for."""
+    """What a load did not find as it was saved.
+
+    Attributes:
+        missing, unexpected: left alone by a load that is not strict: states and tensors that the checkpoint lacks, and those
+            that nobody asked for.
+        cast: tensors that were saved in another type than they have now: name -> (type saved, type now).
+    """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -118,9 +129,15 @@ class Tensors:
         """Fill tensors, or what this rank holds of them, with what the checkpoint has under their names."""
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner(tensors, self.metadata(list(tensors)))
+        mapped = 0
         for item in planner.create_local_plan().items:
             part = self.part(item.storage_index.fqn, item.storage_index.offset, item.storage_offsets, item.lengths)
             planner.resolve_tensor(item).detach().copy_(part)
+            mapped += part.nbytes
+            if mapped > _MAPPED_BYTES:
+                self.forget()
+                mapped = 0
+        self.forget()
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole tensor: a view if it was written in one piece."""
@@ -158,62 +175,116 @@ def read_states(folder: Place, states: dict[str, Stateful], *, strict: bool = Tr
 
     Raises:
         CheckpointMismatchError: a state or a parameter is missing, left over, or has another shape; with a table. With
-            strict=False the missing and the left over are left alone, and returned.
+            strict=False the missing and the left over are left alone, and returned. Ranks that do not ask for the same.
     """
+    _same_states(states)
     with local_files(folder) as files:
         rest, saved = on_each(folder, lambda: (files.state(STATE), Tensors(files)))
         named = {n: s for n, s in states.items() if isinstance(s, NamedState) and n in rest}
-        values = {name: dict(stateful.state_dict()) for name, stateful in named.items()}
+        values, lacking = on_each(folder, lambda: _targets(named, saved, rest))
         wanted = {f"{n}.{k}": v for n, state in values.items() for k, v in state.items() if isinstance(v, torch.Tensor)}
-        for key in [k for k in wanted if k not in saved.index and ".state." in k]:
-            wanted.pop(key).zero_()  # never used, so never written: it begins with zeros; to look at it, torch has made a step
-        report = compare(folder, states, rest, wanted, saved, strict)
+        report = compare(folder, states, rest, wanted, saved, strict, lacking)
         tensors = {k: v for k, v in wanted.items() if k in saved.index}
         on_each(folder, lambda: saved.read_into(tensors))
-    for name, stateful in states.items():
-        if name in named:
-            state = {k: tensors.get(f"{name}.{k}", v) for k, v in values[name].items()}
-            stateful.load_state_dict({**state, **{k: v for k, v in rest[name].items() if k in state}})
-        elif name in rest:
-            stateful.load_state_dict(rest[name])
+    on_each(folder, lambda: _load(named, values, rest))
+    on_each(folder, lambda: _load({n: s for n, s in states.items() if n in rest and n not in named}, {}, rest))
     return report
 
 
+def _load(states: dict[str, Any], values: dict[str, dict[str, Any]], rest: dict[str, Any]) -> None:
+    for name, stateful in states.items():
+        state = rest[name]
+        if name in values:
+            state = {**values[name], **{k: v for k, v in state.items() if k in values[name] or _plans(stateful)}}
+        stateful.load_state_dict(state)
+
+
+def _same_states(states: dict[str, Stateful]) -> None:
+    """Ranks with different units would wait for each other in vain."""
+    told = agree.gather({name: type(state).__name__ for name, state in states.items()})
+    names = sorted({name for each in told for name in each})
+    rows = [row for n in names if len(set((row := (n, *(each.get(n, "-") for each in told)))[1:])) > 1]
+    if rows:
+        shown = table(("state", *(f"rank {r}" for r in range(len(told)))), rows)
+        raise CheckpointMismatchError(f"ranks restore different units:\n{shown}Every rank must build the same one.")
+
+
+def _targets(named: dict[str, Any], saved: Tensors, rest: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """By state what is to be filled, and what of it the checkpoint does not know. An optimizer's depend on what was saved."""
+    kinds = {name: (plain.dtype_of(entry["dtype"]), entry["shape"]) for name, entry in saved.index.items()}
+    values: dict[str, dict[str, Any]] = {}
+    lacking: list[str] = []
+    for name, stateful in named.items():
+        if _plans(stateful):
+            values[name], unknown = stateful.targets(name, kinds, rest[name])
+            lacking += [f"{name}.{each}" for each in unknown]
+        else:
+            values[name] = dict(stateful.state_dict())
+    return values, lacking
+
+
+def _plans(stateful: Any) -> bool:
+    return hasattr(stateful, "targets")
+
+
 def on_each(folder: Place, act: Callable[[], T]) -> T:
-    """What every rank does by itself; if one fails, all do. Collective."""
-    problem, value = None, None
+    """What every rank does by itself; if one fails, all do, with the first one's error. Collective."""
+    problem: list[str] | None = None
+    value, own = None, None
     try:
         value = act()
-    except (CheckpointError, OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-        problem = f"{folder} could not be read: {error}"
-    raise_on_all(problem)
+    except (CheckpointError, errors.UsageError) as error:
+        problem, own = [type(error).__name__, str(error)], error
+    except Exception as error:  # perhaps of a user's load_state_dict: the other ranks must not wait for this one
+        own = error  # type: ignore[assignment]
+        known = isinstance(error, (OSError, RuntimeError, ValueError, KeyError, TypeError))
+        problem = ["CheckpointError", f"{folder} could not be read: {str(error) if known else repr(error)}"]
+    told = agree.gather(problem)
+    first = next((each for each in told if each is not None), None)
+    if first is not None:
+        kind: type[errors.EchelonError] = getattr(errors, first[0])
+        raise kind(first[1]) from own
     return value  # type: ignore[return-value]
 
 
 def compare(
-    folder: Place, states: dict[str, Stateful], rest: dict[str, Any], wanted: dict[str, Any], saved: Tensors, strict: bool
+    folder: Place,
+    states: dict[str, Stateful],
+    rest: dict[str, Any],
+    wanted: dict[str, Any],
+    saved: Tensors,
+    strict: bool,
+    lacking: Sequence[str] = (),
 ) -> Report:
     """What does not fit, before anything is changed. Collective: ranks of a divided optimizer each want a part."""
-    mine: dict[str, Any] = {
-        "missing": [k for k in wanted if k not in saved.index],
-        "shapes": [
-            [k, saved.shape(k), list(v.shape)] for k, v in wanted.items() if k in saved.index and saved.shape(k) != list(v.size())
-        ],
-    }
+    both = {k: v for k, v in wanted.items() if k in saved.index}
     asked = [name for name in states if name in rest]
     of_asked = [k for k in saved.index if any(k.startswith(f"{name}.") for name in asked)]
-    left = [k for k in of_asked if k not in wanted]
-    told = agree.gather([mine["missing"], mine["shapes"], left])
+    mine = [
+        [*(k for k in wanted if k not in saved.index), *lacking],
+        [[k, saved.shape(k), list(v.size())] for k, v in both.items() if saved.shape(k) != list(v.size())],
+        [k for k in of_asked if k not in wanted],
+        [[k, saved.index[k]["dtype"], str(v.dtype)] for k, v in both.items() if saved.index[k]["dtype"] != str(v.dtype)],
+    ]
+    told = agree.gather(mine)
     missing = sorted({k for each in told for k in each[0]} | {name for name in states if name not in rest})
     shapes = {k: (a, b) for each in told for k, a, b in each[1]}
     unexpected = sorted(set(told[0][2]).intersection(*(each[2] for each in told[1:])))
+    cast = {k: (a.removeprefix("torch."), b.removeprefix("torch.")) for each in told for k, a, b in each[3]}
     rows = [(k, str(tuple(a)), str(tuple(b))) for k, (a, b) in sorted(shapes.items())]
     if strict:
         rows += [(k, "-", "wanted") for k in missing] + [(k, str(tuple(saved.shape(k))), "-") for k in unexpected]
+        # Weights are cast on purpose; an optimizer's averages that lose their last bits stand still.
+        rows += [(k, a, b) for k, (a, b) in sorted(cast.items()) if ".state." in k and _loses(a, b)]
     if rows:
-        hint = "" if shapes else " RestoreOptions(strict=False) leaves these alone."
+        hint = "" if shapes else " RestoreOptions(strict=False) leaves these alone, and casts."
         raise CheckpointMismatchError(f"{folder} does not fit this model:\n{table(('state', 'saved', 'now'), rows)}{hint}")
-    return Report(missing, unexpected)
+    return Report(missing, unexpected, cast)
+
+
+def _loses(saved: str, now: str) -> bool:
+    """Whether a type cannot hold all values of the one that was saved."""
+    return torch.promote_types(plain.dtype_of(saved), plain.dtype_of(now)) != plain.dtype_of(now)
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], most: int = 12) -> str:

@@ -17,15 +17,22 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.events import read_lines
 from echelon.contracts.overrides import Overrides
 from echelon.contracts.run_dir import RunDir, write_json
-from echelon.launcher.job import JobSpec, parse_ranks
+from echelon.contracts.stopping import REQUEUE
+from echelon.launcher.job import JobSpec, parse_duration, parse_rank_range
 
 __all__ = ["add_arguments", "execute"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", default="auto", metavar="N|auto", help="processes to start; auto: one per GPU, else per core")
+    parser.add_argument(
+        "--ranks",
+        default="auto",
+        metavar="N|auto|MIN:MAX",
+        help="processes to start; auto: one per GPU, else per core; MIN:MAX starts MAX, and a restart goes on with those left",
+    )
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="start all ranks again up to N times after a failure"
     )
@@ -33,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")
     parser.add_argument(
         "--grace", type=float, default=30.0, metavar="S", help="seconds between asking ranks to stop and killing them"
+    )
+    parser.add_argument(
+        "--stop-after", metavar="TIME", help="save and end with exit code 75 after so long, such as 55m; the same command goes on"
+    )
+    parser.add_argument(
+        "--restart", action="store_true", help="begin anew although the run's folder shows progress, which is set aside"
     )
     parser.add_argument(
         "--bitwise", action="store_true", help="the same bits in every parameter on any number of ranks that divides --parts"
@@ -44,9 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    ranks = parse_ranks(arguments.ranks)
+    least, ranks = parse_rank_range(arguments.ranks)
     if arguments.max_restarts < 0:
         raise UsageError(f"--max-restarts {arguments.max_restarts}: 0 or more.")
+    if least is not None and arguments.max_restarts == 0:
+        raise UsageError(
+            f"--ranks {arguments.ranks}: fewer ranks are for restarts. Give --max-restarts N too, or --ranks {ranks}."
+        )
     if not 0 <= arguments.grace < math.inf:
         raise UsageError(f"--grace {arguments.grace:g}: a number of seconds, 0 or more.")
     if arguments.module:
@@ -60,26 +77,37 @@ def execute(arguments: argparse.Namespace) -> int:
         ranks,
         arguments.max_restarts,
         arguments.grace,
+        least,
+        parse_duration(arguments.stop_after) if arguments.stop_after is not None else None,
+        arguments.restart,
     )
-    if arguments.bitwise:
-        if arguments.parts < 1 or arguments.parts & (arguments.parts - 1):
-            raise UsageError(f"--parts {arguments.parts}: a power of two, such as 4.")
-        os.environ.update(Overrides(parts=arguments.parts).to_env())
+    if arguments.bitwise and (arguments.parts < 1 or arguments.parts & (arguments.parts - 1)):
+        raise UsageError(f"--parts {arguments.parts}: a power of two, such as 4.")
+    decided = Overrides(parts=arguments.parts if arguments.bitwise else None, planned_ranks=ranks if least is not None else None)
+    if decided != Overrides():
+        os.environ.update(decided.to_env())
     stem = arguments.script.rpartition(".")[2] if arguments.module else Path(arguments.script).stem
     run = RunDir.create(arguments.runs, arguments.name, stem=stem)
     write_json(run.run_json, _describe(job, run))
 
     from echelon.launcher.failure import render
-    from echelon.launcher.local import run_here, run_local
 
     if ranks == 1 and arguments.max_restarts == 0:
+        from echelon.launcher.here import run_here
+
         outcome = run_here(job, run)
     else:
+        from echelon.launcher.local import run_local
         from echelon.observe.sinks.progress import RunScreen
 
         outcome = run_local(job, run, screen=RunScreen(run))
     if outcome.failure is not None:
         _say(render(outcome.failure, ranks))
+    if outcome.note:
+        _say(f"echelon: {outcome.note}")
+    if outcome.exit_code == REQUEUE and outcome.failure is None:
+        same = "the same command" if arguments.name is not None else f"the same command and --name {run.name}"
+        _say(f"echelon: stopped{_where(run)}; go on with {same}{'' if not job.restart else ', without --restart'}")
     _finish(run, outcome.exit_code)
     return outcome.exit_code
 
@@ -144,6 +172,15 @@ def _git(folder: Path) -> dict[str, object] | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}
+
+
+def _where(run: RunDir) -> str:
+    """The step at which training stopped, as rank 0 wrote it into its events; nothing if it did not get so far."""
+    attempts = sorted((run.path / "attempts").glob("[0-9]*"))
+    steps = (
+        [e.get("step") for e in read_lines(attempts[-1] / run.events(0).name) if e.get("event") == "stopped"] if attempts else []
+    )
+    return f" after step {steps[-1]}" if steps else ""
 
 
 def _finish(run: RunDir, exit_code: int) -> None:

@@ -29,6 +29,7 @@ class Overrides:
         accumulation: micro-batches per update on each rank, for unit and loader alike.
         compile: False leaves `torch_compile_params` unused.
         parts: with bit-equal numbers, into how many micro-batches every global batch is split over all ranks.
+        planned_ranks: for how many ranks the memory of micro-batches was meant; with fewer, each computes its own in pieces.
     """
 
     strategy: Any = None
@@ -36,6 +37,7 @@ class Overrides:
     accumulation: int | None = None
     compile: bool | None = None
     parts: int | None = None
+    planned_ranks: int | None = None
 
     def to_env(self) -> dict[str, str]:
         """One variable; only what is set."""

@@ -7,6 +7,7 @@ runs/NAME/
   attempts/000/events.rank0.jsonl
   attempts/000/exit.rank0.json  how a rank ended, written by the rank if it still could
   attempts/000/exit.json        how the attempt ended, written by the launcher
+  attempts/000/loaders.json     which numbers of ranks can share the global batches, written by rank 0
   checkpoints/step-00000500/    committed states
   dumps/                        stacks and flight records
   report.html
@@ -14,6 +15,7 @@ runs/NAME/
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -24,9 +26,19 @@ from typing import Any
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["RUN_DIR_VARIABLE", "RunDir"]
+__all__ = [
+    "RESTART_VARIABLE",
+    "RUN_DIR_VARIABLE",
+    "RunDir",
+    "begins_anew",
+    "has_begun",
+    "note_begun",
+    "note_loader",
+    "read_loaders",
+]
 
 RUN_DIR_VARIABLE = "ECHELON_RUN_DIR"
+RESTART_VARIABLE = "ECHELON_RESTART"
 _ATTEMPT_VARIABLE = "ECHELON_ATTEMPT"
 
 # Names become folder names, job names and shell words: nothing that could be an option, a path or an escape.
@@ -182,3 +194,50 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def begins_anew() -> bool:
+    """Whether `echelon run --restart` wants this attempt to leave alone what earlier runs saved: they are not restored."""
+    return os.environ.get(RESTART_VARIABLE) == "1"
+
+
+def note_begun() -> None:
+    """For whoever has set aside what earlier runs saved, on one rank: later attempts of this command go on from their own."""
+    run = RunDir.current()
+    if run is not None and begins_anew():
+        (run.attempt_path / "begun").touch()
+
+
+def has_begun(attempt: Path) -> bool:
+    """Whether `note_begun` was called in the attempt of this folder."""
+    return (attempt / "begun").exists()
+
+
+def note_loader(global_batch: int, accumulation: int, *, divisible: int, ranks_per_place: int, fixed: bool = False) -> None:
+    """Tell the launcher which numbers of ranks a loader can serve. Rank 0 alone calls it; without a launcher it does nothing.
+
+    Args:
+        divisible: the number of ranks, divided by `ranks_per_place`, must divide this.
+        ranks_per_place: ranks that are given the same samples, as with tensor parallelism.
+        fixed: the loader goes on with as many ranks only.
+    """
+    run = RunDir.current()
+    if run is None:
+        return
+    known = read_loaders(run.attempt_path)
+    new = {
+        "global_batch": global_batch,
+        "accumulation": accumulation,
+        "divisible": divisible,
+        "ranks_per_place": ranks_per_place,
+        "fixed": fixed,
+    }
+    if new not in known:
+        with contextlib.suppress(OSError):  # a full disk: then a restart takes as many ranks as are left
+            write_json(run.attempt_path / "loaders.json", {"loaders": [*known, new]})
+
+
+def read_loaders(attempt: Path) -> list[dict[str, Any]]:
+    """What `note_loader` wrote into the folder of an attempt."""
+    found = (read_json(attempt / "loaders.json") or {}).get("loaders", [])
+    return [loader for loader in found if isinstance(loader, dict)] if isinstance(found, list) else []

@@ -11,8 +11,7 @@ replaced by a `Padding`, which is computed, so that every rank takes part in eve
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence, Sized
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,28 +21,13 @@ from echelon.contracts.errors import DataError, UsageError
 from echelon.data import resume
 from echelon.data.fingerprint import fingerprint as fingerprint_of
 from echelon.data.order import FORMULA, Order, SampleOrder
+from echelon.data.parts import Padding, share
 from echelon.data.place import Placed
 from echelon.data.reader import Failure, Reader
 from echelon.data.views import Ordered
 from echelon.data.workers import Board, named
 
 __all__ = ["Loader", "Padding", "share"]
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Padding(Generic[T]):
-    """A batch that must be computed but weighs nothing."""
-
-    batch: T
-
-
-def share(samples: int, part: int, parts: int) -> tuple[int, int]:
-    """Where part `part` of `parts` begins and ends among `samples`: sizes differ by one at most, larger ones first."""
-    small, larger = divmod(samples, parts)
-    start = part * small + min(part, larger)
-    return start, start + small + (1 if part < larger else 0)
 
 
 class Loader(Placed):
@@ -172,13 +156,17 @@ class Loader(Placed):
         return start + low, start + high
 
     def __iter__(self) -> Iterator[Any]:
+        return self.in_parts(1)
+
+    def in_parts(self, parts: int) -> Iterator[Any]:
+        """Iterate over this rank's micro-batches, each as `Parts` of so many nearly equal pieces; 1 gives plain batches."""
         dp_rank, _ = self.dp
         first, self.start, self._resumed = self.start, 0, None
         self._position = first
         shares = _Shares(self, first, len(self), dp_rank)
         words = (self.order.seed, self.epoch, dp_rank)
         board = Board(self.num_workers, self._where) if self.num_workers else None
-        reader = Reader(self.dataset, self.collate_fn, self._where, words, board)
+        reader = Reader(self.dataset, self.collate_fn, self._where, words, board, parts)
         loader: DataLoader[Any] = DataLoader(
             reader,  # type: ignore[arg-type]
             batch_sampler=shares,  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from torch.utils.data import default_collate
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
+from echelon.contracts.run_dir import note_loader
 from echelon.data.resume import cannot_divide
 from echelon.world.init import World
 
@@ -21,6 +22,8 @@ class Placed:
     Raises:
         UsageError: a value that cannot be.
     """
+
+    _fixed_ranks = False  # whether a run can only go on with as many ranks
 
     def __init__(
         self,
@@ -49,6 +52,8 @@ class Placed:
         self._dp = (dp_rank, dp_size) if dp_rank is not None and dp_size is not None else None
         self._dp_is_given = self._dp is not None
         self.epoch = 0
+        self._told = False
+        self.shares: int | None = None  # with bit-equal numbers, the number that the ranks must divide
 
     @property
     def dp(self) -> tuple[int, int]:
@@ -64,6 +69,23 @@ class Placed:
         """Where this rank stands among those that see different data, if the user did not say; the loops call it."""
         if not self._dp_is_given:
             self._dp = (dp_rank, dp_size)
+        if not self._told:
+            self._told = True
+            self._tell_launcher(dp_size)
+
+    def _tell_launcher(self, dp_size: int) -> None:
+        """For a restart with fewer ranks: which numbers of them this loader can serve."""
+        world = World.current(torch.device("cpu"))
+        if world.rank or world.size % dp_size:
+            return
+        divisible = self.shares or self.global_batch // self.accumulation
+        note_loader(
+            self.global_batch,
+            self.accumulation,
+            divisible=divisible,
+            ranks_per_place=world.size // dp_size,
+            fixed=self._fixed_ranks,
+        )
 
     def seek(self, position: int) -> int:
         """Begin the next iteration after `position` micro-batches of the epoch; returns where that is in this loader's count."""

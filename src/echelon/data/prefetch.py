@@ -7,13 +7,15 @@ the position of a batch that was only read ahead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from echelon.contracts.errors import EchelonError
-from echelon.data.loader import Loader, Padding
+from echelon.data.loader import Loader
+from echelon.data.parts import Padding, Parts
 from echelon.data.stream import StreamLoader, of_all_ranks
 from echelon.world.device import record_stream
 
@@ -36,6 +38,13 @@ def known_length(loader: Iterable[Any]) -> int | None:
     return None
 
 
+def _each(move: Callable[[Any, bool], Any], parts: Parts, non_blocking: bool) -> Parts:
+    """Move the pieces one by one: what moves a batch knows only batches."""
+    return Parts(
+        Padding(move(part.batch, non_blocking)) if isinstance(part, Padding) else move(part, non_blocking) for part in parts
+    )
+
+
 class Feed(Iterator[Any]):
     """Iterates over one epoch of a loader.
 
@@ -44,6 +53,7 @@ class Feed(Iterator[Any]):
         limit: use at most so many batches.
         move: puts a batch on the device; None leaves it where it is.
         stream: side stream for the copies; with it, one batch is read and copied ahead.
+        parts: pieces of a micro-batch, see `Loader.in_parts`; other loaders give 1 only.
     Attributes:
         is_last: whether the batch handed out last is the epoch's last, or the last that `limit` allows.
         is_padding: whether it weighs nothing.
@@ -58,7 +68,10 @@ class Feed(Iterator[Any]):
         limit: int | None = None,
         move: Callable[[Any, bool], Any] | None = None,
         stream: torch.cuda.Stream | None = None,
+        parts: int = 1,
     ) -> None:
+        if parts > 1 and move is not None:
+            move = partial(_each, move)
         self._loader, self._limit, self._move, self._stream = loader, limit, move, stream
         self._start = loader.start if isinstance(loader, (Loader, StreamLoader)) else 0
         self.length = known_length(loader)
@@ -66,7 +79,7 @@ class Feed(Iterator[Any]):
         self.total = total
         # Reading ahead tells the last batch when no length does.
         self._ahead = stream is not None or self.length is None
-        self._iterator = iter(loader)
+        self._iterator = loader.in_parts(parts) if parts > 1 and isinstance(loader, Loader) else iter(loader)
         self._next: Any = None
         self._state_before: Any = None
         self._started = False

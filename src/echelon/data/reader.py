@@ -13,6 +13,7 @@ from operator import length_hint
 from typing import Any
 
 from echelon.contracts.errors import DataError
+from echelon.data.parts import Padding, Parts, share
 from echelon.data.workers import Board, said, seed_worker
 
 __all__ = ["Failure", "Reader"]
@@ -39,10 +40,14 @@ class Reader:
         where: epoch and data rank, for messages.
         stream: with the micro-batch's number it decides what augmentation draws in a worker.
         board: of the workers; None reads in this process.
+        parts: into how many pieces a micro-batch is collated.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], where: str, stream: Any, board: Board | None) -> None:
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], where: str, stream: Any, board: Board | None, parts: int = 1
+    ) -> None:
         self._dataset, self._collate, self._where, self._stream, self._board = dataset, collate, where, stream, board
+        self._parts = parts
         self._at_once = callable(getattr(dataset, "__getitems__", None))
 
     def __getitems__(self, item: tuple[int, list[int]]) -> list[Any] | Failure:
@@ -58,9 +63,21 @@ class Reader:
         return values
 
     def collate(self, samples: list[Any] | Failure) -> Any:
-        """Samples to a batch; a Failure stays one."""
+        """Samples to a batch, or to `Parts`; a Failure stays one."""
         if isinstance(samples, Failure):
             return samples
+        if self._parts == 1:
+            return self._batch(samples)
+        made = Parts()
+        for part in range(self._parts):
+            low, high = share(len(samples), part, self._parts)
+            batch = self._batch(samples[low:high] if low < high else samples[:1])
+            if isinstance(batch, Failure):
+                return batch
+            made.append(batch if low < high else Padding(batch))
+        return made
+
+    def _batch(self, samples: list[Any]) -> Any:
         try:
             return self._collate(samples)
         except Exception as error:

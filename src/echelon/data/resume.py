@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["cannot_divide", "check_accepted", "check_same"]
+__all__ = ["Change", "cannot_divide", "changes", "check_accepted", "check_same", "facts"]
+
+# Where a loader stands is no change.
+_POSITION = {"epoch", "position"}
 
 # What decides the samples of the coming global batches, and what going on in spite of a change does.
 _MATTERS = {
@@ -34,32 +38,55 @@ def check_accepted(names: Collection[str]) -> None:
         raise UsageError(f"accept_changes {', '.join(map(repr, unknown))}: a collection of {', '.join(map(repr, _MATTERS))}.")
 
 
-def check_same(saved: dict[str, Any], now: dict[str, Any], accepted: Collection[str]) -> None:
-    """Compare two loaders' states; what an older state does not hold is not compared.
+@dataclass(frozen=True)
+class Change:
+    """What two loaders differ in.
 
-    Raises:
-        UsageError: something that matters changed and was not accepted; holds a table of all changes.
+    Attributes:
+        meaning: what going on in spite of it does.
+        harmful: whether it changes what is trained on.
     """
+
+    name: str
+    saved: str
+    now: str
+    meaning: str
+    harmful: bool
+
+
+def facts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a loader's state is compared: all but where it stands."""
+    return {name: value for name, value in state.items() if name not in _POSITION}
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """What differs between two loaders' states, or facts, in a fixed order; what an older state does not hold is not compared."""
     saved = {"order": "1", **saved}  # before formulas were numbered
-    rows: list[tuple[str, str, str, str]] = []
-    refused = []
+    found: list[Change] = []
     for name, meaning in {**_MATTERS, **_HARMLESS}.items():
         if name not in saved or saved[name] == now[name]:
             continue
         was, is_ = saved[name], now[name]
         if name == "fingerprint":
-            difference = _difference(was, is_, length_is_told="samples" in [row[0] for row in rows])
+            difference = _difference(was, is_, length_is_told="samples" in [each.name for each in found])
             if difference is None:
                 continue
             was, is_ = difference
-        if name in accepted:
-            meaning += " (accepted)"
-        elif name in _MATTERS:
-            refused.append(name)
-        rows.append((name, str(was), str(is_), meaning))
+        found.append(Change(name, str(was), str(is_), meaning, name in _MATTERS))
+    return found
+
+
+def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], accepted: Collection[str]) -> None:
+    """
+    Raises:
+        UsageError: something that matters changed and was not accepted; holds a table of all changes.
+    """
+    found = changes(saved, now)
+    refused = [each.name for each in found if each.harmful and each.name not in accepted]
     if not refused:
         return
-    rows.insert(0, ("what", "saved", "now", "what it means"))
+    rows = [("what", "saved", "now", "what it means")]
+    rows += [(c.name, c.saved, c.now, c.meaning + (" (accepted)" if c.name in accepted else "")) for c in found]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     table = "\n".join("  " + "  ".join([*(c.ljust(w) for c, w in zip(r[:3], widths, strict=True)), r[3]]) for r in rows)
     names = ", ".join(map(repr, refused))

@@ -58,6 +58,8 @@ class StreamLoader(Placed):
         DataError: while iterating: the dataset raised, or a worker died; the text names it.
     """
 
+    _fixed_ranks = True
+
     def __init__(
         self,
         dataset: Iterable[Any],

@@ -5,15 +5,17 @@ Workers are torch's DataLoader's. Each writes on a board in shared memory what i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing.process
+import multiprocessing.util  # registers its own atexit function
 import os
 import random
 import signal
 import traceback
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from echelon.contracts.errors import DataError
+from echelon.contracts.stopping import SIGNALS
 
 __all__ = ["Board", "explain", "named", "said", "seed_worker"]
+
+# Sent to a whole process group or job, by a terminal or Slurm, and meant for the rank: it may want to save, for which it needs
+# its workers. They end when it does.
+_FOR_THE_RANK = (signal.SIGINT, *SIGNALS)
 
 # A row for each worker: its process id, the sample that it reads (-1: none), and how many it reads at once.
 _PID, _SAMPLE, _COUNT = range(3)
@@ -43,6 +50,7 @@ class Board:
         self.where, self.row, self.worker = where, None, -1
         self._table = torch.full((workers, 3), -1, dtype=torch.int64).share_memory_()
         self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._owner = os.getpid()
 
     row: Any
 
@@ -53,13 +61,22 @@ class Board:
     def started(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Start the workers of a loader, and remember them."""
         before = {process.pid for process in multiprocessing.active_children()}
-        batches = iter(loader)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RANK)  # which workers inherit, until `begin`
+        try:
+            batches = iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._processes = [process for process in multiprocessing.active_children() if process.pid not in before]
+        for process in self._processes:
+            process.terminate = _killing(process)  # type: ignore[method-assign]  # torch's last resort: they ignore SIGTERM
         _boards.add(self)
         return batches
 
     def begin(self, worker: int) -> None:
         """A worker's first call."""
+        for number in _FOR_THE_RANK:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_THE_RANK)
         self.row, self.worker = self._table[worker].numpy(), worker
         self.row[_PID] = os.getpid()
 
@@ -70,6 +87,17 @@ class Board:
     def done(self) -> None:
         """The loader has no more use for the workers: how they end is no matter."""
         _boards.discard(self)
+
+    def kill(self) -> None:
+        """End all workers now."""
+        if os.getpid() != self._owner:  # a child that was forked from their parent
+            return
+        for process in self._processes:
+            # torch raises from its signal handler as soon as a worker dies
+            with contextlib.suppress(RuntimeError):
+                process.kill()
+            with contextlib.suppress(RuntimeError):
+                process.join(5.0)
 
     def _of_worker(self, pid: int | None) -> str:
         """Which worker this process is, and what it was reading."""
@@ -88,20 +116,35 @@ class Board:
         """A worker gave nothing for too long: name it, and kill all, because one that is stopped would outlive the rank."""
         pid = int(self._table[worker, _PID])
         text, state = self._of_worker(pid), _state(pid)
-        for process in self._processes:
-            # torch raises from its signal handler as soon as a worker dies
-            with contextlib.suppress(RuntimeError):
-                process.kill()
-            with contextlib.suppress(RuntimeError):
-                process.join(5.0)
+        self.kill()
         return DataError(
             f"{text}, gave no batch for {timeout_s:g} s; its process was {state}. "
             "If samples may take so long, raise the loader's timeout_s."
         )
 
 
+def _killing(process: multiprocessing.process.BaseProcess) -> Callable[[], None]:
+    weak = weakref.ref(process)  # a process that knew its own method would outlive its last user
+
+    def kill() -> None:
+        if (living := weak()) is not None:
+            living.kill()
+
+    return kill
+
+
 # Those with living workers: torch tells of a dead one wherever the program happens to be.
 _boards: weakref.WeakSet[Board] = weakref.WeakSet()
+
+
+@atexit.register  # after multiprocessing's own, and so called before it, which would ask with SIGTERM and wait for ever
+def _kill_all() -> None:
+    living = list(_boards)
+    if living:
+        with contextlib.suppress(ValueError):  # not the main thread, and then torch's handler is not there either
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises while we kill
+    for board in living:
+        board.kill()
 
 
 def explain(error: BaseException) -> DataError | None:

@@ -12,6 +12,7 @@ The only module of `launch` that imports torch at its top; `launch.local` import
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -20,7 +21,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -31,16 +31,16 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from echelon.contracts.errors import RankTimeoutError
 from echelon.contracts.rank import RankInfo
-from echelon.contracts.run_dir import read_json
-from echelon.launcher.job import Failure, JobSpec, signal_name
+from echelon.contracts.stopping import REQUEUE
+from echelon.launcher.attempt import Attempt, Requests
+from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.server import ForkServer
+from echelon.launcher.shrink import Plan, loaders_of, next_ranks
 from echelon.launcher.worker import STACK_SIGNAL
 
-__all__ = ["Attempt", "ForkAgent", "OneNodeRendezvous"]
+__all__ = ["ForkAgent", "OneNodeRendezvous"]
 
 _LOOPBACK = "127.0.0.1"
-# How long a rank may take to end by itself once it has reported its failure.
-_EXIT_WAIT_S = 10.0
 # How long a rank may take to react to SIGTERM once another has failed: it has nothing left to finish.
 _FAILURE_GRACE_S = 5.0
 _CULPRIT_WAIT_S = 2.0
@@ -94,48 +94,6 @@ class OneNodeRendezvous(RendezvousHandler):
         return True
 
 
-class Attempt:
-    """One start of the whole group: the processes of its ranks and where each leaves its record."""
-
-    def __init__(self, number: int, folder: Path) -> None:
-        self.number, self.folder = number, folder
-        self.pids: dict[int, int] = {}
-        self.ended: dict[int, tuple[int, int]] = {}
-
-    def record_path(self, rank: int) -> Path:
-        return self.folder / f"exit.rank{rank}.json"
-
-    def stacks_path(self, rank: int) -> Path:
-        return self.folder / f"stacks.rank{rank}.txt"
-
-    def log_path(self, rank: int) -> Path:
-        return self.folder / f"rank{rank}.log"
-
-    def failure(self, rank: int) -> Failure | None:
-        """How the rank failed; None if it ended well or runs on. One may still run its exit functions with its record written."""
-        status, time_ns = self.ended.get(rank, (None, 0))
-        if status == 0:
-            return None
-        record = read_json(self.record_path(rank)) or {}
-        if status is None:
-            code = int(record.get("exit_code", 0))
-            return Failure.from_record(rank, code, 0, record, self.log_path(rank)) if code else None
-        code = os.waitstatus_to_exitcode(status)
-        if code < 0:
-            name = signal_name(-code)
-            hint = " (the OOM killer? `dmesg` tells)" if -code == signal.SIGKILL else ""
-            return Failure(rank, 128 - code, time_ns, name, f"killed by {name}{hint}", log=self.log_path(rank), reported=False)
-        return Failure.from_record(rank, code, time_ns, record, self.log_path(rank))
-
-    def stuck(self) -> bool:
-        """Whether a rank has reported its failure and not ended since: a thread or a destructor holds it, and it all others."""
-        limit = time.monotonic_ns() - int(_EXIT_WAIT_S * 1e9)
-        return any(f.time_ns < limit for rank in self.pids if rank not in self.ended and (f := self.failure(rank)) is not None)
-
-    def failures(self) -> list[Failure]:
-        return [f for rank in self.pids if (f := self.failure(rank)) is not None]
-
-
 class ForkAgent(SimpleElasticAgent):
     """Runs the ranks of one node through a `ForkServer`.
 
@@ -145,7 +103,13 @@ class ForkAgent(SimpleElasticAgent):
         begin_attempt: called with the number of each attempt; returns its folder and, for rank 0, the two descriptors
             that become its standard output and error.
         start_fields: the fields of `worker.Start` for a rank, without the rank's own variables.
+        requests: to stop and go on later; the ranks are asked, and may refuse.
         timeout_s: after so long the stacks of all ranks are collected and `RankTimeoutError` is raised; None never does.
+    Attributes:
+        restarts: how many there were.
+        plan: how many ranks the present or coming attempt has, and why.
+        failures: of the latest failed attempt.
+        cut_short: ranks were ended because others had left, or because the time was up.
     """
 
     def __init__(
@@ -155,6 +119,7 @@ class ForkAgent(SimpleElasticAgent):
         begin_attempt: Callable[[int], tuple[Attempt, tuple[int, ...]]],
         start_fields: Callable[[Attempt, RankInfo], Mapping[str, Any]],
         run_id: str,
+        requests: Requests,
         timeout_s: float | None = None,
     ) -> None:
         spec = WorkerSpec(
@@ -171,14 +136,15 @@ class ForkAgent(SimpleElasticAgent):
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s if timeout_s is not None else None
         self._look_at_records_at = 0.0
+        self._requests, self._passed_on = requests, 0
+        self._leave_by: float | None = None
         self.attempt: Attempt | None = None
-        self.failures: list[Failure] = []  # of the latest failed attempt
-
-    @property
-    def restarts(self) -> int:
-        return self._job.max_restarts - int(self._remaining_restarts)
+        self.failures: list[Failure] = []
+        self.plan = Plan(job.ranks, "")
+        self.restarts, self.cut_short = 0, False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.restarts += self.attempt is not None
         self.attempt, fds = self._begin_attempt(self.restarts)
         self.failures = []
         try:
@@ -211,18 +177,53 @@ class ForkAgent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         attempt = self._note_ends(0.0)
-        stuck = False
-        if time.monotonic() > self._look_at_records_at:
+        looks = time.monotonic() > self._look_at_records_at
+        if looks:
             self._look_at_records_at = time.monotonic() + 1.0
-            stuck = attempt.stuck()
-        if stuck or any(attempt.failure(rank) for rank in attempt.ended):
-            self.failures = self._hear_them_out()
-            return RunResult(WorkerState.FAILED, {}, {f.rank: self._as_torch(f, attempt) for f in self.failures})
+        self._see_to_requests(attempt, looks)
+        if (looks and attempt.stuck()) or any(attempt.failure(rank) for rank in attempt.ended):
+            failures = self._hear_them_out()
+            if (self.cut_short or attempt.left()) and all(f.is_victim for f in failures):
+                attempt.forgiven.update(f.rank for f in failures)  # they lost a peer that had left as it was asked to
+                return RunResult(WorkerState.HEALTHY)
+            self.failures = failures
+            self._plan_restart(attempt)
+            return RunResult(WorkerState.FAILED, {}, {f.rank: self._as_torch(f, attempt) for f in failures})
         if len(attempt.ended) == len(attempt.pids):
             return RunResult(WorkerState.SUCCEEDED, dict.fromkeys(attempt.ended))
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._raise_timeout(attempt)
         return RunResult(WorkerState.HEALTHY)
+
+    def _see_to_requests(self, attempt: Attempt, looks: bool) -> None:
+        """Pass on what was asked of the ranks. Once one has left, or the time is up, the others have the grace time."""
+        requests, now, grace_s = self._requests, time.monotonic(), self._job.grace_s
+        if requests.time_is_up(now) and self._leave_by is None:
+            self._leave_by = now + grace_s
+            requests.add()
+            _say(f"{requests.stop_after_s:g} s are over: asked the ranks to save and end within {grace_s:g} s")
+        if self._passed_on != requests.count:
+            self._passed_on = requests.count
+            for rank in attempt.running:
+                self._server.signal(attempt.pids[rank], signal.SIGUSR1, group=False)
+        if self._leave_by is None and attempt.left(records=looks):
+            self._leave_by = now + grace_s
+        if self._leave_by is not None and now > self._leave_by:
+            self.cut_short = True
+            _say(f"rank {', '.join(map(str, attempt.running))} did not end within {grace_s:g} s and is stopped")
+            late = attempt.running
+            self._end(signal.SIGTERM, min(_FAILURE_GRACE_S, grace_s))
+            attempt.forgiven.update(rank for rank, code in attempt.exit_codes().items() if rank in late and code < 0)
+
+    def _plan_restart(self, attempt: Attempt) -> None:
+        """Whether there is a next attempt, and with how many ranks."""
+        if self._requests.count or attempt.left():
+            self._remaining_restarts = 0  # who was asked to stop is not started again
+        elif self._job.min_ranks is not None and self._remaining_restarts:
+            loaders = loaders_of(attempt.folder.parent)
+            self.plan = next_ranks(len(attempt.pids), self._job.min_ranks, self.failures, loaders)
+            if not self.plan.ranks:
+                self._remaining_restarts = 0
 
     def _hear_them_out(self) -> list[Failure]:
         """Ranks fall within milliseconds of one another: wait, so that the first is found by its time, not by luck.
@@ -234,18 +235,18 @@ class ForkAgent(SimpleElasticAgent):
             attempt = self._note_ends(0.05)
             failures = attempt.failures()
             if not all(f.is_victim for f in failures):
-                return failures
+                return _name_stopped(failures, attempt)
             if len(attempt.ended) == len(attempt.pids) or time.monotonic() > until:
                 break
         left = [rank for rank, (status, _) in attempt.ended.items() if status == 0]
         if left:
             hint = f"(rank {', '.join(map(str, sorted(left)))} had ended before, with exit code 0: it left while this one waited)"
             failures = [replace(f, message=f"{f.message}\n{hint}") for f in failures]
-        return failures
+        return _name_stopped(failures, attempt)
 
     def _raise_timeout(self, attempt: Attempt) -> NoReturn:
         """Every rank that still runs writes the stacks of its threads; the error shows them side by side."""
-        running = [rank for rank in attempt.pids if rank not in attempt.ended]
+        running = attempt.running
         for rank in running:
             self._server.signal(attempt.pids[rank], STACK_SIGNAL, group=False)
         time.sleep(0.5)  # faulthandler writes inside the signal handler; it answers even when Python code is stuck
@@ -262,6 +263,13 @@ class ForkAgent(SimpleElasticAgent):
             exit_code=124,
             logs=str(attempt.folder),
         )
+
+    def exit_code(self, otherwise: int) -> int:
+        """75 if the ranks have left to be started again, else what the caller made of their ends."""
+        codes = set(self.attempt.exit_codes().values()) if self.attempt is not None else set()
+        if otherwise == 0:
+            return REQUEUE if self.cut_short or REQUEUE in codes else 0
+        return REQUEUE if REQUEUE in codes and codes <= {0, REQUEUE} else otherwise
 
     def _note_ends(self, settle_s: float) -> Attempt:
         assert self.attempt is not None
@@ -286,6 +294,8 @@ class ForkAgent(SimpleElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._end(signal.SIGTERM, min(_FAILURE_GRACE_S, self._job.grace_s))
+        if self.plan.ranks:  # the next rendezvous hands out so many places
+            worker_group.spec.local_world_size = self.plan.ranks
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self._end(death_sig, self._job.grace_s)  # torch's is in whole seconds
@@ -299,14 +309,37 @@ class ForkAgent(SimpleElasticAgent):
         if self.attempt is None:
             return
         for sign, wait_s in ((number, grace_s), (signal.SIGKILL, 10.0)):
-            alive = [pid for rank, pid in self.attempt.pids.items() if rank not in self.attempt.ended]
-            for pid in alive:
+            for pid in [self.attempt.pids[rank] for rank in self.attempt.running]:
                 self._server.signal(pid, sign, group=sign == signal.SIGKILL)
                 if sign != signal.SIGKILL:
                     self._server.signal(pid, signal.SIGCONT)  # a stopped process would not get the first one
             until = time.monotonic() + wait_s
             while len(self.attempt.ended) < len(self.attempt.pids) and time.monotonic() < until:
                 self._note_ends(min(0.1, max(0.001, until - time.monotonic())))
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # a terminal that has gone
+        sys.stderr.write(f"echelon: {text}\n")
+        sys.stderr.flush()
+
+
+def _name_stopped(failures: list[Failure], attempt: Attempt) -> list[Failure]:
+    """A rank that stands still fails by nothing of its own: the others say so when their patience is over."""
+    stopped = [rank for rank, pid in attempt.pids.items() if rank not in attempt.ended and _is_stopped(pid)]
+    if not stopped:
+        return failures
+    hint = f"(rank {', '.join(map(str, stopped))} is stopped, as by SIGSTOP or a debugger: the others waited for it)"
+    return [replace(f, message=f"{f.message}\n{hint}") for f in failures]
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process exists and does not run: the kernel's state T."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (OSError, IndexError):
+        return False
 
 
 def quiet_elastic_logs() -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from echelon.contracts.errors import RankFailedError, UsageError
 from echelon.contracts.run_dir import RunDir
+from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec, parse_ranks
 from echelon.launcher.local import run_local
@@ -87,6 +88,7 @@ def launch(
     Raises:
         RankFailedError: with the text of the first failing rank's traceback; the exception itself is its `__cause__`.
         RankTimeoutError: with the stacks of all ranks.
+        SystemExit: with code 75, as the ranks had it: they were asked to stop, and saved.
         UsageError: `fn` cannot be sent to another process, or `ranks` makes no sense.
     """
     count = parse_ranks(ranks)
@@ -133,6 +135,8 @@ def _launch(
         text = f"{render(failure, ranks)}\n\n{failure.traceback}".rstrip()
         error = RankFailedError(text, rank=failure.rank, exit_code=failure.exit_code, logs=str(run.attempt_path))
         raise error from _load_exception(run.attempt_path / f"value.rank{failure.rank}.pkl.error")
+    if outcome.exit_code == REQUEUE:  # the ranks saved and ended as they were asked to: so does their caller
+        raise SystemExit(REQUEUE)
     if outcome.exit_code:
         # A signal that was meant for this process: our ranks have ended, now it takes its ordinary course.
         signal.raise_signal(outcome.exit_code - 128)

@@ -13,7 +13,7 @@ from typing import Any
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["Failure", "JobSpec", "Outcome", "auto_ranks", "parse_ranks"]
+__all__ = ["Failure", "JobSpec", "Outcome", "auto_ranks", "parse_duration", "parse_rank_range", "parse_ranks"]
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,11 @@ class JobSpec:
         kind: which of the three `target` is: "script", "module" or "call".
         args: the program's own arguments.
         ranks: how many processes.
+        min_ranks: when ranks were lost, a restart may have fewer, down to so many; None always has `ranks`.
         max_restarts: how often the whole group is started again after a rank failed.
         grace_s: seconds between asking the ranks to stop and killing them.
+        stop_after_s: seconds, of all attempts together, after which the ranks are asked to save and end; None is no limit.
+        restart: begin anew although the run's folder shows progress.
         env: variables set on top of this process's environment.
     """
 
@@ -36,6 +39,9 @@ class JobSpec:
     ranks: int = 1
     max_restarts: int = 0
     grace_s: float = 30.0
+    min_ranks: int | None = None
+    stop_after_s: float | None = None
+    restart: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -119,11 +125,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: exit code 0 and no failure, or the first failing rank's."""
+    """How a job ended: exit code 0 and no failure, 75 and no failure if it can go on later, or the first failing rank's.
+
+    `note` says why it was not started again with fewer ranks.
+    """
 
     exit_code: int
     failure: Failure | None = None
     restarts: int = 0
+    note: str = ""
 
 
 def signal_name(number: int) -> str:
@@ -167,3 +177,33 @@ def parse_ranks(text: str | int) -> int:
     if ranks < 1:
         raise UsageError(f"ranks {ranks}: at least 1 is needed; 'auto' takes one per device or core.")
     return ranks
+
+
+def parse_rank_range(text: str) -> tuple[int | None, int]:
+    """(least, most) from "MIN:MAX"; (None, ranks) from a plain number or "auto".
+
+    Raises:
+        UsageError: no numbers of ranks, or the first is the larger.
+    """
+    if ":" not in text:
+        return None, parse_ranks(text)
+    least, most = (parse_ranks(part) for part in text.split(":", 1))
+    if least > most:
+        raise UsageError(f"ranks {text!r}: at least {least} and at most {most} cannot both be. Give MIN:MAX.")
+    return least, most
+
+
+_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+
+
+def parse_duration(text: str) -> float:
+    """Seconds from "90", "90s", "55m", "1h30m" or "2d".
+
+    Raises:
+        UsageError: anything else, and nothing at all.
+    """
+    parts = re.fullmatch(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", text)
+    seconds = sum(float(n) * unit for n, unit in zip(parts.groups(), _UNITS.values(), strict=True) if n) if parts else 0.0
+    if not seconds:
+        raise UsageError(f"duration {text!r}: a number of seconds more than 0, or numbers with d, h, m, s, such as 55m or 1h30m.")
+    return seconds

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from echelon.contracts.errors import EchelonError
+from echelon.contracts.stopping import SIGNALS
 
 __all__ = ["ForkServer", "serve"]
 
@@ -189,7 +190,7 @@ class _Server:
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         # The owner decides when ranks stop; a Ctrl-C reaches it, and its end reaches us.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         while True:
@@ -233,6 +234,7 @@ class _Server:
         count = int(request.pop("fds"))
         fds, self.fds = self.fds[:count], self.fds[count:]
         gc.freeze()  # objects loaded so far leave the collector, so that its passes do not unshare every page
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         pid = os.fork()
         if pid == 0:
             try:
@@ -241,6 +243,7 @@ class _Server:
                 traceback.print_exc()
             finally:
                 os._exit(1)  # never reached after a start that worked
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)  # both sides set it: whichever runs first
         for fd in fds:
@@ -256,7 +259,7 @@ class _Server:
         if os.getppid() != server:  # the server died before the line above
             os._exit(1)
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self.socket.close()

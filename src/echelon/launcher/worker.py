@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from multiprocessing import spawn
@@ -30,11 +30,12 @@ from typing import Any, NoReturn
 
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.run_dir import write_json
+from echelon.contracts.stopping import REQUEUE, SIGNALS, leave
 
-__all__ = ["Start", "run", "run_program", "user_frames"]
+__all__ = ["STACK_SIGNAL", "Start", "run", "run_program", "user_frames"]
 
 # Registered only for ranks with a time limit of their own: a training script may want the signal for itself.
-STACK_SIGNAL = signal.SIGUSR1
+STACK_SIGNAL = signal.SIGUSR2
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _leave(code: int) -> NoReturn:
     A rank that failed does not wait for its threads: the others wait for it to end.
     """
     with contextlib.suppress(BaseException):
-        if code == 0:
+        if code in (0, REQUEUE):
             threading._shutdown()  # type: ignore[attr-defined]  # also ends idle executors, whose threads nobody else would
         atexit._run_exitfuncs()
     for thing in gc.get_objects():  # files that the program left open; Python flushes them when it collects them at its end
@@ -137,14 +138,15 @@ def run_program(start: Start) -> int:
     failure: dict[str, Any] | None = None
     code, pid = 0, os.getpid()
     try:
-        if start.kind == "call":
-            _call(start)
-        elif start.kind == "module":
-            sys.path[:] = [start.cwd, *start.sys_path]
-            runpy.run_module(start.target, run_name="__main__", alter_sys=True)
-        else:
-            sys.path[:] = [str(Path(start.target).resolve().parent), *start.sys_path]
-            _run_script(start.target)
+        with _leaving_when_asked():
+            if start.kind == "call":
+                _call(start)
+            elif start.kind == "module":
+                sys.path[:] = [start.cwd, *start.sys_path]
+                runpy.run_module(start.target, run_name="__main__", alter_sys=True)
+            else:
+                sys.path[:] = [str(Path(start.target).resolve().parent), *start.sys_path]
+                _run_script(start.target)
         gc.disable()
     except SystemExit as stop:
         gc.disable()
@@ -164,6 +166,21 @@ def run_program(start: Start) -> int:
     if os.getpid() == pid:  # else a child that the program forked
         _record(start, code, failure)
     return code
+
+
+@contextlib.contextmanager
+def _leaving_when_asked() -> Iterator[None]:
+    """SIGUSR1 ends the program with exit code 75 at any moment of it, and does nothing once it has ended.
+
+    Whoever starts a rank blocks `SIGNALS` before: what came while it had no handler yet is delivered here instead of lost.
+    """
+    if signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN:
+        signal.signal(signal.SIGUSR1, leave)
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        yield
+    finally:  # what comes in this very line is raised by it, and caught like the rest
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _run_script(script: str) -> None:

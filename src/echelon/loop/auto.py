@@ -23,11 +23,13 @@ from torch import nn
 
 from echelon.contracts.errors import LossError, NonFiniteError, UsageError
 from echelon.contracts.overrides import overrides
+from echelon.data.parts import Parts
 from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.averaged import AveragedWeights, SWAParams, swa_scheduler
 from echelon.loop.bitwise import BitEqual
 from echelon.loop.loss import problem_with, rows
 from echelon.loop.metrics import Mean
+from echelon.loop.parts import in_order, mean_loss, parts_for
 from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
 from echelon.loop.window import Window
 from echelon.parallel.activation import ActivationCheckpointParams
@@ -163,6 +165,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         self.window = Window(self.gradient_accumulation_steps, fixed=self._bitwise is not None)
         self.eval_loss = float("nan")  # of the latest evaluation, over all ranks
         self._evaluation = _EvalLoss()
+        self._parts_of_step = 1
         self._reduces = False  # whether windows are summed over ranks
         self.latest_update: tuple[Any, Any] = (None, None)  # loss over the global batch and gradient norm, if it is clipped
         self._given_strategy = strategy
@@ -272,8 +275,11 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
                 check_scaler(self.grad_scaler, self.prepared)
                 self._shards = Shards(self.optimizer, self.module.parameters())
             loader: Any = getattr(state.train_state, "dataloader", None)
-            if self._bitwise is not None and hasattr(loader, "accumulation"):
-                loader.accumulation = self._bitwise.accumulation
+            if self._bitwise is None:
+                steps = ("train_step", "get_next_train_batch")
+                self._parts_of_step = parts_for(loader, any(_overrides(self, AutoUnit, name) for name in steps))
+            elif hasattr(loader, "accumulation"):  # whose micro-batches are equally large on any number of ranks
+                loader.accumulation, loader.shares = self._bitwise.accumulation, self._bitwise.parts
             accumulation = getattr(loader, "accumulation", None)
             if accumulation is not None and accumulation != self.gradient_accumulation_steps:
                 raise UsageError(
@@ -284,6 +290,9 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
                 streams.separate(self.prepared.dp_rank)
         elif phase == "eval":
             self._evaluation.mean.reset()
+
+    def parts_of_step(self, phase: str) -> int:
+        return self._parts_of_step if phase == "train" else 1
 
     def _check_own_names(self) -> None:
         """Attributes of a subclass that hide AutoUnit's would fail later, in words that explain nothing."""
@@ -315,28 +324,47 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         phase = state.train_state
         feed = phase.feed if phase is not None else None
         last = window.open(feed is not None and feed.is_last)
-        weight = 0 if feed is not None and feed.is_padding else self.weight(data)
-        if isinstance(weight, torch.Tensor):  # whole numbers in float32 end at 16 million; waiting for a CPU costs nothing
-            weight = float(weight) if weight.device.type == "cpu" else weight.double()
+        padded = feed is not None and feed.is_padding
+        earlier: list[tuple[Any, Any]] = []  # pieces and their weights
+        if isinstance(data, Parts):
+            *others, (data, padded) = in_order(data, padded)
+            earlier = [(piece, self._weigh(piece, nothing)) for piece, nothing in others]
+        weight = self._weigh(data, padded)
         if window.reference is None:
-            window.estimate(0 if prepared.is_replica else weight, over_ranks=self._reduces)
+            whole = weight + sum(w for _, w in earlier)
+            window.estimate(0 if prepared.is_replica else whole, over_ranks=self._reduces)
         if self.zero_grad_at_train_step_start and window.count == 1:
             self.zero_grad(state)
 
-        micro_batch = (state, data, weight, last)
-        reduce = last or self._bitwise is not None
-        with prepared.accumulate(reduce), torch.autograd.set_detect_anomaly(True) if self.detect_anomaly else NO_CONTEXT:
-            if self._bitwise is None:
-                _, outputs = prepared.forward_backward(micro_batch, self._forward, self._backward)
-            else:
-                work = partial(prepared.forward_backward, micro_batch, self._forward, self._backward)
-                _, outputs = self._bitwise.run(work, window.updates, window.count - 1, last=last)
+        losses = []
+        for piece, its_weight in earlier:
+            self._compute((state, piece, its_weight, False))
+            losses.append(window.latest_loss)
+        outputs = self._compute((state, data, weight, last))
         loss = window.latest_loss
+        if earlier:
+            loss = mean_loss([*losses, loss], [*(w for _, w in earlier), weight])
         norm = self._update(state) if last else None
         if self._reports_step:
             step = self.train_progress.num_steps_completed
             self.on_train_step_end(state, data, step, TrainStepResults(loss, norm, outputs))
         return loss, outputs
+
+    def _weigh(self, data: T, padded: bool) -> Any:
+        weight = 0 if padded else self.weight(data)
+        if isinstance(weight, torch.Tensor):  # whole numbers in float32 end at 16 million; waiting for a CPU costs nothing
+            return float(weight) if weight.device.type == "cpu" else weight.double()
+        return weight
+
+    def _compute(self, micro_batch: tuple[State, T, Any, bool]) -> Any:
+        """Forward and backward; with `last`, gradients are summed up over the ranks. Returns the outputs."""
+        prepared, last = self.prepared, micro_batch[3]
+        reduce = last or self._bitwise is not None
+        with prepared.accumulate(reduce), torch.autograd.set_detect_anomaly(True) if self.detect_anomaly else NO_CONTEXT:
+            if self._bitwise is None:
+                return prepared.forward_backward(micro_batch, self._forward, self._backward)[1]
+            work = partial(prepared.forward_backward, micro_batch, self._forward, self._backward)
+            return self._bitwise.run(work, self.window.updates, self.window.count - 1, last=last)[1]
 
     def _forward(self, micro_batch: tuple[State, T, Any, bool]) -> tuple[torch.Tensor, Any]:
         state, data, _, _ = micro_batch

@@ -380,7 +380,8 @@ class Run:
             def move(batch: Any, non_blocking: bool) -> Any:
                 return to_device(state, batch, non_blocking)
 
-        here.feed = feed = Feed(loader, limit=max(0, min(limits)) if limits else None, move=move, stream=stream)
+        limit, parts = max(0, min(limits)) if limits else None, self.unit.parts_of_step(phase)
+        here.feed = feed = Feed(loader, limit=limit, move=move, stream=stream, parts=parts)
         self._call(hooks.iter_end)
         return feed
 

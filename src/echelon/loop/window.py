@@ -73,9 +73,9 @@ class Window:
             progress.rescale(self.size, old)
 
     def add(self, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
-        """Take in a micro-batch's mean loss, without its graph, and its weight."""
+        """Take in the mean loss, without its graph, of a micro-batch or a piece of one, and its weight."""
         self.latest_loss = loss
-        if self.count == 1:
+        if self._loss is None:
             self._loss, self._weight = loss, weight
         else:
             self._loss = self._weighted_sum() + loss * weight
@@ -108,7 +108,7 @@ class Window:
                 f"update {self.updates}: the global batch weighs {weight:g}. A weight is a number of samples or tokens; "
                 "at least one rank must have some."
             )
-        self.count = 0
+        self.count, self._loss = 0, None
         self.updates += 1
         return weight, loss, stop
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from echelon.checkpoint import commit, foreign, store
 from echelon.checkpoint.place import Place
 from echelon.checkpoint.store import Report
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointNotFoundError, UsageError
+from echelon.data.loader import Loader
 from echelon.loop.callbacks import changes
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel.state import states_by_name
@@ -100,10 +102,10 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
         logger.log(logging.WARNING if meant else logging.INFO, "since %s was saved, changed:\n%s", path, table)
     if meant & set(manifest.get("config", {}).get("optimizers", {})):
         chosen = {name: value for name, value in chosen.items() if name not in meant}
-    states = states_by_name(chosen)
-    data = manifest.get("config", {}).get("data", {})
-    if seeks and not (meant & data.keys()):
-        states["train_dataloader"] = _IfSaved(loader)
+    # Of all first: an optimizer's names are those of its modules, restored or not.
+    states = {name: state for name, state in states_by_name(unit.app_state()).items() if name in chosen}
+    if seeks:
+        states["train_dataloader"] = _IfSaved(loader, meant)
     report = store.read_states(path, states, strict=options.strict)
     _log(report, path)
     if not options._weights_only:
@@ -114,7 +116,7 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
 
 def _own(path: Place, manifest: dict[str, Any], unit: Unit) -> None:
     """What is this rank's own: random streams, and shares of metrics."""
-    own = store.read_rank(path, manifest)
+    own = store.on_each(path, lambda: store.read_rank(path, manifest))
     # Ranks agree: with streams restored on some and not on others, none would be what it was.
     if not agree.any_rank(own is None) and own is not None:
         streams.load_states(own["streams"])
@@ -148,6 +150,10 @@ def _chosen(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
 def _log(report: Report, path: Place) -> None:
     if report.missing:
         logger.warning("%s does not have, and left as they are: %s", path, ", ".join(report.missing))
+    if report.cast and _speaks():
+        kinds = Counter(report.cast.values())
+        shown = ", ".join(f"{n} from {a} to {b}" for (a, b), n in kinds.items())
+        logger.warning("%s: tensors cast: %s; the first is %s", path, shown, next(iter(report.cast)))
     if report.unexpected:
         logger.warning("%s has, and nobody asked for: %s", path, ", ".join(report.unexpected))
 
@@ -159,15 +165,28 @@ def _speaks() -> bool:
 
 
 class _IfSaved:
-    """The loader's state; a checkpoint from the end of an epoch holds none, and the next epoch begins at its start."""
+    """The loader's state; a checkpoint from the end of an epoch holds none, and the next epoch begins at its start.
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    Args:
+        meant: what may differ, beside what the loader itself accepts: it goes on where the saved one stood.
+    """
+
+    def __init__(self, loader: Any, meant: set[str]) -> None:
+        self._loader, self._meant = loader, meant
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self._loader.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict:
+        if not state_dict:
+            return
+        if not isinstance(self._loader, Loader):
             self._loader.load_state_dict(state_dict)
+            return
+        accepted = self._loader.accept_changes
+        self._loader.accept_changes = accepted | self._meant
+        try:
+            self._loader.load_state_dict(state_dict)
+        finally:
+            self._loader.accept_changes = accepted

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from echelon.checkpoint import commit, manifest
-from echelon.checkpoint.background import Background, explain
+from echelon.checkpoint.background import Background
 from echelon.checkpoint.layout import raise_on_all
 from echelon.checkpoint.lease import Lease
-from echelon.checkpoint.place import Place, Remote, place
+from echelon.checkpoint.place import Place, Remote, explain, make_folder, place
 from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
 from echelon.checkpoint.snapshot import Planned, Snapshot, snapshot
 from echelon.checkpoint.store import Report
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError, UsageError
+from echelon.contracts.run_dir import begins_anew, note_begun
 from echelon.loop.callback import Callback
 from echelon.loop.callbacks import changes, restoring
 from echelon.loop.callbacks.restoring import RestoreOptions
@@ -106,15 +107,18 @@ class DistributedCheckpointSaver(Callback):
 
     def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
         self._take_folder()
-        step = unit.train_progress.num_steps_completed
+        step, anew = unit.train_progress.num_steps_completed, _begins_anew(self.dirpath)
         for path in commit.candidates(self.dirpath):
             if commit.step_of(path) > step:
-                self._meet_newer(path, step)
+                self._meet_newer(path, step, self.restart or anew)
+        if anew:
+            commit.on_rank0(note_begun, self.dirpath)
+            _begun.add(str(self.dirpath))
 
-    def _meet_newer(self, path: Place, step: int) -> None:
+    def _meet_newer(self, path: Place, step: int, restart: bool) -> None:
         """What is ahead of this run would be mistaken for its newest. A corrupt one was passed over when the run was restored."""
         why = "replaced"
-        if not self.restart:
+        if not restart:
             try:
                 commit.verify(path)
             except (CheckpointCorruptError, FileNotFoundError) as error:
@@ -124,7 +128,8 @@ class DistributedCheckpointSaver(Callback):
                 self._release()
                 raise CheckpointError(
                     f"{path} is ahead of this run, which is at step {step}: it would be mistaken for this run's newest. "
-                    "Call restore_from_latest first, save to another folder, or set it aside with restart=True."
+                    "Call restore_from_latest first, save to another folder, or set it aside with restart=True "
+                    "or `echelon run --restart`."
                 )
         commit.on_rank0(lambda: commit.set_aside(path, why))
 
@@ -171,12 +176,12 @@ class DistributedCheckpointSaver(Callback):
 
     def _take_folder(self) -> None:
         def take() -> None:
-            self.dirpath.mkdir(parents=True, exist_ok=True)
+            make_folder(self.dirpath)
             if self._lease.acquire():
                 commit.sweep(self.dirpath)
 
         if not self._holds:
-            commit.on_rank0(take)
+            commit.on_rank0(take, self.dirpath)
             self._holds = True
 
     def _release(self) -> None:
@@ -381,13 +386,16 @@ class DistributedCheckpointSaver(Callback):
         process_group: dist.ProcessGroup | None = None,
         fall_back: bool = True,
     ) -> bool:
-        """Restore the newest valid checkpoint in a folder; False if there is none. Collective.
+        """Restore the newest valid checkpoint in a folder; False if there is none, or under `echelon run --restart`. Collective.
 
         Args:
             fall_back: when the newest is corrupt, say what is wrong with it and take the newest older one that is not; False
                 makes it an error. If all are corrupt it is an error in any case: a run with progress never begins anew by itself.
         """
         folder, options = place(dirpath), restore_options or RestoreOptions()
+        if _begins_anew(folder):
+            logger.warning("--restart: what is in %s is not restored", folder)
+            return False
         return restoring.restore_first(folder, commit.candidates(folder), unit, train_dataloader, options, fall_back)
 
     @staticmethod
@@ -412,6 +420,14 @@ class DistributedCheckpointSaver(Callback):
 
         ordered = [folder / name for name in commit.on_rank0(names)]
         return restoring.restore_first(folder, ordered, unit, train_dataloader, options, fall_back)
+
+
+# Folders in which this process has begun anew; what is in them since then is its own.
+_begun: set[str] = set()
+
+
+def _begins_anew(folder: Place) -> bool:
+    return begins_anew() and str(folder) not in _begun
 
 
 def _step(unit: TrainUnit[Any]) -> int:

@@ -1,0 +1,101 @@
+"""One attempt as the launcher sees it: processes, how they ended, and what was asked of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from echelon.contracts.run_dir import read_json
+from echelon.contracts.stopping import REQUEUE
+from echelon.launcher.job import Failure, signal_name
+
+__all__ = ["Attempt", "Requests"]
+
+# How long a rank may take to end by itself once it has reported its failure.
+_EXIT_WAIT_S = 10.0
+
+
+class Requests:
+    """Requests to stop and go on later: by signals, which are only counted here, and by the time.
+
+    Args:
+        stop_after_s: seconds from now; None is no limit.
+    """
+
+    def __init__(self, stop_after_s: float | None = None) -> None:
+        self.stop_after_s, self.count = stop_after_s, 0
+        self._until = time.monotonic() + stop_after_s if stop_after_s is not None else None
+
+    def add(self) -> None:
+        self.count += 1
+
+    def time_is_up(self, now: float) -> bool:
+        return self._until is not None and now > self._until
+
+
+class Attempt:
+    """One start of the whole group: the processes of its ranks and where each leaves its record.
+
+    Attributes:
+        pids: by rank.
+        ended: ranks that have ended: (wait status, when, in ns of the monotonic clock).
+        forgiven: ranks whose end is no failure, however they ended.
+    """
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.number, self.folder = number, folder
+        self.pids: dict[int, int] = {}
+        self.ended: dict[int, tuple[int, int]] = {}
+        self.forgiven: set[int] = set()
+
+    @property
+    def running(self) -> list[int]:
+        return [rank for rank in self.pids if rank not in self.ended]
+
+    def record_path(self, rank: int) -> Path:
+        return self.folder / f"exit.rank{rank}.json"
+
+    def stacks_path(self, rank: int) -> Path:
+        return self.folder / f"stacks.rank{rank}.txt"
+
+    def log_path(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.log"
+
+    def failure(self, rank: int) -> Failure | None:
+        """How the rank failed; None if it ended well or runs on. One may still run its exit functions with its record written."""
+        status, time_ns = self.ended.get(rank, (None, 0))
+        if status == 0 or rank in self.forgiven:
+            return None
+        record = read_json(self.record_path(rank)) or {}
+        if status is None:
+            code = int(record.get("exit_code", 0))
+            fails = code not in (0, REQUEUE)
+            return Failure.from_record(rank, code, 0, record, self.log_path(rank)) if fails else None
+        code = os.waitstatus_to_exitcode(status)
+        if code == REQUEUE:
+            return None
+        if code < 0:
+            name = signal_name(-code)
+            hint = " (the OOM killer? `dmesg` tells)" if -code == signal.SIGKILL else ""
+            return Failure(rank, 128 - code, time_ns, name, f"killed by {name}{hint}", log=self.log_path(rank), reported=False)
+        return Failure.from_record(rank, code, time_ns, record, self.log_path(rank))
+
+    def stuck(self) -> bool:
+        """Whether a rank has reported its failure and not ended since: a thread or a destructor holds it, and it all others."""
+        limit = time.monotonic_ns() - int(_EXIT_WAIT_S * 1e9)
+        return any(f.time_ns < limit for rank in self.pids if rank not in self.ended and (f := self.failure(rank)) is not None)
+
+    def exit_codes(self) -> dict[int, int]:
+        """Of the ranks that have ended; -n if signal n ended it."""
+        return {rank: os.waitstatus_to_exitcode(status) for rank, (status, _) in self.ended.items()}
+
+    def left(self, *, records: bool = True) -> list[int]:
+        """The ranks that ended because they were asked to, or are about to: their record already says so, if it is read."""
+        codes = self.exit_codes()
+        said = [r for r in self.running if (read_json(self.record_path(r)) or {}).get("exit_code") == REQUEUE] if records else []
+        return [rank for rank, code in codes.items() if code == REQUEUE] + said
+
+    def failures(self) -> list[Failure]:
+        return [f for rank in self.pids if (f := self.failure(rank)) is not None]

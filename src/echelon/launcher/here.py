@@ -1,0 +1,156 @@
+"""Run a job of one rank in this very process: `breakpoint()` and an interactive debugger work.
+
+Its output also goes to the rank's log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from echelon.contracts.rank import RankInfo
+from echelon.contracts.run_dir import RunDir, read_json, write_json
+from echelon.contracts.stopping import REQUEUE
+from echelon.launcher.job import Failure, JobSpec, Outcome
+from echelon.launcher.local import path_without_launcher, rank_environment
+from echelon.launcher.worker import Start, run_program
+
+__all__ = ["run_here"]
+
+# How long the program may take to react to SIGTERM, after the whole grace time.
+_LAST_WAIT_S = 5.0
+
+
+def run_here(job: JobSpec, run: RunDir) -> Outcome:
+    """Run a job of one rank. Returns its exit code with its failure; 75 when it ended to be started again later."""
+    info = RankInfo(rank=0, world_size=1, run_id=run.name)
+    env = rank_environment(job, run, os.environ, 1, restart=job.restart)
+    # Without a group to join, a world of one needs no address; scripts that insist on env:// find a free port.
+    os.environ.update({**env, **info.to_env(), "MASTER_PORT": str(_free_port())})
+    log, record = run.log(0), run.rank_exit(0)
+    start = Start(
+        job.kind,
+        job.target,
+        job.args,
+        {},
+        os.getcwd(),
+        path_without_launcher(),
+        log=str(log.absolute()),
+        record=str(record.absolute()),
+    )
+    pid, before = os.getpid(), signal.getsignal(signal.SIGUSR1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # until `run_program` has a handler
+    limit = _TimeLimit(job.stop_after_s, job.grace_s, lambda: _write_exit(run, REQUEUE, None)) if job.stop_after_s else None
+    with open(log, "a", encoding="utf-8", errors="backslashreplace", buffering=1) as copy:
+        out, err = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = _Tee(out, copy), _Tee(err, copy)
+        try:
+            code = run_program(start)
+            if os.getpid() != pid:  # a child that the program forked and that came back here
+                sys.exit(code)
+        finally:
+            sys.stdout, sys.stderr = out, err
+    if limit is not None:
+        limit.lift()
+    signal.signal(signal.SIGUSR1, before)
+    failure = Failure.from_record(0, code, 0, read_json(record) or {}, log) if code not in (0, REQUEUE) else None
+    _write_exit(run, code, failure)
+    return Outcome(code, failure)
+
+
+def _write_exit(run: RunDir, code: int, failure: Failure | None) -> None:
+    write_json(
+        run.exit_json,
+        {
+            "exit_code": code,
+            "stopped": None,
+            "first_failure": failure.as_json() if failure else None,
+            "ranks": {"0": failure.as_json()} if failure else {},
+            "ended": time.time(),
+        },
+    )
+
+
+class _TimeLimit(threading.Thread):
+    """After a time, asks this process to save and end, as the launcher asks ranks: SIGUSR1, SIGTERM, then its end.
+
+    Args:
+        end: called before this process is ended by force.
+    """
+
+    def __init__(self, stop_after_s: float, grace_s: float, end: Callable[[], None]) -> None:
+        super().__init__(name="echelon-time-limit", daemon=True)
+        self._stop_after_s, self._grace_s, self._end = stop_after_s, grace_s, end
+        self._lifted, self._lock = threading.Event(), threading.Lock()
+        self.start()
+
+    def run(self) -> None:
+        if self._lifted.wait(self._stop_after_s):
+            return
+        self._ask(signal.SIGUSR1, f"{self._stop_after_s:g} s are over: asked to save and end within {self._grace_s:g} s")
+        if self._lifted.wait(self._grace_s):
+            return
+        if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # whose default would end this process without a record
+            self._ask(signal.SIGTERM, f"it did not end within {self._grace_s:g} s")
+            if self._lifted.wait(min(_LAST_WAIT_S, self._grace_s)):
+                return
+        with self._lock:
+            if not self._lifted.is_set():
+                self._stop()  # the lock stays held: nobody gets past `lift`
+
+    def _ask(self, number: signal.Signals, text: str) -> None:
+        with self._lock:
+            if not self._lifted.is_set():
+                with contextlib.suppress(OSError):
+                    os.write(2, f"echelon: {text}\n".encode())
+                signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+    def _stop(self) -> None:
+        import psutil  # type: ignore[import-untyped,unused-ignore]  # here: few need it
+
+        with contextlib.suppress(OSError):
+            self._end()
+        with contextlib.suppress(OSError):
+            os.write(2, (b"\x1b[?25h" if os.isatty(2) else b"") + b"echelon: stopped by force\n")
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        os._exit(REQUEUE)
+
+    def lift(self) -> None:
+        """The program has ended: no signal comes any more."""
+        with self._lock:
+            self._lifted.set()
+
+
+class _Tee:
+    """A text stream that also writes to a log; everything else is the terminal's own."""
+
+    def __init__(self, stream: Any, log: Any) -> None:
+        self._stream, self._log = stream, log
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):  # a full disk; or a logger that outlives the program and its log
+            self._log.write(text)
+        return int(self._stream.write(text))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,63 @@
+"""With fewer ranks than planned, each computes its larger micro-batch in pieces: the steps stay the same, and so does the memory.
+
+`echelon run --ranks 2:4` plans for four ranks. With two, each rank's share of every global batch is twice as large, and the
+unit computes it as two, the one after the other, within one `train_step`. What a step is for progress, hooks, limits and
+checkpoints does not change with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from echelon.contracts.overrides import overrides
+from echelon.data.loader import Loader
+from echelon.data.parts import Padding, Parts
+from echelon.world import agree
+
+__all__ = ["in_order", "mean_loss", "parts_for"]
+
+logger = logging.getLogger(__name__)
+
+
+def parts_for(loader: Any, own_step: bool) -> int:
+    """In how many pieces a micro-batch of this loader is computed; the same on all ranks.
+
+    Args:
+        own_step: the unit fetches or computes micro-batches in a way of its own.
+    """
+    planned = overrides().planned_ranks or 1
+    ranks = dist.get_world_size() if agree.is_joined() else 1
+    if planned <= ranks:
+        return 1
+    why = "the unit has a step of its own" if own_step else "the loader is no echelon.Loader"
+    if own_step or not isinstance(loader, Loader):
+        if not agree.is_joined() or dist.get_rank() == 0:
+            logger.warning(
+                "%s of %s planned ranks run, and micro-batches are computed whole, since %s: each takes %.3g times the memory",
+                ranks,
+                planned,
+                why,
+                planned / ranks,
+            )
+        return 1
+    return -(-planned // ranks)
+
+
+def in_order(parts: Parts, all_padding: bool) -> list[tuple[Any, bool]]:
+    """The pieces, and whether each is padding; padding first, so that a hook which is shown the last sees samples."""
+    pieces = [(p.batch, True) if isinstance(p, Padding) else (p, all_padding) for p in parts]
+    return sorted(pieces, key=lambda piece: not piece[1])
+
+
+def mean_loss(losses: Sequence[torch.Tensor], weights: Sequence[Any]) -> torch.Tensor:
+    """The mean loss of the pieces together; the last one's if they weigh nothing."""
+    total = sum(weights)
+    if not isinstance(total, torch.Tensor) and total <= 0:
+        return losses[-1]
+    whole = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / total
+    return torch.as_tensor(whole).to(losses[-1])

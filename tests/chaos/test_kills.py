@@ -1,0 +1,78 @@
+"""kill -9 at any moment, of a rank, of all, of the launcher: the run ends as if nothing had been."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos import runs
+from tests.chaos.runs import every_sample_once, history, same_bits, until_done, values
+from tests.models import largest_difference
+
+pytestmark = pytest.mark.xdist_group("chaos")
+
+OPTIONS = ("--accumulation", "2", "--dropout", "0.3")
+
+
+def survive(folder: Path, library: Path, kills: int, seed: int, ways: str, timeout_s: float) -> dict[str, Any]:
+    """A run that is killed `kills` times, and the same run undisturbed: what was lost, and what it took."""
+    steps = str(30 * kills + 48)
+    undisturbed, killed = folder / "undisturbed", folder / "killed"
+    undisturbed.mkdir()
+    killed.mkdir()
+    options = ("--steps", steps, *OPTIONS)
+    until_done(undisturbed, 2, 0, *options, timeout_s=timeout_s)
+    survived = until_done(killed, 2, kills, *options, "--seed", str(seed), "--ways", ways, library=library, timeout_s=timeout_s)
+    assert survived.attempts == kills + 1, f"{survived.attempts} attempts: not every one of {kills} kills happened"
+    assert same_bits(values(killed, 2), values(undisturbed, 2)), "the run ended otherwise than it would have"
+    want, found = history(undisturbed), history(killed)
+    assert found.steps == want.steps, "other samples, or in another order"
+    epochs = every_sample_once(found.steps, accumulation=2)
+    left = [p.name for p in (killed / "checkpoints").iterdir() if not p.name.startswith("step-")]
+    assert left == [], left
+    return {"kills": kills, "launchers": survived.launchers, "epochs": epochs, "redone": found.redone, "s": survived.seconds}
+
+
+def test_ten_kills_change_no_bit_and_no_sample(crashfs: Path, tmp_path: Path) -> None:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    first = survive(tmp_path, crashfs, 10, seed, "step,moment,save,save,everyone,everyone's save", 60)
+    print(first)
+
+
+def test_launchers_killed_and_another_number_of_ranks_each_time(tmp_path: Path) -> None:
+    """4, 2, 3 and 4 ranks: each launcher but the last is killed in mid-epoch."""
+    options = ("--steps", "32", "--ways", "launcher")
+    straight, changing = tmp_path / "straight", tmp_path / "changing"
+    straight.mkdir()
+    changing.mkdir()
+    until_done(straight, 2, 0, *options)
+    for attempt, ranks in enumerate((4, 2, 3, 4)):
+        process = runs.start(changing, ranks, runs.SCRIPT, str(changing), "--kills", "3", "--seed", "4", *options)
+        code, output = runs.finish(process, 40)
+        assert code == (0 if attempt == 3 else -signal.SIGKILL), output[-4000:]
+    want, found = history(straight), history(changing, same_ranks=False)
+    assert {k: sorted(v) for k, v in found.steps.items()} == {k: sorted(v) for k, v in want.steps.items()}
+    assert every_sample_once(found.steps) == 5
+    a, b = (values(folder, 1)[0]["module"] for folder in (straight, changing))
+    assert 0 < largest_difference(a, b) < 1e-9
+
+
+def test_a_stopped_rank_ends_the_attempt_within_the_timeout_and_the_next_goes_on(tmp_path: Path) -> None:
+    """What the ranks' own group says after three seconds, not after half an hour; then the restart, to the end."""
+    began = time.monotonic()
+    options = ("--steps", "16", "--stop-rank-1-at", "9", "--timeout", "3")
+    process = runs.start(tmp_path, 2, runs.SCRIPT, str(tmp_path), *options, restarts=1)
+    code, output = runs.finish(process, 30)
+    seconds = time.monotonic() - began
+    assert code == 0, output[-4000:]
+    assert seconds < 20, seconds
+    for said in ("rank 1 is stopped, as by SIGSTOP", "imeout|imed out", "in train\n"):
+        assert re.search(said, output), f"not {said!r} in:\n{output}"
+    assert every_sample_once(history(tmp_path).steps) == 2

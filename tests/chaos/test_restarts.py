@@ -1,0 +1,67 @@
+"""A restart always joins; and two runs in one folder."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from tests.chaos import runs
+from tests.chaos.forks import Forks
+
+pytestmark = pytest.mark.xdist_group("chaos")
+
+JOINS = str(Path(__file__).with_name("joins.py"))
+
+
+def join(folder: Path, restarts: int, jobs: int, seed: int, timeout_s: float) -> tuple[list[float], list[float]]:
+    """Seconds from each kill to the next meeting of both ranks, in `jobs` runs side by side, `restarts` of each.
+
+    Returns:
+        those of each run's first restart, which may come while the server still loads what ranks need, and of all others.
+    """
+    processes = []
+    for job in range(jobs):
+        here = folder / str(job)
+        here.mkdir()
+        processes.append((here, runs.start(here, 2, JOINS, str(here), str(restarts), str(seed + job), restarts=restarts)))
+    began, first, took = time.monotonic(), list[float](), list[float]()
+    for here, process in processes:
+        code, output = runs.finish(process, timeout_s - (time.monotonic() - began))
+        assert code == 0, output[-3000:]
+        lines = [line.split() for line in (here / "joins.log").read_text().splitlines()]
+        assert Counter(int(attempt) for what, attempt, *_ in lines if what == "joined") == dict.fromkeys(range(restarts + 1), 2)
+        killed = {int(attempt): float(at) for what, attempt, _, at in lines if what == "killed"}
+        joined = {n: max(float(at) for what, a, _, at in lines if what == "joined" and int(a) == n) for n in range(restarts + 1)}
+        first.append(joined[1] - killed[0])
+        took += [joined[n + 1] - killed[n] for n in range(1, restarts)]
+    return first, took
+
+
+def test_thirty_of_thirty_restarts_join_within_five_seconds(tmp_path: Path) -> None:
+    """Ranks start up to half a second apart; either is killed within 20 ms after they met."""
+    seed = random.randrange(10**6)
+    first, took = join(tmp_path, 15, 2, seed, 60)
+    print(f"seed {seed}: {len(took)} joined, median {median(took):.2f} s, longest {max(took):.2f} s; the first ones {first}")
+    assert len(first + took) == 30 and max(took) < 5 and max(first) < 20
+
+
+def test_of_two_runs_in_one_folder_one_trains_and_the_other_is_told(forks: Forks, tmp_path: Path) -> None:
+    """At the same moment, again and again: never both, never a mixture, and never nobody."""
+    outcomes = Counter[str]()
+    for told in forks("tests.chaos.program:race", [(seed,) for seed in range(10)]):
+        assert sorted(each.partition(":")[0] for each in told) in (["refused", "trained"], ["ahead", "trained"]), told
+        outcomes += Counter(each.partition(":")[0] for each in told)
+    assert outcomes["trained"] == 10
+    print(dict(outcomes))
+
+
+def test_the_second_run_hears_at_once_whose_the_folder_is(forks: Forks) -> None:
+    """Once the first has had its two seconds to be a run that is just dying."""
+    (answer,) = forks("tests.chaos.program:second", [()])
+    text, seconds, pid = answer
+    assert f"is being written by another run: process {pid} of " in text and seconds < 4
