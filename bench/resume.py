@@ -2,7 +2,8 @@
 
 Rank 1 kills itself with SIGKILL in its first life, some steps after a checkpoint; from then to the moment the last rank has
 finished its first step in the restarted group, with parameters, AdamW's state, the place in the data and the random streams
-where the checkpoint had them. Ours: `echelon run --max-restarts`, AutoUnit under "ddp", `restore_from_latest`, which compares all checksums.
+where the checkpoint had them. Ours: `echelon run --max-restarts`, AutoUnit under "ddp", `restore_from_latest`, which
+compares all checksums.
 Theirs: torchrun, DistributedDataParallel, torch.distributed.checkpoint's save and load of the same tensors into one folder a
 step, a DistributedSampler that begins the epoch anew. torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 to succeed every
 time, and has it.

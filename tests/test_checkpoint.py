@@ -64,33 +64,6 @@ def _uninterrupted(strategy: str, steps: int, **options: Any) -> dict[str, torch
     return whole(unit.module)
 
 
-EVERY = [*PARALLEL, "tp"]
-
-
-def _save_under_each(folder: Path) -> None:
-    for strategy in EVERY:
-        _train_and_save(folder / strategy, strategy, 4)
-
-
-def _resume_each(folder: Path, pairs: list[tuple[str, str]], want: dict[str, torch.Tensor]) -> dict[tuple[str, str], float]:
-    return {(saved, to): largest_difference(_resume(folder / saved, to, 8), want) for saved, to in pairs}
-
-
-def test_what_one_strategy_saved_any_other_resumes(ranks: Ranks, tmp_path: Path) -> None:
-    """Modules, AdamW's state, the schedule and the place in mid-epoch: eight steps of which four came before.
-
-    At two ranks every pair of kinds; at one and four, where tensors are cut differently, each strategy to and from another.
-    """
-    ranks(2, _save_under_each, tmp_path)
-    want = _uninterrupted("noop", 8)
-    kinds = [s for s in EVERY if s not in ("fsdp2", "zero3")]  # other spellings of "fsdp"
-    to_next = list(zip(EVERY, [*EVERY[3:], *EVERY[:3]], strict=True))
-    alone = [(saved, "noop") for saved in EVERY] + [("zero1", "dp"), ("fsdp", "dp")]
-    for size, pairs in ((2, [(a, b) for a in kinds for b in kinds]), (1, to_next + alone), (4, to_next)):
-        for differences in ranks(size, _resume_each, tmp_path, pairs, want):
-            assert {pair: d for pair, d in differences.items() if not d < 1e-12} == {}, f"on {size} ranks"
-
-
 def test_a_world_of_one_needs_no_group(tmp_path: Path) -> None:
     _train_and_save(tmp_path, "noop", 4)
     assert not dist.is_initialized()

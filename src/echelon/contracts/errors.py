@@ -69,7 +69,7 @@ class NonFiniteError(EchelonError, FloatingPointError):
 
 
 class DivergedError(EchelonError, ArithmeticError):
-    """The loss left its bounds more often than was allowed, or nothing was there to go back to. Names the step and the samples."""
+    """The loss left its bounds more often than was allowed, or nothing was there to go back to. It names step and samples."""
 
 
 class DataError(EchelonError, RuntimeError):

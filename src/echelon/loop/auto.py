@@ -24,6 +24,7 @@ from torch import nn
 from echelon.contracts.errors import LossError, NonFiniteError, UsageError
 from echelon.contracts.overrides import overrides
 from echelon.data.parts import Parts
+from echelon.loop.auto_checks import check_accumulation, check_options, check_own_names, check_plateau, check_trainable
 from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.averaged import AveragedWeights, SWAParams, swa_scheduler
 from echelon.loop.bitwise import BitEqual
@@ -35,7 +36,7 @@ from echelon.loop.window import Window
 from echelon.parallel.activation import ActivationCheckpointParams
 from echelon.parallel.parallelize import TorchCompileParams
 from echelon.parallel.precision import Precision, Shards, check_scaler
-from echelon.parallel.strategy import NO_CONTEXT, Prepared, Strategy
+from echelon.parallel.strategy import NO_CONTEXT, Strategy
 from echelon.world import agree, streams
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         zero_grad_at_train_step_start: bool = False,
         deterministic: Literal["bitwise"] | None = None,
     ) -> None:
-        _check_options(gradient_accumulation_steps, step_lr_interval, clip_grad_norm, clip_grad_value)
+        check_options(gradient_accumulation_steps, step_lr_interval, clip_grad_norm, clip_grad_value)
         super().__init__(
             module=module,
             device=device,
@@ -254,23 +255,14 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         return self._reduces
 
     def phase_started(self, state: State, phase: str) -> None:
-        self._check_own_names()
+        check_own_names(self)
         if phase == "train":
-            if not self.training:
-                raise UsageError(f"{type(self).__name__} was built with training=False: it has no optimizer to train with.")
             together = self.prepared.dp_size > 1 or self.prepared.forward_is_collective
             self._reduces = agree.is_joined() and together
-            if agree.is_joined() and not self._reduces and self._given_strategy is None:
-                raise UsageError(
-                    "several ranks, but no strategy: each would train a model of its own. Pass strategy='ddp' or 'fsdp', or a "
-                    "module that you wrapped yourself; strategy='noop' if models of their own are what you want."
-                )
+            check_trainable(self, together=self._reduces or not agree.is_joined(), has_strategy=self._given_strategy is not None)
             self.configure()
-            if self._plateau and state.eval_state is None:
-                raise UsageError(
-                    "ReduceLROnPlateau advances with the loss of evaluations, and train() has none. Use fit(), or override "
-                    "step_lr_scheduler and call self.lr_scheduler.step(metric) there."
-                )
+            if self._plateau:
+                check_plateau(state)
             if self.grad_scaler is not None:
                 check_scaler(self.grad_scaler, self.prepared)
                 self._shards = Shards(self.optimizer, self.module.parameters())
@@ -280,12 +272,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
                 self._parts_of_step = parts_for(loader, any(_overrides(self, AutoUnit, name) for name in steps))
             elif hasattr(loader, "accumulation"):  # whose micro-batches are equally large on any number of ranks
                 loader.accumulation, loader.shares = self._bitwise.accumulation, self._bitwise.parts
-            accumulation = getattr(loader, "accumulation", None)
-            if accumulation is not None and accumulation != self.gradient_accumulation_steps:
-                raise UsageError(
-                    f"the loader splits a global batch into {accumulation} micro-batches a rank, but the unit accumulates "
-                    f"{self.gradient_accumulation_steps}. Give both the same number."
-                )
+            check_accumulation(loader, self.gradient_accumulation_steps)
             if self._bitwise is None:  # whose streams belong to samples, not to ranks
                 streams.separate(self.prepared.dp_rank)
         elif phase == "eval":
@@ -293,14 +280,6 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
 
     def parts_of_step(self, phase: str) -> int:
         return self._parts_of_step if phase == "train" else 1
-
-    def _check_own_names(self) -> None:
-        """Attributes of a subclass that hide AutoUnit's would fail later, in words that explain nothing."""
-        for name, kind in (("window", Window), ("prepared", Prepared), ("precision", Precision)):
-            if not isinstance(getattr(self, name), kind):
-                raise UsageError(f"{type(self).__name__}.{name} is AutoUnit's own: give your attribute another name.")
-        if not callable(self.weight):
-            raise UsageError(f"{type(self).__name__}.weight is a method of AutoUnit: give your attribute another name.")
 
     def epoch_closed(self, state: State, phase: str) -> None:
         if phase == "train" and self.window.count:
@@ -494,13 +473,3 @@ class _EvalLoss:
 
 def _overrides(unit: object, base: type, name: str) -> bool:
     return name in vars(unit) or getattr(type(unit), name) is not getattr(base, name)
-
-
-def _check_options(accumulation: int, interval: str, norm: float | None, value: float | None) -> None:
-    if accumulation < 1:
-        raise UsageError(f"gradient_accumulation_steps {accumulation}: at least 1.")
-    if interval not in ("step", "epoch"):
-        raise UsageError(f"step_lr_interval {interval!r}: 'step' or 'epoch'.")
-    for name, limit in (("clip_grad_norm", norm), ("clip_grad_value", value)):
-        if limit is not None and not limit > 0:
-            raise UsageError(f"{name} {limit}: more than 0; None does not clip.")

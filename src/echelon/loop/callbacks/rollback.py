@@ -69,7 +69,7 @@ class RollBack(Callback):
     ) -> None:
         if history < _ENOUGH or skip < 1 or at_most < 1 or (deviations is not None and not deviations > 0):
             raise UsageError(
-                f"history {history}, skip {skip}, at_most {at_most}, deviations {deviations}: at least {_ENOUGH}, 1, 1 and above 0."
+                f"history {history}, skip {skip}, at_most {at_most}, deviations {deviations}: at least {_ENOUGH}, 1, 1; above 0."
             )
         self.saver, self.deviations, self.skip, self.at_most, self.watch = saver, deviations, skip, at_most, watch
         self._losses: deque[tuple[int, float]] = deque(maxlen=history)

@@ -1,0 +1,66 @@
+"""What an AutoUnit refuses before it trains, and in which words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from echelon.contracts.errors import UsageError
+from echelon.loop.window import Window
+from echelon.parallel.precision import Precision
+from echelon.parallel.strategy import Prepared
+
+if TYPE_CHECKING:
+    from echelon.loop.auto import AutoUnit
+    from echelon.loop.state import State
+
+__all__ = ["check_accumulation", "check_options", "check_own_names", "check_plateau", "check_trainable"]
+
+
+def check_options(accumulation: int, interval: str, norm: float | None, value: float | None) -> None:
+    if accumulation < 1:
+        raise UsageError(f"gradient_accumulation_steps {accumulation}: at least 1.")
+    if interval not in ("step", "epoch"):
+        raise UsageError(f"step_lr_interval {interval!r}: 'step' or 'epoch'.")
+    for name, limit in (("clip_grad_norm", norm), ("clip_grad_value", value)):
+        if limit is not None and not limit > 0:
+            raise UsageError(f"{name} {limit}: more than 0; None does not clip.")
+
+
+def check_own_names(unit: AutoUnit[Any]) -> None:
+    """Attributes of a subclass that hide AutoUnit's would fail later, in words that explain nothing."""
+    for name, kind in (("window", Window), ("prepared", Prepared), ("precision", Precision)):
+        if not isinstance(getattr(unit, name), kind):
+            raise UsageError(f"{type(unit).__name__}.{name} is AutoUnit's own: give your attribute another name.")
+    if not callable(unit.weight):
+        raise UsageError(f"{type(unit).__name__}.weight is a method of AutoUnit: give your attribute another name.")
+
+
+def check_trainable(unit: AutoUnit[Any], *, together: bool, has_strategy: bool) -> None:
+    """
+    Args:
+        together: the ranks train one model, or there is one rank only.
+    """
+    if not unit.training:
+        raise UsageError(f"{type(unit).__name__} was built with training=False: it has no optimizer to train with.")
+    if not together and not has_strategy:
+        raise UsageError(
+            "several ranks, but no strategy: each would train a model of its own. Pass strategy='ddp' or 'fsdp', or a "
+            "module that you wrapped yourself; strategy='noop' if models of their own are what you want."
+        )
+
+
+def check_plateau(state: State) -> None:
+    if state.eval_state is None:
+        raise UsageError(
+            "ReduceLROnPlateau advances with the loss of evaluations, and train() has none. Use fit(), or override "
+            "step_lr_scheduler and call self.lr_scheduler.step(metric) there."
+        )
+
+
+def check_accumulation(loader: Any, steps: int) -> None:
+    accumulation = getattr(loader, "accumulation", None)
+    if accumulation is not None and accumulation != steps:
+        raise UsageError(
+            f"the loader splits a global batch into {accumulation} micro-batches a rank, but the unit accumulates {steps}. "
+            "Give both the same number."
+        )
