@@ -14,7 +14,7 @@ from tests.conftest import clean_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-SCRIPT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+SCRIPT, RESUMED, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.mark.parametrize("command", [["python"], ["echelon", "run", "--ranks", "2"], ["torchrun", "--nproc-per-node", "2"]])
@@ -34,6 +34,21 @@ def test_the_training_script_runs_under_each_launcher(tmp_path: Path, command: l
     assert done.returncode == 0, done.stderr
     size = 1 if command[0] == "python" else 2
     assert [path.read_text() for path in sorted(tmp_path.glob("rank*"))] == [f"128 of {size}"] * size
+
+
+def test_the_lines_that_make_a_run_go_on_do(
+    tmp_path: Path, echelon_command: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """The run is broken off after its first epoch; the second time it goes on from there."""
+    definitions = SCRIPT[: SCRIPT.index("ech.train(")]
+    stop = "unit.on_train_epoch_end = lambda state: state.stop() if unit.train_progress.num_epochs_completed == 1 else None\n"
+    began = RESUMED.replace("ech.train(", "print('begins at', unit.train_progress.num_steps_completed)\nech.train(")
+    (tmp_path / "train.py").write_text(definitions + stop + began)
+    for step in (0, 64):
+        done = echelon_command("run", "--ranks", "2", "train.py")
+        assert done.returncode == 0, done.stderr
+        assert f"begins at {step}" in done.stdout
+    assert [p.name for p in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-00000064", "step-00000128"]
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([\w./]+)\)", README))))

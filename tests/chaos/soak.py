@@ -78,7 +78,9 @@ def kills(folder: Path, library: Path, count: int, seed: int) -> None:
         here = folder / f"kills-{number}"
         here.mkdir()
         ways = "step,moment,save,save,everyone,everyone's save,launcher"
-        done.update(survive(here, library, min(ROUND, count - number * ROUND), seed + number, ways, 1200))
+        done.update(
+            survive(here, library, min(ROUND, count - number * ROUND), seed + number, ways, 1200, ("ddp", "fsdp")[number % 2])
+        )
     if count:
         print(f"kills: {done['kills']} survived, bit-equal, {done['epochs']} epochs with every sample once", flush=True)
         print(

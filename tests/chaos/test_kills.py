@@ -20,13 +20,15 @@ pytestmark = pytest.mark.xdist_group("chaos")
 OPTIONS = ("--accumulation", "2", "--dropout", "0.3")
 
 
-def survive(folder: Path, library: Path, kills: int, seed: int, ways: str, timeout_s: float) -> dict[str, Any]:
+def survive(
+    folder: Path, library: Path, kills: int, seed: int, ways: str, timeout_s: float, strategy: str = "ddp"
+) -> dict[str, Any]:
     """A run that is killed `kills` times, and the same run undisturbed: what was lost, and what it took."""
     steps = str(30 * kills + 48)
     undisturbed, killed = folder / "undisturbed", folder / "killed"
     undisturbed.mkdir()
     killed.mkdir()
-    options = ("--steps", steps, *OPTIONS)
+    options = ("--steps", steps, "--strategy", strategy, *OPTIONS)
     until_done(undisturbed, 2, 0, *options, timeout_s=timeout_s)
     survived = until_done(killed, 2, kills, *options, "--seed", str(seed), "--ways", ways, library=library, timeout_s=timeout_s)
     assert survived.attempts == kills + 1, f"{survived.attempts} attempts: not every one of {kills} kills happened"
@@ -39,11 +41,11 @@ def survive(folder: Path, library: Path, kills: int, seed: int, ways: str, timeo
     return {"kills": kills, "launchers": survived.launchers, "epochs": epochs, "redone": found.redone, "s": survived.seconds}
 
 
-def test_ten_kills_change_no_bit_and_no_sample(crashfs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "kills"), [("ddp", 10), ("fsdp", 4)])
+def test_kills_change_no_bit_and_no_sample(crashfs: Path, tmp_path: Path, strategy: str, kills: int) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")
-    first = survive(tmp_path, crashfs, 10, seed, "step,moment,save,save,everyone,everyone's save", 60)
-    print(first)
+    print(survive(tmp_path, crashfs, kills, seed, "step,moment,save,save,everyone,everyone's save", 60, strategy))
 
 
 def test_launchers_killed_and_another_number_of_ranks_each_time(tmp_path: Path) -> None:

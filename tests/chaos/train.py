@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import echelon as ech
+from echelon.parallel.strategy import local
 
 GLOBAL_BATCH, SAMPLES = 12, 70  # the last global batch of an epoch has ten
 
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--dtype", default="float64")
@@ -139,7 +141,7 @@ def train(given: Any, attempt: int) -> None:
     dtype = getattr(torch, given.dtype)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(given.dropout), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
-    unit = Unit(module=module.to(dtype), strategy="ddp", gradient_accumulation_steps=given.accumulation)
+    unit = Unit(module=module.to(dtype), strategy=given.strategy, gradient_accumulation_steps=given.accumulation)
     unit.ledger = ledger = Ledger(folder / f"ledger-{rank}.jsonl", attempt)
     loader = ech.Loader(Data(dtype), GLOBAL_BATCH, seed=3, accumulation=given.accumulation)
     checkpoints = folder / "checkpoints"
@@ -154,7 +156,14 @@ def train(given: Any, attempt: int) -> None:
         callbacks.insert(0, Stop(given.stop_rank_1_at))
     ech.train(unit, loader, max_steps=given.steps, callbacks=callbacks)
     final = {"module": unit.module.state_dict(), "optimizer": unit.optimizer.state_dict(), "random": torch.get_rng_state()}
-    torch.save(final, folder / f"final-{rank}.pt")
+    torch.save(mine(final), folder / f"final-{rank}.pt")
+
+
+def mine(value: Any) -> Any:
+    """With this rank's shards in place of what is spread over the ranks."""
+    if isinstance(value, dict):
+        return {key: mine(each) for key, each in value.items()}
+    return local(value) if isinstance(value, torch.Tensor) else value
 
 
 if __name__ == "__main__":
