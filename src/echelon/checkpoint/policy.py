@@ -85,5 +85,8 @@ class Keep:
             return []
         steps = sorted(steps)
         kept = {*steps[-1:], *(s for s in steps if self.every_train_steps and s % self.every_train_steps == 0)}
-        kept |= set(self.best.best_first(metrics)[: self.count] if self.best else steps[-self.count :])
+        # Those without the metric fill what is left, newest first.
+        best = self.best.best_first(metrics) if self.best else []
+        ranked = [*best, *(s for s in reversed(steps) if s not in best)]
+        kept |= set(ranked[: self.count])
         return [s for s in steps if s not in kept]

@@ -88,7 +88,8 @@ class Run:
         stop.leaving()
         step = progress.num_steps_completed
         self._event("stopped", step=step, signal=stop.asked())
-        logger.warning("%s: stopped after step %s; exit code %s asks to be started again", stop.asked(), step, REQUEUE)
+        saved = "" if any(c.saves for c in self.callbacks) else ", nothing saved: there is no DistributedCheckpointSaver"
+        logger.warning("%s: stopped after step %s%s; exit code %s asks to be started again", stop.asked(), step, saved, REQUEUE)
         return True
 
     def once(self, phase: str) -> None:

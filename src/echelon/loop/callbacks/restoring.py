@@ -78,7 +78,10 @@ def restore_first(
             logger.warning("went on from %s instead", path)
         return True
     if wrong:
-        raise CheckpointCorruptError(f"every checkpoint in {dirpath} is corrupt: {' '.join(wrong)}")
+        raise CheckpointCorruptError(
+            f"every checkpoint in {dirpath} is corrupt: {' '.join(wrong)} To begin anew, and keep these aside: "
+            "`echelon run --restart`, or restart=True at the saver and no restore."
+        )
     return False
 
 
@@ -100,7 +103,7 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
     seeks = loader is not None and hasattr(loader, "load_state_dict")
     table, meant = changes.check(manifest.get("config", {}), unit, loader, optimizers=options.restore_optimizers, allowed=allowed)
     if table and _speaks():
-        logger.log(logging.WARNING if meant else logging.INFO, "since %s was saved, changed:\n%s", path, table)
+        logger.warning("since %s was saved, changed:\n%s", path, table)  # harmless ones, too: a lower lr that is not used
     if meant & set(manifest.get("config", {}).get("optimizers", {})):
         chosen = {name: value for name, value in chosen.items() if name not in meant}
     # Of all first: an optimizer's names are those of its modules, restored or not.

@@ -66,7 +66,7 @@ class DistributedCheckpointSaver(Callback):
         process_group: not needed, and not used; TorchTNT's.
     """
 
-    may_stop = False
+    may_stop, saves = False, True
 
     def __init__(
         self,
@@ -444,6 +444,8 @@ class DistributedCheckpointSaver(Callback):
             return [manifest.named(step) for step in best.best_first(metrics)]
 
         ordered = [folder / name for name in commit.on_rank0(names)]
+        if not ordered:
+            logger.warning("no checkpoint in %s has a metric %r: nothing is restored", folder, metric_name)
         return restoring.restore_first(folder, ordered, unit, train_dataloader, options, fall_back)
 
 
