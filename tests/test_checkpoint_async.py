@@ -138,6 +138,33 @@ def test_a_failure_behind_the_loop_comes_up_at_the_next_step_on_all_ranks(ranks:
     assert [p.name for p in (tmp_path / "c").iterdir()] == []
 
 
+class NoConnection(Exception):
+    """Libraries of object stores have errors that are no OSError."""
+
+
+def _fails_once(folder: Path, asynchronous: bool) -> int:
+    import torch.distributed as dist
+
+    real = Snapshot.write
+
+    def write(self: Any, place: Any) -> Any:
+        if dist.get_rank() == 1 and "00000002" in str(place):
+            raise NoConnection("no connection")
+        return real(self, place)
+
+    Snapshot.write = write  # type: ignore[method-assign]
+    saver = Saver(folder, save_every_n_train_steps=2, async_checkpoint=asynchronous)
+    unit = _unit("ddp")
+    ech.train(unit, _loader(), max_steps=6, callbacks=[saver])
+    return unit.train_progress.num_steps_completed
+
+
+def test_any_error_of_writing_on_one_rank_is_told_to_all_and_tolerated(ranks: Ranks, tmp_path: Path) -> None:
+    for asynchronous in (False, True):
+        assert ranks(2, _fails_once, tmp_path / str(asynchronous), asynchronous) == [6, 6]
+        assert _names(tmp_path / str(asynchronous)) == [4, 6]
+
+
 def test_an_error_of_the_run_ends_the_thread(tmp_path: Path) -> None:
     class Bad(ech.Callback):
         def on_train_step_end(self, state: ech.State, unit: Any) -> None:

@@ -154,6 +154,25 @@ def test_a_stream_that_ends_early_does_not_end_the_others() -> None:
     assert _all(second) == want[4:]
 
 
+class AnewAtItsEnd(Counted):
+    """Past its last sample it stands at its beginning."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+        self.at = 0
+
+
+def test_a_stream_whose_short_last_batch_was_given_does_not_begin_anew() -> None:
+    want = _all(_stream(AnewAtItsEnd(), tail="keep"))
+    for at in range(len(want) + 1):
+        first, second = _stream(AnewAtItsEnd(), tail="keep"), _stream(AnewAtItsEnd(), tail="keep")
+        batches = iter(first)
+        for _ in range(at):
+            next(batches)
+        second.load_state_dict(first.state_dict())
+        assert _all(second) == want[at:]
+
+
 def test_the_state_before_what_was_read_ahead_is_known() -> None:
     loader = _stream(Counted(), 0, 1)
     batches = iter(loader)

@@ -158,3 +158,57 @@ def test_a_unit_of_the_users_own_says_what_to_watch_and_the_events_tell(tmp_path
     step = _steps_of(bad)[0]
     assert (back["step"], back["to"], back["skipped"]) == (step + 1, step - step % 4, [step, step + 1])
     assert bad in back["samples"] and "nan" in back["why"]
+
+
+def _with_evaluations(folder: Path | None, skipped: Any) -> dict[str, Any]:
+    """The bad batch is update 5, one after a checkpoint and an evaluation, which decides the learning rate."""
+    bad = int(ech.Loader(_data(0, 0.0), 8, seed=1, dp_rank=0, dp_size=1).order.at(0, np.array([43]))[0])
+    unit = Regression(
+        module=net(dropout=0.2),
+        schedule=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0),
+    )
+    unit.train_progress.skipped = list(skipped)
+    evaluated: list[int] = []
+    unit.on_eval_end = lambda state: evaluated.append(unit.train_progress.num_steps_completed)  # type: ignore[method-assign]
+    callbacks: list[ech.Callback] = []
+    if folder is not None:
+        saver = ech.DistributedCheckpointSaver(folder, save_every_n_train_steps=4)
+        callbacks = [ech.RollBack(saver), saver]
+    held_out = ech.Loader(_data(0, 0.0), 8, shuffle=False)
+    loader = ech.Loader(_data(bad, math.nan), 8, seed=1)
+    ech.fit(unit, loader, held_out, max_steps=12, evaluate_every_n_steps=4, evaluate_every_n_epochs=None, callbacks=callbacks)
+    return {"module": whole(unit.module), "evaluated": evaluated, "lr": unit.optimizer.param_groups[0]["lr"]}
+
+
+def test_an_evaluation_that_the_older_state_was_saved_before_comes_again_at_its_step(tmp_path: Path) -> None:
+    want, got = _with_evaluations(None, [(5, 6)]), _with_evaluations(tmp_path / "c", [])
+    assert want["evaluated"] == [4, 8, 12] and got["evaluated"] == [4, 4, 8, 12]
+    assert got["lr"] == want["lr"] and largest_difference(got["module"], want["module"]) == 0
+
+
+def test_an_overflow_that_the_scaler_leaves_out_is_no_divergence(tmp_path: Path) -> None:
+    unit = Regression(
+        precision=ech.Precision(torch.float16, init_scale=2.0**40), module=net(dtype=torch.float32), clip_grad_norm=1.0
+    )
+    saver = ech.DistributedCheckpointSaver(tmp_path / "c")
+    data = torch.utils.data.TensorDataset(*batch(320, 0, dtype=torch.float32))
+    ech.train(unit, ech.Loader(data, 8, seed=1), max_steps=40, callbacks=[ech.RollBack(saver, deviations=None), saver])
+    assert not unit.train_progress.skipped
+    assert unit.grad_scaler is not None and unit.grad_scaler.get_scale() < 2.0**40
+
+
+def test_a_run_that_begins_anew_goes_back_to_its_own_beginning(tmp_path: Path) -> None:
+    """An earlier run in this folder left its step 0, with other weights."""
+
+    def run(seed: int, bad: float, skipped: Any = (), **options: Any) -> Regression:
+        unit = Regression(module=net(seed))
+        unit.train_progress.skipped = list(skipped)
+        saver = ech.DistributedCheckpointSaver(tmp_path / str(options.pop("folder", "c")), **options)
+        sample = int(ech.Loader(_data(0, 0.0), 8, seed=1, dp_rank=0, dp_size=1).order.at(0, np.array([17]))[0])
+        callbacks: list[ech.Callback] = [ech.RollBack(saver), saver]
+        ech.train(unit, ech.Loader(_data(sample, bad), 8, seed=1), max_steps=4, callbacks=callbacks)
+        return unit
+
+    run(0, 0.0)
+    got, want = run(7, math.nan, restart=True), run(7, math.nan, [(2, 3)], folder="d")
+    assert got.train_progress.skipped == [(2, 3)] and largest_difference(whole(got.module), whole(want.module)) == 0
