@@ -7,6 +7,7 @@ runs/NAME/
   attempts/000/events.rank0.jsonl
   attempts/000/exit.rank0.json  how a rank ended, written by the rank if it still could
   attempts/000/exit.json        how the attempt ended, written by the launcher
+  attempts/000/exit.node0.json  how it ended on one of several nodes
   attempts/000/loaders.json     which numbers of ranks can share the global batches, written by rank 0
   checkpoints/step-00000500/    committed states
   dumps/                        stacks and flight records
@@ -120,6 +121,12 @@ class RunDir:
         run.attempt_path.mkdir(parents=True, exist_ok=True)
         return run
 
+    def next_attempt(self) -> RunDir:
+        """The same run, which exists, at a new attempt of its own."""
+        run = RunDir(self.path)
+        run._claim_attempt()
+        return run
+
     def _claim_attempt(self) -> None:
         """Take the first number after all others; making its folder takes it, so that two launchers never share one."""
         folder = self.path / "attempts"
@@ -168,6 +175,9 @@ class RunDir:
 
     def rank_exit(self, rank: int) -> Path:
         return self.attempt_path / f"exit.rank{rank}.json"
+
+    def node_exit(self, node: int) -> Path:
+        return self.attempt_path / f"exit.node{node}.json"
 
     @property
     def exit_json(self) -> Path:
