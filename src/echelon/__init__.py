@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from echelon.loop.progress import Progress
     from echelon.loop.run import evaluate, fit, predict, test, train
     from echelon.loop.state import ActivePhase, EntryPoint, PhaseState, State
+    from echelon.loop.trainer import Trainer
     from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
     from echelon.parallel.activation import ActivationCheckpointParams, checkpoint_wrapper
     from echelon.parallel.ddp import DDPStrategy
@@ -97,6 +98,7 @@ __all__ = [
     "TorchCompileParams",
     "TrainStepResults",
     "TrainUnit",
+    "Trainer",
     "Weighted",
     "World",
     "ZeROStrategy",
@@ -167,6 +169,7 @@ _HOMES = {
     "TorchCompileParams": "parallel.parallelize",
     "TrainStepResults": "loop.auto",
     "TrainUnit": "loop.unit",
+    "Trainer": "loop.trainer",
     "Weighted": "data.views",
     "World": "world.init",
     "ZeROStrategy": "parallel.zero",
