@@ -23,7 +23,7 @@ from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.job import JobSpec, parse_duration, parse_rank_range
 
-__all__ = ["add_arguments", "execute"]
+__all__ = ["add_arguments", "check_script", "describe", "execute"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.module:
         _check_module(arguments.script)
     else:
-        _check_script(arguments.script)
+        check_script(arguments.script)
     job = JobSpec(
         arguments.script,
         "module" if arguments.module else "script",
@@ -88,7 +88,7 @@ def execute(arguments: argparse.Namespace) -> int:
         os.environ.update(decided.to_env())
     stem = arguments.script.rpartition(".")[2] if arguments.module else Path(arguments.script).stem
     run = RunDir.create(arguments.runs, arguments.name, stem=stem)
-    write_json(run.run_json, _describe(job, run))
+    write_json(run.run_json, describe(job, run))
 
     from echelon.launcher.failure import render
 
@@ -112,7 +112,7 @@ def execute(arguments: argparse.Namespace) -> int:
     return outcome.exit_code
 
 
-def _check_script(script: str) -> None:
+def check_script(script: str) -> None:
     path = Path(script)
     if not path.exists():
         raise UsageError(f"script {script} does not exist (looked in {Path.cwd()}).")
@@ -138,7 +138,7 @@ def _check_module(name: str) -> None:
         raise UsageError(f"module {name}: there is no {top!r} in {os.getcwd()}, nor where Python looks for modules.")
 
 
-def _describe(job: JobSpec, run: RunDir) -> dict[str, object]:
+def describe(job: JobSpec, run: RunDir, launcher: str = "local") -> dict[str, object]:
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {"python": platform.python_version()}
@@ -152,8 +152,8 @@ def _describe(job: JobSpec, run: RunDir) -> dict[str, object]:
         "command": ["echelon", *sys.argv[1:]],
         "script": job.target,
         "args": list(job.args),
-        "ranks": job.ranks,
-        "launcher": "local",
+        "ranks": job.ranks * job.nodes,
+        "launcher": launcher,
         "host": socket.gethostname(),
         "cwd": os.getcwd(),
         "started": time.time(),

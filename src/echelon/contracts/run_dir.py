@@ -62,19 +62,18 @@ class RunDir:
         return f"RunDir({str(self.path)!r}, attempt={self.attempt})"
 
     @classmethod
-    def create(cls, root: str | os.PathLike[str], name: str | None, *, stem: str = "run") -> RunDir:
+    def create(cls, root: str | os.PathLike[str], name: str | None, *, stem: str = "run", begin: bool = True) -> RunDir:
         """Make the folder `root/name`, or open it for one more attempt if it exists.
 
         Args:
             root: folder of all runs.
             name: the run's name; None makes one from `stem` and the time, never one that exists.
+            begin: take the next attempt; else whoever runs it does that later, with `next_attempt`.
         Raises:
             UsageError: a name that is no plain file name, or a root that cannot be written.
         """
-        if name is not None and not _NAME.fullmatch(name):
-            raise UsageError(
-                f"run name {name!r}: use 1 to 64 of the characters A-Z a-z 0-9 . _ - and do not begin with '.' or '-'."
-            )
+        if name is not None:
+            cls.check_name(name)
         root = Path(root)
         try:
             if name is not None:
@@ -82,7 +81,8 @@ class RunDir:
                 run.path.mkdir(parents=True, exist_ok=True)
             else:
                 run = cls._unique(root, re.sub(r"[^A-Za-z0-9_-]", "_", stem)[:40] or "run")
-            run._claim_attempt()
+            if begin:
+                run._claim_attempt()
             for folder in (run.checkpoints, run.dumps):
                 folder.mkdir(exist_ok=True)
         except OSError as error:
@@ -91,6 +91,17 @@ class RunDir:
                 "Start from a folder you can write to, or choose another with --runs or --name."
             ) from error
         return run
+
+    @staticmethod
+    def check_name(name: str) -> None:
+        """
+        Raises:
+            UsageError: a name that is no plain file name.
+        """
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"run name {name!r}: use 1 to 64 of the characters A-Z a-z 0-9 . _ - and do not begin with '.' or '-'."
+            )
 
     @classmethod
     def _unique(cls, root: Path, stem: str) -> RunDir:
