@@ -23,7 +23,7 @@ from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.job import JobSpec, parse_duration, parse_rank_range
 
-__all__ = ["add_arguments", "check_script", "describe", "execute"]
+__all__ = ["add_arguments", "check_script", "decided", "describe", "execute"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,11 +81,9 @@ def execute(arguments: argparse.Namespace) -> int:
         parse_duration(arguments.stop_after) if arguments.stop_after is not None else None,
         arguments.restart,
     )
-    if arguments.bitwise and (arguments.parts < 1 or arguments.parts & (arguments.parts - 1)):
-        raise UsageError(f"--parts {arguments.parts}: a power of two, such as 4.")
-    decided = Overrides(parts=arguments.parts if arguments.bitwise else None, planned_ranks=ranks if least is not None else None)
-    if decided != Overrides():
-        os.environ.update(decided.to_env())
+    over_its_head = decided(arguments, ranks if least is not None else None)
+    if over_its_head != Overrides():
+        os.environ.update(over_its_head.to_env())
     stem = arguments.script.rpartition(".")[2] if arguments.module else Path(arguments.script).stem
     run = RunDir.create(arguments.runs, arguments.name, stem=stem)
     write_json(run.run_json, describe(job, run))
@@ -110,6 +108,17 @@ def execute(arguments: argparse.Namespace) -> int:
         _say(f"echelon: stopped{_where(run)}; go on with {same}{'' if not job.restart else ', without --restart'}")
     _finish(run, outcome.exit_code)
     return outcome.exit_code
+
+
+def decided(arguments: argparse.Namespace, planned_ranks: int | None = None) -> Overrides:
+    """What --bitwise and --parts decide over a script's head.
+
+    Raises:
+        UsageError: a number of parts that is no power of two.
+    """
+    if arguments.bitwise and (arguments.parts < 1 or arguments.parts & (arguments.parts - 1)):
+        raise UsageError(f"--parts {arguments.parts}: a power of two, such as 4.")
+    return Overrides(parts=arguments.parts if arguments.bitwise else None, planned_ranks=planned_ranks)
 
 
 def check_script(script: str) -> None:

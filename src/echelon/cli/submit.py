@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from echelon.cli.run import check_script, describe
+from echelon.cli.run import check_script, decided, describe
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.launcher.job import JobSpec, parse_duration
@@ -52,6 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=A,B",
         help="one run for each value, given as --KEY; several: all pairs",
     )
+    parser.add_argument(
+        "--bitwise", action="store_true", help="the same bits in every parameter on any number of ranks that divides --parts"
+    )
+    parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
     parser.add_argument("--name", metavar="NAME", help="the run's folder below runs/; an existing one goes on")
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")
     parser.add_argument("--no-snapshot", action="store_true", help="run the code as it is when the job starts, not as it is now")
@@ -84,7 +88,13 @@ def execute(arguments: argparse.Namespace) -> int:
     for name, value in (("--nodes", arguments.nodes), ("--ranks-per-node", ranks)):
         if value < 1:
             raise UsageError(f"{name} {value}: at least 1.")
-    spec = JobSpec(str(Path(arguments.script).absolute()), args=tuple(arguments.args), ranks=ranks, nodes=arguments.nodes)
+    spec = JobSpec(
+        str(Path(arguments.script).absolute()),
+        args=tuple(arguments.args),
+        ranks=ranks,
+        env=decided(arguments).to_env() if arguments.bitwise else {},
+        nodes=arguments.nodes,
+    )
     sweep = parse_sweep(arguments.sweep)
     if arguments.to == "local":
         return _submit_here(spec, sweep, arguments)

@@ -375,7 +375,8 @@ def quiet_elastic_logs() -> None:
     """torchelastic warns of each failure in its own words; ours say it once, with the cause first."""
     import logging
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):  # which sets a level of its own
+        logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("torchelastic-events-null").propagate = False  # one JSON line per change of state
     if not sys.warnoptions:
         import warnings

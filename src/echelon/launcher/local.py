@@ -143,7 +143,7 @@ def _run(
     agent = ForkAgent(job, server, begin_attempt, fields, run.name, requests, timeout_s, meeting)
     relay.start()
     try:
-        with _signals_raise(SignalException, job.grace_s):
+        with _signals_raise(SignalException, job.grace_s, patient=meeting is not None):
             result = agent.run()
         failure = Failure.first(agent.failures) if result.is_failed() else None
         note = "" if agent.plan.ranks else f"not started again: {agent.plan.why}"
@@ -162,10 +162,11 @@ def _run(
 
 
 @contextlib.contextmanager
-def _signals_raise(exception: type[Exception], grace_s: float) -> Iterator[None]:
+def _signals_raise(exception: type[Exception], grace_s: float, *, patient: bool) -> Iterator[None]:
     """The first SIGINT, SIGTERM or SIGHUP raises in the main thread, so that the agent stops its ranks; the next kills at once.
 
-    One that is ignored stays so: `nohup` means what it says.
+    One that is ignored stays so: `nohup` means what it says. With `patient`, the next does nothing: a batch system sends
+    several at once, and is not to be hindered from killing by SIGKILL when its patience is over.
     """
 
     on_terminal = os.isatty(2)
@@ -177,10 +178,10 @@ def _signals_raise(exception: type[Exception], grace_s: float) -> Iterator[None]
 
     def stop(number: int, frame: FrameType | None) -> None:
         for heard in previous:
-            signal.signal(heard, kill)
-        name = signal.Signals(number).name
-        _write_now(f"{name}: asked the ranks to stop within {grace_s:g} s; once more kills them at once")
-        raise exception(f"stopped by {name}", signal.Signals(number))
+            signal.signal(heard, signal.SIG_IGN if patient else kill)
+        more = "" if patient else "; once more kills them at once"
+        _write_now(f"{signal.Signals(number).name}: asked the ranks to stop within {grace_s:g} s{more}")
+        raise exception(f"stopped by {signal.Signals(number).name}", signal.Signals(number))
 
     previous: dict[signal.Signals, Any] = {}
     try:

@@ -6,12 +6,13 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.launcher.protocol import JobState
 
-__all__ = ["ask", "available", "cancel", "submit", "would_start"]
+__all__ = ["ask", "available", "cancel", "refuse_if_never", "submit", "would_start"]
 
 _TIMEOUT_S = 60.0
 _STATES = {
@@ -56,7 +57,7 @@ def would_start(script: str) -> str:
     """
     said = _run(["sbatch", "--test-only"], script)
     if said.returncode:
-        raise UsageError(f"Slurm would refuse the job: {_reason(said.stderr)}")
+        raise UsageError(f"Slurm, as it is now, would not start the job: {_reason(said.stderr)}")
     return said.stderr.strip().removeprefix("sbatch: ")
 
 
@@ -85,6 +86,29 @@ def ask(job: str) -> tuple[JobState | None, str]:
     return None, ""
 
 
+# Of a job that waits for something which does not come. A node that is drained or busy is none of them.
+_NEVER = ("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "PartitionInactive", "BadConstraints", "InvalidAccount")
+_JUDGED_WITHIN_S = 2.0
+
+
+def refuse_if_never(job: str) -> None:
+    """Cancel a job that was queued although it can never start, as Slurm does unless EnforcePartLimits is set.
+
+    Raises:
+        UsageError: it never can; Slurm's own reason.
+    """
+    until = time.monotonic() + _JUDGED_WITHIN_S
+    while True:
+        state, why = ask(job)
+        reason = why.partition(": ")[2]
+        if state is not JobState.PENDING or reason or time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    if state is JobState.PENDING and reason in _NEVER:
+        cancel(job)
+        raise UsageError(f"Slurm would never start the job: {reason}. Are there so many nodes, cores, hours in that partition?")
+
+
 def cancel(job: str) -> None:
     """
     Raises:
@@ -110,4 +134,4 @@ def _reason(stderr: str) -> str:
     """The most telling line of what a command said: the last that is an error."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if "error:" in line or "fatal:" in line] or lines or ["it gave no reason"]
-    return re.sub(r"^(sbatch|scontrol|scancel|squeue|allocation failure)?:?\s*(error|fatal):\s*", "", errors[-1])
+    return re.sub(r"^(\w+: )?((error|fatal|allocation failure): )?", "", errors[-1])

@@ -55,6 +55,7 @@ class SlurmLauncher:
         write_spec(run, spec, launcher="slurm", cwd=str(self.cwd))
         write_atomically(run.path / "job" / "script.sh", script)
         number = commands.submit(script, self.options.export)
+        commands.refuse_if_never(number)
         update_spec(run, id=number)
         return SlurmJob(run)
 
@@ -73,6 +74,7 @@ class SlurmLauncher:
             args = [*spec.args, *(word for key, value in values for word in (f"--{key}", value))]
             write_spec(task, replace(spec, args=args), launcher="slurm", cwd=str(self.cwd), sweep=[list(v) for v in values])
         number = commands.submit(script, self.options.export)
+        commands.refuse_if_never(number)
         for n, task in enumerate(tasks):
             update_spec(task, id=f"{number}_{n}")
         return [SlurmJob(task) for task in tasks]

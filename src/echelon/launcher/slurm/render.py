@@ -104,7 +104,7 @@ def render(spec: JobSpec, options: SlurmOptions, run: Path, *, python: str, cwd:
     folder, array = _path(run), "" if tasks is None else "/tasks/$SLURM_ARRAY_TASK_ID"
     sbatch: dict[str, object] = {
         "job-name": run.name,
-        "chdir": _sbatch_path(cwd),
+        "chdir": _sbatch_path(cwd, escaped=False),
         "nodes": spec.nodes,
         "ntasks-per-node": 1,
         "cpus-per-task": options.cpus_per_rank * spec.ranks,
@@ -114,7 +114,7 @@ def render(spec: JobSpec, options: SlurmOptions, run: Path, *, python: str, cwd:
         **{name: getattr(options, name) for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude")},
         "reservation": options.reservation,
         "array": f"0-{tasks - 1}" if tasks is not None else None,
-        "output": _sbatch_path(run / ("tasks/%a/job/output.log" if tasks is not None else "job/output.log"), tasks is not None),
+        "output": _sbatch_path(run, ("" if tasks is None else "/tasks/%a") + "/job/output.log"),
         "open-mode": "append",
         "signal": f"USR1@{math.ceil(options.warn_s)}" if options.requeue else None,
         "export": ",".join(options.export) or "NIL",
@@ -167,13 +167,10 @@ def _path(path: Path) -> str:
     return shlex.quote(text)
 
 
-def _sbatch_path(path: Path, keep_patterns: bool = False) -> str:
-    """A path as sbatch reads it in a line of the script: quoted, and without its own patterns such as %j."""
+def _sbatch_path(path: Path, pattern: str = "", *, escaped: bool = True) -> str:
+    """A path as sbatch reads it in a line of the script: quoted, and `escaped` where it knows patterns such as %j."""
     text = str(path.absolute())
     if any(c in text for c in "'\"\\") or any(ord(c) < 32 or ord(c) == 127 for c in text):
         raise UsageError(f"path {text!r}: sbatch cannot be told a path with quotes, backslashes or control characters.")
-    if not keep_patterns:
-        text = text.replace("%", "%%")
-    elif "%" in str(path.parents[3]):
-        raise UsageError(f"path {text!r}: sbatch cannot be told the path of an array with a percent sign.")
+    text = (text.replace("%", "%%") if escaped else text) + pattern
     return text if re.fullmatch(r"[\w@%+=:,./-]+", text) else f'"{text}"'
