@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from echelon.contracts.errors import UsageError
@@ -45,7 +46,7 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _follow(job: FolderJob, file) -> int:  # type: ignore[no-untyped-def]
+def _follow(job: FolderJob, file: Callable[[], Path]) -> int:
     """Show what comes until the job has ended; a new start begins a new file."""
     at, offset, ask_at = file(), 0, 0.0
     while True:

@@ -12,12 +12,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from echelon.cli.run import check_script, decided, describe
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.launcher.job import JobSpec, parse_duration
 from echelon.launcher.protocol import FolderJob
+
+if TYPE_CHECKING:
+    from echelon.launcher.slurm.job import SlurmLauncher
 
 __all__ = ["add_arguments", "execute"]
 
@@ -172,7 +176,7 @@ def _submit_here(spec: JobSpec, sweep: Sequence[object], arguments: argparse.Nam
     return _say_where(run, [LocalLauncher().submit(placed, run)], arguments)
 
 
-def _dry_run(launcher, spec, sweep, arguments) -> int:  # type: ignore[no-untyped-def]
+def _dry_run(launcher: SlurmLauncher, spec: JobSpec, sweep: Sequence[object], arguments: argparse.Namespace) -> int:
     from echelon.launcher.slurm import commands
 
     name = (

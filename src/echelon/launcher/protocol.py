@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -14,11 +15,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from echelon.contracts.errors import RankFailedError, UsageError
-from echelon.contracts.run_dir import RunDir, read_json, write_json
+from echelon.contracts.run_dir import RunDir, read_json
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec, Outcome
 
-__all__ = ["FolderJob", "Job", "JobState", "Launcher", "read_spec", "write_spec"]
+__all__ = ["FolderJob", "Job", "JobState", "Launcher", "read_spec", "update_spec", "write_atomically", "write_spec"]
 
 
 class JobState(enum.Enum):
@@ -85,9 +86,8 @@ def write_spec(run: RunDir, spec: JobSpec, *, launcher: str, **more: Any) -> Non
     """Keep what was submitted in the run's folder, for the nodes that will run it and the commands that ask for it."""
     folder = run.path / "job"
     folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / "job.json"
-    write_json(path, {"spec": asdict(spec), "launcher": launcher, **more})
-    path.chmod(0o600)
+    text = json.dumps({"spec": asdict(spec), "launcher": launcher, **more}, indent=2)
+    write_atomically(folder / "job.json", text + "\n")
 
 
 def read_spec(run: RunDir) -> tuple[JobSpec, Mapping[str, Any]]:
@@ -185,8 +185,6 @@ class FolderJob:
 
 def write_atomically(path: Path, text: str, mode: int = 0o600) -> None:
     """A file that only its owner reads, whole or not at all."""
-    import os
-
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
         file.write(text)
