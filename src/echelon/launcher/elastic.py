@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -30,7 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from echelon.contracts.errors import RankTimeoutError
-from echelon.contracts.rank import RankInfo
+from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.attempt import Attempt, Requests
 from echelon.launcher.job import Failure, JobSpec
@@ -161,6 +162,7 @@ class ForkAgent(SimpleElasticAgent):
         )
         super().__init__(spec, exit_barrier_timeout=_NODES_WAIT_S)
         self._job, self._server = job, server
+        self._token = meeting.token if meeting is not None else secrets.token_hex(16)
         self._begin_attempt, self._start_fields = begin_attempt, start_fields
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s if timeout_s is not None else None
@@ -181,6 +183,7 @@ class ForkAgent(SimpleElasticAgent):
                 info = self._rank_info(worker, worker_group)
                 request = dict(self._start_fields(self.attempt, info))
                 request["env"] = {**request["env"], **info.to_env(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+                request["env"][STORE_PREFIX_VARIABLE] = f"{self._token}/{self.restarts}"
                 self.attempt.pids[info.rank] = self._server.fork(request, fds if info.rank == 0 else ())
         finally:
             for fd in fds:
