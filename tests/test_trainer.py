@@ -97,7 +97,9 @@ def test_a_plain_dataloader_has_its_batch_size_on_each_rank() -> None:
     assert largest_difference(whole(unit.module), plain_training(windows(8, 4))[0]) < 1e-14
 
 
-@pytest.mark.parametrize("case", [DataLoader(data(), sampler=WeightedRandomSampler([1.0] * ROWS, ROWS)), DataLoader(range(4), None)])
+@pytest.mark.parametrize(
+    "case", [DataLoader(data(), sampler=WeightedRandomSampler([1.0] * ROWS, ROWS)), DataLoader(range(4), None)]
+)
 def test_a_dataloader_that_cannot_be_divided_is_refused(case: Any) -> None:
     with pytest.raises(UsageError, match=r"cannot be divided between 2 ranks.*echelon\.Loader"):
         _shared(case, 2, 1)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from echelon.data.tokens import Tokens, TokenWriter, write_tokens
     from echelon.data.views import Mixture, Weighted
     from echelon.launcher.function import launch, spawn
+    from echelon.launcher.group import CollectiveGroup
+    from echelon.launcher.system import Policy, System
     from echelon.loop.auto import AutoUnit, TrainStepResults
     from echelon.loop.auto_predict import AutoPredictUnit
     from echelon.loop.averaged import AveragedWeights, SWALRParams, SWAParams
@@ -61,6 +63,7 @@ __all__ = [
     "BestCheckpointConfig",
     "ByteText",
     "Callback",
+    "CollectiveGroup",
     "DDPStrategy",
     "DPStrategy",
     "DataError",
@@ -77,6 +80,7 @@ __all__ = [
     "NOOPStrategy",
     "Packed",
     "PhaseState",
+    "Policy",
     "Precision",
     "PredictUnit",
     "Prepared",
@@ -91,6 +95,7 @@ __all__ = [
     "State",
     "Strategy",
     "StreamLoader",
+    "System",
     "TPStrategy",
     "TestUnit",
     "TokenWriter",
@@ -132,6 +137,7 @@ _HOMES = {
     "BestCheckpointConfig": "loop.callbacks.saver",
     "ByteText": "data.text",
     "Callback": "loop.callback",
+    "CollectiveGroup": "launcher.group",
     "DDPStrategy": "parallel.ddp",
     "DPStrategy": "parallel.dp",
     "DataError": "contracts.errors",
@@ -148,6 +154,7 @@ _HOMES = {
     "NOOPStrategy": "parallel.strategy",
     "Packed": "data.packed",
     "PhaseState": "loop.state",
+    "Policy": "launcher.system",
     "Precision": "parallel.precision",
     "PredictUnit": "loop.unit",
     "Prepared": "parallel.strategy",
@@ -162,6 +169,7 @@ _HOMES = {
     "State": "loop.state",
     "Strategy": "parallel.strategy",
     "StreamLoader": "data.stream",
+    "System": "launcher.system",
     "TPStrategy": "parallel.tensor",
     "TestUnit": "loop.unit",
     "TokenWriter": "data.tokens",

@@ -16,6 +16,7 @@ VERBS = {
     "jobs": "list submitted jobs, and the results of a sweep",
     "logs": "show the output of a submitted job's rank",
     "cancel": "end a submitted job",
+    "dragon": "run a script on Dragon's runtime, and leave nothing behind",
     "prove": "run a script under every strategy and compare each step with one process",
     "report": "write a run's report.html anew",
     "ckpt": "list, verify, compare and export checkpoints",

@@ -24,6 +24,7 @@ from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import read_json, write_json
 from echelon.launcher import worker
 from echelon.launcher.failure import render
+from echelon.launcher.group import set_threads
 from echelon.launcher.job import Failure, usable_cores
 
 __all__ = ["DragonRanks"]
@@ -140,9 +141,7 @@ def _known_to_torch(info: RankInfo) -> RankInfo:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(env)
     if "OMP_NUM_THREADS" not in os.environ:
-        import torch
-
-        torch.set_num_threads(max(1, usable_cores() // info.local_world_size))
+        set_threads(max(1, usable_cores() // info.local_world_size))
     return RankInfo()
 
 

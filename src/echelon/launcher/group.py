@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from echelon.launcher.function import Cancel, call
 from echelon.launcher.job import auto_ranks
 from echelon.launcher.system import System, on_dragon
 
-__all__ = ["CollectiveGroup", "Placed"]
+__all__ = ["CollectiveGroup", "Placed", "set_threads"]
 
 logger = logging.getLogger(__name__)
 
@@ -148,9 +149,14 @@ class Placed:
             os.environ[name] = ",".join(map(str, devices))
         if cores := self.cores[rank]:
             os.sched_setaffinity(0, cores)
-            import torch
+            set_threads(len(cores))
 
-            torch.set_num_threads(len(cores))
+
+def set_threads(count: int) -> None:
+    """For this process, whether it has torch loaded or not: OpenMP reads the variable when it is."""
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(count)
 
 
 class _LocalRanks:
@@ -161,7 +167,9 @@ class _LocalRanks:
         self._cancel = Cancel()
         self._values: list[Any] = []
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(fn, args, kwargs, len(policies)), name="echelon-group", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(fn, args, kwargs, len(policies)), name="echelon-group", daemon=True
+        )
 
     def _run(self, fn: Placed, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int) -> None:
         try:
@@ -206,8 +214,8 @@ def _check_here(policies: Sequence[Any]) -> None:
     for rank, policy in enumerate(policies):
         if policy.host_name not in here:
             raise UsageError(
-                f"policy {rank}: host_name {policy.host_name!r} is not this machine. Other nodes are reached on Dragon's runtime, "
-                "`dragon script.py`, or with `echelon submit`."
+                f"policy {rank}: host_name {policy.host_name!r} is not this machine. Other nodes are reached on Dragon's "
+                "runtime, `echelon dragon`, or with `echelon submit`."
             )
         if absent := set(policy.cpu_affinity) - mine:
             raise UsageError(f"policy {rank}: this process may not use core {', '.join(map(str, sorted(absent)))}.")

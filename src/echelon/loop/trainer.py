@@ -160,8 +160,8 @@ class Trainer:
             return
         if self.num_nodes > 1:
             raise UsageError(
-                f"num_nodes={self.num_nodes}, but this process was not launched on several nodes, and starts ranks on its own only. "
-                "Start the script on each: with `echelon submit`, `srun python ...`, or `torchrun --nnodes ...`."
+                f"num_nodes={self.num_nodes}, but this process was not launched on several nodes, and starts ranks on its own "
+                "only. Start the script on each: with `echelon submit`, `srun python ...`, or `torchrun --nnodes ...`."
             )
         ranks = self._local_ranks()
         if ranks == 1:
