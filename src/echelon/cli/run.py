@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="processes to start; auto: one per GPU, else per core; MIN:MAX starts MAX, and a restart goes on with those left",
     )
     parser.add_argument(
+        "--bind",
+        choices=("cores", "none"),
+        default="none",
+        help="cores: each rank has cores of its own, of one NUMA node; for a machine that no other job uses (default: none)",
+    )
+    parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="start all ranks again up to N times after a failure"
     )
     parser.add_argument("--name", metavar="NAME", help="the run's folder below runs/; an existing one gets one more attempt")
@@ -80,6 +86,7 @@ def execute(arguments: argparse.Namespace) -> int:
         least,
         parse_duration(arguments.stop_after) if arguments.stop_after is not None else None,
         arguments.restart,
+        bind=arguments.bind == "cores",
     )
     over_its_head = decided(arguments, ranks if least is not None else None)
     if over_its_head != Overrides():

@@ -33,6 +33,7 @@ class JobSpec:
         restart: begin anew although the run's folder shows progress.
         env: variables set on top of this process's environment.
         nodes: how many machines; more than one is a matter of Slurm's.
+        bind: give each rank cores of its own (`launcher.placement`), with as many threads.
     """
 
     target: str
@@ -46,6 +47,7 @@ class JobSpec:
     restart: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     nodes: int = 1
+    bind: bool = False
 
 
 # What a survivor of a peer's death reports: gloo's and NCCL's words for a connection that went away.

@@ -22,6 +22,7 @@ from echelon.launcher.attempt import Attempt, Requests
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec, Outcome, usable_cores
 from echelon.launcher.nodes import Meeting
+from echelon.launcher.placement import bound
 from echelon.launcher.relay import PlainScreen, Relay, Screen
 from echelon.launcher.server import ForkServer
 
@@ -131,6 +132,7 @@ def _run(
             "log": str(attempt.log_path(info.rank).absolute()),
             "record": str(attempt.record_path(info.rank).absolute()),
             "stacks": str(attempt.stacks_path(info.rank).absolute()) if timeout_s is not None else None,
+            "cores": bound(info.local_rank, info.local_world_size, given)[0] if job.bind else (),
             **{k: v(attempt, info) if callable(v) else v for k, v in start_fields.items()},
         }
 
