@@ -78,6 +78,7 @@ def fleet(slurm_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> I
     for name, (options, args) in FLEET.items():
         ships.submit(name, options, args)
     (home / "train.py").write_text("raise SystemExit('edited after it was submitted')\n")
+    slurm_cluster.expire(ships.until_it_trains("limit", 1), 35)  # the controller looks every half minute
     yield ships
 
 
@@ -161,8 +162,7 @@ def test_a_sweep_is_an_array_with_a_table_of_results(fleet: Fleet) -> None:
 
 
 def test_the_time_limit_warns_and_the_job_goes_on_bit_equal(fleet: Fleet) -> None:
-    job = fleet.until_it_trains("limit", 1)
-    fleet.cluster.expire(job, 35)
+    job = fleet.job("limit").id
     assert fleet.final("limit") == fleet.final("bits")
     assert "SIGUSR1: asked the ranks to save and end" in fleet.output("limit")
     assert fleet.cluster.info(job)["Restarts"] == "1" and len(fleet.job("limit").attempts) == 2
