@@ -274,6 +274,9 @@ def test_which_checkpoints_go() -> None:
     assert Keep(2, best=config("loss")).doomed(steps, metrics) == [1, 4]  # 2 and 3 are best, 5 is the newest
     assert Keep(1, best=config("loss", "max")).doomed(steps, metrics) == [2, 3, 4]
     assert Keep(1).doomed([7], {}) == []
+    # A metric that is not a number leaves as many as were asked for: the newest.
+    assert Keep(3, best=config("loss")).doomed(steps, {}) == [1, 2]
+    assert Keep(3, best=config("loss")).doomed(steps, {2: {"loss": 1.0}}) == [1, 3]
     with pytest.raises(UsageError, match="'min' or 'max'"):
         config("loss", "least")  # type: ignore[arg-type]
 

@@ -202,3 +202,62 @@ def test_a_child_that_the_program_forked_dies_of_its_own_signal() -> None:
         [sys.executable, "-c", textwrap.dedent(FORKS)], capture_output=True, text=True, timeout=60, env=clean_environment()
     )
     assert ran.stdout.split() == [str(-signal.SIGTERM), "None"], ran.stderr
+
+
+RESTORING = """
+    import sys, time
+    from pathlib import Path
+
+    import torch
+
+    import echelon as ech
+    from echelon.checkpoint import store
+    from tests.test_preempt import DATA
+    from tests.units import Regression
+
+    slowly, steps = sys.argv[1] == "slowly", int(sys.argv[2])
+    ech.init_from_env()
+    ech.seed(0)
+    unit, loader = Regression(strategy="ddp"), ech.Loader(DATA, 8, seed=1)
+    if slowly:
+        read = store.read_states
+
+        def read_states(*args, **options):
+            Path("restoring").touch()
+            time.sleep(60)
+            return read(*args, **options)
+
+        store.read_states = read_states
+    saver = ech.DistributedCheckpointSaver("c")
+    saver.restore_from_latest("c", unit, train_dataloader=loader)
+    print("begins at", unit.train_progress.num_steps_completed)
+    ech.train(unit, loader, max_steps=steps, callbacks=[saver])
+"""
+
+
+def test_a_signal_during_a_restore_ends_the_run_at_once_and_costs_nothing(tmp_path: Path) -> None:
+    """There is nothing to save before the state is there."""
+    root = Path(__file__).resolve().parents[1]
+    (tmp_path / "train.py").write_text(f"import sys; sys.path.insert(0, {str(root)!r})\n" + textwrap.dedent(RESTORING))
+
+    def start(*args: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "echelon", "run", "--ranks", "2", "--grace", "20", "train.py", *args]
+        return subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=clean_environment()
+        )
+
+    first = start("quickly", "3")
+    assert first.communicate(timeout=60)[0] and first.returncode == 0
+    second = start("slowly", "6")
+    until = time.monotonic() + 60
+    while not (tmp_path / "restoring").exists():
+        assert time.monotonic() < until and second.poll() is None
+        time.sleep(0.05)
+    second.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    second.communicate(timeout=60)
+    assert second.returncode == 128 + signal.SIGTERM and time.monotonic() - began < 20
+    commit.verify(tmp_path / "c" / "step-00000003")
+    third = start("quickly", "6")
+    output = third.communicate(timeout=60)[0]
+    assert third.returncode == 0 and "begins at 3" in output, output

@@ -48,10 +48,11 @@ class BestCheckpointConfig:
             raise UsageError(f"mode {self.mode!r}: 'min' or 'max'.")
 
     def best_first(self, metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
-        """The steps whose checkpoints have the metric, best first; the newer of equals first."""
+        """The steps whose checkpoints have the metric, best first; the older of equals first: a newer one may
+        only repeat a number that was not measured since."""
         sign = 1 if self.mode == "min" else -1
-        known = [(sign * values[self.monitored_metric], -step) for step, values in metrics.items() if self._has(values)]
-        return [-step for _, step in sorted(known)]
+        known = [(sign * values[self.monitored_metric], step) for step, values in metrics.items() if self._has(values)]
+        return [step for _, step in sorted(known)]
 
     def _has(self, values: Mapping[str, Any]) -> bool:
         value = values.get(self.monitored_metric)
@@ -84,5 +85,8 @@ class Keep:
             return []
         steps = sorted(steps)
         kept = {*steps[-1:], *(s for s in steps if self.every_train_steps and s % self.every_train_steps == 0)}
-        kept |= set(self.best.best_first(metrics)[: self.count] if self.best else steps[-self.count :])
+        # Those without the metric fill what is left, newest first.
+        best = self.best.best_first(metrics) if self.best else []
+        ranked = [*best, *(s for s in reversed(steps) if s not in best)]
+        kept |= set(ranked[: self.count])
         return [s for s in steps if s not in kept]

@@ -45,7 +45,7 @@ def fingerprint(dataset: Any, *, in_worker: bool) -> dict[str, Any]:
     else:
         before = streams.states()
         sums = [twice[i] for i in places]
-        streams.load_states(before)
+        streams.put_back(before)
     return {"length": length, "samples": {str(i): value for i, value in zip(places, sums, strict=True)}}
 
 

@@ -199,12 +199,13 @@ class Loader(Placed):
         """Where the latest iteration stands: a few numbers."""
         return self.state_at(self._position)
 
-    def state_at(self, position: int) -> dict[str, Any]:
-        """The state after `position` micro-batches of this epoch: what was used, when the reader is ahead of the user."""
+    def state_at(self, position: int, epoch: int | None = None) -> dict[str, Any]:
+        """The state after `position` micro-batches of an epoch, by default the present one: what was used, when the reader is
+        ahead of the user."""
         if self._fingerprint is None:  # once in a run, and only if it is saved
             self._fingerprint = fingerprint_of(self.dataset, in_worker=self.num_workers > 0)
         return {
-            "epoch": self.epoch,
+            "epoch": self.epoch if epoch is None else epoch,
             "position": position,
             "accumulation": self.accumulation,
             "global_batch": self.global_batch,
@@ -248,6 +249,7 @@ class _Shares:
 
     def __init__(self, loader: Loader, first: int, last: int, dp_rank: int) -> None:
         self._loader, self._first, self._last, self._dp_rank = loader, first, last, dp_rank
+        self._epoch = loader.epoch  # an evaluation in the middle of this iteration may use the same loader
         tail = range(max(first, last - loader.accumulation), last)
         self.first_padding = next((m for m in tail if self._is_empty(m)), last)
 
@@ -265,7 +267,7 @@ class _Shares:
         for micro in range(max(self._first, whole), self._last):
             positions = np.arange(*loader.positions_of(micro, self._dp_rank), dtype=np.int64)
             # Padding is any sample: it is computed like the others and weighs nothing.
-            yield micro, loader.order.at(loader.epoch, positions).tolist() or [0]
+            yield micro, loader.order.at(self._epoch, positions).tolist() or [0]
 
     def _whole(self, begin: int, end: int) -> Iterator[tuple[int, list[int]]]:
         """Micro-batches of whole global batches, which are all equally large."""
@@ -274,5 +276,5 @@ class _Shares:
         batches, parts = np.divmod(np.arange(begin, end), loader.accumulation)
         starts = batches * loader.global_batch + (parts * loader.dp[1] + self._dp_rank) * size  # as `positions_of` has it
         positions = starts[:, None] + np.arange(size)
-        samples = loader.order.at(loader.epoch, positions.ravel()).reshape(-1, size)
+        samples = loader.order.at(self._epoch, positions.ravel()).reshape(-1, size)
         return zip(range(begin, end), samples.tolist(), strict=True)

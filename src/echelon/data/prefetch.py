@@ -19,7 +19,7 @@ from echelon.data.parts import Padding, Parts
 from echelon.data.stream import StreamLoader, of_all_ranks
 from echelon.world.device import record_stream
 
-__all__ = ["Feed", "known_length"]
+__all__ = ["Feed", "known_length", "restored_state"]
 
 _END = object()
 
@@ -43,6 +43,14 @@ def _each(move: Callable[[Any, bool], Any], parts: Parts, non_blocking: bool) ->
     return Parts(
         Padding(move(part.batch, non_blocking)) if isinstance(part, Padding) else move(part, non_blocking) for part in parts
     )
+
+
+def restored_state(loader: Any) -> dict[str, Any] | None:
+    """The state of a loader that was not read from since it was restored; None for one without. Every rank calls it."""
+    if isinstance(loader, StreamLoader):
+        return of_all_ranks(loader.state_dict())
+    state = getattr(loader, "state_dict", None)
+    return state() if state is not None else None
 
 
 class Feed(Iterator[Any]):
@@ -74,6 +82,7 @@ class Feed(Iterator[Any]):
             move = partial(_each, move)
         self._loader, self._limit, self._move, self._stream = loader, limit, move, stream
         self._start = loader.start if isinstance(loader, (Loader, StreamLoader)) else 0
+        self._epoch = loader.epoch if isinstance(loader, Loader) else 0
         self.length = known_length(loader)
         total = self.length if limit is None else (limit if self.length is None else min(limit, self.length))
         self.total = total
@@ -144,7 +153,7 @@ class Feed(Iterator[Any]):
     def loader_state(self) -> dict[str, Any] | None:
         """The loader's state after the batches that were used; None for a loader without one. Every rank calls it."""
         if isinstance(self._loader, Loader):
-            return self._loader.state_at(self._start + self.used)
+            return self._loader.state_at(self._start + self.used, self._epoch)
         if isinstance(self._loader, StreamLoader):
             return of_all_ranks(self._loader.state_at(self._start + self.used))
         if self._ahead and self._started and self._next is not _END:

@@ -280,8 +280,10 @@ class _Streams(IterableDataset[Any]):
                         break
             except Exception as error:
                 raise DataError(f"sample {read} of stream {index}{self._where} could not be read: {said(error)}") from error
-            if len(batch) == self._size or (batch and self._keep):
+            if len(batch) == self._size:
                 yield True, self._collated(batch, index, read), {"read": read, "own": self._state()}
+            elif batch and self._keep:  # past its end a dataset may say that it stands at its beginning
+                yield True, self._collated(batch, index, read), {"read": read, "ended": True}
             else:
                 yield False, None, {"read": read, "ended": True}
 

@@ -20,9 +20,11 @@ class Callback:
 
     Attributes:
         may_stop: False promises never to call `state.stop()` in a step hook; then ranks need not agree after every step.
+        saves: True if it leaves a checkpoint at the end of training.
     """
 
     may_stop = True
+    saves = False
 
     @property
     def name(self) -> str:

@@ -69,9 +69,7 @@ class Run:
             self._agree_on_agreeing()
             self._agree_to_stop()
             self._event("train_start", total_steps=self._total_steps(), step=progress.num_steps_completed)
-            if state.eval_state is not None and progress.evaluation_due:
-                self._evaluate_within_fit()
-                self._agree_to_stop()
+            self._make_up_for_evaluation()
             while not self._done(phase, progress):
                 if not self._epoch("train"):
                     break
@@ -90,7 +88,8 @@ class Run:
         stop.leaving()
         step = progress.num_steps_completed
         self._event("stopped", step=step, signal=stop.asked())
-        logger.warning("%s: stopped after step %s; exit code %s asks to be started again", stop.asked(), step, REQUEUE)
+        saved = "" if any(c.saves for c in self.callbacks) else ", nothing saved: there is no DistributedCheckpointSaver"
+        logger.warning("%s: stopped after step %s%s; exit code %s asks to be started again", stop.asked(), step, saved, REQUEUE)
         return True
 
     def once(self, phase: str) -> None:
@@ -122,6 +121,12 @@ class Run:
         self.state.active_phase = ActivePhase.TRAIN
         if self.state.recorder is not None:
             self.state.recorder.pause_clock()
+
+    def _make_up_for_evaluation(self) -> None:
+        """An evaluation that the state which was restored was saved before."""
+        if self.state.eval_state is not None and self.unit.train_progress.evaluation_due:
+            self._evaluate_within_fit()
+            self._agree_to_stop()
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -207,6 +212,7 @@ class Run:
         whole = self._steps(phase, progress)
         if self.state.went_back:
             self.state.went_back = False
+            self._make_up_for_evaluation()  # the older state may be from before one
             return True
         if within_fit and phase == "eval":
             whole = not agree.any_rank(not whole)  # without collectives in it, ranks leave an evaluation one by one

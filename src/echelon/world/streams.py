@@ -14,7 +14,7 @@ import torch
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["at", "load_states", "renew", "seed", "separate", "states"]
+__all__ = ["at", "load_states", "put_back", "renew", "seed", "separate", "states"]
 
 
 def seed(seed: int) -> None:
@@ -78,10 +78,15 @@ def states() -> dict[str, Any]:
 
 
 def load_states(saved: dict[str, Any]) -> None:
-    """Put this rank's streams back to `states()`."""
+    """Take up `states()` of a checkpoint: from now on this rank's own."""
     global _own
-    torch.set_rng_state(saved["torch"])
+    put_back(saved)
     _own = torch.initial_seed()
+
+
+def put_back(saved: dict[str, Any]) -> None:
+    """Undo what was drawn since `states()`."""
+    torch.set_rng_state(saved["torch"])
     if saved["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])
     version, internal, gauss_next = saved["python"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,15 @@ from typing import Any
 from echelon.checkpoint import commit, foreign, store
 from echelon.checkpoint.place import Place
 from echelon.checkpoint.store import Report
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointNotFoundError, UsageError
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, UsageError
+from echelon.data.fingerprint import checksum
 from echelon.data.loader import Loader
 from echelon.loop.callbacks import changes
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel.state import states_by_name
 from echelon.world import agree, streams
 
-__all__ = ["RestoreOptions", "restore", "restore_first"]
+__all__ = ["BY_RANK", "RestoreOptions", "differs_by_rank", "restore", "restore_first"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,10 @@ def restore_first(
             logger.warning("went on from %s instead", path)
         return True
     if wrong:
-        raise CheckpointCorruptError(f"every checkpoint in {dirpath} is corrupt: {' '.join(wrong)}")
+        raise CheckpointCorruptError(
+            f"every checkpoint in {dirpath} is corrupt: {' '.join(wrong)} To begin anew, and keep these aside: "
+            "`echelon run --restart`, or restart=True at the saver and no restore."
+        )
     return False
 
 
@@ -99,13 +103,13 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
     seeks = loader is not None and hasattr(loader, "load_state_dict")
     table, meant = changes.check(manifest.get("config", {}), unit, loader, optimizers=options.restore_optimizers, allowed=allowed)
     if table and _speaks():
-        logger.log(logging.WARNING if meant else logging.INFO, "since %s was saved, changed:\n%s", path, table)
+        logger.warning("since %s was saved, changed:\n%s", path, table)  # harmless ones, too: a lower lr that is not used
     if meant & set(manifest.get("config", {}).get("optimizers", {})):
         chosen = {name: value for name, value in chosen.items() if name not in meant}
     # Of all first: an optimizer's names are those of its modules, restored or not.
     states = {name: state for name, state in states_by_name(unit.app_state()).items() if name in chosen}
     if seeks:
-        states["train_dataloader"] = _IfSaved(loader, meant)
+        states["train_dataloader"] = _IfSaved(loader, meant, lambda: store.read_rank(path, manifest))
     report = store.read_states(path, states, strict=options.strict)
     _log(report, path)
     if not options._weights_only:
@@ -164,15 +168,26 @@ def _speaks() -> bool:
     return not agree.is_joined() or dist.get_rank() == 0
 
 
+# Stands for the state of a loader that has another on every rank, each in that rank's own file.
+BY_RANK = {"by_rank": True}
+
+
+def differs_by_rank(state: Any) -> bool:
+    """Whether ranks have states of their own, as foreign loaders with shards do. Collective."""
+    sums = agree.gather(checksum(state)) if agree.is_joined() else [0]
+    return sums[0] is None or any(each != sums[0] for each in sums)
+
+
 class _IfSaved:
     """The loader's state; a checkpoint from the end of an epoch holds none, and the next epoch begins at its start.
 
     Args:
         meant: what may differ, beside what the loader itself accepts: it goes on where the saved one stood.
+        own: reads what this rank wrote for itself; None if another number of ranks did.
     """
 
-    def __init__(self, loader: Any, meant: set[str]) -> None:
-        self._loader, self._meant = loader, meant
+    def __init__(self, loader: Any, meant: set[str], own: Callable[[], dict[str, Any] | None]) -> None:
+        self._loader, self._meant, self._own = loader, meant, own
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self._loader.state_dict()
@@ -181,6 +196,14 @@ class _IfSaved:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not state_dict:
             return
+        if state_dict == BY_RANK:
+            own = self._own()
+            if own is None:
+                raise CheckpointMismatchError(
+                    f"every rank had a {type(self._loader).__name__} of its own state, and another number of ranks goes on. "
+                    "Use as many, or do not restore the loader; echelon.Loader goes on with any number."
+                )
+            state_dict = own["train_dataloader"]
         if not isinstance(self._loader, Loader):
             self._loader.load_state_dict(state_dict)
             return

@@ -84,6 +84,7 @@ class RollBack(Callback):
         if state.train_state is not None and not hasattr(state.train_state.dataloader, "load_state_dict"):
             name = type(state.train_state.dataloader).__name__
             raise UsageError(f"RollBack: {name} cannot go back: it has no load_state_dict. echelon.Loader has.")
+        self.saver.take_over(unit)  # what is set aside then is no place to go back to
         self._from = step = unit.train_progress.num_steps_completed
         if not any(commit.step_of(path) <= step for path in commit.candidates(self.saver.dirpath)):
             self.saver.save(state, unit)
@@ -94,6 +95,8 @@ class RollBack(Callback):
         step = unit.train_progress.num_steps_completed
         if self.watch is None:
             loss, norm = (float(value) if value is not None else 0.0 for value in unit.latest_update)  # type: ignore[attr-defined]
+            if unit.grad_scaler is not None:  # type: ignore[attr-defined]
+                norm = 0.0  # the scaler leaves an update with an inf out itself, and lowers its scale
             problem, agreed = self._problem(loss, norm), unit.agrees_on_updates  # type: ignore[attr-defined]
         else:
             loss = self.watch(state, unit)

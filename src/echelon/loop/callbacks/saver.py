@@ -22,6 +22,8 @@ from echelon.checkpoint.snapshot import Planned, Snapshot, snapshot
 from echelon.checkpoint.store import Report
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError, UsageError
 from echelon.contracts.run_dir import begins_anew, note_begun
+from echelon.data.place import Placed
+from echelon.data.prefetch import restored_state
 from echelon.loop.callback import Callback
 from echelon.loop.callbacks import changes, restoring
 from echelon.loop.callbacks.restoring import RestoreOptions
@@ -64,7 +66,7 @@ class DistributedCheckpointSaver(Callback):
         process_group: not needed, and not used; TorchTNT's.
     """
 
-    may_stop = False
+    may_stop, saves = False, True
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class DistributedCheckpointSaver(Callback):
             raise UsageError(f"on_busy {on_busy!r}: 'wait' or 'skip'.")
         if tolerated_failures < 0:
             raise UsageError(f"tolerated_failures {tolerated_failures}: 0 or more.")
-        self.dirpath: Place = place(dirpath)
+        self.dirpath: Place = _absolute(place(dirpath))  # wherever the program goes from here
         self.every = Every(save_every_n_train_steps, save_every_n_epochs, save_every_n_eval_steps, save_every_n_eval_epochs)
         self.best = best_checkpoint_config
         self.keep = Keep(keep_last_n_checkpoints, keep_every_n_train_steps, best_checkpoint_config)
@@ -106,11 +108,19 @@ class DistributedCheckpointSaver(Callback):
     # --- when
 
     def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
+        self.take_over(unit)
+
+    def take_over(self, unit: TrainUnit[Any]) -> None:
+        """Hold the folder's lease until the end of training, and set aside what must not be there. Collective, once in a run."""
+        if self._holds:
+            return
         self._take_folder()
         step, anew = unit.train_progress.num_steps_completed, _begins_anew(self.dirpath)
+        restart = self.restart or anew
         for path in commit.candidates(self.dirpath):
-            if commit.step_of(path) > step:
-                self._meet_newer(path, step, self.restart or anew)
+            # Another run's beginning is not this one's.
+            if commit.step_of(path) > step or (restart and step == 0):
+                self._meet_newer(path, step, restart)
         if anew:
             commit.on_rank0(note_begun, self.dirpath)
             _begun.add(str(self.dirpath))
@@ -195,7 +205,9 @@ class DistributedCheckpointSaver(Callback):
 
     def _save(self, state: State, unit: TrainUnit[Any]) -> None:
         """A save in the middle of training, which goes on without it if the storage refuses."""
-        self._due = False
+        self._due = self.best is not None and _is_evaluated_next(state, unit)
+        if self._due:
+            return  # so that the number that is written down is of these weights
         if self._background.busy:
             if self.on_busy == "skip":
                 logger.warning("step %s is not saved: the save before it is still being written", _step(unit))
@@ -227,7 +239,7 @@ class DistributedCheckpointSaver(Callback):
             problem, files = None, {}
             try:
                 files = taken.write(staged)
-            except (OSError, RuntimeError) as error:
+            except Exception as error:  # libraries of object stores have errors of their own
                 problem = f"rank {taken.rank}: {explain(error, self.dirpath)}"
             try:
                 raise_on_all(problem, CheckpointWriteError)
@@ -281,19 +293,32 @@ class DistributedCheckpointSaver(Callback):
         metrics = unit.tracked_metrics()
         states = states_by_name({name: value for name, value in unit.app_state().items() if name not in metrics})
         feed = state.train_state.feed if state.train_state is not None else None
-        # Empty after an epoch's end, and for a loader without a state.
-        states["train_dataloader"] = _Fixed((feed.loader_state() if feed is not None else None) or {})
-        own = {"streams": streams.states(), "metrics": {name: metric.state_dict() for name, metric in metrics.items()}}
-        taken = snapshot(states, own, self._planned)
         loader = state.train_state.dataloader if state.train_state is not None else None
-        facts = {"config": changes.facts(unit, loader), "host": socket.gethostname(), "metrics": self._metrics(unit)}
+        own: dict[str, Any] = {
+            "streams": streams.states(),
+            "metrics": {name: metric.state_dict() for name, metric in metrics.items()},
+        }
+        position = None
+        if feed is not None:
+            position = feed.loader_state()
+        elif unit.train_progress.num_steps_completed_in_epoch:  # restored in mid-epoch, and nothing read since
+            position = restored_state(loader)
+        if not isinstance(loader, Placed) and restoring.differs_by_rank(position):
+            own["train_dataloader"], position = position, restoring.BY_RANK
+        # Empty after an epoch's end, and for a loader without a state.
+        states["train_dataloader"] = _Fixed(position or {})
+        taken = snapshot(states, own, self._planned)
+        facts = {"config": changes.facts(unit, loader), "host": socket.gethostname(), "metrics": self._metrics(state, unit)}
         return taken, facts
 
-    def _metrics(self, unit: Unit) -> dict[str, float]:
+    def _metrics(self, state: State, unit: TrainUnit[Any]) -> dict[str, float]:
         """The monitored number, rank 0's for all; without it, if the unit does not have it or it is not finite."""
         if self.best is None:
             return {}
         name = self.best.monitored_metric
+        if state.eval_state is not None and unit.train_progress.evaluation_due:
+            logger.warning("the checkpoint is kept without its %s: the run ends before the evaluation of these weights", name)
+            return {}
         try:
             value = getattr(unit, name)
             number = float(value.compute() if hasattr(value, "compute") else value)
@@ -315,7 +340,7 @@ class DistributedCheckpointSaver(Callback):
             whole = {commit.step_of(p): p for p in commit.committed(self.dirpath)}
             metrics = {step: manifest.read(p).get("metrics", {}) for step, p in whole.items()} if self.best else {}
             commit.retire(self.dirpath, [whole[step].name for step in self.keep.doomed(list(whole), metrics)])
-        except (OSError, CheckpointError) as error:  # the save itself is committed
+        except Exception as error:  # the save itself is committed
             logger.error("%s is saved; older checkpoints could not be removed: %s", newest, error)
 
     # --- after an asynchronous save, and when one fails
@@ -393,7 +418,7 @@ class DistributedCheckpointSaver(Callback):
                 makes it an error. If all are corrupt it is an error in any case: a run with progress never begins anew by itself.
         """
         folder, options = place(dirpath), restore_options or RestoreOptions()
-        if _begins_anew(folder):
+        if _begins_anew(_absolute(folder)):
             logger.warning("--restart: what is in %s is not restored", folder)
             return False
         return restoring.restore_first(folder, commit.candidates(folder), unit, train_dataloader, options, fall_back)
@@ -419,6 +444,8 @@ class DistributedCheckpointSaver(Callback):
             return [manifest.named(step) for step in best.best_first(metrics)]
 
         ordered = [folder / name for name in commit.on_rank0(names)]
+        if not ordered:
+            logger.warning("no checkpoint in %s has a metric %r: nothing is restored", folder, metric_name)
         return restoring.restore_first(folder, ordered, unit, train_dataloader, options, fall_back)
 
 
@@ -430,8 +457,16 @@ def _begins_anew(folder: Place) -> bool:
     return begins_anew() and str(folder) not in _begun
 
 
+def _absolute(folder: Place) -> Place:
+    return folder.absolute() if isinstance(folder, Path) else folder
+
+
 def _step(unit: TrainUnit[Any]) -> int:
     return unit.train_progress.num_steps_completed
+
+
+def _is_evaluated_next(state: State, unit: TrainUnit[Any]) -> bool:
+    return state.eval_state is not None and unit.train_progress.evaluation_due and not state.should_stop
 
 
 class _Fixed:

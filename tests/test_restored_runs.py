@@ -1,0 +1,155 @@
+"""Parts that work alone, together: savers with evaluations, loaders with evaluations, other programs' loaders, moving folders."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import echelon as ech
+from echelon.checkpoint import commit, manifest
+from echelon.checkpoint.policy import BestCheckpointConfig
+from echelon.contracts.errors import CheckpointMismatchError
+from echelon.world import streams
+from tests.conftest import Ranks
+from tests.models import batch, largest_difference, net, whole
+from tests.units import Regression
+
+Saver = ech.DistributedCheckpointSaver
+DATA = torch.utils.data.TensorDataset(*batch(48, 0), torch.arange(48))
+
+
+class Numbered(Regression):
+    """Remembers which samples it trained on."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(module=net(dropout=options.pop("dropout", 0.0)), optimizer="AdamW", **options)
+        self.seen: list[int] = []
+
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        if self.module.training:
+            self.seen += data[2].tolist()
+        return super().compute_loss(state, data[:2])
+
+
+def test_an_evaluation_on_the_same_loader_changes_neither_the_samples_nor_what_is_saved(tmp_path: Path) -> None:
+    """The last, short batch of each epoch is looked up after an evaluation, which is in an epoch of its own."""
+    data = torch.utils.data.Subset(DATA, range(46))
+    unit, loader = Numbered(), ech.Loader(data, 8, seed=1)
+    saver = Saver(tmp_path, save_every_n_train_steps=5)
+    ech.fit(unit, loader, loader, max_epochs=3, evaluate_every_n_steps=2, evaluate_every_n_epochs=None, callbacks=[saver])
+    assert set(Counter(unit.seen).values()) == {3}
+    again, loader = Numbered(), ech.Loader(data, 8, seed=1)
+    Saver.restore(tmp_path / "step-00000010", again, train_dataloader=loader)
+    ech.fit(again, loader, loader, max_epochs=3, evaluate_every_n_steps=2, evaluate_every_n_epochs=None)
+    assert again.seen == unit.seen[78:]
+    assert largest_difference(whole(again.module), whole(unit.module)) == 0
+
+
+def _streams_after_looking_at_the_loader() -> tuple[int, int]:
+    ech.seed(7)
+    loader = ech.Loader(DATA, 8)
+    before = torch.initial_seed()
+    loader.state_dict()  # its fingerprint reads samples
+    assert torch.initial_seed() == before
+    streams.separate(dist.get_rank())
+    return dist.get_rank(), torch.initial_seed()
+
+
+def test_to_look_at_a_loader_leaves_ranks_without_a_stream_of_their_own(ranks: Ranks) -> None:
+    """Else the ranks of a resumed run would drop the same units of different samples."""
+    (_, first), (_, second) = ranks(2, _streams_after_looking_at_the_loader)
+    assert first == 7 and second != first
+
+
+class Foreign:
+    """Another program's loader: every rank has shards, and a position, of its own."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples, self.at = samples, 0
+
+    def __len__(self) -> int:
+        return 6 - self.at
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < 6:
+            self.at += 1
+            yield tuple(t[:4] for t in DATA[self.samples : self.samples + 4])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "shard": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.samples = state["at"], state["shard"]
+
+
+def _with_shards(folder: Path) -> None:
+    saver = Saver(folder)
+    ech.train(Numbered(strategy="ddp"), Foreign(4 * dist.get_rank()), max_steps=2, callbacks=[saver])
+
+
+def _shards_restored(folder: Path) -> tuple[int, int]:
+    loader = Foreign(40)
+    Saver.restore_from_latest(folder, Numbered(strategy="ddp"), train_dataloader=loader)
+    return loader.at, loader.samples
+
+
+def test_a_foreign_loader_with_a_state_of_each_rank_gets_its_own_back(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _with_shards, tmp_path / "c")
+    assert ranks(2, _shards_restored, tmp_path / "c") == [(2, 0), (2, 4)]
+    with pytest.raises(CheckpointMismatchError, match="every rank had a Foreign of its own state"):
+        Saver.restore_from_latest(tmp_path / "c", Numbered(strategy="noop"), train_dataloader=Foreign(0))
+
+
+def test_a_program_that_changes_its_folder_saves_where_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    unit, saver = Numbered(), Saver("c", save_every_n_train_steps=2)
+    unit.on_train_epoch_start = lambda state: os.chdir("elsewhere")  # type: ignore[method-assign]
+    ech.train(unit, ech.Loader(DATA, 8, seed=1), max_steps=4, callbacks=[saver])
+    assert [p.name for p in commit.committed(tmp_path / "c")] == ["step-00000002", "step-00000004"]
+    assert not (tmp_path / "elsewhere" / "c").exists()
+
+
+class SaveAtStart(ech.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.saver = Saver(folder)
+
+    def on_train_start(self, state: ech.State, unit: Any) -> None:
+        self.saver.save(state, unit)
+
+
+def test_a_save_before_the_first_batch_after_a_restore_knows_the_position(tmp_path: Path) -> None:
+    ech.train(Numbered(), Foreign(0), max_steps=2, callbacks=[Saver(tmp_path / "a")])
+    unit, loader = Numbered(), Foreign(0)
+    Saver.restore_from_latest(tmp_path / "a", unit, train_dataloader=loader)
+    ech.train(unit, loader, max_steps=4, callbacks=[SaveAtStart(tmp_path / "b")])
+    loader = Foreign(0)
+    Saver.restore_from_latest(tmp_path / "b", Numbered(), train_dataloader=loader)
+    assert loader.at == 2
+
+
+def test_the_metric_of_a_checkpoint_is_that_of_its_weights(tmp_path: Path) -> None:
+    """Both are due at step 3: the evaluation comes first. At the end of training, no evaluation comes any more."""
+    unit = Numbered()
+    evaluated: dict[int, float] = {}
+    unit.on_eval_epoch_end = lambda state: evaluated.update({unit.train_progress.num_steps_completed: unit.eval_loss})  # type: ignore[method-assign]
+    saver = Saver(tmp_path, save_every_n_train_steps=3, best_checkpoint_config=BestCheckpointConfig("eval_loss", "min"))
+    loader = ech.Loader(DATA, 8, seed=1)
+    ech.fit(
+        unit, loader, ech.Loader(DATA, 8), max_steps=6, evaluate_every_n_steps=3, evaluate_every_n_epochs=None, callbacks=[saver]
+    )
+    told = {commit.step_of(p): manifest.read(p)["metrics"]["eval_loss"] for p in commit.committed(tmp_path)}
+    assert told == evaluated and list(told) == [3, 6]
+
+
+def test_of_equally_good_checkpoints_the_older_is_best() -> None:
+    """A newer one may only repeat a number that was not measured since."""
+    best = BestCheckpointConfig("loss", "min")
+    assert best.best_first({1: {"loss": 2.0}, 2: {"loss": 1.0}, 3: {"loss": 1.0}, 4: {}}) == [2, 3, 1]
