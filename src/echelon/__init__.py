@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from echelon.data.tokens import Tokens, TokenWriter, write_tokens
     from echelon.data.views import Mixture, Weighted
     from echelon.launcher.function import launch, spawn
+    from echelon.launcher.group import CollectiveGroup
+    from echelon.launcher.system import Policy, System
     from echelon.loop.auto import AutoUnit, TrainStepResults
     from echelon.loop.auto_predict import AutoPredictUnit
     from echelon.loop.averaged import AveragedWeights, SWALRParams, SWAParams
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from echelon.loop.progress import Progress
     from echelon.loop.run import evaluate, fit, predict, test, train
     from echelon.loop.state import ActivePhase, EntryPoint, PhaseState, State
+    from echelon.loop.trainer import Trainer
     from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
     from echelon.parallel.activation import ActivationCheckpointParams, checkpoint_wrapper
     from echelon.parallel.ddp import DDPStrategy
@@ -60,6 +63,7 @@ __all__ = [
     "BestCheckpointConfig",
     "ByteText",
     "Callback",
+    "CollectiveGroup",
     "DDPStrategy",
     "DPStrategy",
     "DataError",
@@ -76,6 +80,7 @@ __all__ = [
     "NOOPStrategy",
     "Packed",
     "PhaseState",
+    "Policy",
     "Precision",
     "PredictUnit",
     "Prepared",
@@ -90,6 +95,7 @@ __all__ = [
     "State",
     "Strategy",
     "StreamLoader",
+    "System",
     "TPStrategy",
     "TestUnit",
     "TokenWriter",
@@ -97,6 +103,7 @@ __all__ = [
     "TorchCompileParams",
     "TrainStepResults",
     "TrainUnit",
+    "Trainer",
     "Weighted",
     "World",
     "ZeROStrategy",
@@ -130,6 +137,7 @@ _HOMES = {
     "BestCheckpointConfig": "loop.callbacks.saver",
     "ByteText": "data.text",
     "Callback": "loop.callback",
+    "CollectiveGroup": "launcher.group",
     "DDPStrategy": "parallel.ddp",
     "DPStrategy": "parallel.dp",
     "DataError": "contracts.errors",
@@ -146,6 +154,7 @@ _HOMES = {
     "NOOPStrategy": "parallel.strategy",
     "Packed": "data.packed",
     "PhaseState": "loop.state",
+    "Policy": "launcher.system",
     "Precision": "parallel.precision",
     "PredictUnit": "loop.unit",
     "Prepared": "parallel.strategy",
@@ -160,6 +169,7 @@ _HOMES = {
     "State": "loop.state",
     "Strategy": "parallel.strategy",
     "StreamLoader": "data.stream",
+    "System": "launcher.system",
     "TPStrategy": "parallel.tensor",
     "TestUnit": "loop.unit",
     "TokenWriter": "data.tokens",
@@ -167,6 +177,7 @@ _HOMES = {
     "TorchCompileParams": "parallel.parallelize",
     "TrainStepResults": "loop.auto",
     "TrainUnit": "loop.unit",
+    "Trainer": "loop.trainer",
     "Weighted": "data.views",
     "World": "world.init",
     "ZeROStrategy": "parallel.zero",

@@ -12,6 +12,11 @@ __all__ = ["main"]
 # A verb is a module of this package with `add_arguments(parser)` and `execute(arguments) -> exit code`.
 VERBS = {
     "run": "run a script on ranks of this machine",
+    "submit": "run a script on a Slurm cluster, or in the background",
+    "jobs": "list submitted jobs, and the results of a sweep",
+    "logs": "show the output of a submitted job's rank",
+    "cancel": "end a submitted job",
+    "dragon": "run a script on Dragon's runtime, and leave nothing behind",
     "prove": "run a script under every strategy and compare each step with one process",
     "report": "write a run's report.html anew",
     "ckpt": "list, verify, compare and export checkpoints",

@@ -23,7 +23,7 @@ from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.job import JobSpec, parse_duration, parse_rank_range
 
-__all__ = ["add_arguments", "execute"]
+__all__ = ["add_arguments", "check_script", "decided", "describe", "execute"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="N|auto|MIN:MAX",
         help="processes to start; auto: one per GPU, else per core; MIN:MAX starts MAX, and a restart goes on with those left",
+    )
+    parser.add_argument(
+        "--bind",
+        choices=("cores", "none"),
+        default="none",
+        help="cores: each rank has cores of its own, of one NUMA node; for a machine that no other job uses (default: none)",
     )
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="start all ranks again up to N times after a failure"
@@ -69,7 +75,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.module:
         _check_module(arguments.script)
     else:
-        _check_script(arguments.script)
+        check_script(arguments.script)
     job = JobSpec(
         arguments.script,
         "module" if arguments.module else "script",
@@ -80,15 +86,14 @@ def execute(arguments: argparse.Namespace) -> int:
         least,
         parse_duration(arguments.stop_after) if arguments.stop_after is not None else None,
         arguments.restart,
+        bind=arguments.bind == "cores",
     )
-    if arguments.bitwise and (arguments.parts < 1 or arguments.parts & (arguments.parts - 1)):
-        raise UsageError(f"--parts {arguments.parts}: a power of two, such as 4.")
-    decided = Overrides(parts=arguments.parts if arguments.bitwise else None, planned_ranks=ranks if least is not None else None)
-    if decided != Overrides():
-        os.environ.update(decided.to_env())
+    over_its_head = decided(arguments, ranks if least is not None else None)
+    if over_its_head != Overrides():
+        os.environ.update(over_its_head.to_env())
     stem = arguments.script.rpartition(".")[2] if arguments.module else Path(arguments.script).stem
     run = RunDir.create(arguments.runs, arguments.name, stem=stem)
-    write_json(run.run_json, _describe(job, run))
+    write_json(run.run_json, describe(job, run))
 
     from echelon.launcher.failure import render
 
@@ -112,7 +117,18 @@ def execute(arguments: argparse.Namespace) -> int:
     return outcome.exit_code
 
 
-def _check_script(script: str) -> None:
+def decided(arguments: argparse.Namespace, planned_ranks: int | None = None) -> Overrides:
+    """What --bitwise and --parts decide over a script's head.
+
+    Raises:
+        UsageError: a number of parts that is no power of two.
+    """
+    if arguments.bitwise and (arguments.parts < 1 or arguments.parts & (arguments.parts - 1)):
+        raise UsageError(f"--parts {arguments.parts}: a power of two, such as 4.")
+    return Overrides(parts=arguments.parts if arguments.bitwise else None, planned_ranks=planned_ranks)
+
+
+def check_script(script: str) -> None:
     path = Path(script)
     if not path.exists():
         raise UsageError(f"script {script} does not exist (looked in {Path.cwd()}).")
@@ -138,7 +154,7 @@ def _check_module(name: str) -> None:
         raise UsageError(f"module {name}: there is no {top!r} in {os.getcwd()}, nor where Python looks for modules.")
 
 
-def _describe(job: JobSpec, run: RunDir) -> dict[str, object]:
+def describe(job: JobSpec, run: RunDir, launcher: str = "local") -> dict[str, object]:
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {"python": platform.python_version()}
@@ -152,8 +168,8 @@ def _describe(job: JobSpec, run: RunDir) -> dict[str, object]:
         "command": ["echelon", *sys.argv[1:]],
         "script": job.target,
         "args": list(job.args),
-        "ranks": job.ranks,
-        "launcher": "local",
+        "ranks": job.ranks * job.nodes,
+        "launcher": launcher,
         "host": socket.gethostname(),
         "cwd": os.getcwd(),
         "started": time.time(),

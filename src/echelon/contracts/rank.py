@@ -18,9 +18,13 @@ from typing import Any
 from echelon.contracts.errors import LauncherEnvironmentError
 from echelon.contracts.hostlist import expand_hostlist, tasks_on_node
 
-__all__ = ["RankInfo"]
+__all__ = ["STORE_PREFIX_VARIABLE", "RankInfo"]
 
 logger = logging.getLogger(__name__)
+
+# Set by our launchers beside MASTER_ADDR: what begins the ranks' keys in its store, made anew for every start. A job that
+# reaches the port by mistake, and a rank of an older attempt, meet nobody. It keeps out no enemy, who can have the keys listed.
+STORE_PREFIX_VARIABLE = "ECHELON_STORE_PREFIX"
 
 _LOOPBACK = "127.0.0.1"
 

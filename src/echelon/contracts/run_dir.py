@@ -7,6 +7,7 @@ runs/NAME/
   attempts/000/events.rank0.jsonl
   attempts/000/exit.rank0.json  how a rank ended, written by the rank if it still could
   attempts/000/exit.json        how the attempt ended, written by the launcher
+  attempts/000/exit.node0.json  how it ended on one of several nodes
   attempts/000/loaders.json     which numbers of ranks can share the global batches, written by rank 0
   checkpoints/step-00000500/    committed states
   dumps/                        stacks and flight records
@@ -61,19 +62,18 @@ class RunDir:
         return f"RunDir({str(self.path)!r}, attempt={self.attempt})"
 
     @classmethod
-    def create(cls, root: str | os.PathLike[str], name: str | None, *, stem: str = "run") -> RunDir:
+    def create(cls, root: str | os.PathLike[str], name: str | None, *, stem: str = "run", begin: bool = True) -> RunDir:
         """Make the folder `root/name`, or open it for one more attempt if it exists.
 
         Args:
             root: folder of all runs.
             name: the run's name; None makes one from `stem` and the time, never one that exists.
+            begin: take the next attempt; else whoever runs it does that later, with `next_attempt`.
         Raises:
             UsageError: a name that is no plain file name, or a root that cannot be written.
         """
-        if name is not None and not _NAME.fullmatch(name):
-            raise UsageError(
-                f"run name {name!r}: use 1 to 64 of the characters A-Z a-z 0-9 . _ - and do not begin with '.' or '-'."
-            )
+        if name is not None:
+            cls.check_name(name)
         root = Path(root)
         try:
             if name is not None:
@@ -81,7 +81,8 @@ class RunDir:
                 run.path.mkdir(parents=True, exist_ok=True)
             else:
                 run = cls._unique(root, re.sub(r"[^A-Za-z0-9_-]", "_", stem)[:40] or "run")
-            run._claim_attempt()
+            if begin:
+                run._claim_attempt()
             for folder in (run.checkpoints, run.dumps):
                 folder.mkdir(exist_ok=True)
         except OSError as error:
@@ -90,6 +91,17 @@ class RunDir:
                 "Start from a folder you can write to, or choose another with --runs or --name."
             ) from error
         return run
+
+    @staticmethod
+    def check_name(name: str) -> None:
+        """
+        Raises:
+            UsageError: a name that is no plain file name.
+        """
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"run name {name!r}: use 1 to 64 of the characters A-Z a-z 0-9 . _ - and do not begin with '.' or '-'."
+            )
 
     @classmethod
     def _unique(cls, root: Path, stem: str) -> RunDir:
@@ -118,6 +130,12 @@ class RunDir:
         """The same run at another attempt, its folder made."""
         run = RunDir(self.path, attempt)
         run.attempt_path.mkdir(parents=True, exist_ok=True)
+        return run
+
+    def next_attempt(self) -> RunDir:
+        """The same run, which exists, at a new attempt of its own."""
+        run = RunDir(self.path)
+        run._claim_attempt()
         return run
 
     def _claim_attempt(self) -> None:
@@ -168,6 +186,9 @@ class RunDir:
 
     def rank_exit(self, rank: int) -> Path:
         return self.attempt_path / f"exit.rank{rank}.json"
+
+    def node_exit(self, node: int) -> Path:
+        return self.attempt_path / f"exit.node{node}.json"
 
     @property
     def exit_json(self) -> Path:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -30,20 +31,23 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from echelon.contracts.errors import RankTimeoutError
-from echelon.contracts.rank import RankInfo
+from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.attempt import Attempt, Requests
 from echelon.launcher.job import Failure, JobSpec
+from echelon.launcher.nodes import Meeting
 from echelon.launcher.server import ForkServer
 from echelon.launcher.shrink import Plan, loaders_of, next_ranks
 from echelon.launcher.worker import STACK_SIGNAL
 
-__all__ = ["ForkAgent", "OneNodeRendezvous"]
+__all__ = ["ForkAgent", "NodesRendezvous", "OneNodeRendezvous"]
 
 _LOOPBACK = "127.0.0.1"
 # How long a rank may take to react to SIGTERM once another has failed: it has nothing left to finish.
 _FAILURE_GRACE_S = 5.0
 _CULPRIT_WAIT_S = 2.0
+# Between the first node that has come so far, or has ended, and the last.
+_NODES_WAIT_S = 300.0
 
 
 class OneNodeRendezvous(RendezvousHandler):
@@ -94,6 +98,30 @@ class OneNodeRendezvous(RendezvousHandler):
         return True
 
 
+class NodesRendezvous(OneNodeRendezvous):
+    """The meeting of the agents of several nodes, and of their ranks: both through one store, which the first node serves."""
+
+    def __init__(self, run_id: str, meeting: Meeting) -> None:
+        super().__init__(run_id)
+        self._meeting = meeting
+
+    def get_backend(self) -> str:
+        return "echelon-nodes"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        at = self._meeting
+        self._store = dist.TCPStore(
+            at.host,
+            at.port,
+            is_master=at.listener is not None,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_NODES_WAIT_S),
+            master_listen_fd=at.listener.detach() if at.listener is not None else None,
+        )
+        agents = dist.PrefixStore(f"{at.token}/agents", self._store)
+        return RendezvousInfo(agents, at.node, at.nodes, RendezvousStoreInfo(at.host, at.port))
+
+
 class ForkAgent(SimpleElasticAgent):
     """Runs the ranks of one node through a `ForkServer`.
 
@@ -105,6 +133,7 @@ class ForkAgent(SimpleElasticAgent):
         start_fields: the fields of `worker.Start` for a rank, without the rank's own variables.
         requests: to stop and go on later; the ranks are asked, and may refuse.
         timeout_s: after so long the stacks of all ranks are collected and `RankTimeoutError` is raised; None never does.
+        meeting: with the agents of other nodes; None is alone.
     Attributes:
         restarts: how many there were.
         plan: how many ranks the present or coming attempt has, and why.
@@ -121,17 +150,19 @@ class ForkAgent(SimpleElasticAgent):
         run_id: str,
         requests: Requests,
         timeout_s: float | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
         spec = WorkerSpec(
             role="default",
             local_world_size=job.ranks,
-            rdzv_handler=OneNodeRendezvous(run_id),
+            rdzv_handler=NodesRendezvous(run_id, meeting) if meeting is not None else OneNodeRendezvous(run_id),
             entrypoint=job.target,
             max_restarts=job.max_restarts,
             monitor_interval=0.01,
         )
-        super().__init__(spec, exit_barrier_timeout=60)
+        super().__init__(spec, exit_barrier_timeout=_NODES_WAIT_S)
         self._job, self._server = job, server
+        self._token = meeting.token if meeting is not None else secrets.token_hex(16)
         self._begin_attempt, self._start_fields = begin_attempt, start_fields
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s if timeout_s is not None else None
@@ -152,14 +183,15 @@ class ForkAgent(SimpleElasticAgent):
                 info = self._rank_info(worker, worker_group)
                 request = dict(self._start_fields(self.attempt, info))
                 request["env"] = {**request["env"], **info.to_env(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-                self.attempt.pids[worker.local_rank] = self._server.fork(request, fds if worker.local_rank == 0 else ())
+                request["env"][STORE_PREFIX_VARIABLE] = f"{self._token}/{self.restarts}"
+                self.attempt.pids[info.rank] = self._server.fork(request, fds if info.rank == 0 else ())
         finally:
             for fd in fds:
                 os.close(fd)
         if self.restarts == 0 and self._job.max_restarts > 0:
             # A restart should not wait for what the first start imported rank by rank.
             self._server.preload(["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"])
-        return dict(self.attempt.pids)
+        return {worker.local_rank: self.attempt.pids[worker.global_rank] for worker in worker_group.workers}
 
     def _rank_info(self, worker: Worker, group: WorkerGroup) -> RankInfo:
         assert group.master_addr is not None and group.master_port is not None  # the rendezvous has set them
@@ -286,7 +318,7 @@ class ForkAgent(SimpleElasticAgent):
     @staticmethod
     def _as_torch(failure: Failure, attempt: Attempt) -> ProcessFailure:
         return ProcessFailure(
-            local_rank=failure.rank,
+            local_rank=list(attempt.pids).index(failure.rank),
             pid=attempt.pids[failure.rank],
             exitcode=failure.exit_code,
             error_file="",  # ours has another form
@@ -346,7 +378,8 @@ def quiet_elastic_logs() -> None:
     """torchelastic warns of each failure in its own words; ours say it once, with the cause first."""
     import logging
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):  # which sets a level of its own
+        logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("torchelastic-events-null").propagate = False  # one JSON line per change of state
     if not sys.warnoptions:
         import warnings

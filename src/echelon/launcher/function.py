@@ -12,12 +12,12 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import spawn as mp_spawn
 from pathlib import Path
 from typing import Any, TypeVar
 
-from echelon.contracts.errors import RankFailedError, UsageError
+from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.failure import render
@@ -91,16 +91,71 @@ def launch(
         SystemExit: with code 75, as the ranks had it: they were asked to stop, and saved.
         UsageError: `fn` cannot be sent to another process, or `ranks` makes no sense.
     """
+    return call(
+        fn,
+        ranks=ranks,
+        args=args,
+        kwargs=kwargs,
+        max_restarts=max_restarts,
+        timeout_s=timeout_s,
+        env=env,
+        run_dir=run_dir,
+        quiet=quiet,
+    )
+
+
+class Cancel:
+    """Ends a `call` from another thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._server: ForkServer | None = None
+        self._wanted = False
+
+    def now(self) -> None:
+        """The kernel kills the ranks, since their server dies; the next launch starts another one."""
+        with self._lock:
+            self._wanted = True
+            if self._server is not None:
+                os.kill(self._server.pid, signal.SIGKILL)
+
+    def begun(self, server: ForkServer | None) -> None:
+        """The call has this server to itself now; or no longer.
+
+        Raises:
+            EchelonError: it is not wanted any more.
+        """
+        with self._lock:
+            if server is not None and self._wanted:
+                raise EchelonError("cancelled before it began.")
+            self._server = server
+
+
+def call(
+    fn: Callable[..., T],
+    *,
+    ranks: int | str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    max_restarts: int = 0,
+    timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    cancel: Cancel | None = None,
+) -> list[T]:
+    """`launch`, which another thread may cancel."""
     count = parse_ranks(ranks)
     _refuse_in_bootstrap()
     _check_environment(env or {})
     payload = _pickle((fn, tuple(args), dict(kwargs or {})), fn)
     if run_dir is not None:
-        return _launch(payload, count, max_restarts, timeout_s, env, RunDir.create(run_dir, None, stem=_name_of(fn)), quiet)
+        run = RunDir.create(run_dir, None, stem=_name_of(fn))
+        return _launch(payload, count, max_restarts, timeout_s, env, run, quiet, cancel)
     folder = Path(tempfile.mkdtemp(prefix="echelon-"))
     keep = False
     try:
-        return _launch(payload, count, max_restarts, timeout_s, env, RunDir.create(folder, _TEMPORARY_NAME), quiet)
+        return _launch(payload, count, max_restarts, timeout_s, env, RunDir.create(folder, _TEMPORARY_NAME), quiet, cancel)
     except RankFailedError:
         keep = True  # the error names the logs in there
         raise
@@ -117,6 +172,7 @@ def _launch(
     env: Mapping[str, str] | None,
     run: RunDir,
     quiet: bool,
+    cancel: Cancel | None = None,
 ) -> list[Any]:
     call = run.path / "call.pkl"
     with open(os.open(call, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -127,8 +183,9 @@ def _launch(
         "preparation": _main_module(),
     }
     with _one_at_a_time:
-        screen = SilentScreen() if quiet else None
-        outcome = run_local(job, run, screen=screen, server=_shared_server(), start_fields=fields, timeout_s=timeout_s)
+        screen, server = SilentScreen() if quiet else None, _shared_server()
+        with _cancellable(cancel, server):
+            outcome = run_local(job, run, screen=screen, server=server, start_fields=fields, timeout_s=timeout_s)
     results = [run.attempt_path / f"value.rank{rank}.pkl" for rank in range(ranks)]
     if outcome.failure is not None:
         failure = outcome.failure
@@ -142,6 +199,18 @@ def _launch(
         signal.raise_signal(outcome.exit_code - 128)
         raise KeyboardInterrupt
     return [_load(path) for path in results]
+
+
+@contextlib.contextmanager
+def _cancellable(cancel: Cancel | None, server: ForkServer) -> Iterator[None]:
+    if cancel is None:
+        yield
+        return
+    cancel.begun(server)
+    try:
+        yield
+    finally:
+        cancel.begun(None)
 
 
 def _main_module() -> dict[str, Any]:

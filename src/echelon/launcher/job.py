@@ -6,6 +6,7 @@ import operator
 import os
 import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,19 +19,21 @@ __all__ = ["Failure", "JobSpec", "Outcome", "auto_ranks", "parse_duration", "par
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A program to run on the ranks of this machine.
+    """A program to run on ranks, of this machine or of several.
 
     Args:
         target: path of a Python script; with `module`, a dotted module name; with `payload`, a pickled call.
         kind: which of the three `target` is: "script", "module" or "call".
         args: the program's own arguments.
-        ranks: how many processes.
+        ranks: how many processes, on each node.
         min_ranks: when ranks were lost, a restart may have fewer, down to so many; None always has `ranks`.
         max_restarts: how often the whole group is started again after a rank failed.
         grace_s: seconds between asking the ranks to stop and killing them.
         stop_after_s: seconds, of all attempts together, after which the ranks are asked to save and end; None is no limit.
         restart: begin anew although the run's folder shows progress.
         env: variables set on top of this process's environment.
+        nodes: how many machines; more than one is a matter of Slurm's.
+        bind: give each rank cores of its own (`launcher.placement`), with as many threads.
     """
 
     target: str
@@ -43,6 +46,8 @@ class JobSpec:
     stop_after_s: float | None = None
     restart: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
+    nodes: int = 1
+    bind: bool = False
 
 
 # What a survivor of a peer's death reports: gloo's and NCCL's words for a connection that went away.
@@ -111,7 +116,28 @@ class Failure:
             "message": self.message,
             "traceback": self.traceback,
             "log": str(self.log) if self.log else None,
+            "time": (self.time_ns + time.time_ns() - time.monotonic_ns()) / 1e9,  # wall clock
+            "user_frames": list(self.user_frames),
+            "ours": self.ours,
+            "reported": self.reported,
         }
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Failure:
+        """From what `as_json` gave, on any machine: comparable with others by the machines' wall clocks."""
+        log = said.get("log")
+        return cls(
+            int(said["rank"]),
+            int(said["exit_code"]),
+            int(float(said.get("time", 0)) * 1e9),
+            str(said["kind"]),
+            str(said["message"]),
+            tuple(said.get("user_frames", ())),
+            str(said.get("traceback", "")),
+            bool(said.get("ours", False)),
+            Path(log) if log else None,
+            bool(said.get("reported", True)),
+        )
 
     @staticmethod
     def first(failures: Sequence[Failure]) -> Failure:

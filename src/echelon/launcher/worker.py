@@ -52,6 +52,7 @@ class Start:
     record: str | None = None
     result: str | None = None
     stacks: str | None = None
+    cores: Sequence[int] = ()
     preparation: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -78,6 +79,8 @@ def _take_on(start: Start, fds: Sequence[int]) -> None:
         stacks = open(start.stacks, "w")  # held open for the life of the process
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=sys.stderr)
+    if start.cores:
+        os.sched_setaffinity(0, start.cores)
     _fresh_state()
 
 

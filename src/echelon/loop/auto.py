@@ -31,6 +31,7 @@ from echelon.loop.bitwise import BitEqual
 from echelon.loop.loss import problem_with, rows
 from echelon.loop.metrics import Mean
 from echelon.loop.parts import in_order, mean_loss, parts_for
+from echelon.loop.rebuild import Built
 from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
 from echelon.loop.window import Window
 from echelon.parallel.activation import ActivationCheckpointParams
@@ -137,6 +138,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         zero_grad_at_train_step_start: bool = False,
         deterministic: Literal["bitwise"] | None = None,
     ) -> None:
+        given, before = dict(locals()), set(vars(self))
         check_options(gradient_accumulation_steps, step_lr_interval, clip_grad_norm, clip_grad_value)
         super().__init__(
             module=module,
@@ -171,6 +173,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         self.latest_update: tuple[Any, Any] = (None, None)  # loss over the global batch and gradient norm, if it is clipped
         self._given_strategy = strategy
         self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")
+        arguments = {name: value for name, value in given.items() if name not in ("self", "module", "__class__")}
+        self.built = Built(arguments, frozenset({*vars(self), "built"} - before))
 
     # --- what the user writes
 

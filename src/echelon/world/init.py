@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.contracts.errors import LauncherEnvironmentError
-from echelon.contracts.rank import RankInfo
+from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.world.device import device_of, set_threads
 
 __all__ = ["World", "ensure_group", "init_from_env"]
@@ -111,8 +111,16 @@ def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device
         os.environ.setdefault(name, value)
     if info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         _check_port(info)
+    prefix = os.environ.get(STORE_PREFIX_VARIABLE)
     try:
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        if prefix and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            served = dist.TCPStore(info.master_addr, info.master_port, is_master=False, wait_for_workers=False, timeout=timeout)
+            store = dist.PrefixStore(prefix, served)
+            dist.init_process_group(
+                backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout, device_id=device_id
+            )
+        else:
+            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise LauncherEnvironmentError(
             f"rank {info.rank} of {info.world_size} could not join at MASTER_ADDR={info.master_addr} "

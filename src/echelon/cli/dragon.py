@@ -1,0 +1,31 @@
+"""`echelon dragon`: a script as the head process of Dragon's runtime."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["add_arguments", "execute"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", action="store_true", help="over all nodes of the allocation; otherwise on this node alone")
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="seconds that ranks have to end after a Ctrl-C or SIGTERM (default: 5)",
+    )
+    parser.add_argument("script", help="makes its ranks with CollectiveGroup")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    from echelon.launcher.dragon_command import run_on_dragon
+
+    if not Path(arguments.script).is_file():
+        raise UsageError(f"script {arguments.script} does not exist (looked in {Path.cwd()}).")
+    return run_on_dragon(arguments.script, arguments.args, nodes=arguments.nodes, grace_s=arguments.grace)

@@ -1,0 +1,203 @@
+"""`echelon submit`: the same script on a cluster, or in the background of this machine; a folder, and a batch script to read."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from echelon.cli.run import check_script, decided, describe
+from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.run_dir import RunDir, write_json
+from echelon.launcher.job import JobSpec, parse_duration
+from echelon.launcher.protocol import FolderJob
+
+if TYPE_CHECKING:
+    from echelon.launcher.slurm.job import SlurmLauncher
+
+__all__ = ["add_arguments", "execute"]
+
+_SLURM = ("partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation", "mem")
+_HELP = {
+    "mem": "memory of each node, such as 64G",
+    "nodelist": "these nodes",
+    "exclude": "not these nodes",
+    "constraint": "features that the nodes must have",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--to", choices=("slurm", "local"), default="slurm", help="where it runs (default: slurm)")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default: 1)")
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="processes on each (default: one per GPU, else 1)")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="devices of each node")
+    parser.add_argument("--cpus-per-rank", type=int, default=1, metavar="N", help="cores of each process (default: 1)")
+    parser.add_argument("--time", metavar="TIME", help="limit of each start, such as 2h or 1d12h; afterwards it is started again")
+    parser.add_argument("--warn", default="2m", metavar="TIME", help="save so long before the limit (default: 2m)")
+    parser.add_argument("--no-requeue", action="store_true", help="do not start again after the limit, preemption, a lost node")
+    parser.add_argument("--exclusive", action="store_true", help="share no node with other jobs")
+    for name in _SLURM:
+        parser.add_argument(f"--{name}", metavar=name[0].upper(), help=_HELP.get(name, f"Slurm's {name}"))
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME", help="a variable that the job also gets from your environment"
+    )
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=A,B",
+        help="one run for each value, given as --KEY; several: all pairs",
+    )
+    parser.add_argument(
+        "--bitwise", action="store_true", help="the same bits in every parameter on any number of ranks that divides --parts"
+    )
+    parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
+    parser.add_argument("--name", metavar="NAME", help="the run's folder below runs/; an existing one goes on")
+    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")
+    parser.add_argument("--no-snapshot", action="store_true", help="run the code as it is when the job starts, not as it is now")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the batch script, and what Slurm says to it; submit nothing"
+    )
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    from echelon.launcher.slurm.render import SlurmOptions, exported
+
+    check_script(arguments.script)
+    for name in arguments.env:
+        if name not in os.environ:
+            raise UsageError(f"--env {name}: there is no such variable in your environment.")
+    options = SlurmOptions(
+        **{name: getattr(arguments, name) for name in _SLURM},
+        time_s=parse_duration(arguments.time) if arguments.time is not None else None,
+        warn_s=parse_duration(arguments.warn),
+        cpus_per_rank=arguments.cpus_per_rank,
+        gpus_per_node=arguments.gpus_per_node,
+        requeue=not arguments.no_requeue,
+        exclusive=arguments.exclusive,
+        export=exported(list(os.environ), arguments.env),
+    )
+    options.check()
+    ranks = arguments.ranks_per_node if arguments.ranks_per_node is not None else arguments.gpus_per_node or 1
+    for name, value in (("--nodes", arguments.nodes), ("--ranks-per-node", ranks)):
+        if value < 1:
+            raise UsageError(f"{name} {value}: at least 1.")
+    spec = JobSpec(
+        str(Path(arguments.script).absolute()),
+        args=tuple(arguments.args),
+        ranks=ranks,
+        env=decided(arguments).to_env() if arguments.bitwise else {},
+        nodes=arguments.nodes,
+    )
+    sweep = parse_sweep(arguments.sweep)
+    if arguments.to == "local":
+        return _submit_here(spec, sweep, arguments)
+    from echelon.launcher.slurm.job import SlurmLauncher
+
+    launcher = SlurmLauncher(options)
+    if arguments.dry_run:
+        return _dry_run(launcher, spec, sweep, arguments)
+    run, new = _folder(arguments)
+    try:
+        placed = spec if arguments.no_snapshot else replace(spec, target=_snapshot(arguments.script, run))
+        write_json(run.run_json, describe(spec, run, "slurm"))
+        jobs = launcher.submit_all(placed, sweep, run) if sweep else [launcher.submit(placed, run)]
+    except EchelonError:
+        if new:
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    return _say_where(run, jobs, arguments)
+
+
+def parse_sweep(given: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
+    """All combinations of the values of each "KEY=A,B", the last changing fastest; none without any.
+
+    Raises:
+        UsageError: no key, no value, or a key twice.
+    """
+    axes = []
+    for text in given:
+        key, equals, values = text.partition("=")
+        key = key.removeprefix("--")
+        if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key) or not all(values.split(",")):
+            raise UsageError(f"--sweep {text!r}: a key and its values, such as lr=1e-3,3e-4.")
+        axes.append([(key, value) for value in values.split(",")])
+    keys = [axis[0][0] for axis in axes]
+    if len(set(keys)) < len(keys):
+        raise UsageError(f"--sweep: {' and '.join(keys)} name a key twice. Give all of its values at once.")
+    return list(product(*axes)) if axes else []
+
+
+def _folder(arguments: argparse.Namespace) -> tuple[RunDir, bool]:
+    """The run's folder, and whether it is new."""
+    from echelon.launcher.jobs import job_of, tasks_of
+
+    named = Path(arguments.runs) / arguments.name if arguments.name else None
+    new = named is None or not named.exists()
+    run = RunDir.create(arguments.runs, arguments.name, stem=Path(arguments.script).stem, begin=False)
+    if not new:
+        if tasks_of(run.path) or arguments.sweep:
+            raise UsageError(f"run {run.name} exists, and a sweep cannot go on. Give another --name.")
+        if (run.path / "job" / "job.json").exists():
+            job = job_of(run)
+            if not job.state().has_ended:
+                raise UsageError(
+                    f"run {run.name} has not ended: job {job.id} is {job.state().value}. `echelon cancel {run.name}`?"
+                )
+            (run.path / "job" / "cancelled").unlink(missing_ok=True)
+    (run.path / "job").mkdir(mode=0o700, exist_ok=True)
+    return run, new
+
+
+def _snapshot(script: str, run: RunDir) -> str:
+    from echelon.launcher.snapshot import snapshot
+
+    return str(snapshot(Path(script), run.path.absolute() / "job" / "code"))
+
+
+def _submit_here(spec: JobSpec, sweep: Sequence[object], arguments: argparse.Namespace) -> int:
+    from echelon.launcher.background import LocalLauncher
+
+    if sweep or arguments.dry_run:
+        raise UsageError(f"{'--sweep' if sweep else '--dry-run'} is for Slurm; here, --to local starts one run at once.")
+    run, _ = _folder(arguments)
+    placed = spec if arguments.no_snapshot else replace(spec, target=_snapshot(arguments.script, run))
+    write_json(run.run_json, describe(spec, run, "local"))
+    return _say_where(run, [LocalLauncher().submit(placed, run)], arguments)
+
+
+def _dry_run(launcher: SlurmLauncher, spec: JobSpec, sweep: Sequence[object], arguments: argparse.Namespace) -> int:
+    from echelon.launcher.slurm import commands
+
+    name = (
+        arguments.name or f"{re.sub(r'[^A-Za-z0-9_-]', '_', Path(arguments.script).stem)[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
+    RunDir.check_name(name)
+    script = launcher.script(spec, RunDir(Path(arguments.runs).absolute() / name), len(sweep) or None)
+    print(script, end="")
+    sys.stdout.flush()
+    if commands.available():
+        print(f"echelon: Slurm: {commands.would_start(script)}", file=sys.stderr)
+    else:
+        print("echelon: there is no sbatch here to ask; the script is as it would be submitted", file=sys.stderr)
+    return 0
+
+
+def _say_where(run: RunDir, jobs: Sequence[FolderJob], arguments: argparse.Namespace) -> int:
+    where = "" if arguments.runs == "runs" else f" --runs {arguments.runs}"
+    number = jobs[0].id.partition("_")[0]
+    many = f", {len(jobs)} runs" if len(jobs) > 1 else ""
+    print(f"job {number}{many}: {run.path}")
+    follow = f"echelon logs{where} {run.name} --follow\n" if len(jobs) == 1 else ""
+    print(f"{follow}echelon jobs{where}\nechelon cancel{where} {run.name}", file=sys.stderr)
+    return 0

@@ -1,0 +1,113 @@
+"""How the launchers of several nodes meet: through a file in the run's folder, which all of them see.
+
+The first node binds the port on which it will serve the store of the job, on the address that the others reach it by, and
+writes both down with a token that is made anew for every start. No port is agreed on beforehand, so that none can be taken,
+and the token travels in a file that only its owner can read: not in an argument, not in the environment of a job's record.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.contracts.errors import EchelonError, LauncherEnvironmentError
+from echelon.contracts.run_dir import RunDir, read_json, write_json
+
+__all__ = ["Meeting", "interface_of", "local_address_towards", "meet"]
+
+# Nodes of a job start within seconds of one another; a shared file system may show a new file a minute late.
+_PATIENCE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of several nodes find one another.
+
+    Args:
+        node, nodes: this node's index, and how many there are.
+        attempt: the number of the attempt in the run's folder.
+        host, port: of the store, which the first node serves.
+        token: begins every key of the launchers in the store.
+        interface: the network interface through which this node reaches the others; empty if it has no name.
+        listener: the first node's: bound and listening.
+    """
+
+    node: int
+    nodes: int
+    attempt: int
+    host: str
+    port: int
+    token: str
+    interface: str
+    listener: socket.socket | None = None
+
+
+def meet(run: RunDir, start: str, node: int, hosts: list[str], timeout_s: float = _PATIENCE_S) -> Meeting:
+    """Wait until the first node has said where the store is; on the first node, say so.
+
+    Args:
+        run: the run; the first node takes its next attempt.
+        start: names this start of the job, such as job id and restart count: files of other starts are not read.
+        node: this node's index in `hosts`.
+        hosts: the names of all nodes, in order.
+    Raises:
+        EchelonError: the first node has written nothing after `timeout_s`.
+        LauncherEnvironmentError: the name of a node has no address.
+    """
+    path = meeting_path(run, start)
+    if node == 0:
+        return _open(run, path, hosts)
+    until = time.monotonic() + timeout_s
+    while (said := read_json(path)) is None:
+        if time.monotonic() > until:
+            raise EchelonError(
+                f"the first node, {hosts[0]}, wrote no {path} within {timeout_s:g} s. Does every node see this folder?"
+            )
+        time.sleep(0.05)
+        os.listdir(path.parent)  # has an NFS client look again
+    host, port = str(said["host"]), int(said["port"])
+    interface = interface_of(local_address_towards(host))
+    return Meeting(node, len(hosts), int(said["attempt"]), host, port, str(said["token"]), interface)
+
+
+def meeting_path(run: RunDir, start: str) -> Path:
+    folder = run.path / "job"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / f"meeting-{start}.json"
+
+
+def _open(run: RunDir, path: Path, hosts: list[str]) -> Meeting:
+    host = local_address_towards(hosts[1]) if len(hosts) > 1 else "127.0.0.1"
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    listener.listen(1024)
+    port, token = int(listener.getsockname()[1]), secrets.token_hex(16)
+    attempt = run.next_attempt().attempt
+    before = os.umask(0o077)
+    try:
+        write_json(path, {"host": host, "port": port, "token": token, "attempt": attempt, "nodes": hosts})
+    finally:
+        os.umask(before)
+    return Meeting(0, len(hosts), attempt, host, port, token, interface_of(host), listener)
+
+
+def local_address_towards(host: str) -> str:
+    """This machine's own address on the way to `host`. Nothing is sent: the kernel only looks up the route."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise LauncherEnvironmentError(f"{socket.gethostname()} finds no address of node {host}: {error.strerror}.") from error
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that has this address; empty if none has."""
+    import psutil  # type: ignore[import-untyped,unused-ignore]  # here: few need it
+
+    return next((name for name, all_ in psutil.net_if_addrs().items() for a in all_ if a.address.split("%")[0] == address), "")

@@ -1,0 +1,99 @@
+"""Which cores, and how many threads, each rank of a node has: a pure function of the node's cores and NUMA nodes.
+
+Binding is asked for (`--bind cores`), not the default: two jobs that share a node, or a job beside a server, would be bound to
+the same first cores while others are idle, and data workers inherit their rank's cores. Slurm and Dragon bind by themselves,
+and what they leave to this process is what is divided here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["bound", "cores_of_rank", "numa_nodes", "parse_cpu_list"]
+
+
+def cores_of_rank(cores: Sequence[int], local_rank: int, local_ranks: int, numa: Sequence[Sequence[int]] = ()) -> list[int]:
+    """The cores of one rank: nearly equal, disjoint shares; neighbouring ranks on the same NUMA node.
+
+    A rank never has cores of two NUMA nodes unless there are fewer ranks than nodes. More ranks than cores share them all.
+
+    Args:
+        cores: that the ranks may use.
+        local_rank: 0 <= local_rank < local_ranks.
+        numa: the cores of each NUMA node; cores in none of them form one of their own. Empty is one node.
+    """
+    if not 0 <= local_rank < local_ranks:
+        raise UsageError(f"local rank {local_rank} of {local_ranks}: it must be between 0 and {local_ranks - 1}.")
+    allowed = sorted(set(cores))
+    nodes = [kept for node in numa if (kept := [c for c in sorted(set(node)) if c in set(allowed)])]
+    known = {c for node in nodes for c in node}
+    if rest := [c for c in allowed if c not in known]:
+        nodes.append(rest)
+    if local_ranks > len(allowed):
+        return allowed
+    if local_ranks < len(nodes):
+        return _share([c for node in nodes for c in node], local_rank, local_ranks)
+    first = 0
+    for node, count in zip(nodes, _ranks_per_node([len(node) for node in nodes], local_ranks), strict=True):
+        if local_rank < first + count:
+            return _share(node, local_rank - first, count)
+        first += count
+    raise AssertionError("every rank has a node")
+
+
+def _ranks_per_node(sizes: Sequence[int], ranks: int) -> list[int]:
+    """At least one for each node, never more than it has cores; the next one always where a rank has most cores."""
+    counts = [1] * len(sizes)
+    for _ in range(ranks - len(sizes)):
+        fullest = max((i for i in range(len(sizes)) if counts[i] < sizes[i]), key=lambda i: (sizes[i] / (counts[i] + 1), -i))
+        counts[fullest] += 1
+    return counts
+
+
+def _share(cores: Sequence[int], index: int, parts: int) -> list[int]:
+    return list(cores[index * len(cores) // parts : (index + 1) * len(cores) // parts])
+
+
+def numa_nodes(root: str | os.PathLike[str] = "/sys/devices/system/node") -> list[list[int]]:
+    """The cores of each NUMA node, as Linux tells; none where it does not."""
+    folders = [p for p in Path(root).glob("node*") if re.fullmatch(r"node\d+", p.name)]
+    nodes = []
+    for folder in sorted(folders, key=lambda p: int(p.name[4:])):
+        try:
+            nodes.append(parse_cpu_list((folder / "cpulist").read_text()))
+        except (OSError, ValueError):
+            return []
+    return [node for node in nodes if node]
+
+
+def parse_cpu_list(text: str) -> list[int]:
+    """Cores from the kernel's "0-3,8,10-11"."""
+    cores: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        low, _, high = part.partition("-")
+        cores += range(int(low), int(high or low) + 1)
+    return cores
+
+
+def bound(
+    local_rank: int, local_ranks: int, env: Mapping[str, str], *, devices: bool = False
+) -> tuple[list[int], dict[str, str]]:
+    """(cores, variables) of a rank of this machine.
+
+    Args:
+        env: the rank's environment; a thread count in it stays.
+        devices: each rank sees one GPU only; by default all see all, which NCCL's direct copies between devices need.
+    """
+    cores = cores_of_rank(sorted(os.sched_getaffinity(0)), local_rank, local_ranks, numa_nodes())
+    variables = {} if "OMP_NUM_THREADS" in env else {"OMP_NUM_THREADS": str(max(1, len(cores)))}
+    if devices:
+        visible = [d for d in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+        if visible and local_rank >= len(visible):
+            raise UsageError(f"local rank {local_rank}: CUDA_VISIBLE_DEVICES={','.join(visible)} has {len(visible)} devices.")
+        variables["CUDA_VISIBLE_DEVICES"] = visible[local_rank] if visible else str(local_rank)
+    return cores, variables

@@ -1,0 +1,137 @@
+"""Slurm's own commands, as far as they are needed: never through a shell, never sacct, which many clusters do without."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+
+from echelon.contracts.errors import EchelonError, UsageError
+from echelon.launcher.protocol import JobState
+
+__all__ = ["ask", "available", "cancel", "refuse_if_never", "submit", "would_start"]
+
+_TIMEOUT_S = 60.0
+_STATES = {
+    **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"), JobState.PENDING),
+    **dict.fromkeys(
+        ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"), JobState.RUNNING
+    ),
+    "COMPLETED": JobState.DONE,
+    "CANCELLED": JobState.CANCELLED,
+    **dict.fromkeys(
+        ("FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "REVOKED"), JobState.FAILED
+    ),
+}
+
+
+def available() -> bool:
+    return shutil.which("sbatch") is not None
+
+
+def submit(script: str, export: Sequence[str]) -> str:
+    """Submit a script; the job's number.
+
+    Raises:
+        UsageError: Slurm refuses it; its own reason in one line.
+    """
+    # The interpreter of the command line has variables too, and what begins with SLURM_ or SBATCH_ speaks to sbatch itself.
+    env = {k: v for k, v in os.environ.items() if not k.startswith("SBATCH_")}
+    said = _run(["sbatch", "--parsable"], script, env)
+    if said.returncode:
+        raise UsageError(f"Slurm refuses the job: {_reason(said.stderr)}")
+    number = said.stdout.strip().split(";")[0]
+    if not number.isdigit():
+        raise EchelonError(f"sbatch gave no number of a job, but {said.stdout.strip()[:200]!r}.")
+    return number
+
+
+def would_start(script: str) -> str:
+    """When and where Slurm would start the script, in its words; the job is not submitted.
+
+    Raises:
+        UsageError: Slurm would refuse it; its own reason in one line.
+    """
+    said = _run(["sbatch", "--test-only"], script)
+    if said.returncode:
+        raise UsageError(f"Slurm, as it is now, would not start the job: {_reason(said.stderr)}")
+    return said.stderr.strip().removeprefix("sbatch: ")
+
+
+def ask(job: str) -> tuple[JobState | None, str]:
+    """The state of a job and Slurm's reason for it; None if Slurm has forgotten the job, which it does minutes after its end.
+
+    Raises:
+        EchelonError: the controller does not answer.
+    """
+    said = _run(["scontrol", "-o", "show", "job", job])
+    if said.returncode:
+        if "Invalid job id" in said.stderr:
+            return None, ""
+        raise EchelonError(f"Slurm does not answer: {_reason(said.stderr)}")
+    states = [
+        (_STATES.get(m[1], JobState.RUNNING), m[1], "" if m[2] in ("None", "(null)") else m[2])
+        for line in said.stdout.splitlines()
+        if (m := re.search(r"\bJobState=(\S+) Reason=(\S+)", line))
+    ]
+    if not states:
+        return None, ""
+    for wanted in (JobState.RUNNING, JobState.PENDING, JobState.CANCELLED, JobState.FAILED, JobState.DONE):  # of an array
+        found = next((s for s in states if s[0] is wanted), None)
+        if found is not None:
+            return wanted, f"{found[1]}{': ' + found[2] if found[2] else ''}"
+    return None, ""
+
+
+# Of a job that waits for something which does not come. A node that is drained or busy is none of them.
+_NEVER = ("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "PartitionInactive", "BadConstraints", "InvalidAccount")
+_JUDGED_WITHIN_S = 2.0
+
+
+def refuse_if_never(job: str) -> None:
+    """Cancel a job that was queued although it can never start, as Slurm does unless EnforcePartLimits is set.
+
+    Raises:
+        UsageError: it never can; Slurm's own reason.
+    """
+    until = time.monotonic() + _JUDGED_WITHIN_S
+    while True:
+        state, why = ask(job)
+        reason = why.partition(": ")[2]
+        if state is not JobState.PENDING or reason or time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    if state is JobState.PENDING and reason in _NEVER:
+        cancel(job)
+        raise UsageError(f"Slurm would never start the job: {reason}. Are there so many nodes, cores, hours in that partition?")
+
+
+def cancel(job: str) -> None:
+    """
+    Raises:
+        EchelonError: Slurm refuses.
+    """
+    said = _run(["scancel", job])
+    if said.returncode and "Invalid job id" not in said.stderr:  # it has ended
+        raise EchelonError(f"Slurm does not cancel job {job}: {_reason(said.stderr)}")
+
+
+def _run(command: list[str], text: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, env=env)
+    except FileNotFoundError:
+        raise UsageError(f"there is no {command[0]} here: submit from a login node of a Slurm cluster.") from None
+    except subprocess.TimeoutExpired:
+        raise EchelonError(
+            f"{command[0]} gave no answer within {_TIMEOUT_S:g} s: the controller is down, or very busy."
+        ) from None
+
+
+def _reason(stderr: str) -> str:
+    """The most telling line of what a command said: the last that is an error."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if "error:" in line or "fatal:" in line] or lines or ["it gave no reason"]
+    return re.sub(r"^(\w+: )?((error|fatal|allocation failure): )?", "", errors[-1])

@@ -1,0 +1,176 @@
+"""The batch script of a job, as text: nothing is asked of the machine, nothing written, no value of the environment appears."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.contracts.errors import UsageError
+from echelon.contracts.stopping import REQUEUE
+from echelon.launcher.job import JobSpec
+
+__all__ = ["SlurmOptions", "exported", "render"]
+
+# What a job needs of the login node's environment to find the same programs and libraries. Names only: Slurm carries the values.
+_USUAL = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH")
+_PREFIXES = ("OMP_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "CONDA_", "MODULE")
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+# Slurm's names, lists of nodes, features with their operators, sizes of memory. No blank, quote, control character or dollar.
+_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+=/&|()\[\]*-]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """What Slurm is asked for besides nodes; None leaves the choice to the cluster.
+
+    Args:
+        time_s: the limit of each start, in seconds; Slurm counts whole minutes.
+        warn_s: how long before the limit the ranks are asked to save and end. Enough for a save, and for the half minute by
+            which Slurm may be late.
+        cpus_per_rank: cores.
+        gpus_per_node: devices.
+        mem: memory per node in Slurm's words, such as "64G".
+        requeue: start again after the time limit, a preemption or the loss of a node.
+        export: names of variables that the job gets from the environment of whoever submits it.
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    reservation: str | None = None
+    time_s: float | None = None
+    warn_s: float = 120.0
+    cpus_per_rank: int = 1
+    gpus_per_node: int | None = None
+    mem: str | None = None
+    requeue: bool = True
+    exclusive: bool = False
+    export: Sequence[str] = ()
+
+    def check(self) -> None:
+        """
+        Raises:
+            UsageError: a value that Slurm could not mean, or that would be more than a value in a script.
+        """
+        for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation", "mem"):
+            value = getattr(self, name)
+            if value is not None and not _WORD.fullmatch(value):
+                raise UsageError(f"--{name} {value!r}: a word of letters, digits and . , : @ + = / & | ( ) [ ] * - _ only.")
+        for name in ("cpus_per_rank", "gpus_per_node"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {value}: at least 1.")
+        if self.time_s is not None and self.requeue and self.warn_s >= self.time_s:
+            raise UsageError(
+                f"--time {self.time_s:g} s is not longer than the {self.warn_s:g} s before its end at which the ranks are "
+                "asked to save. Give more time, a shorter --warn, or --no-requeue."
+            )
+        for variable in self.export:
+            if not _VARIABLE.fullmatch(variable):
+                raise UsageError(f"--env {variable!r}: the name of a variable. Its value comes from your environment.")
+
+
+def exported(environment: Sequence[str], more: Sequence[str] = ()) -> tuple[str, ...]:
+    """The names of the variables that a job gets: the usual ones among `environment`, and `more`.
+
+    What looks like a secret goes only by its name in `more`.
+    """
+    usual = {
+        n for n in environment if (n in _USUAL or n.startswith(_PREFIXES)) and _VARIABLE.fullmatch(n) and not _SECRET.search(n)
+    }
+    return tuple(sorted(usual | set(more)))
+
+
+def render(spec: JobSpec, options: SlurmOptions, run: Path, *, python: str, cwd: Path, tasks: int | None = None) -> str:
+    """The batch script.
+
+    Args:
+        run: the run's folder, which all nodes see. With `tasks`, of the sweep.
+        python: the interpreter, on every node.
+        cwd: where the job runs.
+        tasks: how many runs an array of them has, each in a folder of its own below the sweep's; None is one run.
+    Raises:
+        UsageError: a value that cannot be written into a script, or that Slurm could not mean.
+    """
+    options.check()
+    folder, array = _path(run), "" if tasks is None else "/tasks/$SLURM_ARRAY_TASK_ID"
+    sbatch: dict[str, object] = {
+        "job-name": run.name,
+        "chdir": _sbatch_path(cwd, escaped=False),
+        "nodes": spec.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": options.cpus_per_rank * spec.ranks,
+        "gpus-per-node": options.gpus_per_node,
+        "mem": options.mem,
+        "time": _slurm_time(options.time_s) if options.time_s is not None else None,
+        **{name: getattr(options, name) for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude")},
+        "reservation": options.reservation,
+        "array": f"0-{tasks - 1}" if tasks is not None else None,
+        "output": _sbatch_path(run, ("" if tasks is None else "/tasks/%a") + "/job/output.log"),
+        "open-mode": "append",
+        "signal": f"USR1@{math.ceil(options.warn_s)}" if options.requeue else None,
+        "export": ",".join(options.export) or "NIL",
+    }
+    flags = ["requeue" if options.requeue else "no-requeue", *(["exclusive"] if options.exclusive else [])]
+    header = [f"#SBATCH --{name}={value}" for name, value in sbatch.items() if value is not None]
+    header += [f"#SBATCH --{flag}" for flag in flags]
+    again = _AGAIN if options.requeue else ""
+    return _SCRIPT.format(
+        header="\n".join(header), run=f"{folder}{array}", python=_path(Path(python)), cpus=sbatch["cpus-per-task"], again=again
+    )
+
+
+_SCRIPT = """#!/bin/bash
+# Written by `echelon submit`; sbatch has its own copy, so that changing this one changes nothing.
+{header}
+
+run={run}
+python={python}
+umask 077
+trap : TERM  # the nodes are asked to save and end, and this shell waits for them
+
+# One launcher on every node starts the node's ranks.
+srun --kill-on-bad-exit=1 --export=ALL --cpus-per-task={cpus} "$python" -P -m echelon.launcher.node "$run"
+
+# Names the rank that failed first.
+"$python" -P -m echelon.launcher.node "$run" --conclude $?
+code=$?
+{again}exit $code
+"""
+
+_AGAIN = f"""
+# {REQUEUE}: the ranks have saved and want to go on. A job that was cancelled is no longer running.
+if [ $code = {REQUEUE} ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+"""
+
+
+def _slurm_time(seconds: float) -> str:
+    minutes = math.ceil(seconds / 60)
+    return f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"
+
+
+def _path(path: Path) -> str:
+    """A path as one word of the shell."""
+    text = str(path.absolute())
+    if any(ord(c) < 32 or ord(c) == 127 for c in text):
+        raise UsageError(f"path {text!r}: control characters cannot be in a batch script.")
+    return shlex.quote(text)
+
+
+def _sbatch_path(path: Path, pattern: str = "", *, escaped: bool = True) -> str:
+    """A path as sbatch reads it in a line of the script: quoted, and `escaped` where it knows patterns such as %j."""
+    text = str(path.absolute())
+    if any(c in text for c in "'\"\\") or any(ord(c) < 32 or ord(c) == 127 for c in text):
+        raise UsageError(f"path {text!r}: sbatch cannot be told a path with quotes, backslashes or control characters.")
+    text = (text.replace("%", "%%") if escaped else text) + pattern
+    return text if re.fullmatch(r"[\w@%+=:,./-]+", text) else f'"{text}"'

@@ -1,0 +1,121 @@
+"""The machine as a list of places for ranks, under Dragon's names: `System().gpu_policies()` is one `Policy` per GPU.
+
+On Dragon's runtime its own inventory of nodes is asked; elsewhere there is one node, this one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts.errors import UsageError
+from echelon.launcher.job import usable_cores
+
+__all__ = ["Policy", "System", "on_dragon"]
+
+
+def on_dragon() -> bool:
+    """Whether this process runs under Dragon's runtime. It sets the variable in every process that it starts."""
+    return "DRAGON_MY_PUID" in os.environ and importlib.util.find_spec("dragon") is not None
+
+
+class _Placement(Enum):
+    LOCAL = "local"
+    ANYWHERE = "anywhere"
+    HOST_NAME = "host_name"
+    HOST_ID = "host_id"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Where one rank runs. `Policy()` is anywhere, which is this node where there is one node only.
+
+    Args:
+        placement: Dragon's word for how the node is chosen; a `host_name` decides in any case.
+        host_name: of the node; empty is any.
+        cpu_affinity: the cores on which the rank may run; empty is all.
+        gpu_affinity: the devices that it sees; empty is all.
+        gpu_env_str: the variable that says so, CUDA_VISIBLE_DEVICES by default.
+    """
+
+    Placement = _Placement
+
+    placement: Any = _Placement.DEFAULT
+    host_name: str = ""
+    cpu_affinity: Sequence[int] = ()
+    gpu_affinity: Sequence[int] = ()
+    gpu_env_str: str = ""
+
+
+class System:
+    """The nodes of this job.
+
+    Attributes:
+        hosts: their names.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: list[tuple[str, list[int], list[int]]]  # name, cores, GPUs
+        if on_dragon():
+            from dragon.native.machine import Node
+            from dragon.native.machine import System as DragonSystem
+
+            nodes = [Node(number) for number in DragonSystem().nodes]
+            self._nodes = [(n.hostname, list(n.cpus), list(n.gpus or ())) for n in nodes]
+        else:
+            self._nodes = [(socket.gethostname(), _cores(), _gpus())]
+        self.hosts = [name for name, _, _ in self._nodes]
+
+    @property
+    def nnodes(self) -> int:
+        return len(self._nodes)
+
+    def gpu_policies(self) -> list[Policy]:
+        """One for each GPU; none where there are no GPUs."""
+        return [
+            Policy(Policy.Placement.HOST_NAME, host, gpu_affinity=(device,))
+            for host, _, devices in self._nodes
+            for device in devices
+        ]
+
+    def cpu_policies(self, n: int | None = None) -> list[Policy]:
+        """`n` ranks over all nodes, node by node, the cores of each divided between its ranks; by default one per core.
+
+        Raises:
+            UsageError: n is less than 1.
+        """
+        count = sum(len(cores) for _, cores, _ in self._nodes) if n is None else n
+        if count < 1:
+            raise UsageError(f"cpu_policies({n}): at least 1.")
+        policies = []
+        for index, (host, cores, _) in enumerate(self._nodes):
+            here = count // self.nnodes + (index < count % self.nnodes)
+            for rank in range(here):
+                share = cores[rank * len(cores) // here : (rank + 1) * len(cores) // here]
+                # More ranks than cores: they share all of them, as the system sees fit.
+                policies.append(Policy(Policy.Placement.HOST_NAME, host, tuple(share if here <= len(cores) else cores)))
+        return policies
+
+    def hostname_policies(self) -> list[Policy]:
+        """One for each node."""
+        return [Policy(Policy.Placement.HOST_NAME, host) for host in self.hosts]
+
+
+def _cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(usable_cores()))
+
+
+def _gpus() -> list[int]:
+    """The devices that a rank could see, by their number among the visible ones. Counted without starting CUDA."""
+    count = len([p for p in Path("/dev").glob("nvidia*") if p.name.removeprefix("nvidia").isdigit()])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        count = min(count, len([d for d in visible.split(",") if d.strip() not in ("", "-1", "NoDevFiles")]))
+    return list(range(count))

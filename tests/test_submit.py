@@ -1,0 +1,276 @@
+"""`echelon submit` without a cluster: the batch script as text, the copy of the code, jobs in the background of this machine."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echelon.cli.submit import parse_sweep
+from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
+from echelon.contracts.run_dir import RunDir, write_json
+from echelon.launcher import node, nodes
+from echelon.launcher.background import LocalLauncher
+from echelon.launcher.job import Failure, JobSpec
+from echelon.launcher.jobs import job_of
+from echelon.launcher.protocol import JobState, write_spec
+from echelon.launcher.slurm import commands
+from echelon.launcher.slurm.job import SlurmLauncher
+from echelon.launcher.slurm.render import SlurmOptions, exported, render
+from echelon.launcher.snapshot import snapshot
+
+GOLDEN = """#!/bin/bash
+# Written by `echelon submit`; sbatch has its own copy, so that changing this one changes nothing.
+#SBATCH --job-name=gpt-7
+#SBATCH --chdir=/home/me
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=32
+#SBATCH --gpus-per-node=4
+#SBATCH --mem=64G
+#SBATCH --time=1-12:30:00
+#SBATCH --partition=gpu
+#SBATCH --output="/data/my runs/gpt-7/job/output.log"
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@120
+#SBATCH --export=PATH,WANDB_API_KEY
+#SBATCH --requeue
+
+run='/data/my runs/gpt-7'
+python=/opt/env/bin/python
+umask 077
+trap : TERM  # the nodes are asked to save and end, and this shell waits for them
+
+# One launcher on every node starts the node's ranks.
+srun --kill-on-bad-exit=1 --export=ALL --cpus-per-task=32 "$python" -P -m echelon.launcher.node "$run"
+
+# Names the rank that failed first.
+"$python" -P -m echelon.launcher.node "$run" --conclude $?
+code=$?
+
+# 75: the ranks have saved and want to go on. A job that was cancelled is no longer running.
+if [ $code = 75 ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
+"""
+
+
+def text(options: SlurmOptions, run: str = "/data/gpt-7", cwd: str = "/home/me", **more: Any) -> str:
+    spec = JobSpec("train.py", args=("--key", "secret-argument"), ranks=4, nodes=2, env={"A": "value-of-a"})
+    return render(spec, options, Path(run), python="/opt/env/bin/python", cwd=Path(cwd), **more)
+
+
+def test_the_script_is_the_one_that_people_read() -> None:
+    options = SlurmOptions(
+        partition="gpu", time_s=131_400, cpus_per_rank=8, gpus_per_node=4, mem="64G", export=("PATH", "WANDB_API_KEY")
+    )
+    assert text(options, "/data/my runs/gpt-7") == GOLDEN
+
+
+NASTY = ["a'b", 'a"b', "a b; rm -rf ~", "$(touch x)", "`touch x`", "a\\b", "%j %a", "é", "#SBATCH"]
+
+
+@pytest.mark.parametrize("tasks", [None, 3])
+@pytest.mark.parametrize("folder", NASTY)
+def test_a_path_is_one_word_or_is_refused(tmp_path: Path, folder: str, tasks: int | None) -> None:
+    run = f"/data/{folder}/gpt-7"
+    try:
+        script = text(SlurmOptions(), run, tasks=tasks)
+    except UsageError as refused:
+        assert "\n" not in str(refused)
+        assert set(folder) & set("'\"\\")
+        return
+    (tmp_path / "script").write_text(script)
+    subprocess.run(["bash", "-n", "script"], cwd=tmp_path, check=True)
+    line = next(line for line in script.splitlines() if line.startswith("run="))
+    echo = f'SLURM_ARRAY_TASK_ID=2; {line}; printf %s "$run"'
+    said = subprocess.run(["bash", "-c", echo], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert said == run + ("/tasks/2" if tasks else "") and os.listdir(tmp_path) == ["script"]
+
+
+@pytest.mark.parametrize("value", ["a b", "a;b", "a\nb", "$(x)", "'", '"', "`x`", "-a", "", "#x", "a\\b", "é"])
+@pytest.mark.parametrize("name", ["partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation", "mem"])
+def test_a_value_that_is_more_than_a_value_is_refused(name: str, value: str) -> None:
+    with pytest.raises(UsageError, match=f"--{name}") as refused:
+        text(SlurmOptions(**{name: value}))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "; rm -rf ~", "'", "-n", ".x", "a b", "$x", "x" * 65, ""])
+def test_a_name_that_is_no_name_is_refused_in_one_line(echelon_command: Any, tmp_path: Path, name: str) -> None:
+    (tmp_path / "train.py").write_text("pass\n")
+    with pytest.raises(UsageError) as refused:
+        RunDir.check_name(name)
+    assert "\n" not in str(refused.value)
+    if name == "a\nb":
+        said = echelon_command("submit", "--name", name, "--dry-run", "train.py")
+        assert said.returncode == 2 and said.stderr.count("\n") == 1 and not said.stdout
+
+
+def test_no_value_of_the_environment_is_in_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {
+        "PATH": "/bin",
+        "NCCL_DEBUG": "INFO",
+        "HF_TOKEN": "canary",
+        "CUDA_API_KEY": "canary",
+        "TORCH_PASSWORD": "canary",
+        "X": "1",
+    }
+    names = exported(list(environment), ["HF_TOKEN"])
+    assert names == ("HF_TOKEN", "NCCL_DEBUG", "PATH")  # a secret by its name, if it was named
+    script = text(SlurmOptions(export=names))
+    assert not [value for value in ("canary", "/bin:", "INFO", "value-of-a", "secret-argument") if value in script]
+    assert "--export=NIL" in text(SlurmOptions())  # else all that is set would go with the job
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for options in (
+        SlurmOptions(time_s=60),
+        SlurmOptions(cpus_per_rank=0),
+        SlurmOptions(gpus_per_node=0),
+        SlurmOptions(export=("A=1",)),
+    ):
+        with pytest.raises(UsageError):
+            text(options)
+    assert "--no-requeue" in text(SlurmOptions(time_s=60, requeue=False))
+
+
+def test_a_sweep_is_all_pairs_and_says_what_it_cannot_read() -> None:
+    assert parse_sweep(["lr=1e-3,3e-4", "--seed=1"]) == [(("lr", "1e-3"), ("seed", "1")), (("lr", "3e-4"), ("seed", "1"))]
+    for bad in (["lr"], ["lr="], ["=1"], ["lr=1,,2"], ["l r=1"], ["lr=1", "lr=2"]):
+        with pytest.raises(UsageError):
+            parse_sweep(bad)
+
+
+def test_without_slurm_submit_says_so_and_a_dry_run_still_prints(echelon_command: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("pass\n")
+    empty = {"PATH": str(tmp_path)}
+    said = echelon_command("submit", "train.py", env=empty)
+    assert said.returncode == 2 and "no sbatch here" in said.stderr and not list((tmp_path / "runs").iterdir())
+    said = echelon_command("submit", "--dry-run", "--nodes", "3", "train.py", env=empty)
+    assert said.returncode == 0 and "#SBATCH --nodes=3\n" in said.stdout and "no sbatch here" in said.stderr
+
+
+@pytest.mark.parametrize("git", [True, False])
+def test_the_copy_has_the_code_as_it_was(tmp_path: Path, git: bool) -> None:
+    code = tmp_path / "code"
+    (code / "package").mkdir(parents=True)
+    (code / "package" / "train.py").write_text("import helper\n")
+    (code / "package" / "helper.py").write_text("1\n")
+    (code / ".hidden").write_text("x")
+    with open(code / "package" / "large.bin", "wb") as file:
+        file.truncate(5 << 20)
+    if git:
+        (code / ".gitignore").write_text("ignored.txt\n")
+        (code / "ignored.txt").write_text("x")
+        (code / "top.py").write_text("2\n")
+        subprocess.run(["git", "init", "-q"], cwd=code, check=True)
+        subprocess.run(["git", "add", "package/train.py"], cwd=code, check=True)
+    copy = tmp_path / "runs" / "a" / "job" / "code"
+    script = snapshot(code / "package" / "train.py", copy)
+    (code / "package" / "helper.py").write_text("edited\n")
+    assert script == copy / ("package/train.py" if git else "train.py")
+    assert (script.parent / "helper.py").read_text() == "1\n"
+    assert (script.parent / "large.bin").is_symlink()  # data, not code
+    assert not (copy / "ignored.txt").exists() and (copy / "top.py").exists() is git
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o700
+
+
+def test_a_job_in_the_background_fulfils_the_protocol(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, sys, time\nprint('rank', os.environ['RANK'], flush=True)\n"
+        "if sys.argv[1:] == ['waits']: time.sleep(60)\nif sys.argv[1:]: raise ValueError('planted')\n"
+    )
+
+    def submit(name: str, *args: str) -> RunDir:
+        run = RunDir.create(tmp_path / "runs", name, begin=False)
+        LocalLauncher(cwd=tmp_path).submit(JobSpec(str(tmp_path / "train.py"), args=args, ranks=2), run)
+        return run
+
+    good, bad, waits = submit("good"), submit("bad", "raise"), submit("waits", "waits")
+    job = job_of(good)  # as another process finds it
+    assert (job.ranks, job.result(60).exit_code, job.state()) == (2, 0, JobState.DONE)
+    assert job.log(1).read_text() == "rank 1\n"
+    with pytest.raises(UsageError, match="ranks 0 to 1"):
+        job.log(2)
+    with pytest.raises(RankFailedError, match="ValueError: planted"):
+        job_of(bad).result(60)
+    job = job_of(waits)
+    while not job.log(1).exists() or not job.log(1).read_text():
+        assert job.state() is JobState.RUNNING
+    with pytest.raises(TimeoutError):
+        job.wait(0.2)
+    job.cancel()
+    assert job.wait(30).exit_code != 0 and job.state() is JobState.CANCELLED
+    for path in (good.path / "job").iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+    assert stat.S_IMODE((good.path / "job").stat().st_mode) == 0o700
+
+
+def test_nodes_meet_through_a_private_file_and_not_through_an_older_one(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "a", begin=False)
+    first = nodes.meet(run, "7.0", 0, ["localhost", "localhost"])
+    second = nodes.meet(run, "7.0", 1, ["localhost", "localhost"])
+    assert first.listener is not None
+    assert first.listener.getsockname() == (second.host, second.port) == ("127.0.0.1", first.port)
+    assert (second.token, second.attempt, second.interface) == (first.token, 0, "lo") and len(first.token) == 32
+    assert stat.S_IMODE(nodes.meeting_path(run, "7.0").stat().st_mode) == 0o600
+    first.listener.close()
+    with pytest.raises(EchelonError, match="first node, localhost"):
+        nodes.meet(run, "7.1", 1, ["localhost", "localhost"], timeout_s=0.1)
+    again = nodes.meet(run, "7.1", 0, ["localhost", "localhost"])
+    assert again.listener is not None and again.attempt == 1 and again.token != first.token
+    again.listener.close()
+
+
+def _ends(tmp_path: Path, name: str, *ends: dict[str, Any] | None) -> RunDir:
+    run = RunDir.create(tmp_path, name, begin=False)
+    write_spec(run, JobSpec("train.py", ranks=2, nodes=len(ends)), launcher="slurm", id="7")
+    meeting = nodes.meet(run, "7.0", 0, ["localhost"] * len(ends))
+    assert meeting.listener is not None
+    meeting.listener.close()
+    for n, end in enumerate(ends):
+        if end is not None:
+            write_json(RunDir(run.path).node_exit(n), {"exit_code": 0, "stopped": None, "ranks": {}, **end})
+    return run
+
+
+def test_the_last_word_is_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    culprit = Failure(3, 1, 2_000, "ValueError", "planted", traceback="ValueError: planted").as_json()
+    victim = Failure(0, 1, 1_000, "RuntimeError", "x", traceback="RuntimeError: Connection reset by peer").as_json()
+    cases: list[tuple[int, tuple[Any, ...]]] = [
+        (0, ({}, {})),
+        (75, ({"exit_code": 75}, {})),
+        (1, ({"exit_code": 1, "ranks": {"0": victim}}, {"exit_code": 1, "ranks": {"3": culprit}})),
+        (137, ({}, None)),
+    ]
+    for number, (code, ends) in enumerate(cases):
+        run = _ends(tmp_path, f"r{number}", *ends)
+        assert node.conclude(run, 137 if None in ends else 0, "7.0") == code
+    said = capsys.readouterr().err
+    assert "rank 3 failed first" in said and "ValueError: planted" in said and "ended without a word" in said
+    run = _ends(tmp_path, "cancelled", {"exit_code": 75}, {"exit_code": 75})
+    (run.path / "job" / "cancelled").touch()
+    assert node.conclude(run, 0, "7.0") == 143
+    assert node.conclude(run, 1, "8.0") == 1  # another start, which wrote nothing
+
+
+def test_the_state_of_a_job_that_slurm_has_forgotten_is_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _ends(tmp_path, "r", {}, {})
+    monkeypatch.setattr(commands, "ask", lambda job: (None, ""))
+    assert job_of(run).state() is JobState.LOST
+    node.conclude(run, 0, "7.0")
+    assert job_of(run).state() is JobState.DONE
+    monkeypatch.setattr(commands, "ask", lambda job: (JobState.PENDING, "PENDING: Resources"))
+    assert job_of(run).state() is JobState.PENDING and job_of(run).why() == "PENDING: Resources"
+
+
+def test_the_launcher_of_slurm_prints_what_it_would_submit(tmp_path: Path) -> None:
+    launcher = SlurmLauncher(SlurmOptions(), python="/p", cwd=tmp_path)
+    script = launcher.script(JobSpec("train.py", nodes=2), RunDir(tmp_path / "x"))
+    assert "\npython=/p\n" in script and f"#SBATCH --chdir={tmp_path}\n" in script and not (tmp_path / "x").exists()

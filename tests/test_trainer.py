@@ -1,0 +1,254 @@
+"""Trainer: starts ranks, trains in them, and brings back what they trained."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+import echelon as ech
+from echelon.contracts.errors import RankFailedError, UsageError
+from echelon.loop.trainer import _shared
+from echelon.loop.trainer_options import updates_to_steps
+from tests.conftest import clean_environment
+from tests.models import Batch, batch, largest_difference, net, plain_training, whole
+from tests.units import Regression
+
+ROWS = 32
+
+
+def data() -> TensorDataset:
+    return TensorDataset(*batch(ROWS, 7))
+
+
+def windows(global_batch: int, updates: int) -> list[list[Batch]]:
+    x, y = batch(ROWS, 7)
+    rows = [[(x[i : i + global_batch], y[i : i + global_batch])] for i in range(0, ROWS, global_batch)]
+    return [rows[i % len(rows)] for i in range(updates)]
+
+
+def loader(global_batch: int = 8, **more: Any) -> ech.Loader:
+    return ech.Loader(data(), global_batch, shuffle=False, **more)
+
+
+class Watch(ech.Callback):
+    """Writes down what a rank saw."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, state: ech.State, unit: Any) -> None:
+        info = ech.RankInfo()
+        text = f"{type(unit.prepared).__name__} {info.world_size} {unit.train_progress.num_steps_completed} {os.getpid()}"
+        (self.folder / f"rank{info.rank}").write_text(text)
+
+
+class Alone(ech.Callback):
+    def on_train_start(self, state: ech.State, unit: Any) -> None:
+        Alone.seen = (os.getpid(), type(unit.prepared).__name__, unit.clip_grad_norm, unit.gradient_accumulation_steps)
+
+
+class Breaks(ech.Callback):
+    def on_train_start(self, state: ech.State, unit: Any) -> None:
+        if ech.RankInfo().rank == 1:
+            raise KeyError("a fault in the user's own code")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_train_as_one_process_does_and_the_weights_come_back(tmp_path: Path, strategy: str) -> None:
+    unit = Regression(clip_grad_norm=0.5)
+    module = unit.module
+    ech.Trainer(devices=2, strategy=strategy, max_epochs=2, callbacks=[Watch(tmp_path)]).fit(unit, loader(), loader())
+    want, _, norms = plain_training(windows(8, 8), clip=0.5)
+    assert max(norms) > 0.5
+    assert unit.module is module
+    assert largest_difference(whole(unit.module), want) < 1e-14
+    assert unit.train_progress.num_steps_completed == 8
+    said = [(tmp_path / f"rank{rank}").read_text().split() for rank in range(2)]
+    assert {tuple(words[:3]) for words in said} == {({"ddp": "DDPPrepared", "fsdp": "FSDPPrepared"}[strategy], "2", "8")}
+    assert str(os.getpid()) not in {words[3] for words in said}
+
+
+def test_a_second_fit_goes_on_with_the_optimizer_of_the_first() -> None:
+    unit = Regression()
+    ech.Trainer(devices=2, max_epochs=1).fit(unit, loader())
+    ech.Trainer(devices=2, max_epochs=2).fit(unit, loader())
+    assert largest_difference(whole(unit.module), plain_training(windows(8, 8))[0]) < 1e-14  # momentum and all
+
+
+def test_options_of_the_trainer_reach_the_unit() -> None:
+    unit = Regression()
+    trainer = ech.Trainer(devices=2, max_steps=3, accumulate_grad_batches=2, gradient_clip_val=0.25)
+    trainer.fit(unit, loader(accumulation=2))
+    assert largest_difference(whole(unit.module), plain_training(windows(8, 3), clip=0.25)[0]) < 1e-14
+    assert unit.train_progress.num_steps_completed == 3  # of this unit, which accumulates nothing: as many as updates
+
+
+def test_a_plain_dataloader_has_its_batch_size_on_each_rank() -> None:
+    unit = Regression()
+    ech.Trainer(devices=2, max_epochs=1).fit(unit, DataLoader(data(), batch_size=4), DataLoader(data(), batch_size=4))
+    assert largest_difference(whole(unit.module), plain_training(windows(8, 4))[0]) < 1e-14
+
+
+@pytest.mark.parametrize(
+    "case", [DataLoader(data(), sampler=WeightedRandomSampler([1.0] * ROWS, ROWS)), DataLoader(range(4), None)]
+)
+def test_a_dataloader_that_cannot_be_divided_is_refused(case: Any) -> None:
+    with pytest.raises(UsageError, match=r"cannot be divided between 2 ranks.*echelon\.Loader"):
+        _shared(case, 2, 1)
+
+
+def test_lightnings_older_spelling_is_understood_with_a_hint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    unit = Regression()
+    ech.Trainer(gpus=2, accelerator="ddp", max_epochs=1, callbacks=Watch(tmp_path)).fit(unit, loader())
+    assert (tmp_path / "rank1").read_text().startswith("DDPPrepared 2 4")
+    assert "write devices=2" in caplog.text and "write strategy='ddp'" in caplog.text
+
+
+def test_dp_is_one_process(caplog: pytest.LogCaptureFixture) -> None:
+    unit = Regression()
+    with caplog.at_level(logging.WARNING):
+        ech.Trainer(gpus=2, accelerator="dp", max_epochs=1, callbacks=[Alone()]).fit(unit, loader())
+    assert Alone.seen[0] == os.getpid()
+    assert largest_difference(whole(unit.module), plain_training(windows(8, 4))[0]) < 1e-14
+
+
+def test_one_rank_trains_in_this_process() -> None:
+    unit = Regression()
+    ech.Trainer(max_epochs=1, gradient_clip_val=0.5, callbacks=[Alone()]).fit(unit, loader())
+    assert Alone.seen == (os.getpid(), "Prepared", 0.5, 1)
+    assert largest_difference(whole(unit.module), plain_training(windows(8, 4), clip=0.5)[0]) == 0
+
+
+def test_without_gpus_auto_is_one_rank() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there are GPUs")
+    assert ech.Trainer(max_epochs=1)._local_ranks() == 1
+
+
+def test_a_ranks_own_traceback_arrives_and_the_unit_is_as_it_was() -> None:
+    unit = Regression()
+    with pytest.raises(RankFailedError, match="a fault in the user's own code") as error:
+        ech.Trainer(devices=2, max_epochs=1, callbacks=[Breaks()]).fit(unit, loader())
+    assert error.value.rank == 1 and "in on_train_start" in str(error.value)
+    assert largest_difference(whole(unit.module), {n: p.detach() for n, p in net().named_parameters()}) == 0
+
+
+def test_a_folder_gets_checkpoints_from_which_last_goes_on(tmp_path: Path) -> None:
+    ech.Trainer(devices=2, max_epochs=1, default_root_dir=tmp_path).fit(Regression(), loader())
+    assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000004"]
+    unit = Regression()
+    ech.Trainer(devices=2, max_epochs=2, default_root_dir=tmp_path).fit(unit, loader(), ckpt_path="last")
+    assert largest_difference(whole(unit.module), plain_training(windows(8, 8))[0]) < 1e-14
+    assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000008"]
+
+
+class ByHand(ech.TrainUnit[Batch]):
+    """A unit that wraps its module itself."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self.module = ech.prepare_ddp(net(), torch.device("cpu"))
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
+
+    def train_step(self, state: ech.State, data: Batch) -> None:
+        self.optimizer.zero_grad()
+        torch.nn.functional.mse_loss(self.module(data[0]), data[1]).backward()
+        self.optimizer.step()
+
+    def on_train_end(self, state: ech.State) -> None:
+        torch.save(whole(self.module), f"{self.path}.{ech.RankInfo().rank}")
+
+
+class Factory:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self) -> ByHand:
+        return ByHand(str(self.path))
+
+
+def test_a_function_builds_a_unit_that_wraps_its_module_itself(tmp_path: Path) -> None:
+    ech.Trainer(devices=2, max_epochs=1).fit(Factory(tmp_path / "weights"), loader())
+    for rank in range(2):
+        assert largest_difference(torch.load(tmp_path / f"weights.{rank}"), plain_training(windows(8, 4))[0]) < 1e-14
+
+
+SCRIPT = """
+import sys, torch, logging
+sys.path.insert(0, {root!r})
+import echelon as ech
+from tests.test_trainer import loader, whole
+from tests.units import Regression
+
+if {guard}:
+    unit = Regression()
+    ech.Trainer(devices=2, strategy="fsdp", max_epochs=1).fit(unit, loader(), loader())
+    weights = whole(unit.module)
+    if ech.RankInfo().rank == 0:
+        torch.save((weights, type(unit.prepared).__name__), {out!r})
+"""
+
+
+@pytest.mark.parametrize("how", ["torchrun", "echelon run"])
+def test_ranks_that_were_launched_already_are_used(tmp_path: Path, how: str) -> None:
+    script, out = tmp_path / "train.py", tmp_path / "out.pt"
+    script.write_text(SCRIPT.format(root=str(Path(__file__).parents[1]), out=str(out), guard="True"))
+    command = {
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+        "echelon run": ["-m", "echelon", "run", "--ranks", "2"],
+    }[how]
+    done = subprocess.run(
+        [sys.executable, *command, str(script)], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    weights, kind = torch.load(out)
+    assert kind == "FSDPPrepared" and largest_difference(weights, plain_training(windows(8, 4))[0]) < 1e-14
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"devices": 0}, "devices 0"),
+        ({"devices": "two"}, "devices"),
+        ({"devices": [0, 0]}, r"\[0, 0\]"),
+        ({"strategy": "horovod"}, "strategy 'horovod': known are"),
+        ({"accelerator": "tpu"}, "accelerator 'tpu'"),
+        ({"accelerator": "ddp", "strategy": "fsdp"}, "is a strategy"),
+        ({"gpus": 2, "devices": 2}, "give devices alone"),
+        ({"num_nodes": 0}, "num_nodes 0"),
+        ({"precision": "64-true"}, r"module\.to\(torch\.float64\)"),
+        ({"gradient_clip_algorithm": "both"}, "'norm' or 'value'"),
+        ({"enable_checkpointing": True}, "where to"),
+        ({"fast_dev_run": True}, "fast_dev_run=True"),
+    ],
+)
+def test_a_value_that_cannot_work_is_named(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        ech.Trainer(max_epochs=1, **arguments)
+
+
+def test_several_nodes_need_a_launcher_and_it_says_which() -> None:
+    with pytest.raises(UsageError, match=r"num_nodes=2.*echelon submit.*torchrun"):
+        ech.Trainer(devices=2, num_nodes=2, max_epochs=1).fit(Regression(), loader())
+
+
+@pytest.mark.parametrize(
+    ("updates", "accumulation", "epoch", "steps"),
+    [(4, 1, 8, 4), (3, 2, 8, 6), (3, 2, 3, 5), (4, 2, 3, 6), (5, 4, 3, 15), (2, 3, None, 6)],
+)
+def test_updates_are_counted_over_short_windows_too(updates: int, accumulation: int, epoch: int | None, steps: int) -> None:
+    assert updates_to_steps(updates, accumulation, range(epoch) if epoch is not None else iter(())) == steps
+
+
+@pytest.mark.parametrize(("name", "ours"), [("bf16-mixed", "bf16"), (16, "fp16"), ("32-true", "fp32"), (32, "fp32")])
+def test_lightnings_names_of_precisions(name: Any, ours: str) -> None:
+    assert ech.Trainer(max_epochs=1, precision=name)._changes["precision"] == ours
