@@ -620,7 +620,7 @@ OK = "print('ran')"
         (["run", "--grace", "nan", "ok.py"], ["--grace nan"]),
         (["run", "--frobnicate", "ok.py"], ["--frobnicate"]),
         (["run"], ["script"]),
-        (["rum", "ok.py"], ["'rum'", "known: run, prove, report"]),
+        (["rum", "ok.py"], ["'rum'", "known: run, submit, jobs"]),
         (["report", "nowhere"], ["nowhere", "no run folder"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -174,7 +174,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         self._given_strategy = strategy
         self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")
         arguments = {name: value for name, value in given.items() if name not in ("self", "module", "__class__")}
-        self.built = Built(arguments, frozenset({*vars(self), "built"} - before))
+        self.constructed = Built(arguments, frozenset({*vars(self), "constructed"} - before))
 
     # --- what the user writes
 

@@ -50,7 +50,7 @@ class Parcel:
 def _arguments(unit: AutoUnit[Any]) -> dict[str, Any]:
     """The constructor's, as they are now: `unit.clip_grad_norm = 1.0` counts."""
     now = vars(unit)
-    return {k: v if k in _AS_GIVEN else now.get(k, v) for k, v in unit.built.arguments.items()}
+    return {k: v if k in _AS_GIVEN else now.get(k, v) for k, v in unit.constructed.arguments.items()}
 
 
 def rebuild(unit: AutoUnit[Any], **changes: Any) -> None:
@@ -73,7 +73,7 @@ def rebuild(unit: AutoUnit[Any], **changes: Any) -> None:
 
 def pack(unit: AutoUnit[Any]) -> Parcel:
     """What another process needs to build this unit. Its module is on the CPU afterwards; the caller moves it back."""
-    made = {*unit.built.made, *_MADE_LATER}
+    made = {*unit.constructed.made, *_MADE_LATER}
     own = {name: value for name, value in vars(unit).items() if name not in made}
     arguments = {**_arguments(unit), "device": None}
     return Parcel(type(unit), _plain(unit).cpu(), arguments, {**own, **unit.tracked_progress()})

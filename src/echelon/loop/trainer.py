@@ -230,9 +230,9 @@ class Trainer:
         init_from_env("cpu" if self.accelerator == "cpu" else None)
         unit = given if isinstance(given, TrainUnit) else given()
         if isinstance(unit, AutoUnit):
-            changes = self._changes_for(unit.built.arguments)
+            changes = self._changes_for(unit.constructed.arguments)
             now = vars(unit)
-            if any(now.get(k, unit.built.arguments[k]) != v for k, v in changes.items()):
+            if any(now.get(k, unit.constructed.arguments[k]) != v for k, v in changes.items()):
                 rebuild(unit, **changes)
         elif self._changes:
             raise UsageError(f"{type(unit).__name__} is no AutoUnit, so {', '.join(sorted(self._changes))} cannot reach it.")

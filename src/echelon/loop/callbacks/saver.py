@@ -28,6 +28,7 @@ from echelon.loop.callback import Callback
 from echelon.loop.callbacks import changes, restoring
 from echelon.loop.callbacks.restoring import RestoreOptions
 from echelon.loop.unit import TrainUnit, Unit
+from echelon.parallel import reduction_order
 from echelon.parallel.state import states_by_name
 from echelon.parallel.strategy import local
 from echelon.world import agree, streams
@@ -109,6 +110,7 @@ class DistributedCheckpointSaver(Callback):
 
     def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
         self.take_over(unit)
+        reduction_order.note(unit.tracked_modules().values())
 
     def take_over(self, unit: TrainUnit[Any]) -> None:
         """Hold the folder's lease until the end of training, and set aside what must not be there. Collective, once in a run."""
@@ -297,6 +299,7 @@ class DistributedCheckpointSaver(Callback):
         own: dict[str, Any] = {
             "streams": streams.states(),
             "metrics": {name: metric.state_dict() for name, metric in metrics.items()},
+            "reduction_order": reduction_order.noted(unit.tracked_modules()),
         }
         position = None
         if feed is not None:

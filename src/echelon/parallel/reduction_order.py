@@ -1,0 +1,110 @@
+"""The order in which DistributedDataParallel adds gradients, the same after a resume as it was before.
+
+After its first backward pass it sorts gradients into other buckets, in the order in which that pass made them; a resumed
+process would begin with the unsorted ones once more. A ring of three ranks or more adds an element's terms in an order that
+depends on its place in a bucket, so that the first update after a resume would differ in its last bits. So the order of the
+first pass is noted, travels in the checkpoint, and is played back through a backward pass that computes nothing.
+
+With `find_unused_parameters` or `static_graph` torch has other rules, which are left alone. A communication hook with a state of
+its own sees one all-reduce of zeros more. Tested with torch 2.13.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["note", "noted", "replay"]
+
+# Two ranks add two numbers, in either order alike.
+_ORDER_MATTERS_FROM = 3
+
+_orders: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
+
+
+def note(modules: Iterable[nn.Module]) -> None:
+    """From the next backward pass that reduces, remember in which order the gradients were ready. Once a run."""
+    for module in modules:
+        if _is_sorted_later(module) and module not in _orders:
+            _Listener(module)
+
+
+def noted(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
+    """The names of the parameters of each module in the order of their gradients, as far as it is known."""
+    return {name: _orders[module] for name, module in modules.items() if len(_orders.get(module, ())) == len(_trained(module))}
+
+
+def replay(modules: Mapping[str, nn.Module], orders: Mapping[str, Sequence[str]]) -> None:
+    """Have the modules reduce as if they had made gradients in these orders once. Collective; clears gradients."""
+    for name, module in modules.items():
+        order = list(orders.get(name, ()))
+        if _is_sorted_later(module) and module not in _orders and sorted(order) == sorted(_trained(module)):
+            _backward(module, order)  # type: ignore[arg-type]
+            _orders[module] = order
+
+
+def _is_sorted_later(module: nn.Module) -> bool:
+    return (
+        isinstance(module, DistributedDataParallel)
+        and not module.find_unused_parameters
+        and not module.static_graph
+        and dist.get_world_size(module.process_group) >= _ORDER_MATTERS_FROM
+    )
+
+
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+class _Listener:
+    """Hears of every gradient of one backward pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        trained = _trained(module)
+        self._missing = set(trained)
+        _orders[module] = []
+        self._hooks = [p.register_post_accumulate_grad_hook(lambda _, name=name: self._hear(name)) for name, p in trained.items()]
+
+    def _hear(self, name: str) -> None:
+        module = self._module()
+        if module is None or not module.require_backward_grad_sync or name not in self._missing:
+            return
+        self._missing.remove(name)
+        _orders[module].append(name)
+        if not self._missing:
+            for hook in self._hooks:
+                hook.remove()
+
+
+class _Sum(nn.Module):
+    """A loss whose gradients become ready in a given order, and are zero."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._parameters_in_order = tuple(parameters)  # a tuple: they are not this module's own
+
+    def forward(self, start: torch.Tensor) -> torch.Tensor:
+        total = start
+        for parameter in reversed(self._parameters_in_order):  # what was computed last has its gradient first
+            some = parameter.sum() * 0
+            total = total + (some.real if some.is_complex() else some).to(total.dtype)
+        return total
+
+
+def _backward(module: DistributedDataParallel, order: Sequence[str]) -> None:
+    trained, inner = _trained(module), module.module
+    parameters = [trained[name] for name in order]
+    module.module = _Sum(parameters)
+    try:
+        with torch.enable_grad():
+            module(torch.zeros((), device=parameters[0].device)).backward()
+    finally:
+        module.module = inner
+    for parameter in parameters:
+        parameter.grad = None
