@@ -102,6 +102,23 @@ def test_diff_says_how_far_tensors_are_apart(saved: Any, tmp_path: Path, capsys:
     assert _run(capsys, "diff", tmp_path / "near.pt", tmp_path / "x.pt")[0] == 1
 
 
+def test_of_a_folder_the_newest_is_meant_and_never_silently_an_older_one(
+    saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.copytree(saved[0], folder)
+    code, text = _run(capsys, "diff", tmp_path / "run", folder / "step-00000004")
+    assert code == 0 and f"{folder / 'step-00000004'}\n" in text and "48 of 48 common tensors equal" in text
+    (folder / "step-00000004" / "manifest.json").unlink()
+    for words in (("diff", folder, folder), ("diff", folder / "step-00000004", folder), ("export", folder, tmp_path / "out")):
+        code, text = _run(capsys, *words)
+        assert code == 1 and f"{folder / 'step-00000004'} is not whole" in text and "Traceback" not in text
+    assert f"Before it there is {folder / 'step-00000002'}" in text
+    assert _run(capsys, "diff", tmp_path / "absent", folder)[0] == 1
+    (tmp_path / "empty").mkdir()
+    assert _run(capsys, "diff", tmp_path / "empty", folder) == (1, f"echelon: {tmp_path / 'empty'} holds no checkpoint.\n")
+
+
 def test_exports_are_read_by_others_and_come_back(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One file, several with an index, and torch's; by the real libraries, and into a unit again."""
     folder, want = saved

@@ -658,6 +658,22 @@ def test_a_name_used_again_gets_one_more_attempt(started: Started) -> None:
     assert sorted(p.name for p in (started.folder / "runs/twice/attempts").iterdir()) == ["000", "001"]
 
 
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_run_that_is_under_way_has_its_folder_to_itself(started: Started, ranks: str) -> None:
+    script = started.script("import os, time\nwhile not os.path.exists('go'): time.sleep(0.02)\n")
+    first = started.run("--ranks", ranks, "--name", "busy", script)
+    wait_until(lambda: list(started.folder.glob("runs/busy/attempts/000/rank0.log")), "it has begun")
+    second = started.run("--ranks", ranks, "--name", "busy", script)
+    _, err = second.communicate(timeout=30)
+    assert second.returncode == 2 and f"run busy is under way: process {first.pid} on " in err.decode()
+    assert [p.name for p in (started.folder / "runs/busy/attempts").iterdir()] == ["000"]
+    (started.folder / "go").touch()
+    first.communicate(timeout=30)
+    third = started.run("--ranks", ranks, "--name", "busy", script)
+    third.communicate(timeout=30)
+    assert (first.returncode, third.returncode) == (0, 0)
+
+
 # ---- starting fast ----------------------------------------------------------------------------------------------------------
 
 

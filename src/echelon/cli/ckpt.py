@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import CheckpointError, CheckpointNotFoundError, UsageError
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, UsageError
 
 __all__ = ["add_arguments", "execute"]
 
@@ -20,7 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for each in (ls, verify):
         each.add_argument("path", help="a checkpoint, a folder of checkpoints, or a run's folder; URLs too")
     diff = verbs.add_parser("diff", help="compare the tensors of two checkpoints; exit code 1 if they differ")
-    diff.add_argument("a", help="a checkpoint, or weights: .safetensors, .pt, a folder with model.safetensors.index.json")
+    diff.add_argument(
+        "a",
+        help="a checkpoint, a folder of them (its newest), or weights: .safetensors, .pt, model.safetensors.index.json's folder",
+    )
     diff.add_argument("b")
     diff.add_argument("--tolerance", type=float, default=0.0, help="largest relative difference that counts as equal")
     export = verbs.add_parser("export", help="weights for other programs")
@@ -51,6 +55,33 @@ def _found(where: str) -> list[Any]:
     if not path.exists():
         raise CheckpointNotFoundError(f"there is no {path}.")
     return manifest.named_folders(path) or manifest.named_folders(path / "checkpoints")
+
+
+def _newest(where: str) -> Any:
+    """The checkpoint at a path, or the newest in a folder of them: never silently an older one."""
+    from echelon.checkpoint import manifest
+    from echelon.checkpoint.place import place
+
+    found = _found(where)
+    if not found:
+        raise CheckpointNotFoundError(f"{where} holds no checkpoint.")
+    if not manifest.is_whole(found[-1]):
+        earlier = next((path for path in reversed(found[:-1]) if manifest.is_whole(path)), None)
+        raise CheckpointCorruptError(
+            f"{found[-1]} is not whole: a file is missing or cut off."
+            + (f" Before it there is {earlier}: name it if it is meant." if earlier else "")
+        )
+    if str(found[-1]) != str(place(where)):
+        print(f"{found[-1]}", file=sys.stderr)
+    return found[-1]
+
+
+def _weights_or_newest(where: str) -> Any:
+    from echelon.checkpoint.foreign import is_weights
+    from echelon.checkpoint.place import place
+
+    path = place(where)
+    return path if isinstance(path, Path) and is_weights(path) else _newest(where)
 
 
 def _ls(arguments: argparse.Namespace) -> int:
@@ -108,9 +139,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _diff(arguments: argparse.Namespace) -> int:
     from echelon.checkpoint import export
-    from echelon.checkpoint.place import place
 
-    rows, only = export.differences(place(arguments.a), place(arguments.b))
+    rows, only = export.differences(*(_weights_or_newest(where) for where in (arguments.a, arguments.b)))
     unequal = [row for row in rows if not row[1] <= arguments.tolerance]
     for name, relative, note in sorted(unequal, key=lambda row: -row[1] if row[1] == row[1] else float("-inf")):
         print(f"{name}  {note or f'{relative:.3g}'}")
@@ -123,12 +153,9 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from echelon.checkpoint import export, manifest
+    from echelon.checkpoint import export
 
-    found = [path for path in _found(arguments.path) if manifest.is_whole(path)]
-    if not found:
-        raise CheckpointNotFoundError(f"{arguments.path} holds no whole checkpoint.")
-    path, out = found[-1], Path(arguments.out)
+    path, out = _newest(arguments.path), Path(arguments.out)
     if out.suffix in (".pt", ".pth", ".bin"):
         written = [export.export_torch(path, out, state=arguments.state)]
     else:

@@ -92,7 +92,9 @@ def execute(arguments: argparse.Namespace) -> int:
     if over_its_head != Overrides():
         os.environ.update(over_its_head.to_env())
     stem = arguments.script.rpartition(".")[2] if arguments.module else Path(arguments.script).stem
-    run = RunDir.create(arguments.runs, arguments.name, stem=stem)
+    run = RunDir.create(arguments.runs, arguments.name, stem=stem, begin=False)
+    run.hold()
+    run = run.next_attempt()
     write_json(run.run_json, describe(job, run))
 
     from echelon.launcher.failure import render

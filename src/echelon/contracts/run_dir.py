@@ -3,6 +3,7 @@
 runs/NAME/
   run.json                      what was started: command, versions, git state, launcher
   metrics.jsonl                 one record per optimizer update or evaluation, global values, written by rank 0
+  .lock                         held by the launcher
   attempts/000/rank0.log        output of a rank
   attempts/000/events.rank0.jsonl
   attempts/000/exit.rank0.json  how a rank ended, written by the rank if it still could
@@ -17,9 +18,11 @@ runs/NAME/
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -131,6 +134,28 @@ class RunDir:
         run = RunDir(self.path, attempt)
         run.attempt_path.mkdir(parents=True, exist_ok=True)
         return run
+
+    def hold(self) -> None:
+        """Keep other launchers out of this run until this process ends. Not inherited by children.
+
+        Raises:
+            UsageError: another launcher has it.
+        """
+        file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            holder = os.pread(file, 200, 0).decode(errors="replace")
+            os.close(file)
+            raise UsageError(
+                f"run {self.name} is under way: {holder or 'another launcher has its folder'}. Wait for its end, end it, or give "
+                "this one another --name."
+            ) from None
+        except OSError:  # a file system without locks
+            os.close(file)
+            return
+        os.ftruncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def next_attempt(self) -> RunDir:
         """The same run, which exists, at a new attempt of its own."""
