@@ -768,3 +768,16 @@ def test_a_broken_screen_costs_the_display_and_not_the_run(tmp_path: Path, capfd
     _through_relay(_Screen(fails=True), tmp_path / "log", b"z" * 300_000)
     assert (tmp_path / "log").stat().st_size == 600_000
     assert capfd.readouterr().err.count("RuntimeError: the screen is broken") == 1
+
+
+def test_ranks_that_import_a_script_find_the_command_line_it_was_started_with(started: Started) -> None:
+    """As with torch.multiprocessing: many scripts parse their arguments at the top level."""
+    script = started.script(
+        "import argparse, echelon\n"
+        "parser = argparse.ArgumentParser()\nparser.add_argument('lr', type=float)\narguments = parser.parse_args()\n"
+        "def rate():\n    return arguments.lr\n"
+        "if __name__ == '__main__':\n    print(echelon.launch(rate, ranks=2))\n"
+    )
+    launcher = started.python(script, "0.25")
+    out, err = launcher.communicate(timeout=60)
+    assert out == b"[0.25, 0.25]\n", err.decode()

@@ -218,7 +218,7 @@ def _main_module() -> dict[str, Any]:
     known = mp_spawn.get_preparation_data("rank")
     if not Path(known.get("init_main_from_path", __file__)).is_file():  # "<stdin>"
         return {}
-    return {k: v for k, v in known.items() if k in ("init_main_from_name", "init_main_from_path")}
+    return {k: v for k, v in known.items() if k in ("init_main_from_name", "init_main_from_path", "sys_argv")}
 
 
 def _refuse_in_bootstrap() -> None:
