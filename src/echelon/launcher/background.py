@@ -48,23 +48,36 @@ class LocalLauncher:
 
     Args:
         cwd: where the job runs; by default here.
+    Attributes:
+        name: of the launcher, in the job's folder.
+        program: the module that runs a job, given its folder.
+        job: what is submitted.
     """
+
+    name, program, job = "local", "echelon.launcher.node", LocalJob
 
     def __init__(self, *, cwd: Path | None = None) -> None:
         self.cwd = cwd or Path(os.getcwd())
 
+    def check(self, spec: JobSpec) -> None:
+        """
+        Raises:
+            UsageError: a job that cannot run here.
+        """
+        if spec.nodes != 1:
+            raise UsageError(f"--nodes {spec.nodes}: this machine is one. Submit to a cluster, with --to slurm.")
+
     def submit(self, spec: JobSpec, run: RunDir) -> LocalJob:
         import psutil  # type: ignore[import-untyped,unused-ignore]
 
-        if spec.nodes != 1:
-            raise UsageError(f"--nodes {spec.nodes}: this machine is one. Submit to a cluster, with --to slurm.")
-        write_spec(run, spec, launcher="local", cwd=str(self.cwd))
+        self.check(spec)
+        write_spec(run, spec, launcher=self.name, cwd=str(self.cwd))
         output = os.open(run.path / "job" / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         foreign = ("SLURM_", "ECHELON_")
         env = {k: v for k, v in os.environ.items() if not k.startswith(foreign) or k == "ECHELON_OVERRIDES"}
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "echelon.launcher.node", str(run.path.absolute())],
+                [sys.executable, "-P", "-m", self.program, str(run.path.absolute())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -75,4 +88,4 @@ class LocalLauncher:
             os.close(output)
         process.returncode = 0  # it outlives us: no warning that it was not waited for
         update_spec(run, id=str(process.pid), began=psutil.Process(process.pid).create_time())
-        return LocalJob(run)
+        return self.job(run)

@@ -1,0 +1,149 @@
+"""A job whose ranks Dragon's runtime starts: the same script, run folder, logs and exit codes as with the other launchers.
+
+Three kinds of process know their parts from the run's folder: the outermost, in the background, runs the runtime; the runtime's
+head starts a CollectiveGroup; and each rank of that runs the program.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
+from echelon.contracts.rank import RankInfo
+from echelon.contracts.run_dir import RunDir, read_json, write_json
+from echelon.contracts.stopping import REQUEUE
+from echelon.launcher.background import LocalJob, LocalLauncher
+from echelon.launcher.job import Failure, JobSpec
+from echelon.launcher.protocol import read_spec
+
+__all__ = ["DragonJob", "DragonLauncher"]
+
+
+class DragonJob(LocalJob):
+    """A job on Dragon, known as its outermost process."""
+
+
+class DragonLauncher(LocalLauncher):
+    """Starts jobs in the background on Dragon's runtime: on this node, or with `spec.nodes` over an allocation's."""
+
+    name, program, job = "dragon", "echelon.launcher.dragon_job", DragonJob
+
+    def check(self, spec: JobSpec) -> None:
+        if spec.kind == "call":
+            raise UsageError("functions run on Dragon in a CollectiveGroup: `echelon dragon SCRIPT`.")
+        if importlib.util.find_spec("dragon") is None:
+            raise UsageError("Dragon is not installed: pip install 'echelon[dragon]' (Linux on x86_64, Python 3.11 or later).")
+
+
+def run(run: RunDir) -> int:
+    """Run the job of this folder on a runtime of its own. Returns its exit code, as any launcher does."""
+    from echelon.launcher.dragon_command import run_on_dragon
+
+    spec, _ = read_spec(run)
+    here = run.next_attempt()
+    # As a module: this folder on the path would hide Dragon's own package behind ours of that name.
+    head = ["-P", "-m", __spec__.name, str(here.path.absolute()), str(here.attempt)]
+    code = run_on_dragon(sys.executable, head, nodes=spec.nodes > 1, grace_s=spec.grace_s)
+    return conclude(spec, here, code)
+
+
+def conclude(spec: JobSpec, here: RunDir, code: int) -> int:
+    """Write exit.json from what the ranks left."""
+    ranks = spec.ranks * spec.nodes
+    records = {rank: read_json(here.rank_exit(rank)) for rank in range(ranks)}
+    codes = {rank: int(record["exit_code"]) for rank, record in records.items() if record}
+    failures = [
+        Failure.from_record(rank, codes[rank], 0, record, here.log(rank))
+        for rank, record in records.items()
+        if record and codes[rank] not in (0, REQUEUE)
+    ]
+    silent = [rank for rank in range(ranks) if rank not in codes]
+    if silent and not failures:
+        said = "ended without a word, as when it is killed"
+        failures = [Failure(rank, code or 1, 0, "exit", said, log=here.log(rank), reported=False) for rank in silent]
+    first = Failure.first(failures) if failures else None
+    if first is not None:
+        code = first.exit_code
+    elif codes and set(codes.values()) <= {0, REQUEUE}:
+        code = max(codes.values())
+    write_json(
+        here.exit_json,
+        {
+            "exit_code": code,
+            "stopped": None,
+            "first_failure": first.as_json() if first else None,
+            "ranks": {str(f.rank): f.as_json() for f in failures},
+            "ended": time.time(),
+        },
+    )
+    return code
+
+
+def head(here: RunDir) -> int:
+    """The head process of the runtime: a group, and its end."""
+    from echelon.launcher.group import CollectiveGroup
+    from echelon.launcher.system import System
+
+    spec, said = read_spec(here)
+    os.chdir(str(said.get("cwd", ".")))
+    policies = System().gpu_policies() or System().cpu_policies(spec.ranks * spec.nodes)
+    group = CollectiveGroup(run_rank, (str(here.path), here.attempt), policies=policies[: spec.ranks * spec.nodes])
+    try:
+        group.start()
+        group.join()
+    except RankFailedError:  # who, and why, is in the ranks' records
+        return 1
+    finally:
+        group.close()
+    return 0
+
+
+def run_rank(path: str, attempt: int) -> int:
+    """The program, on one rank."""
+    from echelon.launcher.local import rank_environment
+    from echelon.launcher.worker import Start, run_program
+
+    here = RunDir(path, attempt)
+    spec, said = read_spec(here)
+    info = RankInfo()
+    env = rank_environment(spec, here, os.environ, info.local_world_size, restart=spec.restart)
+    os.environ.update(env)
+    os.chdir(str(said.get("cwd", ".")))
+    log = os.open(here.log(info.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    signal.signal(signal.SIGINT, _as_a_wish_to_end)
+    record = here.rank_exit(info.rank)
+    sys_path = [place for place in sys.path if place]
+    code = run_program(Start(spec.kind, spec.target, spec.args, {}, os.getcwd(), sys_path, record=str(record.absolute())))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code not in (0, REQUEUE):
+        os._exit(code)  # not an exception: Dragon would print it once more, without saying whose it is
+    return code
+
+
+def _as_a_wish_to_end(number: int, frame: Any) -> None:
+    """Dragon's runtime ends under SIGTERM, so a request comes as SIGINT; to the program it is what it is everywhere."""
+    os.kill(os.getpid(), signal.SIGTERM if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL else signal.SIGUSR1)
+
+
+def main(argv: list[str] | None = None) -> int:
+    path, *attempt = sys.argv[1:] if argv is None else argv
+    try:
+        return head(RunDir(path, int(attempt[0]))) if attempt else run(RunDir(Path(path)))
+    except EchelonError as error:
+        print(f"echelon: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    from echelon.launcher import dragon_job
+
+    sys.exit(dragon_job.main())  # functions that are sent to ranks belong to a module that can be imported
