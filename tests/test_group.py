@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib
 import importlib.util
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -124,6 +127,55 @@ def test_close_ends_ranks_that_still_run_and_the_next_group_works(tmp_path: Path
     assert again.values is not None and again.values[0][4] == 3.0
 
 
+def await_file(path: str) -> int:
+    while not Path(path).exists():
+        time.sleep(0.01)
+    return os.getpid()
+
+
+def touch(path: str) -> None:
+    Path(path).touch()
+
+
+def test_two_groups_at_once_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    first = ech.CollectiveGroup(await_file, (str(tmp_path / "go"),), policies=[ech.Policy()])
+    second = ech.CollectiveGroup(touch, (str(tmp_path / "go"),), policies=[ech.Policy()] * 2)
+    with first, second:
+        second.join(60)
+        first.join(60)
+    assert second.values == [None, None]
+
+
+def test_a_ctrl_c_while_joining_leaves_a_group_that_closes(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    group = ech.CollectiveGroup(stand, (str(tmp_path),), policies=[ech.Policy()] * 2)
+    thread = threading.Thread(target=interrupt)
+    with pytest.raises(KeyboardInterrupt), group:
+        thread.start()
+        group.join()
+    thread.join()
+    eventually(lambda: not any(psutil.pid_exists(int(p.name)) for p in tmp_path.iterdir()), 10)
+
+
+def test_calls_that_are_repeated() -> None:
+    group = ech.CollectiveGroup(fall, policies=[ech.Policy()] * 2)
+    group.start()
+    for again, state in ((group.init, "running"), (group.start, "running")):
+        with pytest.raises(UsageError, match=f"on a group that is {state}"):
+            again()
+    for _ in range(2):
+        with pytest.raises(RankFailedError, match="a fault in the training function"):
+            group.join()
+    group.close()
+    group.close()
+    with pytest.raises(UsageError, match=r"start\(\) on a group that is closed"):
+        group.start()
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -161,116 +213,93 @@ dragon = pytest.mark.skipif(
     reason="needs Dragon: pip install 'echelon[dragon]' (Linux on x86_64)",
 )
 
-Dragon = Callable[..., subprocess.CompletedProcess[str]]
-
 
 def shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("DD")}
+    """Dragon's segments that no process uses: there may be other runtimes."""
+    used = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            used |= set(re.findall(r"/dev/shm/(DD\S+)", maps.read_text()))
+    return {name for name in os.listdir("/dev/shm") if name.startswith("DD")} - used
 
 
-@pytest.fixture
-def on_dragon(tmp_path: Path) -> Dragon:
-    def start(*command: str) -> subprocess.CompletedProcess[str]:
-        # A session leader, as which `dragon` itself hangs for ever; and without the virtual environment on the path.
-        env = {**clean_environment(), "PYTHONPATH": f"{ROOT}/src:{ROOT}", "PATH": "/usr/bin:/bin"}
-        return subprocess.run(
-            [sys.executable, "-m", "echelon", "dragon", *command],
-            cwd=tmp_path,
-            env=env,
-            start_new_session=True,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+PROGRAM = str(ROOT / "tests/dragon_program.py")
 
-    return start
+
+def start_dragon(folder: Path, *command: str, **options: Any) -> subprocess.Popen[str]:
+    # A session leader, as which `dragon` itself hangs for ever; and without the virtual environment on the path.
+    env = {**clean_environment(), "PYTHONPATH": f"{ROOT}/src", "PATH": "/usr/bin:/bin", "TMPDIR": str(folder)}
+    env.pop("OMP_NUM_THREADS", None)
+    command = (sys.executable, "-m", "echelon", "dragon", "--grace", "1", PROGRAM, *command)
+    return subprocess.Popen(command, cwd=folder, env=env, start_new_session=True, text=True, **options)
 
 
 @dragon
-def test_the_example_trains_on_dragon_as_in_one_process(on_dragon: Dragon, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.xdist_group("dragon")
+def test_on_dragon_failures_arrive_groups_close_and_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All in one start of the runtime, which takes seconds."""
     before = shared_memory()
-    done = on_dragon(str(ROOT / "examples/dragon_train.py"))
-    assert done.returncode == 0, done.stderr
-    assert "rank 1 of 2 has trained 24 steps" in done.stdout
+    example = ROOT / "examples/dragon_train.py"
+    process = start_dragon(tmp_path, "cases", str(example), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode == 3, said
+
+    assert "fall: RankFailedError of rank 1" in said and ", in fall" in said, said
+    assert "ValueError: a fault in the training function" in said
+    assert "vanish: RankFailedError of rank 1: rank 1 ended without a word" in said
+    assert "unsendable: RankFailedError of rank " in said and "of type lock, cannot be sent to the caller" in said
+    assert "late: RankTimeoutError: the ranks had not finished after 0.1 s" in said
+
+    assert "elsewhere: UsageError: policy 0: host_name 'elsewhere' is none of Dragon's nodes" in said
+
+    places = ast.literal_eval(next(line for line in said.splitlines() if line.startswith("places: ")).removeprefix("places: "))
+    mine = sorted(os.sched_getaffinity(0))
+    share = str(max(1, len(mine) // 2))
+    for rank, devices in enumerate([None, "3"]):
+        env = [str(rank), str(rank), "2", "127.0.0.1", share, devices]
+        assert places[rank] == ((rank, rank, 0, 2, 2), mine, env, 4)
+
+    assert "rank 1 of 2 has trained 24 steps" in said
     monkeypatch.syspath_prepend(ROOT / "examples")
     dragon_train = importlib.import_module("dragon_train")
     [alone] = run(ech.CollectiveGroup(dragon_train.train, (3,), nprocs=1))
-    line = next(line for line in done.stdout.splitlines() if line.startswith("trained: "))
-    trained = json.loads(line.removeprefix("trained: ").replace("'", '"'))
+    trained = ast.literal_eval(next(line for line in said.splitlines() if line.startswith("trained: ")).removeprefix("trained: "))
     for name, values in alone.items():
         assert trained[name] == pytest.approx(values, abs=1e-13)
     assert shared_memory() <= before
-
-
-FAULTS = """
-import echelon as ech
-from tests.test_group import fall, meet
-
-if __name__ == "__main__":
-    group = ech.CollectiveGroup(fall, policies=[ech.Policy(), ech.Policy()], hide_stderr=True)
-    try:
-        group.start()
-        group.join()
-    except ech.EchelonError as error:
-        print(f"{type(error).__name__} of rank {error.rank}: {error}")
-    group.close()
-    group = ech.CollectiveGroup(fall, policies=[ech.Policy(), ech.Policy()], hide_stderr=True)
-    group.start()
-    group.close()
-    group = ech.CollectiveGroup(meet, (2.0,), policies=[ech.Policy(), ech.Policy()])
-    group.start()
-    group.join()
-    group.close()
-    print("after the failures:", [value[:5] for value in group.values])
-    raise SystemExit(3)
-"""
+    # The last group was not closed: the script ended all the same.
+    stood = [path.name for path in tmp_path.iterdir()]
+    assert all(name.isdigit() and not psutil.pid_exists(int(name)) for name in stood), stood
 
 
 @dragon
-def test_on_dragon_a_traceback_arrives_and_close_always_closes(on_dragon: Dragon, tmp_path: Path) -> None:
-    (tmp_path / "faults.py").write_text(FAULTS)
-    done = on_dragon("faults.py")
-    assert "RankFailedError of rank 1" in done.stdout and "in fall" in done.stdout, done.stdout + done.stderr
-    assert "ValueError: a fault in the training function" in done.stdout
-    assert "after the failures: [(0, 0, 0, 2, 6.0), (1, 1, 0, 2, 6.0)]" in done.stdout
-    assert done.returncode == 3
-
-
-WAITS = """
-import sys
-import echelon as ech
-from tests.test_group import stand
-
-if __name__ == "__main__":
-    group = ech.CollectiveGroup(stand, (sys.argv[1],), policies=[ech.Policy()] * 2)
-    group.start()
-    group.join()
-"""
-
-
-@dragon
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_dragon_with_all_that_it_started(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.xdist_group("dragon")
+def test_signals_and_a_kill_end_dragon_with_all_that_it_started(tmp_path: Path) -> None:
+    """SIGKILL, too: then the guard does it."""
     before = shared_memory()
-    (tmp_path / "waits.py").write_text(WAITS)
-    stands = tmp_path / "stands"
-    stands.mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "echelon", "dragon", "--grace", "1", "waits.py", str(stands)],
-        cwd=tmp_path,
-        env={**clean_environment(), "PYTHONPATH": f"{ROOT}/src:{ROOT}"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    until = time.monotonic() + 60
-    while len(list(stands.iterdir())) < 2 and time.monotonic() < until:
-        time.sleep(0.05)
-    pids = [int(p.name) for p in stands.iterdir()]
-    assert len(pids) == 2
-    process.send_signal(number)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+    folders = [tmp_path / number.name for number in numbers]
+    for folder in folders:
+        (folder / "stands").mkdir(parents=True)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    started = [start_dragon(folder, "stand", str(folder / "stands"), **quiet) for folder in folders]
     try:
-        assert process.wait(60) == 128 + number
+        eventually(lambda: all(len(list((folder / "stands").iterdir())) == 2 for folder in folders), 120)
+        for process, number in zip(started, numbers, strict=True):
+            process.send_signal(number)
+        for process, number in zip(started, numbers, strict=True):
+            assert process.wait(60) == (128 + number if number != signal.SIGKILL else -number)
     finally:
-        process.kill()
-    assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert shared_memory() <= before
+        for process in started:
+            process.kill()
+    pids = [int(path.name) for folder in folders for path in (folder / "stands").iterdir()]
+    eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids), 30)
+    eventually(lambda: shared_memory() <= before, 30)
+    eventually(lambda: all([path.name for path in folder.iterdir()] == ["stands"] for folder in folders), 30)
+
+
+def eventually(holds: Callable[[], bool], timeout_s: float) -> None:
+    until = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < until, "it did not come about"
+        time.sleep(0.05)

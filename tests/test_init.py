@@ -235,6 +235,7 @@ def _world_by_hand(store: str) -> tuple[int, int]:
     rank = _forget_our_launcher()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     world = World.current()
+    dist.barrier()  # who leaves at once ends the connections that the other is still making
     dist.destroy_process_group()
     return world.rank, world.size
 

@@ -56,6 +56,34 @@ def test_functions_of_cells_run_on_ranks_again_and_again(cell: Any) -> None:
     assert "[(0, 10.0), (1, 10.0)]" in cell("ech.launch(meet, ranks=2, args=(1,))")
 
 
+def test_a_group_of_a_function_of_a_cell(cell: Any) -> None:
+    said = cell("with ech.CollectiveGroup(meet, (1,), nprocs=2) as group:\n    group.join()\n    print(group.values)")
+    assert "[(0, " in said and "(1, " in said
+
+
+UNIT = """
+class Cell(ech.AutoUnit):
+    def compute_loss(self, state, data):
+        out = self.module(data)
+        return out.square().mean(), out
+    def configure_optimizers_and_lr_scheduler(self, module):
+        return torch.optim.SGD(module.parameters(), lr=0.1), None
+class Counts(ech.Callback):
+    steps = 0
+    def on_train_step_end(self, state, unit):
+        self.steps += 1
+torch.manual_seed(0)
+unit, counts = Cell(module=torch.nn.Linear(2, 1), device=torch.device("cpu")), Counts()
+before = unit.module.weight.clone()
+ech.Trainer(devices=2, max_epochs=2, callbacks=counts).fit(unit, ech.Loader(torch.ones(8, 2), 4))
+print(counts.steps, bool((unit.module.weight != before).all()), ech.RankInfo().world_size)
+"""
+
+
+def test_a_trainer_of_a_unit_of_a_cell(cell: Any) -> None:
+    assert "4 True 1" in cell(UNIT)
+
+
 def test_a_fault_in_a_cell_is_shown_with_its_line(cell: Any) -> None:
     said = cell("try:\n    ech.launch(fall, ranks=2)\nexcept ech.EchelonError as error:\n    print(error)")
     assert "a fault in a cell" in said and ", in fall" in said

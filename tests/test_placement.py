@@ -1,18 +1,28 @@
-"""Which cores each rank has."""
+"""Which cores, threads, device and network interface each rank has."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.contracts.errors import UsageError
-from echelon.launcher.placement import bound, cores_of_rank, numa_nodes, parse_cpu_list
+from echelon.contracts.machine import usable_cores, visible_devices
+from echelon.contracts.rank import RankInfo
+from echelon.contracts.run_dir import RunDir
+from echelon.launcher import function, placement
+from echelon.launcher.job import JobSpec
+from echelon.launcher.local import run_local
+from echelon.launcher.placement import bound, cores_of_rank, interfaces, numa_nodes, parse_cpu_list
+from echelon.launcher.relay import SilentScreen
+from echelon.world import device
 
 
 @st.composite
@@ -70,23 +80,145 @@ def test_the_kernels_lists_are_read(tmp_path: Path) -> None:
     assert parse_cpu_list("0-3,8,10-11") == [0, 1, 2, 3, 8, 10, 11]
 
 
+SAYS = """
+import os, pathlib
+seen = sorted(os.sched_getaffinity(0)), *map(os.environ.get, ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"))
+pathlib.Path("rank" + os.environ["RANK"]).write_text(repr(seen))
+"""
+
+
 def test_echelon_run_binds_ranks_if_asked(tmp_path: Path, echelon_command: Any) -> None:
-    (tmp_path / "where.py").write_text(
-        "import os, pathlib\npathlib.Path('rank' + os.environ['RANK']).write_text(repr(sorted(os.sched_getaffinity(0))))\n"
-    )
+    (tmp_path / "where.py").write_text(SAYS)
     mine = sorted(os.sched_getaffinity(0))
     for bind in ("none", "cores"):
-        done = echelon_command("run", "--ranks", "2", "--bind", bind, "where.py")
+        done = echelon_command("run", "--ranks", "2", "--bind", bind, "where.py", env={"NCCL_SOCKET_IFNAME": "own"})
         assert done.returncode == 0, done.stderr
-        seen = [ast.literal_eval((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
-        want = [mine, mine] if bind == "none" else [cores_of_rank(mine, rank, 2, numa_nodes()) for rank in range(2)]
-        assert seen == want
+        for rank in range(2):
+            cores, threads, gloo, nccl = ast.literal_eval((tmp_path / f"rank{rank}").read_text())
+            assert cores == (mine if bind == "none" else cores_of_rank(mine, rank, 2, numa_nodes()))
+            assert int(threads) == (max(1, usable_cores() // 2) if bind == "none" or len(mine) < 2 else len(cores))
+            assert (gloo, nccl) == ("lo", "own")
 
 
-def test_this_machines_cores_become_threads_and_devices() -> None:
+@pytest.mark.skipif(bool(visible_devices()), reason="there are GPUs")
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_device_for_each_rank_needs_devices(tmp_path: Path, echelon_command: Any, ranks: str) -> None:
+    (tmp_path / "where.py").write_text("print('it ran')")
+    done = echelon_command("run", "--ranks", ranks, "--bind", "both", "where.py")
+    assert done.returncode != 0 and "it ran" not in done.stdout
+    assert f"{ranks} ranks with a GPU of their own, but 0 are to be seen here." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_this_machines_cores_become_threads() -> None:
     mine = sorted(os.sched_getaffinity(0))
-    cores, variables = bound(0, 1, {})
+    assert bound(0, 1, {}) == ([], {})
+    cores, variables = bound(0, 1, {}, cores=True)
     assert sorted(cores) == mine and variables == {"OMP_NUM_THREADS": str(len(mine))}
-    assert bound(1, 2, {"OMP_NUM_THREADS": "7", "CUDA_VISIBLE_DEVICES": "4,6"}, devices=True)[1] == {"CUDA_VISIBLE_DEVICES": "6"}
-    with pytest.raises(UsageError, match="has 1 devices"):
-        bound(1, 2, {"CUDA_VISIBLE_DEVICES": "4"}, devices=True)
+    assert bound(1, 2, {"OMP_NUM_THREADS": "7"}, cores=True)[1] == {}
+    assert bound(0, len(mine) + 1, {}, cores=True) == (mine, {"OMP_NUM_THREADS": "1"})
+
+
+@pytest.fixture
+def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(placement, "visible_devices", functools.partial(visible_devices, dev=tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        (None, ["0", "1", "2", "3"]),
+        ("3, 1", ["3", "1"]),
+        ("", []),
+        ("2,-1,3", ["2"]),
+        ("0,4,1", ["0"]),
+        ("MIG-7,MIG-8", ["MIG-7", "MIG-8"]),
+    ],
+)
+def test_devices_are_those_that_cuda_would_show(four_gpus: Path, text: str | None, seen: list[str]) -> None:
+    env = {} if text is None else {"CUDA_VISIBLE_DEVICES": text}
+    assert visible_devices(env, four_gpus) == seen
+    assert visible_devices(env, four_gpus / "none") == []
+    for rank, name in enumerate(seen):
+        assert bound(rank, len(seen), env, devices=True) == ([], {"CUDA_VISIBLE_DEVICES": name})
+    with pytest.raises(UsageError, match=rf"{len(seen) + 1} ranks with a GPU of their own, but {len(seen)} are to be seen"):
+        bound(0, len(seen) + 1, env, devices=True)
+
+
+def test_each_rank_sees_its_own_device_if_asked(tmp_path: Path, four_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here with devices that are only pretended."""
+    (tmp_path / "sees.py").write_text("import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0")
+    for own, seen in ((True, ["3", "1"]), (False, ["3,1,0"] * 2)):
+        run = RunDir.create(tmp_path / "runs", f"own-{own}")
+        job = JobSpec(str(tmp_path / "sees.py"), ranks=2, own_device=own)
+        assert run_local(job, run, screen=SilentScreen(), server=function._shared_server()).exit_code == 0
+        assert [run.log(rank).read_text() for rank in range(2)] == [f"{text}\n" for text in seen]
+
+
+@pytest.mark.parametrize(
+    ("way", "known", "wanted"),
+    [
+        (None, ["lo", "eth0"], {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}),
+        (None, ["eth0"], {}),
+        ("eth0", ["lo", "virbr0", "eth0"], {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}),
+        ("eth0", ["lo", "eth0", "ib0"], {"GLOO_SOCKET_IFNAME": "eth0"}),
+        ("", ["lo", "eth0"], {}),
+    ],
+)
+def test_interfaces_are_the_way_to_the_others(tmp_path: Path, way: str | None, known: list[str], wanted: dict[str, str]) -> None:
+    for name in known:
+        (tmp_path / name).mkdir()
+    assert interfaces(way, tmp_path) == wanted
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("0::/\n", {"cpu.max": "150000 100000"}, 1),
+        ("0::/\n", {"cpu.max": "max 100000"}, 8),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 1),
+        ("0::/jobs/mine\n", {"jobs/cpu.max": "300000 100000", "jobs/mine/cpu.max": "max 100000"}, 3),
+        ("0::/of/the/machine\n", {"cpu.max": "200000 100000"}, 2),
+        ("3:cpu,cpuacct:/a\n", {"cpu/a/cpu.cfs_quota_us": "400000", "cpu/a/cpu.cfs_period_us": "100000"}, 4),
+        ("3:cpu:/a\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ("2:cpuset:/\n", {"cpu.max": "100000 100000"}, 8),
+        ("", {}, 8),
+    ],
+)
+def test_a_containers_share_of_time_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str], cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(f"{text}\n")
+    assert usable_cores(tmp_path / "groups", tmp_path / "own") == cores
+    assert usable_cores(tmp_path / "absent", tmp_path / "absent") == 8
+
+
+@pytest.mark.parametrize(
+    ("slurm", "threads"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "3", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, 3),
+        ({"SLURM_CPUS_PER_TASK": "3", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, 2),  # of which this rank is no task
+        ({}, 2),
+    ],
+)
+def test_a_task_of_slurms_has_threads_for_its_own_cores(
+    monkeypatch: pytest.MonkeyPatch, slurm: dict[str, str], threads: int
+) -> None:
+    monkeypatch.setattr(device, "usable_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    before = torch.get_num_threads()
+    try:
+        device.set_threads(RankInfo(1, world_size=4))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

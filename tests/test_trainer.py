@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import echelon as ech
 from echelon.contracts.errors import RankFailedError, UsageError
-from echelon.loop.trainer import _shared
 from echelon.loop.trainer_options import updates_to_steps
+from echelon.loop.trainer_rank import shared
 from tests.conftest import clean_environment
 from tests.models import Batch, batch, largest_difference, net, plain_training, whole
 from tests.units import Regression
@@ -102,7 +102,7 @@ def test_a_plain_dataloader_has_its_batch_size_on_each_rank() -> None:
 )
 def test_a_dataloader_that_cannot_be_divided_is_refused(case: Any) -> None:
     with pytest.raises(UsageError, match=r"cannot be divided between 2 ranks.*echelon\.Loader"):
-        _shared(case, 2, 1)
+        shared(case, 2, 1)
 
 
 def test_lightnings_older_spelling_is_understood_with_a_hint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -182,6 +182,93 @@ def test_a_function_builds_a_unit_that_wraps_its_module_itself(tmp_path: Path) -
         assert largest_difference(torch.load(tmp_path / f"weights.{rank}"), plain_training(windows(8, 4))[0]) < 1e-14
 
 
+class Remembers(ech.Callback):
+    """Keeps what it saw, one thing of which cannot be sent."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def on_train_epoch_end(self, state: ech.State, unit: Any) -> None:
+        self.epochs.append(unit.train_progress.num_epochs_completed)
+        self.file = open(os.devnull)
+
+
+class Predicts(Regression):
+    """Knows how far from the truth it was."""
+
+    seen: ClassVar[Any] = None
+
+    def predict_step(self, state: ech.State, data: Batch) -> torch.Tensor:
+        return super().predict_step(state, data[0])
+
+    def on_eval_end(self, state: ech.State) -> None:
+        self.rank_that_evaluated = ech.RankInfo().rank
+
+
+def test_what_ranks_remember_comes_back() -> None:
+    unit, callback = Predicts(clip_grad_norm=1.0), Remembers()
+    trainer = ech.Trainer(devices=2, max_epochs=2, callbacks=[callback])
+    trainer.fit(unit, loader(), loader())
+    assert callback.epochs == [1, 2] and not hasattr(callback, "file")
+    assert unit.steps == list(range(8)) and unit.rank_that_evaluated == 0
+    assert unit.norms == pytest.approx(plain_training(windows(8, 8), clip=1.0)[2])
+    assert trainer.callback_metrics == {"eval_loss": unit.eval_loss}
+    ech.Trainer(devices=2, max_epochs=3, callbacks=[callback]).fit(unit, loader())
+    assert callback.epochs == [1, 2, 3] and unit.steps == list(range(12))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_validate_test_and_predict(devices: int) -> None:
+    """On a last batch that one of two ranks has nothing of, too."""
+    unit = Predicts()
+    trainer = ech.Trainer(devices=devices, max_epochs=1)
+    trainer.fit(unit, loader())
+    x, y = (t[:17] for t in batch(ROWS, 7))
+    some = ech.Loader(TensorDataset(x, y), 4, shuffle=False)
+    with torch.no_grad():
+        loss, of_fewer = (float(torch.nn.functional.mse_loss(unit.module(x[:n]), y[:n])) for n in (17, 11))
+    assert trainer.validate(unit, some) == [{"eval_loss": pytest.approx(loss, rel=1e-12)}]
+    fewer = DataLoader(TensorDataset(x[:11], y[:11]), 2)
+    assert trainer.test(unit, fewer) == [{"test_loss": pytest.approx(of_fewer, rel=1e-12)}]
+    assert (unit.eval_loss, unit.test_loss) == (pytest.approx(loss, rel=1e-12), pytest.approx(of_fewer, rel=1e-12))
+    assert trainer.callback_metrics == {"eval_loss": unit.eval_loss, "test_loss": unit.test_loss}
+    assert unit.eval_progress.num_steps_completed == 5 and unit.train_progress.num_steps_completed == 4
+    predicted = trainer.predict(unit, some)
+    assert len(predicted) == (9 if devices == 2 else 5)
+    torch.testing.assert_close(torch.cat(predicted), unit.module(x).detach(), rtol=1e-12, atol=1e-12)
+    assert len(trainer.predict(unit, [(x, y)] * 3)) == 3  # the same on every rank
+    assert len(ech.Trainer(devices=devices, limit_predict_batches=2).predict(unit, some)) == 2 * devices
+
+
+def test_a_checkpoint_is_evaluated_by_name(tmp_path: Path) -> None:
+    trained = Regression()
+    trainer = ech.Trainer(max_epochs=1, default_root_dir=tmp_path)
+    trainer.fit(trained, loader())
+    want = trainer.validate(trained, loader())
+    [path] = (tmp_path / "checkpoints").glob("step-*")
+    for where in ("last", path):
+        unit = Regression()
+        assert trainer.validate(unit, loader(), ckpt_path=where) == want
+        assert largest_difference(whole(unit.module), whole(trained.module)) == 0
+    with pytest.raises(UsageError, match="there is no checkpoint in"):
+        ech.Trainer(default_root_dir=tmp_path / "other").test(Regression(), loader(), ckpt_path="last")
+
+
+def test_fast_dev_run_is_one_batch_and_leaves_nothing(tmp_path: Path) -> None:
+    unit = Regression()
+    ech.Trainer(fast_dev_run=True, max_steps=100, default_root_dir=tmp_path).fit(unit, loader(), loader())
+    assert unit.train_progress.num_steps_completed == unit.eval_progress.num_steps_completed == 1
+    assert list(tmp_path.iterdir()) == []
+    ech.Trainer(fast_dev_run=3).fit(unit := Regression(), loader())
+    assert unit.train_progress.num_steps_completed == 3
+
+
+def test_lightnings_one_is_all(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = ech.Trainer(max_epochs=1, limit_train_batches=1.0, val_check_interval=1.0, num_sanity_val_steps=0, logger=False)
+    assert trainer.limits["train"] is None and trainer.val_check_interval is None
+    assert "Trainer(logger=..., num_sanity_val_steps=...): has no effect here" in caplog.text
+
+
 SCRIPT = """
 import sys, torch, logging
 sys.path.insert(0, {root!r})
@@ -193,6 +280,7 @@ if {guard}:
     unit = Regression()
     ech.Trainer(devices=2, strategy="fsdp", max_epochs=1).fit(unit, loader(), loader())
     weights = whole(unit.module)
+    assert ech.Trainer().validate(unit, loader()) == [{{"eval_loss": unit.eval_loss}}]
     if ech.RankInfo().rank == 0:
         torch.save((weights, type(unit.prepared).__name__), {out!r})
 """
@@ -228,7 +316,13 @@ def test_ranks_that_were_launched_already_are_used(tmp_path: Path, how: str) -> 
         ({"precision": "64-true"}, r"module\.to\(torch\.float64\)"),
         ({"gradient_clip_algorithm": "both"}, "'norm' or 'value'"),
         ({"enable_checkpointing": True}, "where to"),
-        ({"fast_dev_run": True}, "fast_dev_run=True"),
+        ({"fast_dev_run": -1}, "fast_dev_run -1"),
+        ({"limit_train_batches": 0.5}, "limit_train_batches 0.5: a whole number"),
+        ({"val_check_interval": 0.25}, "val_check_interval 0.25: a whole number"),
+        ({"sync_batchnorm": True}, r"sync_batchnorm=True\): it is the strategy's: strategy=DDPStrategy"),
+        ({"max_time": "1h"}, "echelon run --stop-after"),
+        ({"resume_from_checkpoint": "x"}, "ckpt_path"),
+        ({"swa": True}, "swa=True"),
     ],
 )
 def test_a_value_that_cannot_work_is_named(arguments: dict[str, Any], says: str) -> None:

@@ -35,9 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--bind",
-        choices=("cores", "none"),
         default="none",
-        help="cores: each rank has cores of its own, of one NUMA node; for a machine that no other job uses (default: none)",
+        metavar="cores|devices|both|none",
+        choices=("cores", "devices", "both", "none"),
+        help="cores: each rank has cores of its own, of one NUMA node, for a machine that no other job uses; devices: each sees "
+        "one GPU only, by CUDA_VISIBLE_DEVICES (default: none: it sees all, and LOCAL_RANK picks one)",
     )
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="start all ranks again up to N times after a failure"
@@ -86,7 +88,8 @@ def execute(arguments: argparse.Namespace) -> int:
         least,
         parse_duration(arguments.stop_after) if arguments.stop_after is not None else None,
         arguments.restart,
-        bind=arguments.bind == "cores",
+        bind=arguments.bind in ("cores", "both"),
+        own_device=arguments.bind in ("devices", "both"),
     )
     over_its_head = decided(arguments, ranks if least is not None else None)
     if over_its_head != Overrides():

@@ -13,24 +13,31 @@ import pickle
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import RankFailedError, RankTimeoutError
+from echelon.contracts.errors import RankFailedError, RankTimeoutError, UsageError
+from echelon.contracts.machine import usable_cores
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import read_json, write_json
 from echelon.launcher import worker
+from echelon.launcher.dragon_command import FOLDER_VARIABLE
 from echelon.launcher.failure import render
 from echelon.launcher.group import set_threads
-from echelon.launcher.job import Failure, usable_cores
+from echelon.launcher.job import Failure
 
 __all__ = ["DragonRanks"]
 
 # After Dragon has said that a rank failed: until the others have written down how they fell, so that the first is found.
 _HEAR_OUT_S = 0.5
+# Dragon's patience with ranks that it interrupts because another has failed.
+_INTERRUPT_S = 5.0
+_INTERRUPTED = "KeyboardInterrupt"
+_LOOK_S = 0.2
 
 
 class DragonRanks:
@@ -50,9 +57,16 @@ class DragonRanks:
 
         hosts = [Node(number).hostname for number in System().nodes]
         self._ranks = len(policies)
-        # Several nodes meet in the folder where the program was started, as Dragon's own files do.
-        self._folder = Path(tempfile.mkdtemp(prefix="echelon-dragon-", dir=os.getcwd() if len(hosts) > 1 else None))
+        for rank, policy in enumerate(policies):
+            if policy.host_name and policy.host_name not in hosts:
+                raise UsageError(
+                    f"policy {rank}: host_name {policy.host_name!r} is none of Dragon's nodes, which are {', '.join(hosts)}."
+                )
+        # `echelon dragon` removes its folder in any case. Under a plain `dragon` all nodes see where it was started.
+        shared = os.environ.get(FOLDER_VARIABLE) or (os.getcwd() if len(hosts) > 1 else None)
+        self._folder = Path(tempfile.mkdtemp(prefix="echelon-group-", dir=shared))
         self._failed = False
+        self._closed, self._closing = threading.Event(), threading.Lock()
         self._group: Any = CollectiveGroup(
             _run_rank,
             (str(self._folder), placed, tuple(args), dict(kwargs)),
@@ -65,6 +79,7 @@ class DragonRanks:
 
     def start(self) -> None:
         self._group.start()
+        threading.Thread(target=self._close_at_the_end, name="echelon-group").start()
 
     def join(self, timeout: float | None) -> list[Any]:
         try:
@@ -77,20 +92,37 @@ class DragonRanks:
         if failures := self._reported():
             self._failed = True
             raise self._error(failures)
-        return [_load(self._folder / f"value.rank{rank}.pkl") for rank in range(self._ranks)]
+        return [_load(self._value(rank)) for rank in range(self._ranks)]
 
     def close(self) -> None:
-        try:
-            if not self._failed:
+        with self._closing:
+            if self._closed.is_set():
+                return
+            try:
+                self._close()
+            finally:
+                self._closed.set()
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _close(self) -> None:
+        if not self._failed:
+            try:
                 self._group.close()
                 return
-        except Exception:  # a rank's failure that nobody joined: `close` raises it instead of closing
-            pass
-        finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            except Exception:  # a rank's failure that nobody joined: it is raised instead of closing
+                pass
         # The same without raising what `join` has raised already. It has no public name.
         with contextlib.suppress(Exception):
             self._group._close_no_decorator()
+
+    def _close_at_the_end(self) -> None:
+        """For a script that ends without closing, as by an error: Dragon's own thread of the group would keep it for ever."""
+        while not self._closed.wait(_LOOK_S):
+            if not threading.main_thread().is_alive():
+                self.close()
+
+    def _value(self, rank: int) -> Path:
+        return self._folder / f"value.rank{rank}.pkl"
 
     def _reported(self) -> list[Failure]:
         records = {rank: read_json(self._folder / f"exit.rank{rank}.json") for rank in range(self._ranks)}
@@ -100,13 +132,29 @@ class DragonRanks:
             if record and record["exit_code"]
         ]
 
-    def _failure(self, text: str) -> RankFailedError:
-        until = time.monotonic() + _HEAR_OUT_S
-        while time.monotonic() < until and len(self._reported()) < self._ranks:
+    def _hear_out(self) -> list[Failure]:
+        """Once a rank has failed, Dragon interrupts the others. One that was killed says nothing."""
+        began = time.monotonic()
+        while True:
+            failures = self._reported()
+            heard = len(failures) + sum(self._value(rank).exists() for rank in range(self._ranks))
+            own = any(f.kind != _INTERRUPTED for f in failures)
+            patience_s = _HEAR_OUT_S if own or heard >= self._ranks - 1 else _INTERRUPT_S
+            if heard == self._ranks or time.monotonic() - began > patience_s:
+                return failures
             time.sleep(0.02)
-        if failures := self._reported():
+
+    def _failure(self, text: str) -> RankFailedError:
+        failures = self._hear_out()
+        if own := [f for f in failures if f.kind != _INTERRUPTED]:
+            return self._error(own)
+        heard = {f.rank for f in failures}
+        silent = [r for r in range(self._ranks) if r not in heard and not self._value(r).exists()]
+        if not silent and failures:
             return self._error(failures)
-        return RankFailedError(f"a rank ended without a word, as when it is killed. Dragon says: {text}", rank=-1, exit_code=1)
+        which = f"rank {' or '.join(map(str, silent))}" if silent else "a rank"
+        rank = silent[0] if len(silent) == 1 else -1
+        return RankFailedError(f"{which} ended without a word, as when it is killed. Dragon says: {text}", rank=rank, exit_code=1)
 
     def _error(self, failures: Sequence[Failure]) -> RankFailedError:
         first = Failure.first(failures)
@@ -120,17 +168,26 @@ def _run_rank(folder: str, placed: Callable[..., Any], args: Sequence[Any], kwar
     info = _known_to_torch(RankInfo())
     record = Path(folder) / f"exit.rank{info.rank}.json"
     try:
-        value = placed(*args, **kwargs)
-        temporary = Path(folder) / f"value.rank{info.rank}.tmp"
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            pickle.dump(value, file)
-        temporary.replace(Path(folder) / f"value.rank{info.rank}.pkl")
+        _leave_value(placed(*args, **kwargs), Path(folder) / f"value.rank{info.rank}.pkl")
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             error = RuntimeError("the function called sys.exit(), which leaves nothing to return. Return instead.")
         write_json(record, {"exit_code": 1, **worker.describe(error)})
         # Not an exception: Dragon would print it without saying whose it is. And at once: the others wait.
         os._exit(1)
+
+
+def _leave_value(value: Any, path: Path) -> None:
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            pickle.dump(value, file)
+    except Exception as error:  # any type can raise anything when it is pickled
+        raise UsageError(
+            f"the value that the function returned, of type {type(value).__name__}, cannot be sent to the caller ({error}). "
+            "Return plain values, arrays or tensors."
+        ) from error
+    temporary.replace(path)
 
 
 def _known_to_torch(info: RankInfo) -> RankInfo:

@@ -107,13 +107,17 @@ def head(here: RunDir) -> int:
 def run_rank(path: str, attempt: int) -> int:
     """The program, on one rank."""
     from echelon.launcher.local import rank_environment
+    from echelon.launcher.nodes import interface_of, local_address_towards
+    from echelon.launcher.placement import interfaces
     from echelon.launcher.worker import Start, run_program
 
     here = RunDir(path, attempt)
     spec, said = read_spec(here)
     info = RankInfo()
-    env = rank_environment(spec, here, os.environ, info.local_world_size, restart=spec.restart)
-    os.environ.update(env)
+    given = dict(os.environ)
+    if info.local_world_size < info.world_size:  # else it is loopback
+        given = {**interfaces(interface_of(local_address_towards(info.master_addr))), **given}
+    os.environ.update(rank_environment(spec, here, given, info.local_world_size, restart=spec.restart))
     os.chdir(str(said.get("cwd", ".")))
     log = os.open(here.log(info.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):

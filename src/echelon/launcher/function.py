@@ -53,6 +53,22 @@ def _shared_server() -> ForkServer:
     return _server
 
 
+@contextlib.contextmanager
+def _one_server(*, wait: bool) -> Iterator[ForkServer]:
+    """The shared server, or while another call has it, and this one cannot wait, a new one."""
+    if _one_at_a_time.acquire(blocking=wait):
+        try:
+            yield _shared_server()
+        finally:
+            _one_at_a_time.release()
+    else:
+        server = ForkServer.start([m for m in _SLOW_MODULES if m == "torch" or m in sys.modules])
+        try:
+            yield server
+        finally:
+            server.close()
+
+
 def preload(*modules: str) -> None:
     """Start the server of this process's launches now, with these modules: it imports them while the caller goes on."""
     global _server
@@ -117,7 +133,8 @@ class Cancel:
         with self._lock:
             self._wanted = True
             if self._server is not None:
-                os.kill(self._server.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._server.pid, signal.SIGKILL)
 
     def begun(self, server: ForkServer | None) -> None:
         """The call has this server to itself now; or no longer.
@@ -182,10 +199,9 @@ def _launch(
         "result": lambda attempt, info: str(attempt.folder.absolute() / f"value.rank{info.rank}.pkl"),
         "preparation": _main_module(),
     }
-    with _one_at_a_time:
-        screen, server = SilentScreen() if quiet else None, _shared_server()
-        with _cancellable(cancel, server):
-            outcome = run_local(job, run, screen=screen, server=server, start_fields=fields, timeout_s=timeout_s)
+    screen = SilentScreen() if quiet else None
+    with _one_server(wait=cancel is None) as server, _cancellable(cancel, server):
+        outcome = run_local(job, run, screen=screen, server=server, start_fields=fields, timeout_s=timeout_s)
     results = [run.attempt_path / f"value.rank{rank}.pkl" for rank in range(ranks)]
     if outcome.failure is not None:
         failure = outcome.failure
@@ -216,9 +232,10 @@ def _cancellable(cancel: Cancel | None, server: ForkServer) -> Iterator[None]:
 def _main_module() -> dict[str, Any]:
     """spawn's own description of how to make the caller's `__main__` importable elsewhere; empty in an interactive session."""
     known = mp_spawn.get_preparation_data("rank")
-    if not Path(known.get("init_main_from_path", __file__)).is_file():  # "<stdin>"
+    main = {k: v for k, v in known.items() if k in ("init_main_from_name", "init_main_from_path")}
+    if not main or not Path(main.get("init_main_from_path", __file__)).is_file():  # "<stdin>"
         return {}
-    return {k: v for k, v in known.items() if k in ("init_main_from_name", "init_main_from_path", "sys_argv")}
+    return {**main, "sys_argv": known["sys_argv"]}  # scripts parse their arguments at the top level
 
 
 def _refuse_in_bootstrap() -> None:

@@ -5,7 +5,6 @@ On Dragon's runtime it is Dragon's own group (`launcher.dragon`); elsewhere the 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -13,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from echelon.contracts.errors import EchelonError, RankTimeoutError, UsageError
+from echelon.contracts.errors import RankTimeoutError, UsageError
 from echelon.launcher.function import Cancel, call
 from echelon.launcher.job import auto_ranks
 from echelon.launcher.system import System, on_dragon
@@ -167,6 +166,8 @@ class _LocalRanks:
         self._cancel = Cancel()
         self._values: list[Any] = []
         self._error: BaseException | None = None
+        # Waited for instead of the thread: Python 3.11 takes a thread whose `join` a Ctrl-C interrupts for ended.
+        self._ended = threading.Event()
         self._thread = threading.Thread(
             target=self._run, args=(fn, args, kwargs, len(policies)), name="echelon-group", daemon=True
         )
@@ -176,23 +177,23 @@ class _LocalRanks:
             self._values = call(fn, ranks=ranks, args=args, kwargs=kwargs, cancel=self._cancel)
         except BaseException as error:  # raised where it is joined
             self._error = error
+        finally:
+            self._ended.set()
 
     def start(self) -> None:
         self._thread.start()
 
     def join(self, timeout: float | None) -> list[Any]:
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self._ended.wait(timeout):
             raise RankTimeoutError(f"the ranks had not finished after {timeout:g} s.", rank=0, exit_code=124)
         if self._error is not None:
             raise self._error
         return self._values
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            with contextlib.suppress(EchelonError):
-                self._cancel.now()
-            self._thread.join()
+        if self._thread.ident is not None and not self._ended.is_set():
+            self._cancel.now()
+            self._ended.wait()
 
 
 def _by_default(ranks: int | None) -> list[Any]:

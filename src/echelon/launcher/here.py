@@ -19,6 +19,7 @@ from echelon.contracts.run_dir import RunDir, read_json, write_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local import path_without_launcher, rank_environment
+from echelon.launcher.placement import bound
 from echelon.launcher.worker import Start, run_program
 
 __all__ = ["run_here"]
@@ -32,7 +33,8 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
     info = RankInfo(rank=0, world_size=1, run_id=run.name)
     env = rank_environment(job, run, os.environ, 1, restart=job.restart)
     # Without a group to join, a world of one needs no address; scripts that insist on env:// find a free port.
-    os.environ.update({**env, **info.to_env(), "MASTER_PORT": str(_free_port())})
+    _, place = bound(0, 1, {**os.environ, **job.env}, devices=job.own_device)
+    os.environ.update({**env, **place, **info.to_env(), "MASTER_PORT": str(_free_port())})
     log, record = run.log(0), run.rank_exit(0)
     start = Start(
         job.kind,

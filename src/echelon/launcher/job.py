@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 import re
 import signal
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.machine import usable_cores, visible_devices
 
 __all__ = ["Failure", "JobSpec", "Outcome", "auto_ranks", "parse_duration", "parse_rank_range", "parse_ranks"]
 
@@ -32,6 +32,7 @@ class JobSpec:
         stop_after_s: seconds, of all attempts together, after which the ranks are asked to save and end; None is no limit.
         restart: begin anew although the run's folder shows progress.
         env: variables set on top of this process's environment.
+        own_device: each rank sees one GPU only, by CUDA_VISIBLE_DEVICES (`launcher.placement`).
         nodes: how many machines; more than one is a matter of Slurm's.
         bind: give each rank cores of its own (`launcher.placement`), with as many threads.
     """
@@ -46,6 +47,7 @@ class JobSpec:
     stop_after_s: float | None = None
     restart: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
+    own_device: bool = False
     nodes: int = 1
     bind: bool = False
 
@@ -170,22 +172,8 @@ def signal_name(number: int) -> str:
 
 
 def auto_ranks() -> int:
-    """One rank per visible NVIDIA device, else one per core this process may use. Counts without starting CUDA."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = [p for p in Path("/dev").glob("nvidia*") if p.name.removeprefix("nvidia").isdigit()]
-    if visible is not None:
-        listed = [d for d in visible.split(",") if d.strip() not in ("", "-1", "NoDevFiles")]
-        count = min(len(listed), len(devices)) if devices else 0
-    else:
-        count = len(devices)
-    return count or usable_cores()
-
-
-def usable_cores() -> int:
-    """Cores this process may run on, not the cores of the machine."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """One rank per visible NVIDIA device, else one per core this process may use."""
+    return len(visible_devices()) or usable_cores()
 
 
 def parse_ranks(text: str | int) -> int:

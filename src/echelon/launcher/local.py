@@ -11,18 +11,18 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from echelon.contracts.errors import EchelonError
+from echelon.contracts.machine import usable_cores
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RESTART_VARIABLE, RunDir, has_begun, write_json
 from echelon.launcher.attempt import Attempt, Requests
 from echelon.launcher.failure import render
-from echelon.launcher.job import Failure, JobSpec, Outcome, usable_cores
+from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.nodes import Meeting
-from echelon.launcher.placement import bound
+from echelon.launcher.placement import bound, interfaces
 from echelon.launcher.relay import PlainScreen, Relay, Screen
 from echelon.launcher.server import ForkServer
 
@@ -46,13 +46,8 @@ def rank_environment(
         env[RESTART_VARIABLE] = "1"
     # Two processes with two threads each are five times slower on two cores than with one: the threads wait for one another.
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
-    if meeting is not None and meeting.nodes > 1:
-        if meeting.interface:  # gloo would resolve the host's own name, to loopback on many clusters; NCCL has its own choice
-            env.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
-        return env
-    # One machine: gloo need not resolve a host name, which fails in many containers, nor open a port to the network.
-    if sys.platform == "linux" and Path("/sys/class/net/lo").exists():
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for name, value in interfaces(meeting.interface if meeting is not None and meeting.nodes > 1 else None).items():
+        env.setdefault(name, value)
     return env
 
 
@@ -126,15 +121,18 @@ def _run(
             "kind": job.kind,
             "target": job.target,
             "args": list(job.args),
-            "env": env_of(attempt, info.local_world_size),
+            "env": {**env_of(attempt, info.local_world_size), **place_of(info)[1]},
             "cwd": os.getcwd(),
             "sys_path": sys_path,
             "log": str(attempt.log_path(info.rank).absolute()),
             "record": str(attempt.record_path(info.rank).absolute()),
             "stacks": str(attempt.stacks_path(info.rank).absolute()) if timeout_s is not None else None,
-            "cores": bound(info.local_rank, info.local_world_size, given)[0] if job.bind else (),
+            "cores": place_of(info)[0],
             **{k: v(attempt, info) if callable(v) else v for k, v in start_fields.items()},
         }
+
+    def place_of(info: RankInfo) -> tuple[list[int], dict[str, str]]:
+        return bound(info.local_rank, info.local_world_size, {**given, **job.env}, cores=job.bind, devices=job.own_device)
 
     def env_of(attempt: Attempt, ranks: int) -> dict[str, str]:
         here = RunDir(run.path, attempt.number)

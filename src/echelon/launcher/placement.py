@@ -1,8 +1,8 @@
-"""Which cores, and how many threads, each rank of a node has: a pure function of the node's cores and NUMA nodes.
+"""Which cores, threads, device and network interface each rank of a node has: pure functions of what the node has.
 
-Binding is asked for (`--bind cores`), not the default: two jobs that share a node, or a job beside a server, would be bound to
-the same first cores while others are idle, and data workers inherit their rank's cores. Slurm and Dragon bind by themselves,
-and what they leave to this process is what is divided here.
+Binding is asked for (`--bind cores`, `--bind devices`), not the default: two jobs that share a node, or a job beside a server,
+would be bound to the same first cores while others are idle, and data workers inherit their rank's cores. Slurm and Dragon
+bind by themselves, and what they leave to this process is what is divided here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.machine import visible_devices
 
-__all__ = ["bound", "cores_of_rank", "numa_nodes", "parse_cpu_list"]
+__all__ = ["bound", "cores_of_rank", "interfaces", "numa_nodes", "parse_cpu_list"]
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def cores_of_rank(cores: Sequence[int], local_rank: int, local_ranks: int, numa: Sequence[Sequence[int]] = ()) -> list[int]:
@@ -81,19 +84,47 @@ def parse_cpu_list(text: str) -> list[int]:
 
 
 def bound(
-    local_rank: int, local_ranks: int, env: Mapping[str, str], *, devices: bool = False
+    local_rank: int, local_ranks: int, env: Mapping[str, str], *, cores: bool = False, devices: bool = False
 ) -> tuple[list[int], dict[str, str]]:
-    """(cores, variables) of a rank of this machine.
+    """(cores, variables) of a rank of this machine; no cores are all.
 
     Args:
         env: the rank's environment; a thread count in it stays.
-        devices: each rank sees one GPU only; by default all see all, which NCCL's direct copies between devices need.
+        cores: the rank has cores of its own, and as many threads.
+        devices: it sees one GPU only. By default all see all, which NCCL's direct copies between devices need.
+    Raises:
+        UsageError: fewer GPUs than ranks.
     """
-    cores = cores_of_rank(sorted(os.sched_getaffinity(0)), local_rank, local_ranks, numa_nodes())
-    variables = {} if "OMP_NUM_THREADS" in env else {"OMP_NUM_THREADS": str(max(1, len(cores)))}
+    own: list[int] = []
+    variables = {}
+    if cores:
+        every = sorted(os.sched_getaffinity(0))
+        own = cores_of_rank(every, local_rank, local_ranks, numa_nodes())
+        threads = len(own) if local_ranks <= len(every) else 1  # more ranks than cores share them all
+        variables = {} if "OMP_NUM_THREADS" in env else {"OMP_NUM_THREADS": str(threads)}
     if devices:
-        visible = [d for d in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
-        if visible and local_rank >= len(visible):
-            raise UsageError(f"local rank {local_rank}: CUDA_VISIBLE_DEVICES={','.join(visible)} has {len(visible)} devices.")
-        variables["CUDA_VISIBLE_DEVICES"] = visible[local_rank] if visible else str(local_rank)
-    return cores, variables
+        visible = visible_devices(env)
+        if local_ranks > len(visible):
+            said = f" (CUDA_VISIBLE_DEVICES={env[_VISIBLE]})" if _VISIBLE in env else ""
+            raise UsageError(f"{local_ranks} ranks with a GPU of their own, but {len(visible)} are to be seen here{said}.")
+        variables[_VISIBLE] = visible[local_rank]
+    return own, variables
+
+
+def interfaces(way: str | None, network: str | os.PathLike[str] = "/sys/class/net") -> dict[str, str]:
+    """The variables by which gloo and NCCL choose a network interface; they are defaults, which a user's own precede.
+
+    Args:
+        way: the interface towards the other nodes, empty if it has no name; None is one node. Then nothing opens a port to
+            the network, and no host name is resolved, which fails in many containers.
+        network: where Linux lists its interfaces.
+    """
+    known = [path.name for path in Path(network).glob("*")]
+    if way is None:
+        way = "lo" if "lo" in known else ""
+    if not way:
+        return {}
+    # gloo would resolve the host's own name, to loopback on many clusters. NCCL would take the first interface that is neither
+    # loopback nor docker's, such as a bridge of virtual machines; but knows InfiniBand, and when to prefer it.
+    infiniband = way != "lo" and any(name.startswith("ib") for name in known)
+    return {"GLOO_SOCKET_IFNAME": way} | ({} if infiniband else {"NCCL_SOCKET_IFNAME": f"={way}"})

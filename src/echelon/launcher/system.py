@@ -11,11 +11,10 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from echelon.contracts.errors import UsageError
-from echelon.launcher.job import usable_cores
+from echelon.contracts.machine import usable_cores, visible_devices
 
 __all__ = ["Policy", "System", "on_dragon"]
 
@@ -113,9 +112,5 @@ def _cores() -> list[int]:
 
 
 def _gpus() -> list[int]:
-    """The devices that a rank could see, by their number among the visible ones. Counted without starting CUDA."""
-    count = len([p for p in Path("/dev").glob("nvidia*") if p.name.removeprefix("nvidia").isdigit()])
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        count = min(count, len([d for d in visible.split(",") if d.strip() not in ("", "-1", "NoDevFiles")]))
-    return list(range(count))
+    """The devices that a rank could see, by their number among the visible ones."""
+    return list(range(len(visible_devices())))

@@ -114,6 +114,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
     # With deterministic="bitwise": micro-batches of a global batch over all ranks, a power of two that the ranks divide.
     bitwise_parts = 4
 
+    constructed: Built  # how this constructor ran
     optimizer: torch.optim.Optimizer = _BuiltAtFirstUse()  # type: ignore[assignment]
     lr_scheduler: Any = _BuiltAtFirstUse()
 
@@ -166,7 +167,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         self.swa_scheduler: Any = None
         self._plateau = False
         self.window = Window(self.gradient_accumulation_steps, fixed=self._bitwise is not None)
-        self.eval_loss = float("nan")  # of the latest evaluation, over all ranks
+        self.eval_loss = self.test_loss = float("nan")  # of the latest evaluation and test, over all ranks
         self._evaluation = _EvalLoss()
         self._parts_of_step = 1
         self._reduces = False  # whether windows are summed over ranks
@@ -279,7 +280,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
             check_accumulation(loader, self.gradient_accumulation_steps)
             if self._bitwise is None:  # whose streams belong to samples, not to ranks
                 streams.separate(self.prepared.dp_rank)
-        elif phase == "eval":
+        elif phase in ("eval", "test"):
             self._evaluation.mean.reset()
 
     def parts_of_step(self, phase: str) -> int:
@@ -300,6 +301,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
                 self.lr_scheduler.step(self.eval_loss)
             if state.recorder is not None:
                 state.recorder.evaluation(self.train_progress.num_steps_completed, "eval_loss", self.eval_loss)
+        elif phase == "test":
+            self.test_loss = self._evaluation.mean.compute()
 
     def train_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
         """One micro-batch, and an update if it ends its window. Returns the detached loss and the outputs."""
@@ -455,11 +458,12 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         return loss, outputs
 
     def test_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
-        """As `eval_step`, without touching `eval_loss`."""
+        """As `eval_step`, counted into `test_loss`."""
         with self.autocast():
             loss, outputs = self.compute_loss(state, data)
         feed = state.test_state.feed if state.test_state is not None else None
         if feed is None or not feed.is_padding:
+            self._evaluation.mean.update(loss, self.weight(data))
             self.on_test_step_end(state, data, self.test_progress.num_steps_completed, loss, outputs)
         return loss, outputs
 

@@ -6,6 +6,9 @@ What the user gave can be sent. So the library's own constructor runs again; a s
 
 from __future__ import annotations
 
+import contextlib
+import io
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +19,7 @@ from echelon.contracts.errors import UsageError
 if TYPE_CHECKING:
     from echelon.loop.auto import AutoUnit
 
-__all__ = ["Built", "Parcel", "pack", "rebuild", "unpack"]
+__all__ = ["Built", "Parcel", "own_attributes", "pack", "rebuild", "recall", "remembered", "unpack"]
 
 # Made at first use, over the module as it is now.
 _MADE_LATER = ("optimizer", "lr_scheduler", "swa_scheduler")
@@ -88,6 +91,32 @@ def unpack(parcel: Parcel, **changes: Any) -> AutoUnit[Any]:
     AutoUnit.__init__(unit, module=parcel.module, **{**parcel.arguments, **changes})
     vars(unit).update(parcel.own)
     return unit
+
+
+def own_attributes(unit: AutoUnit[Any], *, progress: bool) -> dict[str, Any]:
+    """What a subclass's code has set and no checkpoint holds; with `progress` that too."""
+    saved = {*unit.tracked_modules(), *unit.tracked_optimizers(), *unit.tracked_lr_schedulers(), *unit.tracked_metrics()}
+    saved |= {*unit.tracked_misc_statefuls(), *unit.tracked_progress(), *unit.constructed.made, *_MADE_LATER}
+    own = {name: value for name, value in vars(unit).items() if name not in saved}
+    return {**own, **unit.tracked_progress()} if progress else own
+
+
+def remembered(attributes: Mapping[str, Any]) -> dict[str, bytes]:
+    """Attributes on their way to another process, one by one; those that cannot be pickled stay behind."""
+    said = {}
+    for name, value in attributes.items():
+        file = io.BytesIO()
+        with contextlib.suppress(Exception):  # any type can raise anything when it is pickled
+            torch.save(value, file)
+            said[name] = file.getvalue()
+    return said
+
+
+def recall(thing: object, said: Mapping[str, bytes]) -> None:
+    """Set attributes that `remembered` gave, of a process that this one started; tensors are on the CPU."""
+    for name, data in said.items():
+        with contextlib.suppress(Exception):
+            vars(thing)[name] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def _plain(unit: AutoUnit[Any]) -> torch.nn.Module:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from echelon.contracts.errors import UsageError
@@ -14,7 +13,17 @@ from echelon.parallel import STRATEGIES
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.strategy import Strategy
 
-__all__ = ["check_others", "devices_of", "is_launched", "precision_of", "strategy_of", "updates_to_steps", "without_gpus_alias"]
+__all__ = [
+    "batches",
+    "check_others",
+    "devices_of",
+    "is_launched",
+    "limits",
+    "precision_of",
+    "strategy_of",
+    "updates_to_steps",
+    "without_gpus_alias",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +48,8 @@ _PRECISIONS = {
 _WITHOUT_EFFECT = {
     "barebones",
     "benchmark",
-    "detect_anomaly",
     "enable_model_summary",
     "enable_progress_bar",
-    "fast_dev_run",
     "inference_mode",
     "log_every_n_steps",
     "logger",
@@ -51,7 +58,28 @@ _WITHOUT_EFFECT = {
     "progress_bar_refresh_rate",
     "use_distributed_sampler",
     "weights_summary",
-} - {"fast_dev_run", "detect_anomaly"}
+}
+# Lightning's others, and where what they mean is to be had.
+_ELSEWHERE = {
+    "auto_lr_find": "there is no search for a learning rate",
+    "auto_scale_batch_size": "there is no search for a batch size",
+    "checkpoint_callback": "write enable_checkpointing",
+    "detect_anomaly": "it is the unit's: AutoUnit(detect_anomaly=True)",
+    "deterministic": "it is the unit's: AutoUnit(deterministic='bitwise'), or `echelon run --bitwise`",
+    "max_time": "it is the launcher's: `echelon run --stop-after 55m`",
+    "min_epochs": "nothing stops training early unless a callback does",
+    "min_steps": "nothing stops training early unless a callback does",
+    "num_processes": "write devices",
+    "overfit_batches": "write limit_train_batches, with a loader that does not shuffle",
+    "plugins": "what the strategy does are its options, such as FSDPStrategy(...)",
+    "reload_dataloaders_every_n_epochs": "a loader is iterated anew in every epoch",
+    "resume_from_checkpoint": "write fit(..., ckpt_path=...)",
+    "stochastic_weight_avg": "it is the unit's: AutoUnit(swa_params=SWAParams(...))",
+    "sync_batchnorm": "it is the strategy's: strategy=DDPStrategy(sync_batchnorm=True)",
+    "terminate_on_nan": "it is the unit's: AutoUnit(detect_anomaly=True)",
+    "track_grad_norm": "AutoUnit(clip_grad_norm=inf) measures it",
+    "weights_save_path": "write default_root_dir",
+}
 
 
 def check_others(others: Mapping[str, Any]) -> None:
@@ -60,6 +88,8 @@ def check_others(others: Mapping[str, Any]) -> None:
         UsageError: an option that is not known, and may have meant something.
     """
     unknown = sorted(set(others) - _WITHOUT_EFFECT)
+    if unknown and unknown[0] in _ELSEWHERE:
+        raise UsageError(f"Trainer({unknown[0]}={others[unknown[0]]!r}): {_ELSEWHERE[unknown[0]]}.")
     if unknown:
         raise UsageError(
             f"Trainer({unknown[0]}={others[unknown[0]]!r}): not known here. What concerns the unit, such as swa_params, is its "
@@ -146,6 +176,27 @@ def devices_of(devices: Any, accelerator: str) -> tuple[int, list[int] | None]:
     return devices, None
 
 
+def batches(name: str, given: Any) -> int | None:
+    """A number of batches; None and Lightning's 1.0 are all of them.
+
+    Raises:
+        UsageError: a part of an epoch, or no number.
+    """
+    if given is None or (isinstance(given, float) and given == 1.0):
+        return None
+    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        raise UsageError(f"{name} {given!r}: a whole number of batches, or None for all.")
+    return given
+
+
+def limits(fast_dev_run: bool | int, **given: Any) -> dict[str, int | None]:
+    """Batches of an epoch, by phase."""
+    if isinstance(fast_dev_run, int) and fast_dev_run >= 0:
+        checked = {name: batches(f"limit_{name}_batches", value) for name, value in given.items()}
+        return dict.fromkeys(given, int(fast_dev_run)) if fast_dev_run else checked
+    raise UsageError(f"fast_dev_run {fast_dev_run!r}: True, or a number of batches.")
+
+
 def is_launched() -> bool:
     """Whether ranks run already, and this process is one of them."""
     return "RANK" in os.environ or RankInfo.from_env().world_size > 1
@@ -170,8 +221,3 @@ def visible(numbers: Sequence[int]) -> str:
     if now and max(numbers) >= len(now):
         raise UsageError(f"devices {list(numbers)}: CUDA_VISIBLE_DEVICES={','.join(now)} leaves {len(now)}.")
     return ",".join(now[n] if now else str(n) for n in numbers)
-
-
-def has_gpus() -> int:
-    """Counted without starting CUDA."""
-    return len([p for p in Path("/dev").glob("nvidia*") if p.name.removeprefix("nvidia").isdigit()])

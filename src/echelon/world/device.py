@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.machine import usable_cores
 from echelon.contracts.rank import RankInfo
 
 __all__ = ["copy_data_to_device", "device_of", "record_stream", "same_kernels", "set_threads"]
@@ -46,7 +47,12 @@ def set_threads(info: RankInfo) -> None:
     Two ranks with two threads each on two cores are five times slower than with one: the threads wait for one another.
     """
     if "OMP_NUM_THREADS" not in os.environ and info.local_world_size > 1:
-        torch.set_num_threads(max(1, _cores() // info.local_world_size))
+        own = os.environ.get("SLURM_CPUS_PER_TASK", "")
+        task = (os.environ.get("SLURM_PROCID"), os.environ.get("SLURM_STEP_NUM_TASKS"))
+        if own.isdigit() and task == (str(info.rank), str(info.world_size)):  # srun gives each task cores of its own
+            torch.set_num_threads(max(1, min(int(own), usable_cores())))
+        else:
+            torch.set_num_threads(max(1, usable_cores() // info.local_world_size))
 
 
 def same_kernels(parts: int) -> None:
@@ -56,11 +62,7 @@ def same_kernels(parts: int) -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with workspaces of fixed sizes
     torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(max(1, _cores() // parts))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    torch.set_num_threads(max(1, usable_cores() // parts))
 
 
 def copy_data_to_device(data: T, device: torch.device, *, non_blocking: bool = False) -> T:

@@ -1,0 +1,65 @@
+"""What this process may use of its machine: cores and GPUs, counted without starting CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+__all__ = ["usable_cores", "visible_devices"]
+
+
+def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """The smaller of the cores that this process may run on, and of the time that its control groups grant it; at least 1.
+
+    A container with `--cpus=2` sees all cores of its machine. A thread for each of them would wait for the others most of the
+    time.
+
+    Args:
+        groups, own: where Linux tells of control groups, and of this process's.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min([cores, *_quotas(groups, own)])))
+
+
+def _quotas(groups: Path, own: Path) -> Iterator[float]:
+    """In cores, of every group that this process is in, of both versions of Linux's interface."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = own.read_text().splitlines()
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds and "cpu" not in kinds.split(","):
+            continue
+        # In a container the path may be the machine's, of which only the root is seen.
+        inner = Path(path.lstrip("/"))
+        for folder in (inner, *inner.parents):
+            with contextlib.suppress(OSError, ValueError):
+                yield _of_folder(groups / folder) if not kinds else _of_old_folder(groups / "cpu" / folder)
+
+
+def _of_folder(folder: Path) -> float:
+    quota, period = (folder / "cpu.max").read_text().split()
+    return math.inf if quota == "max" else int(quota) / int(period)
+
+
+def _of_old_folder(folder: Path) -> float:
+    quota = int((folder / "cpu.cfs_quota_us").read_text())
+    return math.inf if quota <= 0 else quota / int((folder / "cpu.cfs_period_us").read_text())
+
+
+def visible_devices(env: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> list[str]:
+    """The NVIDIA GPUs that a process with this environment sees, as CUDA_VISIBLE_DEVICES names them.
+
+    Args:
+        dev: where Linux has its devices.
+    """
+    count = len([path for path in dev.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+    if (text := env.get("CUDA_VISIBLE_DEVICES")) is None or not count:
+        return [str(number) for number in range(count)]
+    names = [name.strip() for name in text.split(",")]
+    # CUDA reads up to the first that it does not know. Other names than numbers are UUIDs, also of parts of a GPU.
+    bad = (i for i, n in enumerate(names) if n in ("", "-1", "NoDevFiles") or (n.isdigit() and int(n) >= count))
+    return names[: next(bad, len(names))]

@@ -1,0 +1,235 @@
+"""What a rank does for a Trainer: build the unit, run the phase, and give back what the caller cannot see."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from echelon.contracts.errors import UsageError
+from echelon.data.loader import Loader
+from echelon.data.place import Placed
+from echelon.loop import trainer_options as options
+from echelon.loop.auto import AutoUnit
+from echelon.loop.callback import Callback
+from echelon.loop.callbacks.saver import DistributedCheckpointSaver
+from echelon.loop.rebuild import Parcel, own_attributes, rebuild, remembered, unpack
+from echelon.loop.run import evaluate, fit, predict, test, train
+from echelon.loop.state import EntryPoint, State
+from echelon.loop.unit import Unit
+from echelon.parallel.precision import Precision
+from echelon.parallel.strategy import resolve
+from echelon.world.device import copy_data_to_device
+from echelon.world.init import World, init_from_env
+
+if TYPE_CHECKING:
+    from echelon.loop.trainer import Trainer
+
+__all__ = ["Done", "Work", "in_order", "save", "shared", "work_here", "work_in_rank"]
+
+logger = logging.getLogger(__name__)
+
+_METRICS = {"validate": "eval_loss", "test": "test_loss"}
+_NONE = object()
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank is to do.
+
+    Args:
+        phase: "fit", "validate", "test" or "predict".
+        unit: the unit, what is needed to build it here, or a function that builds it.
+        loaders: for training and evaluation; or the phase's, and None.
+        ckpt_path: where to go on from; "last" is the newest below the Trainer's folder.
+        before: a checkpoint of the unit as the caller has it, if it has been trained.
+        after: the folder for the checkpoint that the caller takes back.
+    """
+
+    phase: str
+    unit: Parcel | Unit | Callable[[], Any]
+    loaders: tuple[Any, Any]
+    ckpt_path: str | None
+    before: str | None = None
+    after: str = ""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a rank gives back. Only rank 0's has the attributes of the unit and of each callback, pickled one by one."""
+
+    metrics: dict[str, float]
+    place: int
+    outputs: list[Any]
+    unit: dict[str, bytes] = field(default_factory=dict)
+    callbacks: list[dict[str, bytes]] = field(default_factory=list)
+
+
+class _Outputs(Callback):
+    """Collects what `predict_step` returns; what a rank computed of padding only is left out."""
+
+    may_stop = False
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+
+    def on_predict_step_end(self, state: State, unit: Any) -> None:
+        phase = state.predict_state
+        if phase is not None and (phase.feed is None or not phase.feed.is_padding):
+            self.outputs.append(copy_data_to_device(phase.step_output, torch.device("cpu")))
+
+
+def work_in_rank(trainer: Trainer, work: Work) -> Done:
+    """In a rank that the Trainer started."""
+    init_from_env("cpu" if trainer.accelerator == "cpu" else None)
+    unit: Any = work.unit
+    if isinstance(work.unit, Parcel):
+        unit = unpack(work.unit, **changes_for(trainer, work.unit.arguments))
+        if work.before is not None:
+            DistributedCheckpointSaver.restore(work.before, unit)
+        metrics, outputs = _run(trainer, work, unit)
+        if work.phase == "fit":
+            save(unit, Path(work.after))
+    else:
+        metrics, outputs = work_here(trainer, work)
+    world = World.current(torch.device("cpu"))
+    place = getattr(unit, "data_place", None) or (world.rank, world.size)
+    if world.rank:
+        divided = isinstance(work.loaders[0], (Placed, DataLoader))  # other iterables give every rank the same
+        return Done(metrics, place[0], outputs if divided else [])
+    attributes = {**metrics, **own_attributes(unit, progress=work.phase != "fit")} if isinstance(unit, AutoUnit) else {}
+    savers = DistributedCheckpointSaver  # whose folder and lease are the rank's
+    callbacks = [remembered({} if isinstance(c, savers) else vars(c)) for c in trainer.callbacks]
+    return Done(metrics, place[0], outputs, remembered(attributes), callbacks)
+
+
+def work_here(trainer: Trainer, work: Work) -> tuple[dict[str, float], list[Any]]:
+    """In a process that runs anyway: (metrics, predictions)."""
+    init_from_env("cpu" if trainer.accelerator == "cpu" else None)
+    given: Any = work.unit
+    unit = given if isinstance(given, Unit) else given()
+    if isinstance(unit, AutoUnit):
+        changes = changes_for(trainer, unit.constructed.arguments)
+        now = vars(unit)
+        if any(now.get(k, unit.constructed.arguments[k]) != v for k, v in changes.items()):
+            rebuild(unit, **changes)
+    elif trainer._changes:
+        raise UsageError(f"{type(unit).__name__} is no AutoUnit, so {', '.join(sorted(trainer._changes))} cannot reach it.")
+    return _run(trainer, work, unit)
+
+
+def changes_for(trainer: Trainer, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What the Trainer says about a unit that was built with `arguments`."""
+    changes, own = dict(trainer._changes), arguments["strategy"]
+    if "precision" in changes:
+        changes["precision"] = Precision.of(changes["precision"])
+    if own is None:
+        chosen = trainer.strategy
+        if chosen == "auto":
+            chosen = "ddp" if World.current().size > 1 else None
+        changes |= {"strategy": chosen} if chosen is not None else {}
+    elif trainer.strategy not in ("auto", None) and resolve(own) != resolve(trainer.strategy):
+        logger.warning("strategy %r of the Trainer has no effect: the unit was built with %r", trainer.strategy, own)
+    return changes
+
+
+def _run(trainer: Trainer, work: Work, unit: Any) -> tuple[dict[str, float], list[Any]]:
+    places = (unit.data_place or (0, World.current().size))[1]
+    accumulation = getattr(unit, "gradient_accumulation_steps", 1) if work.phase == "fit" else 1
+    loader = shared(work.loaders[0], places, accumulation)
+    _restore(trainer, work, unit, loader if work.phase == "fit" else None)
+    callbacks, outputs = list(trainer.callbacks), _Outputs()
+    if work.phase == "fit":
+        _fit(trainer, unit, loader, shared(work.loaders[1], places, 1), callbacks)
+    elif work.phase == "validate":
+        evaluate(unit, loader, max_steps_per_epoch=trainer.limits["val"], callbacks=callbacks)
+    elif work.phase == "test":
+        test(unit, loader, max_steps_per_epoch=trainer.limits["test"], callbacks=callbacks)
+    else:
+        predict(unit, loader, max_steps_per_epoch=trainer.limits["predict"], callbacks=[*callbacks, outputs])
+    name = "eval_loss" if work.phase == "fit" and work.loaders[1] is not None else _METRICS.get(work.phase, "")
+    value = getattr(unit, name, None)
+    return {name: value} if isinstance(value, float) else {}, outputs.outputs
+
+
+def _restore(trainer: Trainer, work: Work, unit: Any, loader: Any) -> None:
+    if work.ckpt_path == "last":
+        folder = _checkpoints(trainer)
+        if not DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader) and work.phase != "fit":
+            raise UsageError(f'ckpt_path="last": there is no checkpoint in {folder}.')
+    elif work.ckpt_path is not None:
+        DistributedCheckpointSaver.restore(work.ckpt_path, unit, train_dataloader=loader)
+
+
+def _checkpoints(trainer: Trainer) -> Path:
+    assert trainer.default_root_dir is not None
+    return trainer.default_root_dir / "checkpoints"
+
+
+def _fit(trainer: Trainer, unit: Any, train_loader: Any, eval_loader: Any, callbacks: list[Callback]) -> None:
+    if trainer._saves:
+        callbacks.append(DistributedCheckpointSaver(_checkpoints(trainer), save_every_n_epochs=1, keep_last_n_checkpoints=1))
+    steps, limit = trainer.max_steps, trainer.limits["train"]
+    if steps is not None:
+        accumulation = getattr(unit, "gradient_accumulation_steps", 1)
+        steps = options.updates_to_steps(steps, accumulation, range(limit) if limit else train_loader)
+    if eval_loader is None:
+        train(unit, train_loader, max_epochs=trainer.max_epochs, max_steps=steps, max_steps_per_epoch=limit, callbacks=callbacks)
+        return
+    fit(
+        unit,
+        train_loader,
+        eval_loader,
+        max_epochs=trainer.max_epochs,
+        max_steps=steps,
+        max_train_steps_per_epoch=limit,
+        max_eval_steps_per_epoch=trainer.limits["val"],
+        evaluate_every_n_steps=trainer.val_check_interval,
+        evaluate_every_n_epochs=trainer.check_val_every_n_epoch if trainer.val_check_interval is None else None,
+        callbacks=callbacks,
+    )
+
+
+def save(unit: Any, folder: Path) -> Any:
+    return DistributedCheckpointSaver(folder).save(State(entry_point=EntryPoint.TRAIN), unit)
+
+
+def in_order(done: Sequence[Done]) -> list[Any]:
+    """The outputs batch by batch; of places that several ranks hold together, one speaks."""
+    places = {d.place: d.outputs for d in reversed(done)}
+    parts = zip_longest(*(places[place] for place in sorted(places)), fillvalue=_NONE)
+    return [output for of_batch in parts for output in of_batch if output is not _NONE]
+
+
+def shared(loader: Any, places: int, accumulation: int) -> Any:
+    """A torch DataLoader's batches, for several ranks: each has its batch size, as in Lightning, and no sample twice.
+
+    Raises:
+        UsageError: its samples cannot be divided.
+    """
+    if places == 1 or not isinstance(loader, DataLoader) or isinstance(getattr(loader, "sampler", None), DistributedSampler):
+        return loader
+    sampler: Any = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
+    plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    if loader.batch_size is None or not plain or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
+        what = type(sampler if sampler is not None else loader.dataset).__name__
+        raise UsageError(
+            f"a DataLoader with {what} cannot be divided between {places} ranks: every one would see the same samples. "
+            "Use echelon.Loader, for iterable datasets echelon.StreamLoader, or a DistributedSampler of your own."
+        )
+    return Loader(
+        loader.dataset,
+        loader.batch_size * places * accumulation,
+        shuffle=isinstance(sampler, RandomSampler),
+        accumulation=accumulation,
+        tail="drop" if loader.drop_last else "keep",
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+    )
