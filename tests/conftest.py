@@ -125,6 +125,16 @@ def clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
 
 
+def ends_of(processes: list[subprocess.Popen[bytes]], timeout_s: float = 90.0) -> list[int]:
+    """Exit codes. Whoever is late is killed, and makes the test fail."""
+    try:
+        return [process.wait(timeout_s) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 # pytest's own, and what torch sets when its compiler is first imported.
 _NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 

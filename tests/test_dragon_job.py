@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,8 +72,11 @@ def _output(run: RunDir) -> str:
     return (run.path / "job" / "output.log").read_text()
 
 
-def test_a_rank_that_falls_on_dragon_is_named(tmp_path: Path) -> None:
-    job = job_of(_submit(tmp_path, "bad", "fall"))
+def test_a_rank_that_falls_on_dragon_is_named(tmp_path: Path, echelon_command: Callable[..., Any]) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    said = echelon_command("submit", "--to", "dragon", "--ranks-per-node", "2", "--name", "bad", "train.py", "fall")
+    assert said.returncode == 0, said.stderr
+    job = job_of(RunDir(tmp_path / "runs" / "bad"))
     with pytest.raises(RankFailedError, match="planted") as raised:
         job.result(PATIENCE_S)
     assert raised.value.rank == 1 and "in compute_loss" in str(raised.value)

@@ -22,8 +22,9 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from echelon.launcher.elastic import ForkAgent, OneNodeRendezvous
+from echelon.launcher.elastic import ForkAgent
 from echelon.launcher.function import launch
+from echelon.launcher.rendezvous import OneNodeRendezvous
 
 LOOK = f"torch {torch.__version__} differs from 2.13.0, with which launcher/elastic.py was written: "
 

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from echelon.contracts.run_dir import RunDir, read_json
+from echelon.launcher.conclude import conclude
+from echelon.launcher.job import JobSpec
+from echelon.launcher.protocol import write_spec
+from tests.conftest import clean_environment, ends_of
 
 SCRIPT = """
 import json, os, sys
@@ -38,3 +46,43 @@ def test_every_key_of_a_start_begins_with_its_own_token(echelon_command: Callabl
         assert len(token) == 32 and number == str(attempt)
         tokens.append((token, number))
     assert tokens[0] != tokens[1]
+
+
+# The interpreter tells of every class and function that is looked up while something is unpickled, in every process of the job.
+SITE = """
+import os, sys, traceback
+def hear(event, args):
+    if event == "pickle.find_class":
+        with open(os.environ["UNPICKLED"], "a") as file:
+            file.write(f"{args}\\n{''.join(traceback.format_stack())}")
+sys.addaudithook(hear)
+"""
+
+
+def test_two_nodes_share_one_store_by_a_token_and_restart_together(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("sys.exit(3)", "sys.exit(3 * info.rank)"))
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
+    run = RunDir.create(tmp_path, "a", begin=False)
+    write_spec(run, JobSpec(str(tmp_path / "train.py"), nodes=2, max_restarts=1), launcher="slurm", cwd=str(tmp_path), id="7")
+    env = {**clean_environment(), "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost,localhost"}
+    env |= {"UNPICKLED": str(tmp_path / "unpickled"), "PYTHONPATH": f"{tmp_path / 'site'}:{env.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "echelon.launcher.node", str(run.path)]
+    with open(tmp_path / "said", "w") as said:
+        nodes = [
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env={**env, "SLURM_NODEID": str(n)})
+            for n in range(2)
+        ]
+        codes = ends_of(nodes)
+    assert codes == [0, 0], (tmp_path / "said").read_text()
+    token = str((read_json(run.path / "job" / "meeting-7.0.json") or {})["token"])
+    seen = [json.loads((tmp_path / f"keys{attempt}.json").read_text()) for attempt in range(2)]
+    assert len(token) == 32 and {key.split("/")[0] for each in seen for key in each["keys"]} == {token}
+    assert [{f"{token}/{n}" for n in range(2) if any(k.startswith(f"{token}/{n}/") for k in each["keys"])} for each in seen] == [
+        {f"{token}/0"},
+        {f"{token}/0", f"{token}/1"},
+    ]
+    assert not (tmp_path / "unpickled").exists(), (tmp_path / "unpickled").read_text()
+    assert conclude(run, 0, "7.0") == 0
+    first, last = (read_json(run.path / "attempts" / n / "exit.json") or {} for n in ("000", "001"))
+    assert (first["exit_code"], first["first_failure"]["rank"], last["exit_code"]) == (3, 1, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
@@ -13,8 +14,9 @@ import pytest
 from echelon.cli.submit import parse_sweep
 from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
 from echelon.contracts.run_dir import RunDir, write_json
-from echelon.launcher import node, nodes
+from echelon.launcher import nodes
 from echelon.launcher.background import LocalLauncher
+from echelon.launcher.conclude import conclude, refuse
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.jobs import job_of
 from echelon.launcher.protocol import JobState, write_spec
@@ -181,6 +183,25 @@ def test_the_copy_has_the_code_as_it_was(tmp_path: Path, git: bool) -> None:
     assert stat.S_IMODE(copy.stat().st_mode) == 0o700
 
 
+def test_a_module_runs_from_the_copy(echelon_command: Any, tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "helper.py").write_text("value = 'as it was'\n")
+    (package / "train.py").write_text(
+        "import os, sys\nfrom package import helper\n"
+        "print(helper.value, os.getcwd(), os.path.dirname(helper.__file__), sys.argv[1:])\n"
+    )
+    said = echelon_command("submit", "--to", "local", "--name", "a", "-m", "package.train", "--lr", "1")
+    assert said.returncode == 0, said.stderr
+    (package / "helper.py").write_text("raise RuntimeError('edited')\n")
+    job = job_of(RunDir(tmp_path / "runs" / "a"))
+    job.result(60)
+    assert job.log().read_text() == f"as it was {tmp_path} {tmp_path}/runs/a/job/code/package ['--lr', '1']\n"
+    for wrong in (["-m", "package/train.py"], ["-m", "nowhere.train"], ["--max-restarts", "-1", "-m", "package.train"]):
+        assert echelon_command("submit", "--to", "local", *wrong).returncode == 2
+
+
 def test_a_job_in_the_background_fulfils_the_protocol(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os, sys, time\nprint('rank', os.environ['RANK'], flush=True)\n"
@@ -251,20 +272,75 @@ def test_the_last_word_is_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFix
     ]
     for number, (code, ends) in enumerate(cases):
         run = _ends(tmp_path, f"r{number}", *ends)
-        assert node.conclude(run, 137 if None in ends else 0, "7.0") == code
+        assert conclude(run, 137 if None in ends else 0, "7.0") == code
     said = capsys.readouterr().err
     assert "rank 3 failed first" in said and "ValueError: planted" in said and "ended without a word" in said
     run = _ends(tmp_path, "cancelled", {"exit_code": 75}, {"exit_code": 75})
     (run.path / "job" / "cancelled").touch()
-    assert node.conclude(run, 0, "7.0") == 143
-    assert node.conclude(run, 1, "8.0") == 1  # another start, which wrote nothing
+    assert conclude(run, 0, "7.0") == 143
+    assert conclude(run, 1, "8.0") == 1  # another start, which wrote nothing
+
+
+def test_what_a_node_refused_is_the_last_word_and_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "ask", lambda job: (JobState.FAILED, "NonZeroExitCode"))
+    run = _ends(tmp_path, "one", {}, None)
+    refuse(run, "7.0", 1, "node2 cannot go to /here: No such file or directory.")
+    assert conclude(run, 1, "7.0") == 1
+    with pytest.raises(RankFailedError, match=r"job 7: failed: .*node2 cannot go to /here"):
+        job_of(run).result(1)
+    run = RunDir.create(tmp_path, "none", begin=False)
+    write_spec(run, JobSpec("train.py", nodes=2), launcher="slurm", id="7")
+    for number in range(2):
+        refuse(run, "7.1", number, "2 nodes were submitted, but this step has 1")
+    assert conclude(run, 1, "7.1") == 1
+    with pytest.raises(RankFailedError, match="2 nodes were submitted, but this step has 1"):
+        job_of(run).result(1)
+
+
+def test_a_job_that_cannot_begin_says_why(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("pass\n")
+    run = RunDir.create(tmp_path / "runs", "a", begin=False)
+    job = LocalLauncher(cwd=tmp_path / "gone").submit(JobSpec(str(script)), run)
+    with pytest.raises(RankFailedError, match=r"cannot go to .*gone: No such file or directory"):
+        job.result(60)
+    run = RunDir.create(tmp_path / "runs", "b", begin=False)
+    job = LocalLauncher(cwd=tmp_path).submit(JobSpec(str(tmp_path / "deleted.py")), run)
+    with pytest.raises(RankFailedError, match=r"does not find .*deleted\.py"):
+        job.result(60)
+
+
+def test_starts_that_come_no_further_are_not_repeated_for_ever(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def start(run: RunDir, step: int | None, saved: int | None) -> int:
+        attempt = len(list((run.path / "attempts").glob("*")))
+        nodes.meet(run, f"7.{attempt}", 0, ["localhost"])
+        here = RunDir(run.path, attempt)
+        if step is not None:
+            here.events(0).write_text(json.dumps({"event": "train_start", "step": step}) + "\n")
+        if saved is not None:
+            (run.checkpoints / f"step-{saved:08d}").mkdir()
+        write_json(here.exit_json, {"exit_code": 75, "first_failure": None})
+        return conclude(run, 0, f"7.{attempt}")
+
+    cases: dict[str, tuple[list[tuple[int | None, int | None]], int]] = {
+        "in-vain": ([(0, 2), (2, 4), (4, None), (4, None), (4, None)], 1),
+        "saves": ([(0, 2), (0, 4), (0, 6), (0, 8)], 75),
+        "moves": ([(0, None), (2, None), (4, None), (6, None)], 75),  # its checkpoints are elsewhere
+        "silent": ([(None, None)] * 5, 75),  # no loop of ours: nobody knows
+    }
+    for name, (starts, last) in cases.items():
+        run = RunDir.create(tmp_path, name, begin=False)
+        write_spec(run, JobSpec("train.py"), launcher="slurm", id="7")
+        codes = [start(run, *each) for each in starts]
+        assert codes == [75] * (len(starts) - 1) + [last], name
+    assert "3 starts in a row began at step 4 and left no newer checkpoint than step-00000004" in capsys.readouterr().err
 
 
 def test_the_state_of_a_job_that_slurm_has_forgotten_is_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = _ends(tmp_path, "r", {}, {})
     monkeypatch.setattr(commands, "ask", lambda job: (None, ""))
     assert job_of(run).state() is JobState.LOST
-    node.conclude(run, 0, "7.0")
+    conclude(run, 0, "7.0")
     assert job_of(run).state() is JobState.DONE
     monkeypatch.setattr(commands, "ask", lambda job: (JobState.PENDING, "PENDING: Resources"))
     assert job_of(run).state() is JobState.PENDING and job_of(run).why() == "PENDING: Resources"

@@ -1,4 +1,4 @@
-"""`slurm`: a real Slurm of four nodes on this machine, each in network namespaces of its own; up in half a second.
+"""`slurm`: a real Slurm of eight nodes on this machine, each in network namespaces of its own; up in half a second.
 
 Without Slurm's packages, or without root, these tests are skipped and say how to get them; with ECHELON_REQUIRE_SLURM=1 they
 fail instead. The daemons are started by a process of their own, which leaves them to init: no test is their parent.
@@ -20,6 +20,10 @@ import pytest
 from tests.conftest import clean_environment
 
 LAB = Path(__file__).with_name("lab.py")
+# Enough that a job is preempted, another loses a node and a third is cancelled while the others run undisturbed.
+NODES = 8
+# With patience: how much a rank does before it is killed is not to depend on the machine.
+UP = ("up", "--nodes", str(NODES), "--cpus", "8", "--kill-wait", "60")
 UNFINISHED = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "RESIZING", "SIGNALING", "STAGE_OUT"}
 
 
@@ -115,7 +119,7 @@ def slurm_cluster() -> Iterator[Cluster]:
     # A short path: Slurm's and munge's sockets lie below it. Any user may enter it, as munge demands.
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     cluster = Cluster(Path(tempfile.gettempdir()) / f"echelon-slurm{'-' + worker if worker else ''}")
-    up = cluster.lab("up")
+    up = cluster.lab(*UP)
     if up.returncode == 0:
         up = cluster.lab("reset")  # jobs of a session that was killed
     if up.returncode:
@@ -129,7 +133,7 @@ def slurm_cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def slurm(slurm_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """Four idle nodes and an empty queue; also for Slurm's commands started by this process."""
+    """Idle nodes and an empty queue; also for Slurm's commands started by this process."""
     monkeypatch.setenv("SLURM_CONF", str(slurm_cluster.conf))
     yield slurm_cluster
     slurm_cluster.lab("reset")

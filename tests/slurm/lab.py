@@ -491,6 +491,9 @@ class Lab:
                 + f"{st['head_addr']} {st['head']}"
                 + (f" {mine}" if mine not in ("localhost", st["head"]) else "")
                 + "\n"
+                # torch asks for the name of an address in this form, which a name server would know: without, it warns
+                + "".join(f"::ffff:{n['addr']} {name}.lab\n" for name, n in st["nodes"].items())
+                + "::ffff:127.0.0.1 localhost4.lab\n"
             )
             # no name server: unknown names fail at once instead of after a timeout
             (d / "etc" / "resolv.conf").write_text("options timeout:1 attempts:1\n")

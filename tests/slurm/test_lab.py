@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.slurm.conftest import Cluster
+from tests.slurm.conftest import NODES, UP, Cluster
 
 pytestmark = pytest.mark.xdist_group("slurm")
 
 
-def test_four_nodes_are_four_hosts(slurm: Cluster) -> None:
-    said = slurm.command("srun", "-N4", "bash", "-c", "echo $SLURM_NODEID $(hostname) $(hostname -I)")
+def test_the_nodes_are_as_many_hosts(slurm: Cluster) -> None:
+    said = slurm.command("srun", f"-N{NODES}", "bash", "-c", "echo $SLURM_NODEID $(hostname) $(hostname -I)")
     rows = sorted(line.split() for line in said.splitlines())
-    assert [(row[0], row[1]) for row in rows] == [(str(i), f"node{i + 1}") for i in range(4)]
-    assert len({row[2] for row in rows}) == 4
+    assert [(row[0], row[1]) for row in rows] == [(str(i), f"node{i + 1}") for i in range(NODES)]
+    assert len({row[2] for row in rows}) == NODES
 
 
 def test_a_second_start_finds_the_first(slurm: Cluster) -> None:
-    assert "already up" in slurm.lab("up").stderr
+    assert "already up" in slurm.lab(*UP).stderr

@@ -13,12 +13,14 @@ import torch
 
 import echelon as ech
 from echelon.contracts.run_dir import RunDir
+from echelon.world import stop
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--strategy", default="ddp")
 parser.add_argument("--lr", type=float, default=0.05)
-parser.add_argument("--steps", type=int, default=6)
-parser.add_argument("--slowly", type=float, default=0.0, help="seconds a step, of the first attempt only")
+parser.add_argument("--steps", type=int)
+parser.add_argument("--epochs", type=int, help="of four updates each; in steps an update has as many as it has parts on a rank")
+parser.add_argument("--hold-at", type=int, help="in the first attempt, wait after so many steps until a stop is asked for")
 parser.add_argument("--raise-on", type=int)
 parser.add_argument("--kill-on", type=int)
 parser.add_argument("--save-every", type=int)
@@ -35,11 +37,12 @@ data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).tanh())
 
 class Unit(ech.AutoUnit):
     def compute_loss(self, state, data):
-        if arguments.slowly and run.attempt == 0:
-            time.sleep(arguments.slowly)
-        if self.train_progress.num_steps_completed == 2 and rank == arguments.raise_on:
+        steps = self.train_progress.num_steps_completed
+        while steps == arguments.hold_at and run.attempt == 0 and not stop.asked():
+            time.sleep(0.05)
+        if steps == 2 and rank == arguments.raise_on:
             raise ValueError(f"planted on rank {rank}")
-        if self.train_progress.num_steps_completed == 2 and rank == arguments.kill_on:
+        if steps == 2 and rank == arguments.kill_on:
             os.kill(os.getpid(), signal.SIGKILL)
         out = self.module(data[0])
         return torch.nn.functional.mse_loss(out, data[1]), out
@@ -59,7 +62,11 @@ loader = ech.Loader(data, 16, seed=3)
 saver = ech.DistributedCheckpointSaver
 saver.restore_from_latest(run.checkpoints, unit, train_dataloader=loader)
 ech.train(
-    unit, loader, max_steps=arguments.steps, callbacks=[saver(run.checkpoints, save_every_n_train_steps=arguments.save_every)]
+    unit,
+    loader,
+    max_epochs=arguments.epochs,
+    max_steps=arguments.steps,
+    callbacks=[saver(run.checkpoints, save_every_n_train_steps=arguments.save_every)],
 )
 
 final = {

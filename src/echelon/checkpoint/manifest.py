@@ -28,6 +28,7 @@ FORMAT = 2
 # Of a file that one checksum covers: ranks and threads share the verification of a file by blocks.
 BLOCK_BYTES = 64 << 20
 _NAME = re.compile(r"step-(\d{8,})")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SEAL = ',\n "checksum": "'
 
 
@@ -79,6 +80,11 @@ def read(folder: Place) -> dict[str, Any]:
     if version is None or version > FORMAT:
         raise CheckpointError(f"{folder} has format {version}, this echelon reads formats up to {FORMAT}: update echelon.")
     manifest: dict[str, Any] = json.loads(body)
+    outside = [name for name in manifest["files"] if not _FILE.fullmatch(name)]
+    if outside:  # only somebody who means harm writes one
+        raise CheckpointCorruptError(
+            f"{path} lists {outside[0]!r}, which is no file of a checkpoint. Do not use this checkpoint."
+        )
     match = _NAME.fullmatch(folder.name)
     if match is not None and int(match[1]) != manifest["step"]:
         raise CheckpointCorruptError(f"{path} is not what was written: it is that of step {manifest['step']}.")

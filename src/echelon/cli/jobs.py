@@ -50,7 +50,8 @@ def _row(job: FolderJob, keys: Sequence[str]) -> list[str]:
     loss = last.get("loss")
     shown = f"{loss:.6g}" if isinstance(loss, float) else ""
     row = [name, job.id, state, ranks, str(len(job.attempts)), *(str(values.get(key, "")) for key in keys)]
-    return [*row, str(last.get("step", "")), shown, "" if state == "done" else why]
+    row += [str(last.get("step", "")), shown, "" if state == "done" else why]
+    return ["".join(c if c.isprintable() else "?" for c in cell) for cell in row]  # the files may be another's: no escapes
 
 
 def _last_record(run: RunDir) -> dict[str, object]:

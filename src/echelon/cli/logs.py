@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from echelon.launcher.protocol import FolderJob
 __all__ = ["add_arguments", "execute"]
 
 _ASK_EVERY_S = 2.0
+# What would do more to a terminal than show text: everything but colours, tabs, line ends and carriage returns.
+_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]|\x1b(?!\[[0-9;:]*m)|\xc2[\x80-\x9f]")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +74,7 @@ def _copy(path: Path, offset: int) -> int:
         with open(path, "rb") as file:
             file.seek(offset)
             while block := file.read(1 << 20):
-                sys.stdout.buffer.write(block)
+                sys.stdout.buffer.write(_CONTROL.sub(b"?", block) if sys.stdout.isatty() else block)
                 offset += len(block)
     except FileNotFoundError:
         return offset

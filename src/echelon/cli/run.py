@@ -19,11 +19,12 @@ from pathlib import Path
 from echelon.contracts.errors import UsageError
 from echelon.contracts.events import read_lines
 from echelon.contracts.overrides import Overrides
+from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.job import JobSpec, parse_duration, parse_rank_range
 
-__all__ = ["add_arguments", "check_script", "decided", "describe", "execute"]
+__all__ = ["add_arguments", "check_module", "check_script", "decided", "describe", "execute"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +76,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.grace < math.inf:
         raise UsageError(f"--grace {arguments.grace:g}: a number of seconds, 0 or more.")
     if arguments.module:
-        _check_module(arguments.script)
+        check_module(arguments.script)
     else:
         check_script(arguments.script)
     job = JobSpec(
@@ -151,7 +152,7 @@ def check_script(script: str) -> None:
         raise UsageError(f"script {script} cannot be read: {error.strerror}.") from error
 
 
-def _check_module(name: str) -> None:
+def check_module(name: str) -> None:
     if name.endswith(".py") or "/" in name:
         raise UsageError(f"module {name}: -m takes a dotted name, such as package.train; leave -m out to run a file.")
     top = name.partition(".")[0]
@@ -170,9 +171,9 @@ def describe(job: JobSpec, run: RunDir, launcher: str = "local") -> dict[str, ob
             versions[package] = "not installed"
     return {
         "name": run.name,
-        "command": ["echelon", *sys.argv[1:]],
+        "command": ["echelon", *redacted_words(sys.argv[1:])],
         "script": job.target,
-        "args": list(job.args),
+        "args": redacted_words(job.args),
         "ranks": job.ranks * job.nodes,
         "launcher": launcher,
         "host": socket.gethostname(),

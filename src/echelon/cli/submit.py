@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.cli.run import check_script, decided, describe
+from echelon.cli.run import check_module, check_script, decided, describe
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.launcher.job import JobSpec, parse_duration
@@ -35,7 +36,9 @@ _HELP = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--to", choices=("slurm", "local"), default="slurm", help="where it runs (default: slurm)")
+    parser.add_argument(
+        "--to", choices=("slurm", "local", "dragon", "kubernetes"), default="slurm", help="where it runs (default: slurm)"
+    )
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default: 1)")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="processes on each (default: one per GPU, else 1)")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="devices of each node")
@@ -57,15 +60,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one run for each value, given as --KEY; several: all pairs",
     )
     parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="start all ranks again up to N times after a failure"
+    )
+    parser.add_argument(
         "--bitwise", action="store_true", help="the same bits in every parameter on any number of ranks that divides --parts"
     )
     parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
     parser.add_argument("--name", metavar="NAME", help="the run's folder below runs/; an existing one goes on")
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")
+    parser.add_argument(
+        "--image", metavar="IMAGE", help="with --to kubernetes: the container's, with the script and echelon in it"
+    )
+    parser.add_argument(
+        "--volume", metavar="CLAIM:PATH", help="with --to kubernetes: a claim that all pods can write, and where they see it"
+    )
     parser.add_argument("--no-snapshot", action="store_true", help="run the code as it is when the job starts, not as it is now")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the batch script, and what Slurm says to it; submit nothing"
     )
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
     parser.add_argument("script", help="the training script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
 
@@ -73,7 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     from echelon.launcher.slurm.render import SlurmOptions, exported
 
-    check_script(arguments.script)
+    if arguments.to == "kubernetes":
+        return _kubernetes(arguments)
+    if arguments.module:
+        check_module(arguments.script)
+    else:
+        check_script(arguments.script)
     for name in arguments.env:
         if name not in os.environ:
             raise UsageError(f"--env {name}: there is no such variable in your environment.")
@@ -88,19 +106,9 @@ def execute(arguments: argparse.Namespace) -> int:
         export=exported(list(os.environ), arguments.env),
     )
     options.check()
-    ranks = arguments.ranks_per_node if arguments.ranks_per_node is not None else arguments.gpus_per_node or 1
-    for name, value in (("--nodes", arguments.nodes), ("--ranks-per-node", ranks)):
-        if value < 1:
-            raise UsageError(f"{name} {value}: at least 1.")
-    spec = JobSpec(
-        str(Path(arguments.script).absolute()),
-        args=tuple(arguments.args),
-        ranks=ranks,
-        env=decided(arguments).to_env() if arguments.bitwise else {},
-        nodes=arguments.nodes,
-    )
+    spec = _spec(arguments, arguments.script if arguments.module else str(Path(arguments.script).absolute()))
     sweep = parse_sweep(arguments.sweep)
-    if arguments.to == "local":
+    if arguments.to in ("local", "dragon"):
         return _submit_here(spec, sweep, arguments)
     from echelon.launcher.slurm.job import SlurmLauncher
 
@@ -109,7 +117,7 @@ def execute(arguments: argparse.Namespace) -> int:
         return _dry_run(launcher, spec, sweep, arguments)
     run, new = _folder(arguments)
     try:
-        placed = spec if arguments.no_snapshot else replace(spec, target=_snapshot(arguments.script, run))
+        placed = _with_copy(spec, run, arguments)
         write_json(run.run_json, describe(spec, run, "slurm"))
         jobs = launcher.submit_all(placed, sweep, run) if sweep else [launcher.submit(placed, run)]
     except EchelonError:
@@ -117,6 +125,42 @@ def execute(arguments: argparse.Namespace) -> int:
             shutil.rmtree(run.path, ignore_errors=True)
         raise
     return _say_where(run, jobs, arguments)
+
+
+def _spec(arguments: argparse.Namespace, target: str) -> JobSpec:
+    ranks = arguments.ranks_per_node if arguments.ranks_per_node is not None else arguments.gpus_per_node or 1
+    for name, value in (("--nodes", arguments.nodes), ("--ranks-per-node", ranks)):
+        if value < 1:
+            raise UsageError(f"{name} {value}: at least 1.")
+    if arguments.max_restarts < 0:
+        raise UsageError(f"--max-restarts {arguments.max_restarts}: 0 or more.")
+    return JobSpec(
+        target,
+        "module" if arguments.module else "script",
+        args=tuple(arguments.args),
+        ranks=ranks,
+        env=decided(arguments).to_env() if arguments.bitwise else {},
+        nodes=arguments.nodes,
+        max_restarts=arguments.max_restarts,
+    )
+
+
+def _kubernetes(arguments: argparse.Namespace) -> int:
+    """Print the manifests. The script is the image's: what is here may be another, or none."""
+    from echelon.launcher.kubernetes import render
+
+    if not arguments.dry_run:
+        raise UsageError("echelon does not speak to Kubernetes: add --dry-run, and give what it prints to `kubectl apply -f -`.")
+    for name in ("image", "volume", "name"):
+        if not getattr(arguments, name):
+            raise UsageError(f"--to kubernetes needs --{name}: see `echelon submit --help`.")
+    other = [n for n in (*_SLURM, "time", "exclusive", "env", "sweep") if n != "mem" and getattr(arguments, n)]
+    if other:
+        raise UsageError(f"--{other[0]} is for Slurm. Kubernetes' own word for it can be added to what is printed.")
+    spec, mem = _spec(arguments, arguments.script), arguments.mem
+    shape = {"cpus_per_rank": arguments.cpus_per_rank, "gpus": arguments.gpus_per_node, "mem": mem}
+    print(render(spec, arguments.name, image=arguments.image, volume=arguments.volume, **shape), end="")
+    return 0
 
 
 def parse_sweep(given: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
@@ -144,7 +188,11 @@ def _folder(arguments: argparse.Namespace) -> tuple[RunDir, bool]:
 
     named = Path(arguments.runs) / arguments.name if arguments.name else None
     new = named is None or not named.exists()
-    run = RunDir.create(arguments.runs, arguments.name, stem=Path(arguments.script).stem, begin=False)
+    run = RunDir.create(arguments.runs, arguments.name, stem=_stem(arguments), begin=False)
+    if run.path.stat().st_mode & stat.S_IWOTH:
+        raise UsageError(
+            f"everybody can write to {run.path}, and so change what the job runs: chmod o-w it, and check your umask."
+        )
     if not new:
         if tasks_of(run.path) or arguments.sweep:
             raise UsageError(f"run {run.name} exists, and a sweep cannot go on. Give another --name.")
@@ -159,29 +207,44 @@ def _folder(arguments: argparse.Namespace) -> tuple[RunDir, bool]:
     return run, new
 
 
-def _snapshot(script: str, run: RunDir) -> str:
+def _stem(arguments: argparse.Namespace) -> str:
+    return str(arguments.script).rpartition(".")[2] if arguments.module else Path(arguments.script).stem
+
+
+def _with_copy(spec: JobSpec, run: RunDir, arguments: argparse.Namespace) -> JobSpec:
+    """The job, run from a copy of its code in the run's folder. A module that is installed is not copied."""
     from echelon.launcher.snapshot import snapshot
 
-    return str(snapshot(Path(script), run.path.absolute() / "job" / "code"))
+    if arguments.no_snapshot:
+        return spec
+    folder = run.path.absolute() / "job" / "code"
+    if not arguments.module:
+        return replace(spec, target=str(snapshot(Path(arguments.script), folder)))
+    module = Path(*arguments.script.split("."))
+    for file in (module.with_suffix(".py"), module / "__main__.py"):
+        if file.is_file():
+            return replace(spec, code=str(snapshot(file, folder, Path.cwd()).parents[len(file.parts) - 1]))
+    return spec
 
 
 def _submit_here(spec: JobSpec, sweep: Sequence[object], arguments: argparse.Namespace) -> int:
     from echelon.launcher.background import LocalLauncher
+    from echelon.launcher.dragon_job import DragonLauncher
 
     if sweep or arguments.dry_run:
-        raise UsageError(f"{'--sweep' if sweep else '--dry-run'} is for Slurm; here, --to local starts one run at once.")
+        raise UsageError(f"{'--sweep' if sweep else '--dry-run'} is for Slurm; here, --to {arguments.to} starts one run at once.")
+    launcher = DragonLauncher() if arguments.to == "dragon" else LocalLauncher()
+    launcher.check(spec)
     run, _ = _folder(arguments)
-    placed = spec if arguments.no_snapshot else replace(spec, target=_snapshot(arguments.script, run))
-    write_json(run.run_json, describe(spec, run, "local"))
-    return _say_where(run, [LocalLauncher().submit(placed, run)], arguments)
+    placed = _with_copy(spec, run, arguments)
+    write_json(run.run_json, describe(spec, run, arguments.to))
+    return _say_where(run, [launcher.submit(placed, run)], arguments)
 
 
 def _dry_run(launcher: SlurmLauncher, spec: JobSpec, sweep: Sequence[object], arguments: argparse.Namespace) -> int:
     from echelon.launcher.slurm import commands
 
-    name = (
-        arguments.name or f"{re.sub(r'[^A-Za-z0-9_-]', '_', Path(arguments.script).stem)[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
+    name = arguments.name or f"{re.sub(r'[^A-Za-z0-9_-]', '_', _stem(arguments))[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
     RunDir.check_name(name)
     script = launcher.script(spec, RunDir(Path(arguments.runs).absolute() / name), len(sweep) or None)
     print(script, end="")

@@ -83,6 +83,7 @@ class LocalLauncher:
                 stderr=output,
                 env=env,
                 start_new_session=True,
+                umask=0o077,  # as the batch script has it
             )
         finally:
             os.close(output)

@@ -125,7 +125,8 @@ def run_rank(path: str, attempt: int) -> int:
     signal.signal(signal.SIGINT, _as_a_wish_to_end)
     record = here.rank_exit(info.rank)
     sys_path = [place for place in sys.path if place]
-    code = run_program(Start(spec.kind, spec.target, spec.args, {}, os.getcwd(), sys_path, record=str(record.absolute())))
+    start = Start(spec.kind, spec.target, spec.args, {}, os.getcwd(), sys_path, record=str(record.absolute()), code=spec.code)
+    code = run_program(start)
     sys.stdout.flush()
     sys.stderr.flush()
     if code not in (0, REQUEUE):

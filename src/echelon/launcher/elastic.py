@@ -4,10 +4,8 @@ torchelastic documents `SimpleElasticAgent` as the class to extend, by four meth
 `_remaining_restarts` are all that is used of it (tests/test_elastic_seam.py notices a change; tested with torch 2.13.0).
 It keeps the decisions (ranks, restarts, when a group is done); ours are how a rank starts, stops and is heard to end.
 
-Every attempt gets a store of its own: a new socket on loopback, a new server, no key of an earlier attempt. With
-torchrun's shared store, restarted ranks read the addresses of dead ones and wait for half an hour.
-
-The only module of `launch` that imports torch at its top; `launch.local` imports it inside a function.
+With `launcher.rendezvous` the only module of this room that imports torch at its top; `launcher.local` imports it inside a
+function.
 """
 
 from __future__ import annotations
@@ -16,19 +14,15 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, NoReturn
 
-import torch.distributed as dist
 from torch.distributed.elastic.agent.server import SimpleElasticAgent, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from echelon.contracts.errors import RankTimeoutError
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
@@ -36,90 +30,16 @@ from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.attempt import Attempt, Requests
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.nodes import Meeting
+from echelon.launcher.rendezvous import NODES_WAIT_S, NodesRendezvous, OneNodeRendezvous
 from echelon.launcher.server import ForkServer
 from echelon.launcher.shrink import Plan, loaders_of, next_ranks
 from echelon.launcher.worker import STACK_SIGNAL
 
-__all__ = ["ForkAgent", "NodesRendezvous", "OneNodeRendezvous"]
+__all__ = ["ForkAgent"]
 
-_LOOPBACK = "127.0.0.1"
 # How long a rank may take to react to SIGTERM once another has failed: it has nothing left to finish.
 _FAILURE_GRACE_S = 5.0
 _CULPRIT_WAIT_S = 2.0
-# Between the first node that has come so far, or has ended, and the last.
-_NODES_WAIT_S = 300.0
-
-
-class OneNodeRendezvous(RendezvousHandler):
-    """The meeting of one agent with itself: no port for the agents, and a fresh store for the ranks at every attempt."""
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._closed = False
-        self._store: dist.TCPStore | None = None
-
-    def get_backend(self) -> str:
-        return "echelon-one-node"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        # Bound here and handed over: no other process can take the port first, and nothing listens beyond loopback.
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.bind((_LOOPBACK, 0))
-        listener.listen(1024)
-        port = int(listener.getsockname()[1])
-        self._store = dist.TCPStore(
-            _LOOPBACK,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            timeout=timedelta(seconds=60),
-        )
-        return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
-
-    def is_closed(self) -> bool:
-        return self._closed
-
-    def set_closed(self) -> None:
-        self._closed = True
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        self._closed, self._store = True, None
-        return True
-
-
-class NodesRendezvous(OneNodeRendezvous):
-    """The meeting of the agents of several nodes, and of their ranks: both through one store, which the first node serves."""
-
-    def __init__(self, run_id: str, meeting: Meeting) -> None:
-        super().__init__(run_id)
-        self._meeting = meeting
-
-    def get_backend(self) -> str:
-        return "echelon-nodes"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        at = self._meeting
-        self._store = dist.TCPStore(
-            at.host,
-            at.port,
-            is_master=at.listener is not None,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_NODES_WAIT_S),
-            master_listen_fd=at.listener.detach() if at.listener is not None else None,
-        )
-        agents = dist.PrefixStore(f"{at.token}/agents", self._store)
-        return RendezvousInfo(agents, at.node, at.nodes, RendezvousStoreInfo(at.host, at.port))
 
 
 class ForkAgent(SimpleElasticAgent):
@@ -152,15 +72,18 @@ class ForkAgent(SimpleElasticAgent):
         timeout_s: float | None = None,
         meeting: Meeting | None = None,
     ) -> None:
+        self._meetings = OneNodeRendezvous(run_id)
+        if meeting is not None and meeting.nodes > 1:
+            self._meetings = NodesRendezvous(run_id, meeting, comes_again=job.max_restarts > 0)
         spec = WorkerSpec(
             role="default",
             local_world_size=job.ranks,
-            rdzv_handler=NodesRendezvous(run_id, meeting) if meeting is not None else OneNodeRendezvous(run_id),
+            rdzv_handler=self._meetings,
             entrypoint=job.target,
             max_restarts=job.max_restarts,
             monitor_interval=0.01,
         )
-        super().__init__(spec, exit_barrier_timeout=_NODES_WAIT_S)
+        super().__init__(spec, exit_barrier_timeout=NODES_WAIT_S)
         self._job, self._server = job, server
         self._token = meeting.token if meeting is not None else secrets.token_hex(16)
         self._begin_attempt, self._start_fields = begin_attempt, start_fields
@@ -178,6 +101,8 @@ class ForkAgent(SimpleElasticAgent):
         self.restarts += self.attempt is not None
         self.attempt, fds = self._begin_attempt(self.restarts)
         self.failures = []
+        # torchelastic does not count a restart that another node asked for.
+        self._remaining_restarts = self._job.max_restarts - self.restarts
         try:
             for worker in worker_group.workers:
                 info = self._rank_info(worker, worker_group)
@@ -222,6 +147,8 @@ class ForkAgent(SimpleElasticAgent):
             self._plan_restart(attempt)
             return RunResult(WorkerState.FAILED, {}, {f.rank: self._as_torch(f, attempt) for f in failures})
         if len(attempt.ended) == len(attempt.pids):
+            if not self._meetings.all_done():
+                return RunResult(WorkerState.HEALTHY)
             return RunResult(WorkerState.SUCCEEDED, dict.fromkeys(attempt.ended))
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._raise_timeout(attempt)
@@ -240,7 +167,7 @@ class ForkAgent(SimpleElasticAgent):
                 self._server.signal(attempt.pids[rank], signal.SIGUSR1, group=False)
         if self._leave_by is None and attempt.left(records=looks):
             self._leave_by = now + grace_s
-        if self._leave_by is not None and now > self._leave_by:
+        if self._leave_by is not None and now > self._leave_by and attempt.running:
             self.cut_short = True
             _say(f"rank {', '.join(map(str, attempt.running))} did not end within {grace_s:g} s and is stopped")
             late = attempt.running

@@ -34,6 +34,7 @@ class JobSpec:
         env: variables set on top of this process's environment.
         own_device: each rank sees one GPU only, by CUDA_VISIBLE_DEVICES (`launcher.placement`).
         nodes: how many machines; more than one is a matter of Slurm's.
+        code: the folder from which a module is imported; empty is the one that the ranks run in.
         bind: give each rank cores of its own (`launcher.placement`), with as many threads.
     """
 
@@ -50,6 +51,7 @@ class JobSpec:
     own_device: bool = False
     nodes: int = 1
     bind: bool = False
+    code: str = ""
 
 
 # What a survivor of a peer's death reports: gloo's and NCCL's words for a connection that went away.

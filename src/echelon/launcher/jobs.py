@@ -9,12 +9,18 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.background import LocalJob
 from echelon.launcher.dragon_job import DragonJob
+from echelon.launcher.kubernetes import KubernetesJob
 from echelon.launcher.protocol import FolderJob, read_spec
 from echelon.launcher.slurm.job import SlurmJob
 
 __all__ = ["find_run", "job_of", "jobs_below", "tasks_of"]
 
-_LAUNCHERS: dict[str, type[FolderJob]] = {"local": LocalJob, "dragon": DragonJob, "slurm": SlurmJob}
+_LAUNCHERS: dict[str, type[FolderJob]] = {
+    "local": LocalJob,
+    "dragon": DragonJob,
+    "slurm": SlurmJob,
+    "kubernetes": KubernetesJob,
+}
 
 
 def job_of(run: RunDir) -> FolderJob:

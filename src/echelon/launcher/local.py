@@ -112,7 +112,9 @@ def _run(
             _write_exit(agent, run.at_attempt(here.attempt - 1), meeting)
             plan = agent.plan
             how = f" with {plan.ranks} ranks: {plan.why}" if plan.why else ""
-            before = render(Failure.first(agent.failures), job.ranks)
+            before = (
+                render(Failure.first(agent.failures), job.ranks) if agent.failures else "echelon: ranks of another node failed"
+            )
             sys.stderr.write(f"{before}\nechelon: restart {number} of {job.max_restarts}{how}\n")
         return Attempt(here.attempt, here.attempt_path), relay.open(here.log(0)) if not meeting or meeting.node == 0 else ()
 
@@ -123,6 +125,7 @@ def _run(
             "args": list(job.args),
             "env": {**env_of(attempt, info.local_world_size), **place_of(info)[1]},
             "cwd": os.getcwd(),
+            "code": job.code,
             "sys_path": sys_path,
             "log": str(attempt.log_path(info.rank).absolute()),
             "record": str(attempt.record_path(info.rank).absolute()),

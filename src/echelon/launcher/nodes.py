@@ -30,10 +30,10 @@ class Meeting:
     Args:
         node, nodes: this node's index, and how many there are.
         attempt: the number of the attempt in the run's folder.
-        host, port: of the store, which the first node serves.
+        host, port: of the store, which the first node serves; of one node alone there is none.
         token: begins every key of the launchers in the store.
         interface: the network interface through which this node reaches the others; empty if it has no name.
-        listener: the first node's: bound and listening.
+        listener: the first of several nodes': bound and listening.
     """
 
     node: int
@@ -81,11 +81,14 @@ def meeting_path(run: RunDir, start: str) -> Path:
 
 
 def _open(run: RunDir, path: Path, hosts: list[str]) -> Meeting:
-    host = local_address_towards(hosts[1]) if len(hosts) > 1 else "127.0.0.1"
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((host, 0))
-    listener.listen(1024)
-    port, token = int(listener.getsockname()[1]), secrets.token_hex(16)
+    host, port, listener = "127.0.0.1", 0, None  # of one node: its ranks have a store anew at every attempt
+    if len(hosts) > 1:
+        host = local_address_towards(hosts[1])
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind((host, 0))
+        listener.listen(1024)
+        port = int(listener.getsockname()[1])
+    token = secrets.token_hex(16)
     attempt = run.next_attempt().attempt
     before = os.umask(0o077)
     try:

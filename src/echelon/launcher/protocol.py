@@ -169,7 +169,8 @@ class FolderJob:
         first = ended.get("first_failure")
         failure = Failure.from_json(first) if first else None
         usual = {JobState.DONE: 0, JobState.STOPPED: 75, JobState.CANCELLED: 143}.get(state, 1)
-        return Outcome(int(ended.get("exit_code", usual)) or usual, failure, note=f"job {self.id}: {state.value}")
+        why = f": {ended['stopped']}" if ended.get("stopped") else ""
+        return Outcome(int(ended.get("exit_code", usual)) or usual, failure, note=f"job {self.id}: {state.value}{why}")
 
     def result(self, timeout_s: float | None = None) -> Outcome:
         outcome = self.wait(timeout_s)

@@ -17,19 +17,23 @@ _MOST_FILES = 5000
 _LARGEST = 4 << 20
 
 
-def snapshot(script: Path, folder: Path) -> Path:
-    """Copy the repository of `script`, as git sees it with changes and new files, else the script's own folder.
+def snapshot(script: Path, folder: Path, top: Path | None = None) -> Path:
+    """Copy the repository of `script`, as git sees it with changes and new files, else the script's own folder, or `top`.
 
     Args:
         script: a file.
         folder: of the copy; it is replaced.
+        top: a folder above `script` all of which must be in the copy.
     Returns:
         The script within the copy.
     Raises:
         UsageError: more files than anybody's code has.
     """
     script = script.resolve()
-    top, files = _in_git(script) or (script.parent, None)
+    found = _in_git(script)
+    if found is not None and top is not None and not top.resolve().is_relative_to(found[0]):
+        found = None
+    top, files = found or ((top or script.parent).resolve(), None)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
     count = 0

@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.redact import redacted
 from echelon.contracts.run_dir import write_json
 from echelon.contracts.stopping import REQUEUE, SIGNALS, leave
 
@@ -53,6 +54,7 @@ class Start:
     result: str | None = None
     stacks: str | None = None
     cores: Sequence[int] = ()
+    code: str = ""
     preparation: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -145,7 +147,7 @@ def run_program(start: Start) -> int:
             if start.kind == "call":
                 _call(start)
             elif start.kind == "module":
-                sys.path[:] = [start.cwd, *start.sys_path]
+                sys.path[:] = [start.code or start.cwd, *start.sys_path]
                 runpy.run_module(start.target, run_name="__main__", alter_sys=True)
             else:
                 sys.path[:] = [str(Path(start.target).resolve().parent), *start.sys_path]
@@ -211,7 +213,7 @@ def _system_exit(stop: SystemExit) -> tuple[int, dict[str, Any] | None]:
     if isinstance(stop.code, int):
         code, message = stop.code & 0xFF, ""
     else:
-        code, message = 1, str(stop.code)
+        code, message = 1, redacted(str(stop.code))
         sys.stderr.write(message + "\n")
     if code == 0:
         return 0, None
@@ -223,13 +225,13 @@ def _system_exit(stop: SystemExit) -> tuple[int, dict[str, Any] | None]:
 def describe(error: BaseException) -> dict[str, Any]:
     """An exception as plain values, its frames in the user's own files apart from those of libraries."""
     trace = _skip_launcher(error.__traceback__)
-    text = "".join(traceback.format_exception(type(error), error, trace))
+    text = redacted("".join(traceback.format_exception(type(error), error, trace)))
     return {
         "time_ns": time.monotonic_ns(),
         "kind": type(error).__name__,
-        "message": _text_of(error),
+        "message": redacted(_text_of(error)),
         "ours": isinstance(error, EchelonError),
-        "user_frames": user_frames(trace),
+        "user_frames": [redacted(frame) for frame in user_frames(trace)],
         "traceback": text,
     }
 

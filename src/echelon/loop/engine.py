@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from echelon.contracts.errors import EchelonError, UnitError, UsageError
 from echelon.contracts.rank import RankInfo
+from echelon.contracts.redact import redacted
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.loader import Loader
 from echelon.data.place import Placed
@@ -149,7 +150,7 @@ class Run:
     def _tell(self, error: BaseException) -> None:
         """Everyone who wants to know of the error. What fails meanwhile is logged and hides neither the error nor the rest."""
         told: list[Callable[[], None]] = [
-            lambda: self._event("exception", kind=type(error).__name__, message=str(error)),
+            lambda: self._event("exception", kind=type(error).__name__, message=redacted(str(error))),
             lambda: self.unit.on_exception(self.state, error),
             *(partial(c.on_exception, self.state, self.unit, error) for c in self.callbacks),
             self._close_sinks,
