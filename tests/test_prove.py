@@ -66,7 +66,7 @@ def test_a_planted_mistake_is_named(script: str) -> None:
 
 
 # The unusual ones are right or wrong in what they do, however many ranks there are.
-UNUSUAL = ("right_objects", "right_lists", "right_two_optimizers")
+UNUSUAL = ("right_objects", "right_lists", "right_two_optimizers", "right_sharded_ddp")
 
 
 @pytest.mark.parametrize("script", sorted(p.stem for p in PLANTED.glob("right_*.py")))

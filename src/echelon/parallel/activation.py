@@ -7,8 +7,9 @@ is done here: running statistics are counted once, and keyword arguments are sav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,9 +22,59 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.blocks import blocks_by_policy, blocks_to_shard
 from echelon.parallel.strategy import NO_CONTEXT
 
-__all__ = ["ActivationCheckpointParams", "checkpoint_wrapper", "recompute"]
+__all__ = [
+    "ActivationCheckpointParams",
+    "checkpoint_wrapper",
+    "disable_checkpointing",
+    "is_checkpointing",
+    "is_recomputing",
+    "recompute",
+]
 
 Contexts = Callable[[], tuple[Any, Any]]
+
+
+class _Now(threading.local):
+    """What this thread is doing: a backward pass on a GPU recomputes in a thread of its own."""
+
+    checkpointing = recomputing = disabled = False
+
+
+_now = _Now()
+
+
+def is_checkpointing() -> bool:
+    """Whether this is the forward pass of a module that will be recomputed; asked from within the module."""
+    return _now.checkpointing
+
+
+def is_recomputing() -> bool:
+    """Whether this is the recomputation of a module; asked from within the module."""
+    return _now.recomputing
+
+
+@contextmanager
+def disable_checkpointing() -> Iterator[None]:
+    """Inside, modules keep their activations."""
+    with _Doing("disabled"):
+        yield
+
+
+class _Doing:
+    """Context that sets a flag of `_now`, and `also`. torch may enter the same one again, and they lie within each other."""
+
+    def __init__(self, flag: str, also: AbstractContextManager[Any] = NO_CONTEXT) -> None:
+        self._flag, self._also = flag, also
+        self._before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self._before.append(getattr(_now, self._flag))
+        setattr(_now, self._flag, True)
+        self._also.__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        setattr(_now, self._flag, self._before.pop())
+        return self._also.__exit__(*raised)
 
 
 @dataclass(frozen=True)
@@ -119,7 +170,7 @@ class _Recompute:
         self._offload, self._contexts = offload_to_cpu, contexts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or _now.disabled:
             return self._forward(*args, **kwargs)
         # By position, as torch saves (and frees, and offloads) tensors among positional arguments only.
         inputs, names = (*args, *kwargs.values()), tuple(kwargs)
@@ -144,7 +195,7 @@ class _Recompute:
 
     def _contexts_and_statistics(self) -> tuple[Any, Any]:
         first, again = self._contexts() if self._contexts is not None else (NO_CONTEXT, NO_CONTEXT)
-        return first, _Uncounted(self._module, again)
+        return _Doing("checkpointing", first), _Doing("recomputing", _Uncounted(self._module, again))
 
     def _offloaded(self) -> AbstractContextManager[Any]:
         on_gpu = any(p.device.type == "cuda" for p in self._module.parameters())

@@ -9,8 +9,10 @@ Communication: after each step one broadcast per owner, type and device; paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -36,16 +38,35 @@ def assign(sizes: Sequence[int], owners: int) -> list[int]:
     return chosen
 
 
+@dataclass
+class _Buffer:
+    """One owner's parameters of one type and device, which are views of `flat`; and where they lay when it was made."""
+
+    owner: int
+    parameters: list[nn.Parameter]
+    flat: torch.Tensor
+    addresses: list[int]
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a parameter has been given other memory since: `module.to(...)`, or `parameter.data = ...`."""
+        return any(p.data_ptr() != address for p, address in zip(self.parameters, self.addresses, strict=True))
+
+
 class Partition:
     """Divides the state of an optimizer over the ranks of a group, whose gradients must be equal already. Collective.
 
-    A frozen parameter belongs to nobody. Parameters that come later by `add_param_group` are divided at the next step.
+    A frozen parameter belongs to nobody. Parameters that come later by `add_param_group` are divided at the next step, those
+    that are unfrozen later by `refresh`.
 
     Args:
         optimizer: just built; its groups keep only what this rank owns. What its constructor made for others is dropped.
         names: parameter names for messages.
+        what: who divides, for messages.
+        unfreezing: what to do about a parameter that was unfrozen too late, for messages.
     Attributes:
         groups: every group's parameters, whoever owns them, in the order of the optimizer's groups.
+        owners: the rank within the group that owns a parameter; frozen ones are not in it.
     Raises:
         UsageError: an optimizer that looks at all parameters at once; ranks whose optimizers differ.
     """
@@ -57,21 +78,23 @@ class Partition:
         optimizer: torch.optim.Optimizer,
         group: dist.ProcessGroup | None = None,
         names: dict[nn.Parameter, str] | None = None,
+        *,
+        what: str = "strategy 'zero1'",
+        unfreezing: str = "Unfreeze it before the module is prepared; give it an lr of 0 until then.",
     ) -> None:
+        self._what, self._unfreezing = what, unfreezing
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError(
-                "strategy 'zero1': LBFGS looks at all parameters at once; it cannot be divided. Take strategy 'ddp'."
-            )
+            raise UsageError(f"{what}: LBFGS looks at all parameters at once; it cannot be divided. Take strategy 'ddp'.")
         if Partition.of(optimizer) is not None:
-            raise UsageError(
-                f"this {type(optimizer).__name__} is divided already: strategy 'zero1' divides what the unit builds."
-            )
+            raise UsageError(f"this {type(optimizer).__name__} is divided already: {what} divides what the unit builds.")
         self._group, self._names = group, names or {}
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self.groups: list[list[nn.Parameter]] = []
-        self._buffers: list[tuple[int, torch.Tensor]] = []
+        self.owners: dict[nn.Parameter, int] = {}
+        self._buffers: list[_Buffer] = []
         self._frozen: list[nn.Parameter] = []
         self._is_alone = False
+        self._optimizer = weakref.ref(optimizer)
         self._take(optimizer)
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
@@ -84,6 +107,16 @@ class Partition:
         """The partition of an optimizer, if it has one."""
         return Partition._all.get(optimizer)
 
+    @staticmethod
+    def behind(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer that does the work: itself, or the divided one that it is a facade of."""
+        partition = Partition.of(optimizer)
+        return optimizer if partition is None else partition.optimizer
+
+    def stands_behind(self, facade: torch.optim.Optimizer) -> None:
+        """`Partition.of(facade)` is this one from now on: another optimizer through which users see the divided one."""
+        Partition._all[facade] = self
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Steps inside change nothing that others must learn of."""
@@ -94,34 +127,59 @@ class Partition:
             self._is_alone = False
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The divided optimizer itself."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self._group
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         return [p for group in self.groups for p in group]
+
+    def refresh(self) -> None:
+        """Give owners to what was added or unfrozen since. Collective; from then on its gradients must be equal, too."""
+        self._take(self.optimizer)
+        unfrozen = [p for p in self._frozen if p.requires_grad]
+        agree.same_on_all(
+            "what has been unfrozen", [list(p.shape) for p in unfrozen], "Unfreeze the same on every rank.", self._group
+        )
+        if unfrozen:
+            self._frozen = [p for p in self._frozen if not p.requires_grad]
+            self._divide(self.optimizer, unfrozen)
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the groups that are not divided yet."""
         new = optimizer.param_groups[len(self.groups) :]
-        parameters = [p for group in new for p in group["params"] if p.requires_grad]
         agree.same_on_all(
             "the optimizer's parameters",
             [[len(group["params"]), sum(p.numel() for p in group["params"])] for group in new],
             "Every rank must build the same optimizer.",
+            self._group,
         )
-        owners = dict(zip(parameters, assign([p.numel() * p.element_size() for p in parameters], self._size), strict=True))
-        twice = owners.keys() & set(self.parameters)
+        parameters = [p for group in new for p in group["params"] if p.requires_grad]
+        twice = set(parameters) & set(self.parameters)
         if twice:
-            raise UsageError(f"strategy 'zero1': {self._names.get(twice.pop(), 'a parameter')} is in the optimizer already.")
+            raise UsageError(f"{self._what}: {self._names.get(twice.pop(), 'a parameter')} is in the optimizer already.")
         for group in new:
             self.groups.append(list(group["params"]))
             self._frozen += [p for p in group["params"] if not p.requires_grad]
-            group["params"] = [p for p in group["params"] if owners.get(p) == self._rank]
+        self._divide(optimizer, parameters)
+
+    def _divide(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        owners = dict(zip(parameters, assign([p.numel() * p.element_size() for p in parameters], self._size), strict=True))
+        self.owners |= owners
+        for group, everyones in zip(optimizer.param_groups, self.groups, strict=True):
+            group["params"] = [p for p in everyones if self.owners.get(p) == self._rank]
         for parameter in parameters:
             if owners[parameter] != self._rank:
                 optimizer.state.pop(parameter, None)
-        kinds: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
-        for parameter, owner in owners.items():
-            kinds.setdefault((owner, parameter.dtype, parameter.device), []).append(parameter)
         if self._size > 1:
-            self._buffers += [(owner, _flatten(same)) for (owner, _, _), same in kinds.items()]
+            self._buffers += _buffers(parameters, owners)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_alone:
@@ -131,19 +189,33 @@ class Partition:
         for parameter in self._frozen:
             if parameter.grad is not None:
                 raise UsageError(
-                    f"strategy 'zero1': {self._names.get(parameter, 'a parameter')} was frozen when the optimizer was built, and "
-                    "has a gradient now that no rank has reduced. Unfreeze it before the module is prepared; give it an lr of 0 "
-                    "until then."
+                    f"{self._what}: {self._names.get(parameter, 'a parameter')} was frozen when the optimizer was built, and "
+                    f"has a gradient now that no rank has reduced. {self._unfreezing}"
                 )
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_alone:
             return
-        works = [dist.broadcast(b, group_src=owner, group=self._group, async_op=True) for owner, b in self._buffers]
+        if any(buffer.is_lost for buffer in self._buffers):
+            # Each at its own place, so that the order of the broadcasts is the same on all ranks.
+            found = ([b] if not b.is_lost else _buffers(b.parameters, self.owners) for b in self._buffers)
+            self._buffers = [buffer for each in found for buffer in each]
+        works = [dist.broadcast(b.flat, group_src=b.owner, group=self._group, async_op=True) for b in self._buffers]
         for work in works:
             assert work is not None
             work.wait()
+
+
+def _buffers(parameters: Iterable[nn.Parameter], owners: dict[nn.Parameter, int]) -> list[_Buffer]:
+    kinds: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault((owners[parameter], parameter.dtype, parameter.device), []).append(parameter)
+    made = []
+    for (owner, _, _), same in kinds.items():
+        flat = _flatten(same)
+        made.append(_Buffer(owner, same, flat, [p.data_ptr() for p in same]))
+    return made
 
 
 def _zero_grad(partition: Partition, set_to_none: bool = True) -> None:

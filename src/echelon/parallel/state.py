@@ -17,6 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from echelon.contracts.errors import CheckpointMismatchError
 from echelon.parallel.partition import Partition
+from echelon.parallel.sharded_ddp import ShardedDataParallel
 from echelon.world import agree
 
 __all__ = ["ModuleState", "OptimizerState", "states_by_name"]
@@ -37,7 +38,7 @@ class ModuleState:
     keyed_by_name = True
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module.module if isinstance(module, DataParallel) else module
+        self._module = module.module if isinstance(module, (DataParallel, ShardedDataParallel)) else module
 
     def state_dict(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -271,7 +272,8 @@ def _keep_types(loaded: Any, given: Mapping[str, Any]) -> None:
 
 def plain_names(module: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters by the names that the module's author gave them; of a tied one the first, or every one."""
-    wrappers = {name for name, m in module.named_modules() if isinstance(m, (DataParallel, DistributedDataParallel))}
+    kinds = (DataParallel, DistributedDataParallel, ShardedDataParallel)
+    wrappers = {name for name, m in module.named_modules() if isinstance(m, kinds)}
     for name, parameter in module.named_parameters(remove_duplicate=not every_name):
         parts = name.split(".")
         kept = [p for i, p in enumerate(parts) if p not in _WRAPPED and not (p == "module" and ".".join(parts[:i]) in wrappers)]
@@ -373,6 +375,7 @@ def states_by_name(app_state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> Any:
     partition = Partition.of(optimizer)
+    optimizer = Partition.behind(optimizer)
     parameters = partition.parameters if partition is not None else [p for g in optimizer.param_groups for p in g["params"]]
     owners = _owners(parameters, modules)
     fsdp = sys.modules.get("torch.distributed.fsdp")

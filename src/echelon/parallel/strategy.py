@@ -56,11 +56,15 @@ class Prepared(Generic[M]):
 
     @staticmethod
     def of(module: nn.Module, world: World) -> Prepared[Any]:
-        """Recognise what the user did to a module by hand: nothing, DistributedDataParallel, FSDP or `fully_shard`."""
+        """Recognise what the user did to a module by hand: nothing, one of the wrappers below, or `fully_shard`."""
         if isinstance(module, nn.parallel.DistributedDataParallel):
             from echelon.parallel.ddp import DDPPrepared
 
             return DDPPrepared(module, world)
+        from echelon.parallel.sharded_ddp import ShardedDataParallel, ShardedDDPPrepared
+
+        if isinstance(module, ShardedDataParallel):
+            return ShardedDDPPrepared(module)
         if isinstance(module, nn.DataParallel):
             from echelon.parallel.dp import DPPrepared
 

@@ -25,6 +25,8 @@ from echelon.loop.auto import AutoUnit
 from echelon.loop.callback import Callback
 from echelon.loop.loss import rows
 from echelon.loop.state import ActivePhase, State
+from echelon.parallel.partition import Partition
+from echelon.parallel.sharded_ddp import ShardedDataParallel
 from echelon.prover.peak import PeakMemory
 from echelon.prover.streams import Micro, digest, widened
 from echelon.prover.values import (
@@ -39,6 +41,7 @@ from echelon.prover.values import (
     switch_off_dropout,
     whole,
     whole_parameters,
+    wrappers_of,
 )
 from echelon.world import streams
 
@@ -108,17 +111,23 @@ class GradientWatch:
         self._handle.remove()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        tracked = self._unit.tracked_optimizers().values()
+        if any(Partition.behind(each) is optimizer is not each for each in tracked):
+            return  # it works behind one that was seen
         with self.pause():
             mine = _parameters_in([optimizer])
-            others = _parameters_in(self._unit.tracked_optimizers().values()) - mine
+            others = _parameters_in(tracked) - mine
+            sharded = [m for m in wrappers_of(self._unit) if isinstance(m, ShardedDataParallel)]
             named = list(parameters_of(self._unit))
             self.strangers = max(self.strangers, len(mine - {id(p) for _, p in named}))
             self.held |= {name for name, p in named if id(p) in mine}
             for name, parameter in named if self.looks else ():
-                if parameter.grad is None or id(parameter) in others:
+                if id(parameter) in others or not (id(parameter) in mine or not self._stepped):
                     continue
-                if id(parameter) in mine or not self._stepped:
-                    self._values[name] = whole(parameter.grad)
+                holder = next((m for m in sharded if m.owns(parameter)), None)
+                gradient = parameter.grad if holder is None else holder.whole_gradient(parameter)
+                if gradient is not None:
+                    self._values[name] = whole(gradient)
             if not self._stepped:
                 self.rates.append(rates_of(optimizer))
             self._stepped = True

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from echelon.loop.auto import AutoUnit
+from echelon.parallel.sharded_ddp import ShardedDataParallel
 
 __all__ = [
     "flattened",
@@ -24,6 +25,7 @@ __all__ = [
     "switch_off_dropout",
     "whole",
     "whole_parameters",
+    "wrappers_of",
 ]
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -61,6 +63,11 @@ def modules_of(unit: Any) -> list[tuple[str, nn.Module]]:
     return [(f"{name}." if len(modules) > 1 else "", module) for name, module in modules.items()]
 
 
+def wrappers_of(unit: Any) -> list[nn.Module]:
+    """The unit's modules as they are called."""
+    return [unit.prepared.module] if isinstance(unit, AutoUnit) else list(unit.tracked_modules().values())
+
+
 def switch_off_dropout(unit: Any) -> int:
     """In all modules of the unit: in another process nobody can repeat what they draw. Returns how many there were."""
     found = 0
@@ -72,8 +79,8 @@ def switch_off_dropout(unit: Any) -> int:
 
 
 def innermost(module: nn.Module) -> nn.Module:
-    """Inside DistributedDataParallel, which sends its buffers round before it calls this."""
-    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+    """Inside DistributedDataParallel and ShardedDataParallel, which send buffers round before they call this."""
+    return module.module if isinstance(module, (nn.parallel.DistributedDataParallel, ShardedDataParallel)) else module
 
 
 def plain_name(name: str) -> str:

@@ -1,7 +1,8 @@
 """How ranks agree before they act: rule of truth 5. Small, on host memory, without pickle.
 
-All functions are collective over the default group: every rank calls them in the same order. In a world of one they
-return at once. The group needs a backend for host memory (gloo), which `init_from_env` always provides.
+All functions are collective over the default group, or the one that they are given: every rank of it calls them in the same
+order. In a world of one they return at once. The default group needs a backend for host memory (gloo), which `init_from_env`
+always provides.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from echelon.contracts.errors import EchelonError, RanksDisagreeError
 
-__all__ = ["AnyRankLater", "any_rank", "control_group", "from_rank0", "gather", "is_rank0", "same_on_all"]
+__all__ = ["AnyRankLater", "any_rank", "channel", "control_group", "from_rank0", "gather", "is_rank0", "same_on_all"]
 
 T = TypeVar("T")
 
@@ -84,23 +85,33 @@ class AnyRankLater:
         return bool(self._value.item())
 
 
-def gather(value: Any) -> list[Any]:
+def channel(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, torch.device]:
+    """The group over which to talk about `group`'s business, and where its messages must lie: host memory, if it can be."""
+    if group is None or group is dist.group.WORLD:
+        return control_group(), torch.device("cpu")
+    if "gloo" in str(dist.get_backend_config(group)):
+        return group, torch.device("cpu")
+    return group, torch.device("cuda", torch.cuda.current_device())
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, by rank, on every rank. The value is anything that JSON can hold."""
     if not is_joined():
         return [value]
-    group, size = control_group(), dist.get_world_size()
+    group, device = channel(group)
+    size = dist.get_world_size(group)
     data = torch.frombuffer(bytearray(json.dumps(value).encode() or b" "), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([data.numel()]), group=group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([data.numel()], device=device), group=group)
     longest = max(int(n.item()) for n in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
-    parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+    parts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(size)]
     dist.all_gather(parts, padded, group=group)
     return [json.loads(bytes(p[: int(n.item())].tolist())) for p, n in zip(parts, lengths, strict=True)]
 
 
-def same_on_all(name: str, value: T, remedy: str) -> T:
+def same_on_all(name: str, value: T, remedy: str, group: dist.ProcessGroup | None = None) -> T:
     """Return `value` if every rank has the same.
 
     Raises:
@@ -108,7 +119,7 @@ def same_on_all(name: str, value: T, remedy: str) -> T:
     """
     if not is_joined():
         return value
-    values = gather(value)
+    values = gather(value, group)
     if all(v == values[0] for v in values):
         return value
     shown = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values[:16])) + (", ..." if len(values) > 16 else "")

@@ -19,6 +19,7 @@ from echelon.data import resume
 from echelon.data.loader import Loader
 from echelon.data.stream import StreamLoader
 from echelon.loop.unit import Unit
+from echelon.parallel.partition import Partition
 from echelon.parallel.strategy import Prepared
 from echelon.world import agree
 from echelon.world.init import World
@@ -47,7 +48,7 @@ def facts(unit: Unit, loader: Any) -> dict[str, Any]:
         "echelon": version("echelon"),
         "python": platform.python_version(),
         "modules": {name: type(getattr(m, "module", m)).__name__ for name, m in unit.tracked_modules().items()},
-        "optimizers": {name: type(o).__name__ for name, o in unit.tracked_optimizers().items()},
+        "optimizers": {name: type(Partition.behind(o)).__name__ for name, o in unit.tracked_optimizers().items()},
         "options": {name: [_options(group) for group in o.param_groups] for name, o in unit.tracked_optimizers().items()},
         "data": _of_loader(loader),
         "user": _users(unit),

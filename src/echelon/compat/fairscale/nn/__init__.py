@@ -1,0 +1,39 @@
+"""`fairscale.nn`: modules made parallel, recomputed, or wrapped one by one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from echelon.compat.fairscale.names import later
+from echelon.compat.fairscale.nn.checkpoint import checkpoint_wrapper
+from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
+from echelon.compat.fairscale.nn.wrap import auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap
+
+if TYPE_CHECKING:
+    from echelon.compat.fairscale.nn.data_parallel import FullyShardedDataParallel
+
+__all__ = [
+    "FullyShardedDataParallel",
+    "ShardedDataParallel",
+    "auto_wrap",
+    "checkpoint_wrapper",
+    "config_auto_wrap_policy",
+    "default_auto_wrap_policy",
+    "enable_wrap",
+    "wrap",
+]
+
+_PIPELINE = "torch.distributed.pipelining (pipeline, ScheduleGPipe, Schedule1F1B)."
+_EXPERTS = "nothing of torch's own yet; keep FairScale's file."
+
+__getattr__ = later(
+    "nn",
+    {"FullyShardedDataParallel": "nn.data_parallel.fully_sharded_data_parallel"},
+    {
+        "Pipe": _PIPELINE,
+        "PipeRPCWrapper": _PIPELINE,
+        "MOELayer": _EXPERTS,
+        "Top2Gate": _EXPERTS,
+        "FlattenParamsWrapper": "strategy 'fsdp', which splits parameters as they are.",
+    },
+)

@@ -1,0 +1,28 @@
+"""`fairscale.nn.data_parallel`: gradients, or everything, sharded over the ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from echelon.compat.fairscale.names import later
+from echelon.compat.fairscale.nn.data_parallel.sharded_ddp import ShardedDataParallel
+
+if TYPE_CHECKING:
+    from echelon.compat.fairscale.nn.data_parallel.fully_sharded_data_parallel import (
+        FullyShardedDataParallel,
+        auto_wrap_bn,
+        get_fsdp_instances,
+    )
+
+__all__ = ["FullyShardedDataParallel", "ShardedDataParallel", "auto_wrap_bn", "get_fsdp_instances"]
+
+_FSDP = "nn.data_parallel.fully_sharded_data_parallel"
+
+__getattr__ = later(
+    "nn.data_parallel",
+    {"FullyShardedDataParallel": _FSDP, "auto_wrap_bn": _FSDP, "get_fsdp_instances": _FSDP},
+    {
+        "TrainingState": "nothing: torch keeps the state of its wrapper to itself.",
+        "no_pre_load_state_dict_hook": "nothing: load_state_dict() takes whole parameters by their own names.",
+    },
+)

@@ -1,0 +1,26 @@
+"""`fairscale.optim`: an optimizer whose state is divided over the ranks, and the scaler that goes with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from echelon.compat.fairscale.names import later
+from echelon.compat.fairscale.optim.oss import OSS
+
+if TYPE_CHECKING:
+    from echelon.compat.fairscale.optim.grad_scaler import GradScaler, ShardedGradScaler
+
+__all__ = ["OSS", "GradScaler", "ShardedGradScaler"]
+
+_ADASCALE = "nothing of torch's own; keep FairScale's file."
+
+__getattr__ = later(
+    "optim",
+    {"GradScaler": "optim.grad_scaler", "ShardedGradScaler": "optim.grad_scaler"},
+    {
+        "AdaScale": _ADASCALE,
+        "AdaScaleWrapper": _ADASCALE,
+        "Adam": "torch.optim.Adam(fused=True) on a GPU.",
+        "Precision": "echelon.AutoUnit(precision='fp16'), or torch.autocast.",
+    },
+)

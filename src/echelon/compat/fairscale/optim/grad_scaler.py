@@ -1,0 +1,61 @@
+"""`ShardedGradScaler`: a loss scaler whose ranks skip an update together, on GPUs and on CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
+
+__all__ = ["GradScaler", "ShardedGradScaler"]
+
+
+class ShardedGradScaler(TorchShardedGradScaler):  # type: ignore[misc, unused-ignore]
+    """torch's scaler of this name, with FairScale's order of arguments: an inf or nan on one rank makes all ranks skip.
+
+    Args:
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.amp.GradScaler, in its order.
+        process_group: the ranks that hold parts of one model; by default all.
+        device: where the loss is; by default a GPU if there is one.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        device: str | None = None,
+    ) -> None:
+        super().__init__(
+            device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            init_scale=init_scale,
+            backoff_factor=backoff_factor,
+            growth_factor=growth_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+            process_group=process_group,
+        )
+        self._unscaled: set[int] = set()
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        if dist.is_initialized():
+            super().unscale_(optimizer)
+        else:  # torch's own would ask for a group
+            GradScaler.unscale_(self, optimizer)
+        self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        # A fused optimizer looks for infs by itself, on this rank only, unless that has been done.
+        if self.is_enabled() and id(optimizer) not in self._unscaled and getattr(optimizer, "_step_supports_amp_scaling", False):
+            self.unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        self._unscaled.clear()
+        super().update(new_scale)

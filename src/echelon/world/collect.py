@@ -1,0 +1,105 @@
+"""Values with tensors in them, from all ranks to one or to all, without pickle.
+
+What is no tensor travels as JSON: numbers, strings, None, and dicts, lists and tuples of these and of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from echelon.world import agree
+
+__all__ = ["collect"]
+
+
+def collect(value: Any, to: int | None = None, group: dist.ProcessGroup | None = None) -> list[Any] | None:
+    """Every rank's value, by rank, with its tensors in host memory. Collective over the group.
+
+    One tensor after the other travels, so no rank needs room for more than what it receives.
+
+    Args:
+        to: the rank within the group that gets them; None is every rank.
+    Returns:
+        The values; None on a rank that gets nothing.
+    """
+    tensors: list[torch.Tensor] = []
+    form = _form(value, tensors)
+    if not agree.is_joined() or dist.get_world_size(group) == 1:
+        return [_filled(form, iter([t.detach().to("cpu", copy=True) for t in tensors]))]
+    forms = agree.gather(form, group)
+    rank, (group, device) = dist.get_rank(group), agree.channel(group)
+    values: list[Any] | None = [] if to in (None, rank) else None
+    for owner, each in enumerate(forms):
+        mine = iter(tensors) if owner == rank else None
+        arrived = []
+        for dtype, shape in _tensors(each):
+            if (got := _move(next(mine) if mine is not None else None, dtype, shape, owner, to, rank, group, device)) is not None:
+                arrived.append(got)
+        if values is not None:
+            values.append(_filled(each, iter(arrived)))
+    return values
+
+
+def _move(
+    tensor: torch.Tensor | None,
+    dtype: str,
+    shape: list[int],
+    owner: int,
+    to: int | None,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """One tensor on its way; None on a rank that it does not reach. As bytes: backends know few types."""
+    kind = getattr(torch, dtype)
+    if tensor is not None:
+        content = tensor.detach().to(device, copy=True).reshape(-1).contiguous()
+    elif to in (None, rank):
+        content = torch.empty(shape, dtype=kind, device=device).reshape(-1)
+    else:
+        return None
+    if content.numel() and to is None:
+        dist.broadcast(content.view(torch.uint8), group_src=owner, group=group)
+    elif content.numel() and owner != to:
+        if rank == owner:
+            dist.send(content.view(torch.uint8), group_dst=to, group=group)
+        else:
+            dist.recv(content.view(torch.uint8), group_src=owner, group=group)
+    return content.reshape(shape).cpu() if to in (None, rank) else None
+
+
+def _form(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """A value as JSON, its tensors apart: [kind, content]."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return ["tensor", [str(value.dtype).removeprefix("torch."), list(value.shape)]]
+    if isinstance(value, dict):  # a list of pairs: keys may be numbers
+        return ["dict", [[key, _form(each, tensors)] for key, each in value.items()]]
+    if isinstance(value, (list, tuple)):
+        return [type(value).__name__ if type(value) in (list, tuple) else "list", [_form(each, tensors) for each in value]]
+    return ["value", value]
+
+
+def _tensors(form: Any) -> Iterator[tuple[str, list[int]]]:
+    kind, content = form
+    if kind == "tensor":
+        yield content[0], content[1]
+    elif kind != "value":
+        for each in content:
+            yield from _tensors(each[1] if kind == "dict" else each)
+
+
+def _filled(form: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    kind, content = form
+    if kind == "tensor":
+        return next(tensors)
+    if kind == "dict":
+        return {key: _filled(each, tensors) for key, each in content}
+    if kind == "value":
+        return content
+    made = [_filled(each, tensors) for each in content]
+    return tuple(made) if kind == "tuple" else made
