@@ -46,3 +46,19 @@ class Regression(ech.AutoUnit[Batch]):
         self.steps.append(step)
         if results.total_grad_norm is not None:
             self.norms.append(float(results.total_grad_norm))
+
+
+class Numbers(ech.TrainUnit[Any], ech.EvalUnit[Any], ech.PredictUnit[Any], ech.TestUnit[Any]):
+    """Its batches are numbers; each step writes its number down, and sets it as `value`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self.value: Any = None
+
+    def train_step(self, state: ech.State, data: Any) -> Any:
+        self.seen.append(data)
+        self.value = data
+        return data
+
+    eval_step = predict_step = test_step = train_step

@@ -50,7 +50,8 @@ def on_end(phase: str, used: int, *, ended: bool) -> None:
 class CutShort:
     """Whether an evaluation within `fit` ends before its time, since a rank was asked to stop.
 
-    Ranks whose forward passes meet in collectives learn it at the same step; without any, each leaves by itself.
+    Ranks that meet in collectives, in their forward passes or in callbacks, learn it at the same step; without any, each
+    leaves by itself.
     """
 
     def __init__(self, state: State, *, together: bool) -> None:
@@ -66,8 +67,8 @@ class CutShort:
             self._any_rank.last()
 
 
-def cuts_evaluation(state: State, unit: Any) -> CutShort | None:
+def cuts_evaluation(state: State, *, together: bool) -> CutShort | None:
     """None where `state.should_stop` tells all, or nothing may be asked: outside `fit` nobody says that all ranks are there."""
     if state.alone or state.entry_point is not EntryPoint.FIT:
         return None
-    return CutShort(state, together=unit.forward_is_collective)
+    return CutShort(state, together=together)

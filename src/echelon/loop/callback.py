@@ -19,12 +19,15 @@ class Callback:
     keep it in the unit if a resumed run needs it.
 
     Attributes:
-        may_stop: False promises never to call `state.stop()` in a step hook; then ranks need not agree after every step.
+        may_stop: False promises never to call `state.stop()` in a hook of a training step; then ranks need not agree after each.
         saves: True if it leaves a checkpoint at the end of training.
+        meets_in_steps: True if its step hooks of an evaluation, prediction or test are collective. Then all ranks must have
+            equally many batches of it, and are told at once if they do not.
     """
 
     may_stop = True
     saves = False
+    meets_in_steps = False
 
     @property
     def name(self) -> str:

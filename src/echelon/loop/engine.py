@@ -25,7 +25,7 @@ from echelon.data.prefetch import Feed
 from echelon.data.workers import explain
 from echelon.loop import agreements
 from echelon.loop.callback import Callback
-from echelon.loop.hooks import KINDS, Hook, Hooks
+from echelon.loop.hooks import KINDS, Hook, Hooks, overrides
 from echelon.loop.progress import Progress
 from echelon.loop.record import Recorder
 from echelon.loop.state import ActivePhase, EntryPoint, PhaseState, State
@@ -36,6 +36,9 @@ from echelon.world import agree, stop
 __all__ = ["Run"]
 
 logger = logging.getLogger(__name__)
+
+# Hooks of a training step, from which a callback may ask for a stop.
+_STEP_HOOKS = [f"on_train_{name}" for name in ("get_next_batch_start", "get_next_batch_end", "step_start", "step_end")]
 
 
 class Run:
@@ -263,12 +266,13 @@ class Run:
         before_step = hooks.next_end + hooks.step_start
         waits, durations = here.iteration_timer.series("data_wait_time"), here.iteration_timer.series(f"{phase}_iteration_time")
         clock = time.perf_counter
-        agrees = not state.alone and (phase == "train" or unit.forward_is_collective)
+        in_step = unit.forward_is_collective or any(c.meets_in_steps for c in self.callbacks)
+        agrees = not state.alone and (phase == "train" or in_step)
         per_step_agreement = phase == "train" and self._agree_each_step
         evaluate_every = here.evaluate_every_n_steps if state.eval_state is not None and phase == "train" else None
         unsized = agreements.on_lengths(phase, feed, self.unit) if agrees else False
         given_up = False
-        cuts = agreements.cuts_evaluation(state, unit) if phase == "eval" else None
+        cuts = agreements.cuts_evaluation(state, together=in_step) if phase == "eval" else None
         while not (state.should_stop and (unit.at_boundary or phase != "train")) and (cuts is None or not cuts.asked()):
             for hook in hooks.next_start:
                 hook(state, unit)
@@ -405,7 +409,7 @@ class Run:
         """Find out once whether a stop can come from a hook; only then do the ranks agree after every step."""
         state = self.state
         if not state.alone:
-            stoppers = any(c.may_stop and type(c).on_train_step_end is not Callback.on_train_step_end for c in self.callbacks)
+            stoppers = any(c.may_stop and any(overrides(c, hook) for hook in _STEP_HOOKS) for c in self.callbacks)
             self._agree_each_step = agree.any_rank(stoppers or not self.unit.agrees_to_stop)
 
     def _agree_to_stop(self) -> None:

@@ -9,7 +9,7 @@ from echelon.loop.callback import Callback
 from echelon.loop.state import State
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit, Unit
 
-__all__ = ["KINDS", "Hook", "Hooks"]
+__all__ = ["KINDS", "Hook", "Hooks", "overrides"]
 
 Hook = Callable[[State, Any], None]
 
@@ -29,7 +29,7 @@ class Hooks:
             if own is not None and (hook in vars(unit) or getattr(type(unit), hook) is not getattr(base, hook)):
                 found.append(_as_callback(own))
             for callback in callbacks:
-                if hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook):
+                if overrides(callback, hook):
                     found.append(getattr(callback, hook))
             return tuple(found)
 
@@ -42,6 +42,11 @@ class Hooks:
         self.step_start = of("step_start", with_unit=False)
         # AutoUnit calls its own, with more arguments, from inside its step.
         self.step_end = of("step_end", with_unit=not unit.reports_own_steps)
+
+
+def overrides(callback: Callback, hook: str) -> bool:
+    """Whether a callback does something in a hook: by a method, or by an attribute of its own."""
+    return hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook)
 
 
 def _as_callback(own: Callable[[State], None]) -> Hook:

@@ -1,0 +1,5 @@
+"""torchtnt.framework.callbacks.lambda_callback."""
+
+from echelon.loop.callbacks.functions import Lambda
+
+__all__ = ["Lambda"]

@@ -1,0 +1,5 @@
+"""torchtnt.framework.callbacks.tensorboard_parameter_monitor."""
+
+from echelon.loop.callbacks.parameters import TensorBoardParameterMonitor
+
+__all__ = ["TensorBoardParameterMonitor"]

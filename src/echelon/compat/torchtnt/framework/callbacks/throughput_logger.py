@@ -1,0 +1,5 @@
+"""torchtnt.framework.callbacks.throughput_logger."""
+
+from echelon.loop.callbacks.times import ThroughputLogger
+
+__all__ = ["ThroughputLogger"]

@@ -1,0 +1,5 @@
+"""torchtnt.framework.evaluate."""
+
+from echelon.loop.run import evaluate
+
+__all__ = ["evaluate"]

@@ -1,0 +1,5 @@
+"""torchtnt.framework.predict."""
+
+from echelon.loop.run import predict
+
+__all__ = ["predict"]

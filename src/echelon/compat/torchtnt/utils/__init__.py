@@ -1,0 +1,1 @@
+"""torchtnt.utils."""

@@ -1,0 +1,25 @@
+"""torchtnt.utils.loggers: loggers of numbers, by their names there."""
+
+from echelon.compat.torchtnt.utils.loggers.anomaly_logger import AnomalyLogger, TrackedMetric
+from echelon.compat.torchtnt.utils.loggers.csv import CSVLogger
+from echelon.compat.torchtnt.utils.loggers.file import FileLogger
+from echelon.compat.torchtnt.utils.loggers.in_memory import InMemoryLogger
+from echelon.compat.torchtnt.utils.loggers.json import JSONLogger
+from echelon.compat.torchtnt.utils.loggers.logger import MetricLogger, Scalar
+from echelon.compat.torchtnt.utils.loggers.stdout import StdoutLogger
+from echelon.compat.torchtnt.utils.loggers.tensorboard import TensorBoardLogger
+from echelon.compat.torchtnt.utils.loggers.utils import scalar_to_float
+
+__all__ = [
+    "AnomalyLogger",
+    "CSVLogger",
+    "FileLogger",
+    "InMemoryLogger",
+    "JSONLogger",
+    "MetricLogger",
+    "Scalar",
+    "StdoutLogger",
+    "TensorBoardLogger",
+    "TrackedMetric",
+    "scalar_to_float",
+]

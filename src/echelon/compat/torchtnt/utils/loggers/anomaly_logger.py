@@ -1,0 +1,5 @@
+"""torchtnt.utils.loggers.anomaly_logger."""
+
+from echelon.observe.loggers.anomaly import AnomalyLogger, TrackedMetric
+
+__all__ = ["AnomalyLogger", "TrackedMetric"]

@@ -1,0 +1,5 @@
+"""torchtnt.utils.loggers.file."""
+
+from echelon.observe.loggers.file import FileLogger
+
+__all__ = ["FileLogger"]

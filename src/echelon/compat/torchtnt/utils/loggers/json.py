@@ -1,0 +1,5 @@
+"""torchtnt.utils.loggers.json."""
+
+from echelon.observe.loggers.file import JSONLogger
+
+__all__ = ["JSONLogger"]

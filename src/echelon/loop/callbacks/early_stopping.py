@@ -1,0 +1,85 @@
+"""Stop training when a number of the unit no longer improves."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from echelon.contracts.errors import UsageError
+from echelon.loop.callback import Callback
+from echelon.loop.callbacks.steps import at_least
+from echelon.loop.early_stop import EarlyStopChecker
+from echelon.loop.state import State
+from echelon.world import agree
+
+__all__ = ["EarlyStopping"]
+
+
+class EarlyStopping(Callback):
+    """Checks an attribute of the unit, and stops all ranks together. Rank 0's value counts; give it one that is over all ranks,
+    such as AutoUnit's `eval_loss`.
+
+    Each check is a small message between the ranks, and makes the host wait for a number on a GPU.
+
+    Args:
+        monitored_attr: the attribute's name.
+        early_stop_checker: decides. As an attribute of the unit, too, it remembers across a resume.
+        interval: check after every "step" or "epoch".
+        phase: of "train" or "eval".
+        interval_freq: check at every n-th of these.
+    Raises:
+        UsageError: on all ranks, when rank 0's unit has no such attribute, or it is no single number.
+    """
+
+    def __init__(
+        self,
+        monitored_attr: str,
+        early_stop_checker: EarlyStopChecker,
+        interval: Literal["step", "epoch"] = "epoch",
+        phase: Literal["train", "eval"] = "train",
+        interval_freq: int = 1,
+    ) -> None:
+        if interval not in ("step", "epoch") or phase not in ("train", "eval"):
+            raise UsageError(f"interval {interval!r}, phase {phase!r}: 'step' or 'epoch', 'train' or 'eval'.")
+        at_least(1, interval_freq=interval_freq)
+        self.monitored_attr, self.checker = monitored_attr, early_stop_checker
+        self.interval, self.phase, self.interval_freq = interval, phase, interval_freq
+        self.may_stop = interval == "step" and phase == "train"
+        self.meets_in_steps = interval == "step" and phase == "eval"
+
+    def on_train_step_end(self, state: State, unit: Any) -> None:
+        if self.phase == "train" and self.interval == "step":
+            self._check(state, unit, unit.train_progress.num_steps_completed)
+
+    def on_train_epoch_end(self, state: State, unit: Any) -> None:
+        if self.phase == "train" and self.interval == "epoch":
+            self._check(state, unit, unit.train_progress.num_epochs_completed)
+
+    def on_eval_step_end(self, state: State, unit: Any) -> None:
+        if self.phase == "eval" and self.interval == "step":
+            self._check(state, unit, unit.eval_progress.num_steps_completed)
+
+    def on_eval_epoch_end(self, state: State, unit: Any) -> None:
+        if self.phase == "eval" and self.interval == "epoch":
+            self._check(state, unit, unit.eval_progress.num_epochs_completed)
+
+    def _check(self, state: State, unit: Any, count: int) -> None:
+        if count % self.interval_freq:
+            return
+        value = self._read(unit) if agree.is_rank0() else None
+        value = agree.gather(value)[0]
+        if isinstance(value, str):
+            raise UsageError(value)
+        # Every rank's checker sees the same number, so that all remember the same.
+        if self.checker.check(value):
+            state.stop()
+
+    def _read(self, unit: Any) -> float | str:
+        """The number, or what is wrong."""
+        where, name = f"early stopping monitors {self.monitored_attr!r}", type(unit).__name__
+        if not hasattr(unit, self.monitored_attr):
+            return f"{where}, but {name} has no such attribute. Set it in __init__, and to its value before each check."
+        value = getattr(unit, self.monitored_attr)
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            return f"{where}, but {name}'s is no single number: {type(value).__name__} ({error})."

@@ -1,0 +1,66 @@
+"""Learning rates along training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+
+from echelon.contracts.errors import UsageError
+from echelon.loop.callback import Callback
+from echelon.loop.state import State
+from echelon.observe.loggers.logger import MetricLogger
+
+__all__ = ["LearningRateMonitor", "learning_rates"]
+
+
+def learning_rates(optimizer: Optimizer, prefix: str) -> dict[str, Any]:
+    """The rate of each parameter group, as "<prefix>/<the group's name, or pg>:<its number among those of this name>"."""
+    seen: dict[str, int] = {}
+    rates: dict[str, Any] = {}
+    for group in optimizer.param_groups:
+        if group["params"] and "lr" in group:
+            name = str(group.get("name", "pg"))
+            rates[f"{prefix}/{name}:{seen.setdefault(name, 0)}"] = group["lr"]
+            seen[name] += 1
+    return rates
+
+
+class LearningRateMonitor(Callback):
+    """Logs the learning rates of the unit's optimizers, and of its schedulers' optimizers, as
+    "optimizers/<attribute>/<group>:<number>" and "lr_schedulers/<attribute>/<group>:<number>".
+
+    Args:
+        loggers: one or several.
+        logging_interval: "epoch" logs as epochs start, "step" before each step; by number of completed steps in both cases.
+    """
+
+    may_stop = False
+
+    def __init__(
+        self, loggers: MetricLogger | Sequence[MetricLogger], *, logging_interval: Literal["epoch", "step"] = "epoch"
+    ) -> None:
+        if logging_interval not in ("epoch", "step"):
+            raise UsageError(
+                f"Invalid value {logging_interval!r} for argument logging_interval. Accepted values are epoch, step."
+            )
+        self._loggers = list(loggers) if isinstance(loggers, Sequence) else [loggers]
+        self._interval = logging_interval
+
+    def on_train_epoch_start(self, state: State, unit: Any) -> None:
+        if self._interval == "epoch":
+            self._log(unit)
+
+    def on_train_step_start(self, state: State, unit: Any) -> None:
+        if self._interval == "step":
+            self._log(unit)
+
+    def _log(self, unit: Any) -> None:
+        rates: dict[str, Any] = {}
+        for name, optimizer in unit.tracked_optimizers().items():
+            rates |= learning_rates(optimizer, f"optimizers/{name}")
+        for name, scheduler in unit.tracked_lr_schedulers().items():
+            rates |= learning_rates(scheduler.optimizer, f"lr_schedulers/{name}")
+        for logger in self._loggers:
+            logger.log_dict(rates, unit.train_progress.num_steps_completed)

@@ -1,0 +1,43 @@
+"""The parameters' values along training, in TensorBoard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from echelon.contracts.errors import UsageError
+from echelon.loop.callback import Callback
+from echelon.loop.state import State
+from echelon.parallel.state import plain_names
+from echelon.world import agree
+
+__all__ = ["TensorBoardParameterMonitor"]
+
+
+class TensorBoardParameterMonitor(Callback):
+    """Draws a histogram of every parameter after each epoch, as "Parameters/<module's attribute>/<parameter's name>".
+
+    Parameters that are split over ranks are gathered, one after the other; all ranks take part.
+
+    Args:
+        logger: a TensorBoardLogger, or a SummaryWriter; other ranks than 0 need none.
+    """
+
+    may_stop = False
+
+    def __init__(self, logger: Any) -> None:
+        writer = getattr(logger, "writer", None)  # a SummaryWriter has none
+        self._writer = writer if writer is not None else logger if hasattr(logger, "add_histogram") else None
+        if agree.is_rank0() and self._writer is None:
+            raise UsageError(
+                f"TensorBoardParameterMonitor needs a TensorBoardLogger or a SummaryWriter, not {type(logger).__name__}."
+            )
+
+    def on_train_epoch_end(self, state: State, unit: Any) -> None:
+        epoch, writes = unit.train_progress.num_epochs_completed, agree.is_rank0()
+        for attribute, module in unit.tracked_modules().items():
+            for name, parameter in plain_names(module):
+                value = parameter.detach()
+                if hasattr(value, "full_tensor"):
+                    value = value.full_tensor()
+                if writes and self._writer is not None and value.numel():
+                    self._writer.add_histogram(f"Parameters/{attribute}/{name}", value, global_step=epoch)

@@ -1,0 +1,100 @@
+"""When a number has stopped to improve."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, Literal
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["EarlyStopChecker"]
+
+logger = logging.getLogger(__name__)
+
+
+class EarlyStopChecker:
+    """Sees a number at each check and says when to stop: without improvement for `patience` checks, or beyond a threshold.
+
+    Keep it as an attribute of the unit if a run that is resumed must remember the best value: it is then part of a checkpoint.
+
+    Args:
+        mode: "min" if smaller is better, "max" if greater.
+        patience: checks in a row without improvement, after which to stop; 0 stops at the first.
+        min_delta: what counts as improvement: more than so much better than the best; 0 or more.
+        check_finite: stop at nan and infinity; False counts them as no improvement.
+        threshold_mode: "abs": `min_delta` is in units of the number; "rel": a fraction of the best value's magnitude.
+        stopping_threshold: stop when the number is better than this: it is good enough.
+        divergence_threshold: stop when the number is worse than this.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["min", "max"],
+        patience: int,
+        min_delta: float = 0.0,
+        check_finite: bool = True,
+        threshold_mode: Literal["abs", "rel"] = "abs",
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+    ) -> None:
+        if mode not in ("min", "max") or threshold_mode not in ("abs", "rel"):
+            raise UsageError(f"mode {mode!r}, threshold_mode {threshold_mode!r}: 'min' or 'max', 'abs' or 'rel'.")
+        if patience < 0 or not min_delta >= 0:
+            raise UsageError(f"patience {patience}, min_delta {min_delta}: 0 or more.")
+        self.mode, self.patience, self.min_delta, self.check_finite = mode, patience, min_delta, check_finite
+        self.threshold_mode = threshold_mode
+        self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was seen."""
+        self._patience_count = 0
+        self._best_value = math.inf if self.mode == "min" else -math.inf
+
+    def check(self, val: Any) -> bool:
+        """Take in the number, any single one (a tensor, too); True if it is time to stop.
+
+        Raises:
+            UsageError: a tensor with more or fewer elements than one.
+        """
+        if hasattr(val, "numel") and val.numel() != 1:
+            raise UsageError(f"early stopping looks at one number; this tensor has {val.numel()}. Give it a mean.")
+        value = float(val)
+        why = self._reason(value)
+        if why is not None:
+            logger.info("time to stop: %s", why)
+        return why is not None
+
+    def _reason(self, value: float) -> str | None:
+        if self.check_finite and not math.isfinite(value):
+            return f"the value is {value}"
+        if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
+            return f"{value:g} is better than stopping_threshold {self.stopping_threshold:g}"
+        if self.divergence_threshold is not None and self._better(self.divergence_threshold, value):
+            return f"{value:g} is worse than divergence_threshold {self.divergence_threshold:g}"
+        if self._improves(value):
+            self._best_value, self._patience_count = value, 0
+            return None
+        self._patience_count += 1
+        if self._patience_count < self.patience:
+            return None
+        return f"{value:g} is the {self._patience_count}. check without improvement on {self._best_value:g}"
+
+    def _better(self, value: float, than: float) -> bool:
+        return value < than if self.mode == "min" else value > than
+
+    def _improves(self, value: float) -> bool:
+        best = self._best_value
+        if not math.isfinite(best):
+            return self._better(value, best)
+        # Of the magnitude: a loss that is negative must also become better, not worse, by a fraction.
+        needed = self.min_delta * (abs(best) if self.threshold_mode == "rel" else 1.0)
+        gain = best - value if self.mode == "min" else value - best
+        return gain > needed
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"patience_count": self._patience_count, "best_value": self._best_value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._patience_count, self._best_value = int(state_dict["patience_count"]), float(state_dict["best_value"])

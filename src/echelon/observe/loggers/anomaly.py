@@ -1,0 +1,110 @@
+"""Loggers that look at the numbers they are given, and tell when one is not as it should be."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from echelon.contracts.errors import UsageError
+from echelon.observe.loggers.logger import Scalar, scalar_to_float
+
+__all__ = ["AnomalyLogger", "IsNaNEvaluator", "MetricAnomalyEvaluator", "ThresholdEvaluator", "TrackedMetric"]
+
+logger = logging.getLogger(__name__)
+
+
+class MetricAnomalyEvaluator(ABC):
+    """Sees every value of one metric, and says of the latest whether something is wrong."""
+
+    @abstractmethod
+    def update(self, value: Scalar) -> None: ...
+
+    @abstractmethod
+    def is_anomaly(self) -> bool: ...
+
+
+class ThresholdEvaluator(MetricAnomalyEvaluator):
+    """A value below `min_val` or above `max_val` is wrong. nan is neither: see `IsNaNEvaluator`."""
+
+    def __init__(self, *, min_val: float = -math.inf, max_val: float = math.inf) -> None:
+        if min_val > max_val:
+            raise UsageError(f"min_val {min_val} is greater than max_val {max_val}.")
+        self._min, self._max, self._value = min_val, max_val, math.nan
+
+    def update(self, value: Scalar) -> None:
+        self._value = scalar_to_float(value)
+
+    def is_anomaly(self) -> bool:
+        return self._value < self._min or self._value > self._max
+
+
+class IsNaNEvaluator(MetricAnomalyEvaluator):
+    """nan is wrong."""
+
+    def __init__(self) -> None:
+        self._value = 0.0
+
+    def update(self, value: Scalar) -> None:
+        self._value = scalar_to_float(value)
+
+    def is_anomaly(self) -> bool:
+        return math.isnan(self._value)
+
+
+@dataclass
+class TrackedMetric:
+    """A metric to look at.
+
+    Args:
+        name: under which it is logged.
+        anomaly_evaluators: each is asked by itself; one object for several metrics would mix their values.
+        warmup_steps: values of steps up to this one are not looked at.
+        evaluate_every_n_steps: look at steps that are multiples of it; looking makes the host wait for a GPU's number.
+    """
+
+    name: str
+    anomaly_evaluators: Sequence[MetricAnomalyEvaluator]
+    warmup_steps: int = 0
+    evaluate_every_n_steps: int = 1
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0 or self.evaluate_every_n_steps < 1:
+            raise UsageError(
+                f"warmup_steps {self.warmup_steps}, evaluate_every_n_steps {self.evaluate_every_n_steps}: at least 0, at least 1."
+            )
+
+
+class AnomalyLogger:
+    """Looks at tracked metrics; subclass it, or a logger that inherits from it, and override `on_anomaly_detected`."""
+
+    def __init__(self, tracked_metrics: Sequence[TrackedMetric] | None = None) -> None:
+        self._tracked: dict[str, TrackedMetric] = {}
+        for metric in tracked_metrics or ():
+            if metric.name in self._tracked:
+                logger.warning("metric %s is tracked twice; the first is used, with its own evaluators", metric.name)
+            self._tracked.setdefault(metric.name, metric)
+
+    def log(self, name: str, data: Scalar, step: int) -> None:
+        self._look_at(name, data, step)
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        for name, data in payload.items():
+            self._look_at(name, data, step)
+
+    def close(self) -> None: ...
+
+    def on_anomaly_detected(self, name: str, data: Scalar, step: int) -> None:
+        """Called for each evaluator that finds a value wrong. By default it is logged as a warning."""
+        logger.warning("step %s: %s is %s", step, name, scalar_to_float(data))
+
+    def _look_at(self, name: str, data: Scalar, step: int) -> None:
+        metric = self._tracked.get(name)
+        if metric is None or step <= metric.warmup_steps or step % metric.evaluate_every_n_steps:
+            return
+        for evaluator in metric.anomaly_evaluators:
+            evaluator.update(data)
+            if evaluator.is_anomaly():
+                self.on_anomaly_detected(name, data, step)

@@ -1,0 +1,176 @@
+"""Loggers to a file: one row a step, appended; what is written stays readable whatever kills the process.
+
+A file that is there is continued, so that a run that goes on after a kill keeps what it had. A row may then occur twice,
+for the steps between the last checkpoint and the kill; the later one counts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import csv
+import io
+import json
+import logging
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+
+from echelon.contracts.errors import UsageError
+from echelon.contracts.events import encode
+from echelon.contracts.rank import RankInfo
+from echelon.observe.loggers.logger import Scalar, hold, rank, scalar_to_float
+
+__all__ = ["CSVLogger", "FileLogger", "JSONLogger"]
+
+logger = logging.getLogger(__name__)
+
+
+class FileLogger(ABC):
+    """Collects the numbers of a step into a row, and writes rows in batches. Rank 0 alone writes unless told otherwise.
+
+    Numbers that live on a GPU are read when rows are written, so that logging does not wait for the device at every step.
+    Further processes must not write into the same file.
+
+    Args:
+        path: the file; its folder is made.
+        steps_before_flushing: how many steps are held in memory, which a killed process loses.
+        log_all_ranks: every rank writes, to a file of its own: "metrics.csv" becomes "metrics.rank3.csv".
+    """
+
+    def __init__(self, path: str | Path, steps_before_flushing: int = 100, log_all_ranks: bool = False) -> None:
+        if steps_before_flushing < 1:
+            raise UsageError(f"steps_before_flushing {steps_before_flushing}: at least 1.")
+        here = rank()
+        self.log_all_ranks = log_all_ranks
+        self._writes = here == 0 or log_all_ranks
+        self._path = Path(path)
+        if log_all_ranks and (here > 0 or RankInfo().world_size > 1):
+            self._path = self._path.with_suffix(f".rank{here}{self._path.suffix}")
+        self._steps_before_flushing = steps_before_flushing
+        self._rows: dict[int, dict[str, Scalar]] = {}
+        if self._writes:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._check()
+            atexit.register(self.close)
+
+    @property
+    def path(self) -> str:
+        """The file of this rank."""
+        return str(self._path)
+
+    def log(self, name: str, data: Scalar, step: int) -> None:
+        """Note one number. Numbers of the same step share a row, as long as it is not yet written."""
+        self.log_dict({name: data}, step)
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        """Note several numbers of one step."""
+        if not self._writes:
+            return
+        row = self._rows.get(step)
+        if row is None:
+            if len(self._rows) >= self._steps_before_flushing:
+                self.flush()
+            row = self._rows[step] = {"step": step}
+        for name, data in payload.items():
+            row[name] = hold(data)
+        row["time"] = time.time()
+
+    def flush(self) -> None:
+        """Write all that is held."""
+        rows, self._rows = self._rows, {}
+        if rows:
+            self._append([{k: v if k == "step" else scalar_to_float(v) for k, v in row.items()} for row in rows.values()])
+
+    def close(self) -> None:
+        """Write all that is held. Also done when the process ends in an orderly way."""
+        self.flush()
+        atexit.unregister(self.close)
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Look at a file that is there; raise if it cannot be continued."""
+
+    @abstractmethod
+    def _append(self, rows: list[dict[str, float]]) -> None: ...
+
+
+class CSVLogger(FileLogger):
+    """Comma-separated values with one line of names. A name that comes later widens the table: the file is then copied, once.
+
+    Args:
+        async_write: accepted for scripts written for TorchTNT; writing is an append of a few lines and does not need a thread.
+    """
+
+    def __init__(
+        self, path: str | Path, steps_before_flushing: int = 100, log_all_ranks: bool = False, async_write: bool = False
+    ) -> None:
+        self._names: list[str] = []
+        super().__init__(path, steps_before_flushing, log_all_ranks)
+
+    def _check(self) -> None:
+        if self._path.exists() and self._path.stat().st_size:
+            with open(self._path, newline="", encoding="utf-8") as file:
+                self._names = next(csv.reader(file))
+            if "step" not in self._names:
+                raise UsageError(f"{self._path} is there and has no column 'step': it is no file of this logger. Name another.")
+
+    def _append(self, rows: list[dict[str, float]]) -> None:
+        new = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in self._names]
+        text = io.StringIO(newline="")
+        if new:
+            self._names += new
+            self._widen(text)
+        csv.DictWriter(text, self._names, restval="").writerows(rows)
+        if new:
+            _replace(self._path, text.getvalue())
+        else:
+            _append_bytes(self._path, text.getvalue().encode())
+
+    def _widen(self, into: io.StringIO) -> None:
+        """The table as it is, with the new columns."""
+        table = csv.DictWriter(into, self._names, restval="", extrasaction="ignore")
+        table.writeheader()
+        if self._path.exists():
+            with open(self._path, newline="", encoding="utf-8") as file:
+                for row in csv.DictReader(file):
+                    table.writerow({k: v for k, v in row.items() if v is not None})
+
+
+class JSONLogger(FileLogger):
+    """A JSON array with one object a step; complete JSON after every write. inf and nan are the strings "inf", "-inf", "nan"."""
+
+    def _check(self) -> None:
+        if self._path.exists() and self._path.stat().st_size:
+            try:
+                whole = isinstance(json.loads(self._path.read_text(encoding="utf-8")), list)
+            except ValueError:
+                whole = False
+            if not whole:
+                raise UsageError(f"{self._path} is there and holds no JSON array: it is no file of this logger. Name another.")
+
+    def _append(self, rows: list[dict[str, float]]) -> None:
+        text = ",\n".join(encode(row) for row in rows)
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size <= len("[]\n"):
+            _replace(self._path, f"[\n{text}\n]\n")
+            return
+        with open(self._path, "rb+") as file:
+            file.seek(-min(size, 8), os.SEEK_END)
+            tail = file.read()
+            file.seek(tail.rindex(b"]") - len(tail), os.SEEK_END)
+            # The bracket is written over by the same call that writes the next one.
+            os.pwrite(file.fileno(), f",\n{text}\n]\n".encode(), file.tell())
+
+
+def _append_bytes(path: Path, data: bytes) -> None:
+    with open(path, "ab", buffering=0) as file:
+        file.write(data)
+
+
+def _replace(path: Path, text: str) -> None:
+    """A reader sees the old file or the new one."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    beside.write_bytes(text.encode())
+    os.replace(beside, path)

@@ -1,0 +1,280 @@
+"""TorchTNT's framework, callbacks and loggers by their names there: all are present, and a program of its runs right."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import inspect
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import echelon as ech
+from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver, TorchSnapshotSaver
+from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import KnobOptions
+from echelon.compat.torchtnt.framework.utils import get_timing_context
+from echelon.loop.state import IterationTimer
+from tests.conftest import clean_environment
+from tests.models import batch
+from tests.units import Regression
+
+HERE = "echelon.compat.torchtnt"
+
+# What TorchTNT publishes, in its release 0.2.4 and its newest sources.
+PUBLISHED = {
+    "framework": """AutoPredictUnit AutoUnit Callback evaluate fit predict ActivePhase EntryPoint PhaseState State train EvalUnit
+        PredictUnit TEvalUnit TPredictUnit TrainUnit TTrainUnit test TestUnit TTestUnit""",
+    "framework.callbacks": """BaseCSVWriter EarlyStopping EmptyCudaCache GarbageCollector IterationTimeLogger Lambda
+        LearningRateMonitor MemorySnapshot ModuleSummary ProgressReporter PyTorchProfiler SlowRankDetector SystemResourcesMonitor
+        TensorBoardParameterMonitor ThroughputLogger TimeLimitInterrupter TimeWaitForBatchLogger TorchCompile TorchSnapshotSaver
+        TQDMProgressBar TrainProgressMonitor DistributedCheckpointSaver EnableTensorFloat32 PeriodicDistributedSync""",
+    "utils.loggers": """CSVLogger FileLogger InMemoryLogger JSONLogger MetricLogger Scalar StdoutLogger TensorBoardLogger
+        scalar_to_float AnomalyLogger""",
+    "framework.auto_unit": "AutoPredictUnit AutoUnit SWALRParams SWAParams TrainStepResults",
+    "framework.callback": "Callback",
+    "framework.evaluate": "evaluate",
+    "framework.fit": "fit",
+    "framework.predict": "predict",
+    "framework.train": "train",
+    "framework.test": "test",
+    "framework.state": "ActivePhase EntryPoint PhaseState State TPhaseState",
+    "framework.unit": """AppStateMixin EvalUnit PredictUnit TrainUnit TEvalUnit TPredictUnit TTrainUnit TTrainData TEvalData
+        TPredictData""",
+    "framework.utils": "get_timing_context",
+    "framework.callbacks.base_checkpointer": "BaseCheckpointer",
+    "framework.callbacks.base_csv_writer": "BaseCSVWriter",
+    "framework.callbacks.checkpointer_types": "KnobOptions RestoreOptions",
+    "framework.callbacks.dcp_saver": "DistributedCheckpointSaver",
+    "framework.callbacks.early_stopping": "EarlyStopping",
+    "framework.callbacks.empty_cuda_cache": "EmptyCudaCache",
+    "framework.callbacks.empty_dataloader_detector": "EmptyDataloaderDetectorCallback",
+    "framework.callbacks.garbage_collector": "GarbageCollector",
+    "framework.callbacks.iteration_time_logger": "IterationTimeLogger",
+    "framework.callbacks.lambda_callback": "Lambda",
+    "framework.callbacks.learning_rate_monitor": "LearningRateMonitor",
+    "framework.callbacks.memory_snapshot": "MemorySnapshot",
+    "framework.callbacks.module_summary": "ModuleSummary",
+    "framework.callbacks.periodic_distributed_sync": "PeriodicDistributedSync",
+    "framework.callbacks.progress_reporter": "ProgressReporter",
+    "framework.callbacks.pytorch_profiler": "PyTorchProfiler",
+    "framework.callbacks.slow_rank_detector": "SlowRankDetector",
+    "framework.callbacks.system_resources_monitor": "SystemResourcesMonitor",
+    "framework.callbacks.tensorboard_parameter_monitor": "TensorBoardParameterMonitor",
+    "framework.callbacks.tensorfloat32": "EnableTensorFloat32",
+    "framework.callbacks.throughput_logger": "ThroughputLogger",
+    "framework.callbacks.time_limit_interrupter": "TimeLimitInterrupter",
+    "framework.callbacks.time_wait_for_batch_logger": "TimeWaitForBatchLogger",
+    "framework.callbacks.torch_compile": "TorchCompile",
+    "framework.callbacks.torchsnapshot_saver": "TorchSnapshotSaver",
+    "framework.callbacks.tqdm_progress_bar": "TQDMProgressBar",
+    "framework.callbacks.train_progress_monitor": "TrainProgressMonitor",
+    "utils.loggers.anomaly_logger": "AnomalyLogger TrackedMetric",
+    "utils.loggers.csv": "CSVLogger",
+    "utils.loggers.file": "FileLogger",
+    "utils.loggers.in_memory": "InMemoryLogger",
+    "utils.loggers.json": "JSONLogger",
+    "utils.loggers.logger": "MetricLogger Scalar",
+    "utils.loggers.stdout": "StdoutLogger",
+    "utils.loggers.tensorboard": "TensorBoardLogger",
+    "utils.loggers.utils": "scalar_to_float",
+    "utils.anomaly_evaluation": "IsNaNEvaluator MetricAnomalyEvaluator ThresholdEvaluator",
+    "utils.early_stop_checker": "EarlyStopChecker",
+    "utils.module_summary": "ModuleSummary get_module_summary get_summary_table prune_module_summary",
+}
+
+# Names of constructors' parameters there, in order; those behind a star are keywords only.
+PARAMETERS = {
+    "framework.callbacks.BaseCSVWriter": "header_row dir_path delimiter filename",
+    "framework.callbacks.EarlyStopping": "monitored_attr early_stop_checker interval phase interval_freq",
+    "framework.callbacks.EmptyCudaCache": "step_interval",
+    "framework.callbacks.empty_dataloader_detector.EmptyDataloaderDetectorCallback": "threshold",
+    "framework.callbacks.EnableTensorFloat32": "float32_matmul_precision",
+    "framework.callbacks.GarbageCollector": "step_interval",
+    "framework.callbacks.IterationTimeLogger": "logger * moving_avg_window log_every_n_steps warmup_steps",
+    "framework.callbacks.LearningRateMonitor": "loggers * logging_interval",
+    "framework.callbacks.MemorySnapshot": "* memory_snapshot_profiler",
+    "framework.callbacks.ModuleSummary": "max_depth process_fn module_inputs",
+    "framework.callbacks.PeriodicDistributedSync": "sync_every_n_steps",
+    "framework.callbacks.PyTorchProfiler": "profiler",
+    "framework.callbacks.SlowRankDetector": "* check_every_n_steps check_every_n_epochs pg logger device",
+    "framework.callbacks.SystemResourcesMonitor": "loggers * logging_interval",
+    "framework.callbacks.TensorBoardParameterMonitor": "logger",
+    "framework.callbacks.ThroughputLogger": "logger throughput_per_batch * log_every_n_steps warmup_steps",
+    "framework.callbacks.TimeLimitInterrupter": "duration timestamp interval interval_freq",
+    "framework.callbacks.TimeWaitForBatchLogger": "logger * log_every_n_steps warmup_steps",
+    "framework.callbacks.TorchCompile": "step_shutdown_compile_workers",
+    "framework.callbacks.TQDMProgressBar": "refresh_rate file * mininterval",
+    "framework.callbacks.TrainProgressMonitor": "loggers",
+    "utils.early_stop_checker.EarlyStopChecker": """mode patience min_delta check_finite threshold_mode stopping_threshold
+        divergence_threshold""",
+    "utils.loggers.CSVLogger": "path steps_before_flushing log_all_ranks async_write",
+    "utils.loggers.JSONLogger": "path steps_before_flushing log_all_ranks",
+    "utils.loggers.StdoutLogger": "precision",
+    "utils.loggers.TensorBoardLogger": "path tracked_metrics",
+    "utils.loggers.anomaly_logger.AnomalyLogger": "tracked_metrics",
+    "utils.loggers.anomaly_logger.TrackedMetric": "name anomaly_evaluators warmup_steps evaluate_every_n_steps",
+    "utils.anomaly_evaluation.ThresholdEvaluator": "* min_val max_val",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_names_are_present(name: str) -> None:
+    module, names = importlib.import_module(f"{HERE}.{name}"), set(PUBLISHED[name].split())
+    assert names <= set(module.__all__) and all(hasattr(module, each) for each in names)
+    assert not [each for each in module.__all__ if not hasattr(module, each)]
+
+
+def test_the_loops_are_functions_though_modules_have_their_names() -> None:
+    framework = importlib.import_module(f"{HERE}.framework")
+    for name in ("train", "evaluate", "predict", "fit", "test"):
+        assert importlib.import_module(f"{HERE}.framework.{name}") and getattr(framework, name) is getattr(ech, name)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_constructors_take_what_they_take_there(name: str) -> None:
+    home, _, kind = name.rpartition(".")
+    parameters = inspect.signature(getattr(importlib.import_module(f"{HERE}.{home}"), kind)).parameters
+    before, _, keywords = PARAMETERS[name].partition("*")
+    positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional[: len(before.split())] == before.split()
+    assert set(keywords.split()) <= set(parameters)
+
+
+def test_the_core_does_not_load_it() -> None:
+    code = (
+        "import sys, echelon, echelon.loop.callbacks, echelon.observe.loggers, echelon.cli.main; assert 'echelon' in sys.modules"
+    )
+    code += "\nassert not [m for m in sys.modules if m.startswith('echelon.compat')]"
+    subprocess.run([sys.executable, "-c", code], check=True, env=clean_environment())
+
+
+def run_program(name: str, folder: Path) -> str:
+    """A program of the folder of this file, with the imports changed and nothing else, on two ranks; what it printed."""
+    text = Path(__file__).with_name(name).read_text()
+    (folder / name).write_text(re.sub(r"^from torchtnt\.", f"from {HERE}.", text, flags=re.M))
+    (folder / "out").mkdir()
+    command = [sys.executable, "-m", "echelon", "run", "--ranks", "2", name, "out"]
+    done = subprocess.run(command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_program_of_torchtnts_runs_when_its_imports_are_changed(tmp_path: Path) -> None:
+    """All of 0.2's callbacks, four loggers, checkpoints; its parameters are those of one plain process."""
+    printed = run_program("torchtnt_program.py", tmp_path)
+    plain = _plain()
+    there = torch.load(tmp_path / "out" / "parameters.pt")
+    assert there.keys() == plain.keys()
+    assert max(float((there[name] - plain[name]).abs().max()) for name in plain) < 1e-12
+    with open(tmp_path / "out" / "rates.csv", newline="") as file:
+        rates = [float(row["optimizers/optimizer/pg:0"]) for row in csv.DictReader(file)]
+    assert rates == [0.1] * 5 + [0.05] * 5 + [0.025] * 5
+    assert [row["lr_schedulers/lr_scheduler/pg:0"] for row in json.loads((tmp_path / "out" / "rates.json").read_text())] == rates
+    assert "[Step 3] Training steps completed vs epochs=15.0000" in printed
+    for rank in range(2):
+        lines = (tmp_path / "out" / f"predictions.rank{rank}.csv").read_text().splitlines()
+        assert lines[0] == "out" and len(lines) == 5
+    assert list((tmp_path / "out" / "board").iterdir())
+
+
+def _plain() -> dict[str, torch.Tensor]:
+    """The program's training without any of it."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    generator = torch.Generator().manual_seed(1)
+    data = [(torch.randn(8, 4, generator=generator).double(), torch.randn(8, 1, generator=generator).double()) for _ in range(5)]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        for x, y in data:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(module(x), y).backward()
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] /= 2
+    return {name: p.detach() for name, p in module.named_parameters()}
+
+
+def test_two_optimizers_in_a_unit_of_ones_own(tmp_path: Path) -> None:
+    run_program("torchtnt_gan.py", tmp_path)
+    there = torch.load(tmp_path / "out" / "gan.pt")
+    for module, found in zip(_plain_gan(), there, strict=True):
+        assert max(float((found[name] - value).abs().max()) for name, value in module.state_dict().items()) < 1e-12
+
+
+def _plain_gan() -> tuple[nn.Module, nn.Module]:
+    """The program's training without any of it."""
+    torch.manual_seed(0)
+    makes = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    judges = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    first, second = torch.optim.SGD(makes.parameters(), lr=0.1, momentum=0.9), torch.optim.SGD(judges.parameters(), lr=0.2)
+    generator = torch.Generator().manual_seed(1)
+    data = [torch.randn(6, 5, generator=generator).double() for _ in range(4)]
+    loss, ones = nn.BCEWithLogitsLoss(), torch.ones(6, 1).double()
+    for _ in range(3):
+        for rows in data:
+            made = makes(rows[:, :2])
+            loss(judges(made), ones).backward()
+            first.step()
+            first.zero_grad()
+            second.zero_grad()
+            loss(judges(torch.cat([rows[:, 2:], made.detach()])), torch.cat([ones, 0 * ones])).backward()
+            second.step()
+            second.zero_grad()
+        second.param_groups[0]["lr"] /= 2
+    return makes, judges
+
+
+# --- savers
+
+
+@pytest.mark.parametrize("kind", [DistributedCheckpointSaver, TorchSnapshotSaver])
+def test_savers_save_and_restore(kind: Any, tmp_path: Path) -> None:
+    """`restore_with_id` of TorchTNT's TorchSnapshotSaver does nothing, without a word."""
+    data, first = [batch(2, i) for i in range(3)], Regression()
+    ech.train(first, data, max_epochs=1, callbacks=[kind(str(tmp_path), save_every_n_epochs=1, keep_last_n_checkpoints=2)])
+    (path,) = tmp_path.glob("step-*")
+    restores = [
+        lambda unit: kind.restore(str(path), unit, train_dataloader=data),
+        lambda unit: kind.restore_with_id(str(path), unit),
+        lambda unit: kind.restore_from_latest(str(tmp_path), unit),
+    ]
+    for restore in restores:
+        unit = Regression()
+        assert restore(unit) is not False
+        assert unit.train_progress.num_steps_completed == 3
+        assert all(torch.equal(a, b) for a, b in zip(unit.module.parameters(), first.module.parameters(), strict=True))
+
+
+def test_the_metric_0_is_a_metric(tmp_path: Path) -> None:
+    """TorchTNT takes it for a missing one."""
+    unit = Regression()
+    unit.accuracy = 0.0
+    best = ech.BestCheckpointConfig(monitored_metric="accuracy", mode="max")
+    saver = DistributedCheckpointSaver(str(tmp_path), save_every_n_epochs=1, best_checkpoint_config=best)
+    ech.train(unit, [batch(2, 0)], max_epochs=1, callbacks=[saver])
+    assert DistributedCheckpointSaver.restore_from_best(str(tmp_path), Regression(), "accuracy", "max", knob_options=None)
+
+
+def test_what_has_no_effect_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    TorchSnapshotSaver._told = False
+    for _ in range(2):
+        TorchSnapshotSaver(str(tmp_path), replicated=["**"], knob_options=KnobOptions(), save_every_n_predict_steps=2)
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert sum("torchsnapshot is not maintained" in text for text in said) == 1
+    assert "TorchSnapshotSaver: replicated has no effect here" in said
+    assert "saver: save_every_n_predict_steps, knob_options has no effect here" in said
+
+
+def test_a_timer_times_an_event() -> None:
+    timer = IterationTimer()
+    for each in (timer, None):
+        with get_timing_context(ech.State(entry_point=ech.EntryPoint.TRAIN, timer=each), "my stage"):
+            pass
+    assert list(timer.recorded_durations) == ["my stage"] and len(timer.recorded_durations["my stage"]) == 1

@@ -1,0 +1,286 @@
+"""Loggers: what is in the files, when it is written, and what is left after a kill."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from echelon.contracts.errors import UsageError
+from echelon.observe.loggers import (
+    AnomalyLogger,
+    CSVLogger,
+    InMemoryLogger,
+    IsNaNEvaluator,
+    JSONLogger,
+    MetricLogger,
+    StdoutLogger,
+    TensorBoardLogger,
+    ThresholdEvaluator,
+    TrackedMetric,
+    scalar_to_float,
+)
+from tests.conftest import Ranks, clean_environment
+
+FILES = [CSVLogger, JSONLogger]
+
+
+def read(path: Path | str) -> list[dict[str, Any]]:
+    with open(path, newline="") as file:
+        if Path(path).suffix == ".json":
+            return json.load(file)
+        return [{k: float(v) if v else None for k, v in row.items()} for row in csv.DictReader(file)]
+
+
+def column(path: Path | str, name: str) -> list[Any]:
+    return [row.get(name) for row in read(path)]
+
+
+@pytest.fixture(params=FILES, ids=["csv", "json"])
+def kind(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def path(kind: Any, tmp_path: Path) -> Path:
+    return tmp_path / "deep" / ("metrics.csv" if kind is CSVLogger else "metrics.json")
+
+
+def test_numbers_of_a_step_share_a_row(kind: Any, path: Path) -> None:
+    logger = kind(path)
+    logger.log("loss", torch.tensor(0.5), 1)
+    logger.log_dict({"rate": np.float32(0.25), "loss": 3}, 2)
+    logger.log("rate", 4, 1)
+    logger.close()
+    assert column(path, "step") == [1, 2]
+    assert column(path, "loss") == [0.5, 3] and column(path, "rate") == [4, 0.25]
+    assert isinstance(logger, MetricLogger) and logger.path == str(path)
+
+
+def test_a_flush_appends_and_leaves_what_is_there_in_place(kind: Any, path: Path) -> None:
+    """TorchTNT writes the whole file anew at each flush."""
+    logger = kind(path, steps_before_flushing=2)
+    states = []
+    for step in range(7):
+        logger.log("loss", step, step)
+        if path.exists():
+            states.append((path.stat().st_ino, path.read_bytes().rstrip(b"\n]")))
+    logger.close()
+    assert {inode for inode, _ in states} == {path.stat().st_ino}
+    assert all(path.read_bytes().startswith(there) for _, there in states)
+    assert column(path, "loss") == list(range(7))
+
+
+def test_a_name_that_comes_later_gets_its_column(kind: Any, path: Path) -> None:
+    logger = kind(path, steps_before_flushing=1)
+    for step, name in enumerate(["a", "a", "b", "a"]):
+        logger.log(name, step + 10, step)
+    logger.close()
+    assert column(path, "a") == [10, 11, None, 13] and column(path, "b") == [None, None, 12, None]
+
+
+def test_a_file_that_is_there_is_continued(kind: Any, path: Path) -> None:
+    for step in (1, 2):
+        logger = kind(path)
+        logger.log("loss", step, step)
+        logger.close()
+        logger.close()
+    assert column(path, "loss") == [1, 2]
+
+
+def test_another_programs_file_is_left_alone(kind: Any, path: Path) -> None:
+    path.parent.mkdir()
+    path.write_text("name;age\nA;3\n")
+    with pytest.raises(UsageError, match="is no file of this logger"):
+        kind(path)
+    assert path.read_text() == "name;age\nA;3\n"
+
+
+_RUN = """
+import os, signal, sys
+from echelon.observe.loggers import CSVLogger, JSONLogger
+assert "torch" not in sys.modules
+loggers = [CSVLogger("m.csv", 100), JSONLogger("m.json", 100)]
+for step in range(250):
+    for logger in loggers:
+        logger.log("loss", step / 2, step)
+if sys.argv[1] == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("end", "rows"), [("kill", 200), ("return", 250)])
+def test_what_a_process_leaves_is_whole(tmp_path: Path, end: str, rows: int) -> None:
+    done = subprocess.run([sys.executable, "-c", _RUN, end], cwd=tmp_path, env=clean_environment())
+    assert done.returncode == (-signal.SIGKILL if end == "kill" else 0)
+    for name in ("m.csv", "m.json"):
+        assert column(tmp_path / name, "loss") == [step / 2 for step in range(rows)]
+
+
+class OnGPU:
+    """A number that lives on a device; reading it is noted."""
+
+    is_cuda = True
+
+    def __init__(self, value: float, read: list[float]) -> None:
+        self.value, self.read = value, read
+
+    def detach(self) -> OnGPU:
+        return self
+
+    def clone(self) -> OnGPU:
+        return OnGPU(self.value, self.read)
+
+    def numel(self) -> int:
+        return 1
+
+    def item(self) -> float:
+        self.read.append(self.value)
+        return self.value
+
+
+def test_a_number_on_a_gpu_is_read_when_rows_are_written(kind: Any, path: Path) -> None:
+    logger, was_read = kind(path, steps_before_flushing=3), []
+    number = OnGPU(1.0, was_read)
+    for step in range(3):
+        logger.log("loss", number, step)
+        number.value += 1  # in place, as an optimizer does it
+    assert was_read == []
+    logger.flush()
+    assert was_read == column(path, "loss") == [1, 2, 3]
+    logger.close()
+
+
+@pytest.mark.gpu
+def test_logging_does_not_wait_for_the_device(kind: Any, path: Path) -> None:
+    logger, number = kind(path), torch.zeros((), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(3):
+            logger.log("loss", number.add_(1), step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    logger.close()
+    assert column(path, "loss") == [1, 2, 3]
+
+
+def test_json_stays_json_with_nan(tmp_path: Path) -> None:
+    logger = JSONLogger(tmp_path / "m.json")
+    logger.log_dict({"a": math.nan, "b": -math.inf}, 0)
+    logger.close()
+    assert read(logger.path)[0] | {"time": 0} == {"step": 0, "a": "nan", "b": "-inf", "time": 0}
+
+
+def test_several_numbers_are_refused() -> None:
+    for several in (torch.zeros(2), np.zeros(2)):
+        with pytest.raises(UsageError, match="has 2"):
+            scalar_to_float(several)
+    assert [scalar_to_float(v) for v in (torch.tensor([2]), np.array([3.0]), 4, np.int64(5))] == [2, 3, 4, 5]
+
+
+def _on_a_rank(folder: str) -> list[str]:
+    rank = torch.distributed.get_rank()
+    loggers = [CSVLogger(f"{folder}/one.csv"), JSONLogger(f"{folder}/all.json", log_all_ranks=True)]
+    for logger in loggers:
+        logger.log("rank", rank, 0)
+        logger.close()
+    TensorBoardLogger(f"{folder}/board-{rank}").log("rank", rank, 0)
+    return [logger.path for logger in loggers]
+
+
+def test_rank_0_writes_or_each_rank_its_own_file(ranks: Ranks, tmp_path: Path) -> None:
+    paths = ranks(2, _on_a_rank, str(tmp_path))
+    assert column(tmp_path / "one.csv", "rank") == [0]
+    assert [column(own, "rank") for _, own in paths] == [[0], [1]]
+    assert os.listdir(tmp_path / "board-0") and not (tmp_path / "board-1").exists()
+
+
+def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = InMemoryLogger()
+    logger.log("a", 1, 5)
+    logger.log_dict({"b": torch.tensor(2.0)}, 5)
+    assert {k: v for k, v in logger.log_buffer[5].items() if k != "time"} == {"step": 5, "a": 1.0, "b": 2.0}
+    logger.flush()
+    assert "'b': 2.0" in capsys.readouterr().out
+    logger.close()
+    assert logger.log_buffer == {}
+
+
+def test_stdout_has_a_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = StdoutLogger(precision=2)
+    logger.log("a", 0.126, 1)
+    logger.log("b", torch.tensor(2), 1)
+    logger.log_dict({"a": 3, "b": 4}, 2)
+    logger.close()
+    assert capsys.readouterr().out == "[Step 1] a=0.13 b=2.00\n[Step 2] a=3.00 b=4.00\n"
+
+
+def test_tensorboard_gets_numbers_texts_and_histograms(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    seen: list[Any] = []
+
+    class Mine(TensorBoardLogger):
+        def on_anomaly_detected(self, name: str, data: Any, step: int) -> None:
+            seen.append((name, step))
+
+    logger = Mine(str(tmp_path), [TrackedMetric("loss", [ThresholdEvaluator(max_val=1.0)])])
+    logger.log_dict({"loss": torch.tensor(0.5), "rate": 0.25}, 1)
+    logger.log("loss", 1.5, 2)
+    logger.log_text("note", "hello", 1)
+    logger.log_histogram("values", torch.arange(4.0), 1)
+    logger.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, float(e.tensor_proto.float_val[0])) for e in events.Tensors("loss")] == [(1, 0.5), (2, 1.5)]
+    assert events.Tags()["histograms"] == ["values"] and "note/text_summary" in events.Tags()["tensors"]
+    assert seen == [("loss", 2)] and logger.path == str(tmp_path)
+
+
+def test_tensorboards_numbers_on_a_gpu_are_read_in_portions(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger, was_read = TensorBoardLogger(tmp_path), []
+    number = OnGPU(0.0, was_read)
+    for step in range(150):
+        logger.log("loss", number, step)
+        number.value += 1
+        assert len(was_read) in (0, 100)
+    logger.close()
+    events = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0})
+    events.Reload()
+    assert [(e.step, e.tensor_proto.float_val[0]) for e in events.Tensors("loss")] == [(i, float(i)) for i in range(150)]
+
+
+def test_tensorboard_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UsageError, match=r"pip install 'echelon\[tensorboard\]'"):
+        TensorBoardLogger(tmp_path)
+
+
+def test_anomalies_are_told_after_the_warmup_at_the_steps_to_look_at() -> None:
+    seen = []
+
+    class Mine(AnomalyLogger):
+        def on_anomaly_detected(self, name: str, data: Any, step: int) -> None:
+            seen.append((name, step))
+
+    evaluators = [ThresholdEvaluator(min_val=0.0), IsNaNEvaluator()]
+    logger = Mine([TrackedMetric("a", evaluators, warmup_steps=2, evaluate_every_n_steps=2)])
+    values = [-1.0, -1.0, -1.0, 1.0, math.nan, math.nan, -1.0, 1.0]
+    for step, value in enumerate(values, start=1):
+        logger.log("a", value, step)
+        logger.log_dict({"b": -1.0}, step)
+    assert seen == [("a", 6)]
+    logger.log_dict({"a": torch.tensor(-1.0)}, 10)
+    assert seen[1:] == [("a", 10)]
