@@ -355,7 +355,7 @@ def test_an_exception_that_cannot_be_unpickled_still_arrives_as_text() -> None:
 
 
 def test_an_environment_that_is_no_text_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"env\['A'\] = 1"):
+    with pytest.raises(UsageError, match=r"env\['A'\] is of type int"):
         launch(_who, ranks=1, env={"A": 1})  # type: ignore[dict-item]
 
 
