@@ -26,8 +26,6 @@ from echelon.launcher.protocol import JobState
 from tests.slurm import nntool_main
 from tests.slurm.conftest import Cluster
 
-pytestmark = pytest.mark.xdist_group("slurm")
-
 HERE = Path(__file__).parent
 NAME = "a\"b'c\\d; touch planted #x $HOME %j é"
 SECRET = "canary-5f3a"

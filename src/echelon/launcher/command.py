@@ -13,7 +13,6 @@ import shlex
 import shutil
 import signal
 import socket
-import socket
 import subprocess
 import sys
 import time
