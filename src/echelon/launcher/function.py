@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
-from echelon.contracts.run_dir import RunDir
+from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.calls import Call, load_exception, load_value, pack, refuse_in_bootstrap, write_call
 from echelon.launcher.failure import render
@@ -22,23 +22,16 @@ from echelon.launcher.job import JobSpec, parse_ranks
 from echelon.launcher.local import run_local
 from echelon.launcher.relay import SilentScreen
 from echelon.launcher.server import ForkServer
+from echelon.launcher.worker import SLOW_MODULES
 
 __all__ = ["launch", "preload", "spawn"]
 
 T = TypeVar("T")
 
-# What ranks are likely to need, slow to import. Loaded once in the server if the caller has loaded it too.
-_SLOW_MODULES = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "echelon.loop.auto",
-)
-
 _TEMPORARY_NAME = "launch"
 
 _server: ForkServer | None = None
+_loaded_by_ranks: set[str] = set()
 _one_at_a_time = threading.Lock()  # the server speaks with one caller
 
 
@@ -46,8 +39,13 @@ def _shared_server() -> ForkServer:
     """One server for all launches of this process: the first pays for importing torch, the others take milliseconds."""
     global _server
     if _server is None or not _server.alive():
-        _server = ForkServer.start([m for m in _SLOW_MODULES if m == "torch" or m in sys.modules])
+        _server = ForkServer.start(_needed())
     return _server
+
+
+def _needed() -> list[str]:
+    """What the server loads, so that no rank has to: what this process has loaded, and what ranks have had to before."""
+    return [m for m in SLOW_MODULES if m == "torch" or m in sys.modules or m in _loaded_by_ranks]
 
 
 @contextlib.contextmanager
@@ -59,7 +57,7 @@ def _one_server(*, wait: bool) -> Iterator[ForkServer]:
         finally:
             _one_at_a_time.release()
     else:
-        server = ForkServer.start([m for m in _SLOW_MODULES if m == "torch" or m in sys.modules])
+        server = ForkServer.start(_needed())
         try:
             yield server
         finally:
@@ -193,7 +191,9 @@ def _launch(
     fields = call_fields(write_call(call, payload))
     screen = SilentScreen() if quiet else None
     with _one_server(wait=cancel is None) as server, _cancellable(cancel, server):
+        server.preload(_needed())
         outcome = run_local(job, run, screen=screen, server=server, start_fields=fields, timeout_s=timeout_s)
+    _loaded_by_ranks.update((read_json(run.rank_exit(0)) or {}).get("loaded", ()))
     results = [run.attempt_path / f"value.rank{rank}.pkl" for rank in range(ranks)]
     if outcome.failure is not None:
         failure = outcome.failure

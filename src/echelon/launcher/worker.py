@@ -6,6 +6,7 @@ import atexit
 import builtins
 import contextlib
 import faulthandler
+import functools
 import gc
 import io
 import os
@@ -31,7 +32,27 @@ from echelon.contracts.run_dir import write_json
 from echelon.contracts.stopping import REQUEUE, SIGNALS, leave
 from echelon.launcher.calls import load_call, write_value
 
-__all__ = ["STACK_SIGNAL", "Start", "end", "in_library", "leave_value", "run", "run_program", "run_recorded", "user_frames"]
+__all__ = [
+    "SLOW_MODULES",
+    "STACK_SIGNAL",
+    "Start",
+    "end",
+    "in_library",
+    "leave_value",
+    "run",
+    "run_program",
+    "run_recorded",
+    "user_frames",
+]
+
+# What ranks are likely to need, slow to import.
+SLOW_MODULES = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "echelon.loop.auto",
+)
 
 # Registered only for ranks with a time limit of their own: a training script may want the signal for itself.
 STACK_SIGNAL = signal.SIGUSR2
@@ -210,7 +231,8 @@ def _run_script(script: str) -> None:
 def _record(start: Start, code: int, failure: dict[str, Any] | None) -> None:
     """Leave how this rank ended for the launcher: whole or not at all."""
     if start.record:
-        record = {"exit_code": code, "time_ns": time.monotonic_ns(), **(failure or {})}
+        loaded = [name for name in SLOW_MODULES if name in sys.modules]
+        record = {"exit_code": code, "time_ns": time.monotonic_ns(), "loaded": loaded, **(failure or {})}
         with contextlib.suppress(OSError):
             write_json(Path(start.record), record)
 
@@ -280,10 +302,33 @@ def in_library(file: str) -> bool:
     return any(os.path.realpath(file).startswith(lib + os.sep) for lib in libraries)
 
 
+_groups: list[Any] = []
+
+
+def _keep_groups() -> None:
+    """Have process groups that the function ends live on until this process does.
+
+    One that is freed joins its threads while it holds the interpreter's lock, for which one of them may be waiting (gloo, torch
+    2.13): a function that returns, and with it its last reference to a wrapped model, would hang now and then.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available():
+        return
+    destroy = dist.destroy_process_group
+
+    @functools.wraps(destroy)
+    def end(group: Any = None) -> None:
+        _groups.append(group if group is not None else dist.group.WORLD)
+        destroy(group)
+
+    dist.destroy_process_group = end  # type: ignore[attr-defined]
+
+
 def _call(start: Start) -> None:
     """Call the function that was sent here, and leave its value for whoever sent it."""
     sys.path[:] = list(start.sys_path)
     assert start.result is not None and start.sha256 is not None
+    _keep_groups()  # before modules are imported, which may take the function by its name
     call = load_call(start.target, start.sha256)
     args, kwargs = call.arguments[start.task]
     leave_value(lambda: call.function(*args, **kwargs), start.result, getattr(call.function, "__name__", "the function"))
