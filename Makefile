@@ -10,7 +10,7 @@ train: .venv/ready
 	.venv/bin/echelon run --ranks $(RANKS) examples/gpt.py $(ARGS)
 
 test: .venv/ready
-	.venv/bin/python -m pytest -q -n 2 --dist loadgroup
+	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 # Not part of the tests: every crash point, 200 kills, 1,000 damages, 200 restarts; about half an hour on two cores.
 soak: .venv/ready

@@ -30,7 +30,7 @@ from echelon.launcher.function import launch
 TIMEOUT_S = 60.0
 
 # The server forks ranks with what is loaded here of these; a rank that imports them itself takes a second more.
-function._SLOW_MODULES = (*function._SLOW_MODULES, "torch.distributed.checkpoint", "echelon.loop.callbacks", "echelon.loop.run")
+function.SLOW_MODULES = (*function.SLOW_MODULES, "torch.distributed.checkpoint", "echelon.loop.callbacks", "echelon.loop.run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, usual)
-    for name in function._SLOW_MODULES:
+    for name in function.SLOW_MODULES:
         importlib.import_module(name)
     torch.set_num_threads(1)
 

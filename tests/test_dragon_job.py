@@ -21,11 +21,10 @@ from echelon.launcher.protocol import JobState
 STEPS = 60
 PATIENCE_S = 300  # the runtime's own processes keep both cores busy
 
-dragon = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("dragon") is None and not os.environ.get("ECHELON_REQUIRE_DRAGON"),
     reason="needs Dragon: pip install 'echelon[dragon]' (Linux on x86_64)",
 )
-pytestmark = [dragon, pytest.mark.xdist_group("dragon")]
 
 TRAIN = """
 import os, sys, time

@@ -24,7 +24,6 @@ from echelon.prover.reference import How
 from tests.models import Net
 
 UPDATES = 20
-pytestmark = pytest.mark.xdist_group("equivalence")  # one worker computes the references
 
 
 @dataclass(frozen=True)

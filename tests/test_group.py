@@ -235,7 +235,6 @@ def start_dragon(folder: Path, *command: str, **options: Any) -> subprocess.Pope
 
 
 @dragon
-@pytest.mark.xdist_group("dragon")
 def test_on_dragon_failures_arrive_groups_close_and_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All in one start of the runtime, which takes seconds."""
     before = shared_memory()
@@ -273,7 +272,6 @@ def test_on_dragon_failures_arrive_groups_close_and_the_example_trains(tmp_path:
 
 
 @dragon
-@pytest.mark.xdist_group("dragon")
 def test_signals_and_a_kill_end_dragon_with_all_that_it_started(tmp_path: Path) -> None:
     """SIGKILL, too: then the guard does it."""
     before = shared_memory()

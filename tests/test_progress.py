@@ -11,7 +11,7 @@ import pytest
 
 import echelon as ech
 from echelon.contracts.events import LineReader, encode, read_lines
-from echelon.observe.sinks.progress import ProgressModel, ProgressSink, _count, _duration
+from echelon.observe.sinks.progress import ProgressModel, ProgressSink, RunScreen, _count, _duration
 from tests.models import batch
 from tests.units import Regression
 
@@ -120,3 +120,19 @@ def test_a_failed_run_says_so_in_its_events(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(RuntimeError):
         ech.train(Regression(), [(batch(4, 0)[0][:, :2], batch(4, 0)[1])], max_epochs=1)
     assert read_lines(run.events(0))[-1]["event"] == "exception"
+
+
+def test_a_run_that_is_read_whole_at_once_is_shown_in_its_order(tmp_path: Path) -> None:
+    """A busy machine: the launcher looks for the first time when all is over."""
+    run = ech.RunDir.create(tmp_path, "short")
+    stream = io.StringIO()
+    screen = RunScreen(run, stream)
+    events = [
+        {"event": "train_start", "total_steps": 2, "step": 0, "time": 1.0},
+        {"event": "train_end", "time": 4.0},
+    ]
+    run.metrics.write_text("".join(json.dumps({**_record(step), "time": 1.0 + step}) + "\n" for step in (1, 2)))
+    run.events(0).write_text("".join(json.dumps(event) + "\n" for event in events))
+    screen.close()
+    first, last = stream.getvalue().splitlines()
+    assert first == "training from step 0 of 2" and last.startswith("step 2/2") and last.endswith("0:00 left")

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from echelon.data.views import Mixture, Weighted
     from echelon.launcher.function import launch, spawn
     from echelon.launcher.group import CollectiveGroup
+    from echelon.launcher.slurm_config import SlurmConfig
+    from echelon.launcher.slurm_fn import slurm_fn
     from echelon.launcher.system import Policy, System
     from echelon.loop.auto import AutoUnit, TrainStepResults
     from echelon.loop.auto_predict import AutoPredictUnit
@@ -92,6 +94,7 @@ __all__ = [
     "RunDir",
     "SWALRParams",
     "SWAParams",
+    "SlurmConfig",
     "State",
     "Strategy",
     "StreamLoader",
@@ -121,6 +124,7 @@ __all__ = [
     "prepare_module",
     "prove",
     "seed",
+    "slurm_fn",
     "spawn",
     "test",
     "train",
@@ -166,6 +170,7 @@ _HOMES = {
     "RunDir": "contracts.run_dir",
     "SWALRParams": "loop.averaged",
     "SWAParams": "loop.averaged",
+    "SlurmConfig": "launcher.slurm_config",
     "State": "loop.state",
     "Strategy": "parallel.strategy",
     "StreamLoader": "data.stream",
@@ -195,6 +200,7 @@ _HOMES = {
     "prepare_module": "parallel.parallelize",
     "prove": "prover.prove",
     "seed": "world.streams",
+    "slurm_fn": "launcher.slurm_fn",
     "spawn": "launcher.function",
     "test": "loop.run",
     "train": "loop.run",

@@ -12,8 +12,6 @@ import pytest
 from tests.chaos import points
 from tests.chaos.forks import FAIL, Forks
 
-pytestmark = pytest.mark.xdist_group("chaos")
-
 # What a save cannot do without; a shim that sees less than these is broken, and so would be every test here.
 CALLS = set("mowscrtukd")
 

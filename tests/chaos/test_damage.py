@@ -16,8 +16,6 @@ from echelon.contracts.errors import CheckpointCorruptError
 from tests.chaos.damage import NEWER, OLDER
 from tests.chaos.forks import Forks
 
-pytestmark = pytest.mark.xdist_group("chaos")
-
 
 @pytest.fixture(scope="module")
 def made(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:

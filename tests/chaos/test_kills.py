@@ -15,8 +15,6 @@ from tests.chaos import runs
 from tests.chaos.runs import every_sample_once, history, same_bits, until_done, values
 from tests.models import largest_difference
 
-pytestmark = pytest.mark.xdist_group("chaos")
-
 OPTIONS = ("--accumulation", "2", "--dropout", "0.3")
 
 

@@ -8,12 +8,8 @@ from collections import Counter
 from pathlib import Path
 from statistics import median
 
-import pytest
-
 from tests.chaos import runs
 from tests.chaos.forks import Forks
-
-pytestmark = pytest.mark.xdist_group("chaos")
 
 JOINS = str(Path(__file__).with_name("joins.py"))
 

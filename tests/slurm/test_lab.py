@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.slurm.conftest import NODES, UP, Cluster
-
-pytestmark = pytest.mark.xdist_group("slurm")
 
 
 def test_the_nodes_are_as_many_hosts(slurm: Cluster) -> None:

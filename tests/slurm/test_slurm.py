@@ -26,8 +26,6 @@ from echelon.launcher.jobs import job_of, tasks_of
 from echelon.launcher.protocol import FolderJob, JobState
 from tests.slurm.conftest import Cluster
 
-pytestmark = pytest.mark.xdist_group("slurm")
-
 EPOCHS, UPDATES = 3, 12
 FOUR = ("--nodes", 2, "--ranks-per-node", 2)
 # A sum of more than two depends on its order, which DDP changes after a resume (by 1e-16 in float64). With --bitwise it does not,

@@ -75,9 +75,10 @@ class LocalLauncher:
         output = os.open(run.path / "job" / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         foreign = ("SLURM_", "ECHELON_")
         env = {k: v for k, v in os.environ.items() if not k.startswith(foreign) or k == "ECHELON_OVERRIDES"}
+        call = ["--call-sha256", spec.sha256] if spec.sha256 else []
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self.program, str(run.path.absolute())],
+                [sys.executable, "-P", "-m", self.program, str(run.path.absolute()), *call],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import spawn as mp_spawn
 from pathlib import Path
 from typing import Any, TypeVar
 
 from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
-from echelon.contracts.run_dir import RunDir
+from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.stopping import REQUEUE
+from echelon.launcher.calls import Call, load_exception, load_value, pack, refuse_in_bootstrap, write_call
 from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec, parse_ranks
 from echelon.launcher.local import run_local
 from echelon.launcher.relay import SilentScreen
 from echelon.launcher.server import ForkServer
+from echelon.launcher.worker import SLOW_MODULES
 
 __all__ = ["launch", "preload", "spawn"]
 
 T = TypeVar("T")
 
-# What ranks are likely to need, slow to import. Loaded once in the server if the caller has loaded it too.
-_SLOW_MODULES = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "echelon.loop.auto",
-)
-
 _TEMPORARY_NAME = "launch"
 
 _server: ForkServer | None = None
+_loaded_by_ranks: set[str] = set()
 _one_at_a_time = threading.Lock()  # the server speaks with one caller
 
 
@@ -49,8 +39,13 @@ def _shared_server() -> ForkServer:
     """One server for all launches of this process: the first pays for importing torch, the others take milliseconds."""
     global _server
     if _server is None or not _server.alive():
-        _server = ForkServer.start([m for m in _SLOW_MODULES if m == "torch" or m in sys.modules])
+        _server = ForkServer.start(_needed())
     return _server
+
+
+def _needed() -> list[str]:
+    """What the server loads, so that no rank has to: what this process has loaded, and what ranks have had to before."""
+    return [m for m in SLOW_MODULES if m == "torch" or m in sys.modules or m in _loaded_by_ranks]
 
 
 @contextlib.contextmanager
@@ -62,7 +57,7 @@ def _one_server(*, wait: bool) -> Iterator[ForkServer]:
         finally:
             _one_at_a_time.release()
     else:
-        server = ForkServer.start([m for m in _SLOW_MODULES if m == "torch" or m in sys.modules])
+        server = ForkServer.start(_needed())
         try:
             yield server
         finally:
@@ -163,9 +158,9 @@ def call(
 ) -> list[T]:
     """`launch`, which another thread may cancel."""
     count = parse_ranks(ranks)
-    _refuse_in_bootstrap()
-    _check_environment(env or {})
-    payload = _pickle((fn, tuple(args), dict(kwargs or {})), fn)
+    refuse_in_bootstrap("launch()")
+    check_environment(env or {}, "env")
+    payload = pack(Call(fn, [(tuple(args), dict(kwargs or {}))], argv=sys.argv))
     if run_dir is not None:
         run = RunDir.create(run_dir, None, stem=_name_of(fn))
         return _launch(payload, count, max_restarts, timeout_s, env, run, quiet, cancel)
@@ -192,29 +187,26 @@ def _launch(
     cancel: Cancel | None = None,
 ) -> list[Any]:
     call = run.path / "call.pkl"
-    with open(os.open(call, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(payload)
     job = JobSpec(str(call.absolute()), "call", ranks=ranks, max_restarts=max_restarts, grace_s=5.0, env=dict(env or {}))
-    fields = {
-        "result": lambda attempt, info: str(attempt.folder.absolute() / f"value.rank{info.rank}.pkl"),
-        "preparation": _main_module(),
-    }
+    fields = call_fields(write_call(call, payload))
     screen = SilentScreen() if quiet else None
     with _one_server(wait=cancel is None) as server, _cancellable(cancel, server):
+        server.preload(_needed())
         outcome = run_local(job, run, screen=screen, server=server, start_fields=fields, timeout_s=timeout_s)
+    _loaded_by_ranks.update((read_json(run.rank_exit(0)) or {}).get("loaded", ()))
     results = [run.attempt_path / f"value.rank{rank}.pkl" for rank in range(ranks)]
     if outcome.failure is not None:
         failure = outcome.failure
         text = f"{render(failure, ranks)}\n\n{failure.traceback}".rstrip()
         error = RankFailedError(text, rank=failure.rank, exit_code=failure.exit_code, logs=str(run.attempt_path))
-        raise error from _load_exception(run.attempt_path / f"value.rank{failure.rank}.pkl.error")
+        raise error from load_exception(run.attempt_path / f"value.rank{failure.rank}.pkl.error")
     if outcome.exit_code == REQUEUE:  # the ranks saved and ended as they were asked to: so does their caller
         raise SystemExit(REQUEUE)
     if outcome.exit_code:
         # A signal that was meant for this process: our ranks have ended, now it takes its ordinary course.
         signal.raise_signal(outcome.exit_code - 128)
         raise KeyboardInterrupt
-    return [_load(path) for path in results]
+    return [load_value(path) for path in results]
 
 
 @contextlib.contextmanager
@@ -229,28 +221,17 @@ def _cancellable(cancel: Cancel | None, server: ForkServer) -> Iterator[None]:
         cancel.begun(None)
 
 
-def _main_module() -> dict[str, Any]:
-    """spawn's own description of how to make the caller's `__main__` importable elsewhere; empty in an interactive session."""
-    known = mp_spawn.get_preparation_data("rank")
-    main = {k: v for k, v in known.items() if k in ("init_main_from_name", "init_main_from_path")}
-    if not main or not Path(main.get("init_main_from_path", __file__)).is_file():  # "<stdin>"
-        return {}
-    return {**main, "sys_argv": known["sys_argv"]}  # scripts parse their arguments at the top level
+def call_fields(sha256: str, task: int = 0) -> dict[str, Any]:
+    """The fields of `worker.Start` for a call whose file has this checksum; of an array, for one of its tasks."""
+    result = lambda attempt, info: str(attempt.folder.absolute() / f"value.rank{info.rank}.pkl")  # noqa: E731
+    return {"result": result, "sha256": sha256, "task": task}
 
 
-def _refuse_in_bootstrap() -> None:
-    """A rank imports the caller's script to find its functions; a `launch` at the top level of it would start ranks for ever."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise UsageError(
-            'launch() was called while a rank imports this script. Put the call under `if __name__ == "__main__":`, '
-            "which is false in a rank."
-        )
-
-
-def _check_environment(env: Mapping[str, str]) -> None:
+def check_environment(env: Mapping[str, str], what: str) -> None:
     for name, value in env.items():
         if not (isinstance(name, str) and isinstance(value, str)):
-            raise UsageError(f"env[{name!r}] = {value!r}: names and values of environment variables are strings.")
+            kind = type(value).__name__  # not the value, which may be a secret
+            raise UsageError(f"{what}[{name!r}] is of type {kind}: names and values of environment variables are strings.")
 
 
 def _name_of(fn: Callable[..., Any]) -> str:
@@ -278,40 +259,3 @@ class _WithRank:
 
     def __call__(self, *args: Any) -> Any:
         return self.fn(int(os.environ["RANK"]), *args)
-
-
-def _pickle(call: Any, fn: Callable[..., Any]) -> bytes:
-    try:
-        data = pickle.dumps(call)
-        if b"__main__" not in data or _main_module():
-            return data
-        reason = "the module __main__ of an interactive session cannot be imported elsewhere"
-    except Exception as error:  # any type can raise anything when it is pickled
-        reason = str(error)
-    if importlib.util.find_spec("cloudpickle") is not None:
-        import cloudpickle
-
-        try:
-            by_value: bytes = cloudpickle.dumps(call)
-            return by_value
-        except Exception as error:
-            raise UsageError(
-                f"{getattr(fn, '__qualname__', repr(fn))} or its arguments cannot be sent to other processes: {error}."
-            ) from error
-    raise UsageError(
-        f"{getattr(fn, '__qualname__', repr(fn))} cannot be sent to other processes: {reason}. Define it at the top level "
-        "of a module, with arguments that can be pickled, or `pip install cloudpickle`."
-    )
-
-
-def _load(path: Path) -> Any:
-    with open(path, "rb") as file:
-        return pickle.load(file)
-
-
-def _load_exception(path: Path) -> BaseException | None:
-    with contextlib.suppress(Exception):
-        value = _load(path)
-        if isinstance(value, BaseException):
-            return value
-    return None

@@ -22,9 +22,10 @@ class JobSpec:
     """A program to run on ranks, of this machine or of several.
 
     Args:
-        target: path of a Python script; with `module`, a dotted module name; with `payload`, a pickled call.
-        kind: which of the three `target` is: "script", "module" or "call".
-        args: the program's own arguments.
+        target: path of a Python script; with `module`, a dotted module name; with `call`, the file of a call; with `command`,
+            the path of the script that the command runs.
+        kind: which of them `target` is: "script", "module", "call" or "command".
+        args: the program's own arguments; the words of a command that starts the ranks of each node (`launcher.command`).
         ranks: how many processes, on each node.
         min_ranks: when ranks were lost, a restart may have fewer, down to so many; None always has `ranks`.
         max_restarts: how often the whole group is started again after a rank failed.
@@ -36,6 +37,7 @@ class JobSpec:
         nodes: how many machines; more than one is a matter of Slurm's.
         code: the folder from which a module is imported; empty is the one that the ranks run in.
         bind: give each rank cores of its own (`launcher.placement`), with as many threads.
+        sha256: of the file of a call, which travels in command lines and is believed from there only.
     """
 
     target: str
@@ -52,6 +54,7 @@ class JobSpec:
     nodes: int = 1
     bind: bool = False
     code: str = ""
+    sha256: str | None = None
 
 
 # What a survivor of a peer's death reports: gloo's and NCCL's words for a connection that went away.

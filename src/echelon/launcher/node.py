@@ -14,13 +14,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from echelon.contracts.errors import EchelonError, LauncherEnvironmentError
+from echelon.contracts.errors import EchelonError, LauncherEnvironmentError, UsageError
 from echelon.contracts.hostlist import expand_hostlist
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.conclude import conclude, refuse
 from echelon.launcher.failure import render
-from echelon.launcher.nodes import meet
+from echelon.launcher.job import JobSpec, Outcome
+from echelon.launcher.nodes import Meeting, meet
 from echelon.launcher.protocol import read_spec
 
 __all__ = ["main", "run_node", "start_of"]
@@ -29,13 +30,15 @@ __all__ = ["main", "run_node", "start_of"]
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m echelon.launcher.node")
     parser.add_argument("run", type=Path)
+    parser.add_argument("--call-sha256", metavar="HEX", help="of the call to run; another is not loaded")
+    parser.add_argument("--task", type=int, default=0, metavar="N", help="which of an array's calls")
     parser.add_argument("--conclude", type=int, metavar="CODE", help="the exit code with which the nodes' launchers ended")
     arguments = parser.parse_args(argv)
     run, start = RunDir(arguments.run), start_of(os.environ)
     try:
         if arguments.conclude is not None:
             return conclude(run, arguments.conclude, start)
-        return run_node(run, os.environ)
+        return run_node(run, os.environ, arguments.call_sha256, arguments.task)
     except EchelonError as error:
         print(f"echelon: {error}", file=sys.stderr)
         if arguments.conclude is None and (run.path / "job").is_dir():
@@ -50,9 +53,12 @@ def start_of(env: Mapping[str, str]) -> str:
     return f"{env.get('SLURM_JOB_ID', os.getppid())}.{env.get('SLURM_RESTART_COUNT', '0')}"
 
 
-def run_node(run: RunDir, env: Mapping[str, str]) -> int:
+def run_node(run: RunDir, env: Mapping[str, str], call_sha256: str | None = None, task: int = 0) -> int:
     """Run this node's ranks until they end.
 
+    Args:
+        call_sha256: of the file of the call, if the job is one; from the command line, which nobody can have changed.
+        task: which of an array's calls.
     Returns:
         0 also when they are to be started again, which is no bad exit for which srun would kill the others.
     Raises:
@@ -74,12 +80,26 @@ def run_node(run: RunDir, env: Mapping[str, str]) -> int:
     meeting = meet(run, start_of(env), node, hosts)
     here = run.at_attempt(meeting.attempt)
 
-    from echelon.launcher.local import run_local
-
-    outcome = run_local(spec, here, meeting=meeting)
+    outcome = _run(spec, here, meeting, call_sha256, task)
     if outcome.failure is not None and spec.nodes == 1:
         print(render(outcome.failure, spec.ranks), file=sys.stderr)
     return 0 if outcome.exit_code == REQUEUE else outcome.exit_code
+
+
+def _run(spec: JobSpec, here: RunDir, meeting: Meeting, call_sha256: str | None, task: int) -> Outcome:
+    if spec.kind == "command":
+        from echelon.launcher.command import run_command
+
+        return run_command(spec, here, meeting, task)
+    from echelon.launcher.local import run_local
+
+    if spec.kind != "call":
+        return run_local(spec, here, meeting=meeting)
+    if call_sha256 is None:
+        raise UsageError("a call is run only with --call-sha256, the checksum of what was submitted.")
+    from echelon.launcher.function import call_fields
+
+    return run_local(spec, here, meeting=meeting, start_fields=call_fields(call_sha256, task))
 
 
 if __name__ == "__main__":

@@ -151,7 +151,9 @@ class FolderJob:
         return newest / f"rank{rank}.log"
 
     def cancel(self) -> None:
-        (self.run.path / "job" / "cancelled").touch()  # first: a job that is asked to stop must know that it shall not come back
+        (self.run.path / "job" / "cancelled").touch(
+            mode=0o600
+        )  # first: a job that is asked to stop must know that it shall not come back
         self._stop()
 
     def wait(self, timeout_s: float | None = None) -> Outcome:

@@ -32,6 +32,16 @@ __all__ = ["ForkServer", "serve"]
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 
 
+def die_with_parent(number: signal.Signals) -> None:
+    """This process gets the signal when its parent ends."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """What a child of this process started becomes a child of this process when that child ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
 def _prctl(option: int, value: int) -> None:
     """Linux only; elsewhere the socket's end is the only sign of the owner's death."""
     if sys.platform == "linux":

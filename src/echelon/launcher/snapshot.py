@@ -5,16 +5,34 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["snapshot"]
+__all__ = ["Copy", "copy_code", "snapshot"]
 
 _MOST_FILES = 5000
 # Larger ones are data: the copy has a link to the original.
 _LARGEST = 4 << 20
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What was copied: the folder `top`, with the copy in `folder`."""
+
+    top: Path
+    folder: Path
+
+    def path_of(self, path: str) -> str:
+        """Where the copy of a file or folder is, as a whole path; the path itself if it was not copied."""
+        full = Path(path or ".").resolve()
+        if full.is_relative_to(self.top):
+            copy = self.folder / full.relative_to(self.top)
+            if copy.exists():
+                return str(copy)
+        return path or str(full)
 
 
 def snapshot(script: Path, folder: Path, top: Path | None = None) -> Path:
@@ -29,21 +47,55 @@ def snapshot(script: Path, folder: Path, top: Path | None = None) -> Path:
     Raises:
         UsageError: more files than anybody's code has.
     """
+    copy = copy_code(script, folder, top=top)
+    return folder / script.resolve().relative_to(copy.top)
+
+
+def copy_code(
+    script: Path,
+    folder: Path,
+    *,
+    top: Path | None = None,
+    root: str | None = None,
+    suffixes: Sequence[str] | None = None,
+    without: Sequence[str] = (),
+) -> Copy:
+    """As `snapshot`, of which more can be chosen.
+
+    Args:
+        top: as there.
+        root: the folder to copy, in place of the repository or the script's folder.
+        suffixes: of files to copy; None is all.
+        without: names of folders to leave out.
+    """
     script = script.resolve()
     found = _in_git(script)
     if found is not None and top is not None and not top.resolve().is_relative_to(found[0]):
         found = None
-    top, files = found or ((top or script.parent).resolve(), None)
+    base, files = found or ((top or script.parent).resolve(), None)
+    if root is not None:
+        chosen = Path(root).resolve()
+        if not chosen.is_dir():
+            raise UsageError(f"code_root {root!r}: there is no such folder.")
+        inside = chosen.is_relative_to(base) and files is not None
+        files = (
+            [str((base / f).relative_to(chosen)) for f in files or () if (base / f).is_relative_to(chosen)] if inside else None
+        )
+        base = chosen
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
     count = 0
-    for file in files if files is not None else _walk(top, folder.resolve()):
-        source, target = top / file, folder / file
+    for file in files if files is not None else _walk(base, folder.resolve()):
+        source, target = base / file, folder / file
+        if (suffixes is not None and not file.endswith(tuple(suffixes))) or set(without) & set(Path(file).parts[:-1]):
+            continue
+        if files is not None and _in_a_run(base, source.parent):
+            continue
         count += 1
         if count > _MOST_FILES:
             raise UsageError(
-                f"{top} has more than {_MOST_FILES} files to copy for the job. Put the code into a git repository, "
-                "with data in .gitignore, or submit with --no-snapshot."
+                f"{base} has more than {_MOST_FILES} files to copy for the job. Put the code into a git repository, "
+                "with data in .gitignore, or do without a copy: --no-snapshot, or pack_code=False."
             )
         if not source.is_file():  # deleted, and not yet committed
             continue
@@ -52,7 +104,13 @@ def snapshot(script: Path, folder: Path, top: Path | None = None) -> Path:
             target.symlink_to(source.resolve())
         else:
             shutil.copy2(source, target)
-    return folder / script.relative_to(top)
+            target.chmod(target.stat().st_mode & 0o700)
+    return Copy(base, folder.resolve())
+
+
+def _in_a_run(top: Path, folder: Path) -> bool:
+    """Whether a folder lies in a run's: git lists what nobody told it to ignore, and a run holds copies of the code."""
+    return any((at / "run.json").exists() for at in (folder, *folder.parents) if at != top and at.is_relative_to(top))
 
 
 def _in_git(script: Path) -> tuple[Path, list[str]] | None:

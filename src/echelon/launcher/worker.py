@@ -6,11 +6,10 @@ import atexit
 import builtins
 import contextlib
 import faulthandler
+import functools
 import gc
 import io
-import multiprocessing
 import os
-import pickle
 import random
 import runpy
 import signal
@@ -20,10 +19,9 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
-from multiprocessing import spawn
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -32,8 +30,29 @@ from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.redact import redacted
 from echelon.contracts.run_dir import write_json
 from echelon.contracts.stopping import REQUEUE, SIGNALS, leave
+from echelon.launcher.calls import load_call, write_value
 
-__all__ = ["STACK_SIGNAL", "Start", "run", "run_program", "user_frames"]
+__all__ = [
+    "SLOW_MODULES",
+    "STACK_SIGNAL",
+    "Start",
+    "end",
+    "in_library",
+    "leave_value",
+    "run",
+    "run_program",
+    "run_recorded",
+    "user_frames",
+]
+
+# What ranks are likely to need, slow to import.
+SLOW_MODULES = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "echelon.loop.auto",
+)
 
 # Registered only for ranks with a time limit of their own: a training script may want the signal for itself.
 STACK_SIGNAL = signal.SIGUSR2
@@ -55,7 +74,8 @@ class Start:
     stacks: str | None = None
     cores: Sequence[int] = ()
     code: str = ""
-    preparation: Mapping[str, Any] = field(default_factory=dict)
+    sha256: str | None = None
+    task: int = 0
 
 
 def run(start: Start, fds: Sequence[int]) -> NoReturn:
@@ -68,7 +88,7 @@ def run(start: Start, fds: Sequence[int]) -> NoReturn:
     pid = os.getpid()
     code = run_program(start)
     if os.getpid() == pid:
-        _leave(code)
+        end(code)
     os._exit(code)  # a child that the program forked and that came back here
 
 
@@ -86,7 +106,7 @@ def _take_on(start: Start, fds: Sequence[int]) -> None:
     _fresh_state()
 
 
-def _leave(code: int) -> NoReturn:
+def end(code: int) -> NoReturn:
     """End like an ordinary Python process: threads joined, atexit run, files flushed; but without tearing the interpreter down.
 
     A rank that failed does not wait for its threads: the others wait for it to end.
@@ -140,18 +160,27 @@ def _fresh_state() -> None:
 def run_program(start: Start) -> int:
     """Run the user's program in this process; returns its exit code and writes the rank's record."""
     sys.argv = [start.target, *start.args]
+    return run_recorded(start, lambda: _program(start))
+
+
+def _program(start: Start) -> None:
+    if start.kind == "call":
+        _call(start)
+    elif start.kind == "module":
+        sys.path[:] = [start.code or start.cwd, *start.sys_path]
+        runpy.run_module(start.target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[:] = [str(Path(start.target).resolve().parent), *start.sys_path]
+        _run_script(start.target)
+
+
+def run_recorded(start: Start, program: Callable[[], None]) -> int:
+    """Run `program` in this process; returns its exit code and writes the record of `start`."""
     failure: dict[str, Any] | None = None
     code, pid = 0, os.getpid()
     try:
         with _leaving_when_asked():
-            if start.kind == "call":
-                _call(start)
-            elif start.kind == "module":
-                sys.path[:] = [start.code or start.cwd, *start.sys_path]
-                runpy.run_module(start.target, run_name="__main__", alter_sys=True)
-            else:
-                sys.path[:] = [str(Path(start.target).resolve().parent), *start.sys_path]
-                _run_script(start.target)
+            program()
         gc.disable()
     except SystemExit as stop:
         gc.disable()
@@ -202,7 +231,8 @@ def _run_script(script: str) -> None:
 def _record(start: Start, code: int, failure: dict[str, Any] | None) -> None:
     """Leave how this rank ended for the launcher: whole or not at all."""
     if start.record:
-        record = {"exit_code": code, "time_ns": time.monotonic_ns(), **(failure or {})}
+        loaded = [name for name in SLOW_MODULES if name in sys.modules]
+        record = {"exit_code": code, "time_ns": time.monotonic_ns(), "loaded": loaded, **(failure or {})}
         with contextlib.suppress(OSError):
             write_json(Path(start.record), record)
 
@@ -245,9 +275,10 @@ def _text_of(error: BaseException) -> str:
 
 def _skip_launcher(trace: TracebackType | None) -> TracebackType | None:
     """Drop the frames that lead into the user's program: ours and runpy's say nothing about it."""
-    entry = trace
+    entry, ours = trace, os.path.dirname(__file__)
     while entry is not None:
-        if entry.tb_frame.f_code.co_filename not in (__file__, runpy.__file__, "<frozen runpy>"):
+        file = entry.tb_frame.f_code.co_filename
+        if os.path.dirname(file) != ours and file not in (runpy.__file__, "<frozen runpy>"):
             return entry
         entry = entry.tb_next
     return trace
@@ -255,52 +286,70 @@ def _skip_launcher(trace: TracebackType | None) -> TracebackType | None:
 
 def user_frames(trace: TracebackType | None) -> list[str]:
     """The frames in files that belong to no library, outermost first, as a traceback prints them."""
-    # Not the prefix, which is among these paths too: a project may lie below it, and often does in a container.
-    libraries = {os.path.realpath(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    libraries |= {str(Path(__file__).resolve().parents[1]), os.path.dirname(os.path.realpath(os.__file__))}
     frames = []
     for frame in traceback.extract_tb(trace):
-        path = os.path.realpath(frame.filename)
-        if frame.filename.startswith("<") or any(path.startswith(lib + os.sep) for lib in libraries):
+        if frame.filename.startswith("<") or in_library(frame.filename):
             continue
         frames.append(f'File "{frame.filename}", line {frame.lineno}, in {frame.name}\n    {frame.line or ""}'.rstrip())
     return frames
 
 
+def in_library(file: str) -> bool:
+    """Whether a file belongs to Python, to what is installed in it, or to echelon."""
+    # Not the prefix, which is among these paths too: a project may lie below it, and often does in a container.
+    libraries = {os.path.realpath(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    libraries |= {str(Path(__file__).resolve().parents[1]), os.path.dirname(os.path.realpath(os.__file__))}
+    return any(os.path.realpath(file).startswith(lib + os.sep) for lib in libraries)
+
+
+_groups: list[Any] = []
+
+
+def _keep_groups() -> None:
+    """Have process groups that the function ends live on until this process does.
+
+    One that is freed joins its threads while it holds the interpreter's lock, for which one of them may be waiting (gloo, torch
+    2.13): a function that returns, and with it its last reference to a wrapped model, would hang now and then.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available():
+        return
+    destroy = dist.destroy_process_group
+
+    @functools.wraps(destroy)
+    def end(group: Any = None) -> None:
+        _groups.append(group if group is not None else dist.group.WORLD)
+        destroy(group)
+
+    dist.destroy_process_group = end  # type: ignore[attr-defined]
+
+
 def _call(start: Start) -> None:
-    """Call the pickled function and leave its value for the launcher."""
+    """Call the function that was sent here, and leave its value for whoever sent it."""
     sys.path[:] = list(start.sys_path)
-    if start.preparation:  # make the caller's `__main__` importable, as multiprocessing does
-        process: Any = multiprocessing.current_process()
-        process._inheriting = True  # whoever starts processes at the script's top level is told not to
-        try:
-            spawn.prepare(dict(start.preparation))
-        finally:
-            del process._inheriting
-    assert start.result is not None
-    with open(start.target, "rb") as file:
-        function, args, kwargs = pickle.load(file)
+    assert start.result is not None and start.sha256 is not None
+    _keep_groups()  # before modules are imported, which may take the function by its name
+    call = load_call(start.target, start.sha256)
+    args, kwargs = call.arguments[start.task]
+    leave_value(lambda: call.function(*args, **kwargs), start.result, getattr(call.function, "__name__", "the function"))
+
+
+def leave_value(function: Callable[[], Any], result: str, name: str) -> None:
+    """Call `function` and write its value, or beside it the exception that it raised.
+
+    Raises:
+        UsageError: the value cannot be pickled.
+    """
     try:
-        value = function(*args, **kwargs)
+        value = function()
     except Exception as error:
         with contextlib.suppress(Exception):  # not every exception can be pickled; its text arrives in any case
-            _dump(error, f"{start.result}.error")
+            write_value(error, f"{result}.error")
         raise
     try:
-        _dump(value, start.result)
+        write_value(value, result)
     except Exception as error:
         raise UsageError(
-            f"the value that {getattr(function, '__name__', 'the function')} returned, of type {type(value).__name__}, "
+            f"the value that {name} returned, of type {type(value).__name__}, "
             f"cannot be sent to the caller ({error}). Return plain values, arrays or tensors."
         ) from error
-
-
-def _dump(value: Any, path: str) -> None:
-    temporary = f"{path}.{os.getpid()}"
-    try:
-        with open(temporary, "wb") as file:
-            pickle.dump(value, file)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    os.replace(temporary, path)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from echelon.contracts.errors import UsageError
@@ -22,6 +22,21 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 # Slurm's names, lists of nodes, features with their operators, sizes of memory. No blank, quote, control character or dollar.
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+=/&|()\[\]*-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OPTION = re.compile(r"[a-z][a-z0-9-]*")
+_BY_FIELDS = "the number of nodes, ranks, cores and devices has fields of its own"
+_BY_FOLDER = "it follows from the run's folder, where the logs are"
+# Options of sbatch on which the script itself relies.
+_OURS = {
+    **dict.fromkeys(
+        ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gpus", "gpus-per-task"), _BY_FIELDS
+    ),
+    **dict.fromkeys(("output", "error", "input", "open-mode", "chdir", "job-name"), _BY_FOLDER),
+    **dict.fromkeys(("array", "dependency", "requeue", "no-requeue", "time", "signal"), "there is a field or a method for it"),
+    **dict.fromkeys(("export", "export-file", "get-user-env"), "variables are named one by one"),
+    **dict.fromkeys(
+        ("wrap", "parsable", "test-only", "wait", "help", "usage", "version"), "it would make sbatch do something else"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,12 @@ class SlurmOptions:
         mem: memory per node in Slurm's words, such as "64G".
         requeue: start again after the time limit, a preemption or the loss of a node.
         export: names of variables that the job gets from the environment of whoever submits it.
+        name: the job's name for Slurm; by default the run's.
+        cpus_per_node: cores, in place of `cpus_per_rank`.
+        dependency: on other jobs, in Slurm's words such as "afterok:12:13".
+        parallel: of an array, how many run at a time.
+        setup: lines of shell before the ranks are started, on the first node; what they export reaches all.
+        more: other options of sbatch, by name; True is an option without a value.
     """
 
     partition: str | None = None
@@ -54,20 +75,34 @@ class SlurmOptions:
     requeue: bool = True
     exclusive: bool = False
     export: Sequence[str] = ()
+    name: str | None = None
+    cpus_per_node: int | None = None
+    dependency: str | None = None
+    parallel: int | None = None
+    setup: Sequence[str] = ()
+    more: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
     def check(self) -> None:
         """
         Raises:
             UsageError: a value that Slurm could not mean, or that would be more than a value in a script.
         """
-        for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation", "mem"):
+        for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation", "mem", "dependency"):
             value = getattr(self, name)
             if value is not None and not _WORD.fullmatch(value):
                 raise UsageError(f"--{name} {value!r}: a word of letters, digits and . , : @ + = / & | ( ) [ ] * - _ only.")
-        for name in ("cpus_per_rank", "gpus_per_node"):
+        for name in ("cpus_per_rank", "gpus_per_node", "cpus_per_node", "parallel"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {value}: at least 1.")
+        for line in self.setup:
+            _refuse_control(line, "setup")
+        for name, value in self.more.items():
+            if not _OPTION.fullmatch(name):
+                raise UsageError(f"option {name!r} of sbatch: a name of small letters, digits and hyphens.")
+            if name in _OURS:
+                raise UsageError(f"option {name!r} of sbatch is for echelon to set: {_OURS[name]}.")
+            _refuse_control(str(value), f"--{name}")
         if self.time_s is not None and self.requeue and self.warn_s >= self.time_s:
             raise UsageError(
                 f"--time {self.time_s:g} s is not longer than the {self.warn_s:g} s before its end at which the ranks are "
@@ -101,31 +136,50 @@ def render(spec: JobSpec, options: SlurmOptions, run: Path, *, python: str, cwd:
         UsageError: a value that cannot be written into a script, or that Slurm could not mean.
     """
     options.check()
-    folder, array = _path(run), "" if tasks is None else "/tasks/$SLURM_ARRAY_TASK_ID"
+    array = "" if tasks is None else "/tasks/$SLURM_ARRAY_TASK_ID"
+    # What the nodes believe of a call comes from here, the one text of which Slurm has a copy of its own.
+    call = f" --call-sha256 {spec.sha256}" if spec.sha256 else ""
+    task = ' --task "$SLURM_ARRAY_TASK_ID"' if tasks is not None and spec.kind in ("call", "command") else ""
+    return _SCRIPT.format(
+        header="\n".join(_header(spec, options, run, cwd, tasks)),
+        run=f"{_path(run)}{array}",
+        python=_path(Path(python)),
+        cpus=_cpus(spec, options),
+        setup="".join(f"{line}\n" for line in ("\n# As the submitter wants it.", *options.setup)) if options.setup else "",
+        words=f"{call}{task}",
+        again=_AGAIN if options.requeue else "",
+    )
+
+
+def _cpus(spec: JobSpec, options: SlurmOptions) -> int:
+    return options.cpus_per_node or options.cpus_per_rank * spec.ranks
+
+
+def _header(spec: JobSpec, options: SlurmOptions, run: Path, cwd: Path, tasks: int | None) -> list[str]:
     sbatch: dict[str, object] = {
-        "job-name": run.name,
+        "job-name": _sbatch_text(options.name) if options.name is not None else run.name,
         "chdir": _sbatch_path(cwd, escaped=False),
         "nodes": spec.nodes,
         "ntasks-per-node": 1,
-        "cpus-per-task": options.cpus_per_rank * spec.ranks,
+        "cpus-per-task": _cpus(spec, options),
         "gpus-per-node": options.gpus_per_node,
         "mem": options.mem,
         "time": _slurm_time(options.time_s) if options.time_s is not None else None,
         **{name: getattr(options, name) for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude")},
         "reservation": options.reservation,
-        "array": f"0-{tasks - 1}" if tasks is not None else None,
+        "array": f"0-{tasks - 1}{f'%{options.parallel}' if options.parallel else ''}" if tasks is not None else None,
+        "dependency": options.dependency,
+        "kill-on-invalid-dep": "yes" if options.dependency is not None else None,  # else it would wait for ever
         "output": _sbatch_path(run, ("" if tasks is None else "/tasks/%a") + "/job/output.log"),
         "open-mode": "append",
         "signal": f"USR1@{math.ceil(options.warn_s)}" if options.requeue else None,
         "export": ",".join(options.export) or "NIL",
     }
     flags = ["requeue" if options.requeue else "no-requeue", *(["exclusive"] if options.exclusive else [])]
+    flags += [name for name, value in options.more.items() if value is True]
+    sbatch |= {name: _sbatch_text(str(value)) for name, value in options.more.items() if not isinstance(value, bool)}
     header = [f"#SBATCH --{name}={value}" for name, value in sbatch.items() if value is not None]
-    header += [f"#SBATCH --{flag}" for flag in flags]
-    again = _AGAIN if options.requeue else ""
-    return _SCRIPT.format(
-        header="\n".join(header), run=f"{folder}{array}", python=_path(Path(python)), cpus=sbatch["cpus-per-task"], again=again
-    )
+    return header + [f"#SBATCH --{flag}" for flag in flags]
 
 
 _SCRIPT = """#!/bin/bash
@@ -136,9 +190,9 @@ run={run}
 python={python}
 umask 077
 trap : TERM  # the nodes are asked to save and end, and this shell waits for them
-
+{setup}
 # One launcher on every node starts the node's ranks.
-srun --kill-on-bad-exit=1 --export=ALL --cpus-per-task={cpus} "$python" -P -m echelon.launcher.node "$run"
+srun --kill-on-bad-exit=1 --export=ALL --cpus-per-task={cpus} "$python" -P -m echelon.launcher.node "$run"{words}
 
 # Names the rank that failed first.
 "$python" -P -m echelon.launcher.node "$run" --conclude $?
@@ -159,12 +213,23 @@ def _slurm_time(seconds: float) -> str:
     return f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"
 
 
+def _refuse_control(text: str, what: str) -> None:
+    if not text.isprintable():
+        raise UsageError(f"{what} {text!r}: control characters, such as the end of a line, cannot be in a batch script.")
+
+
 def _path(path: Path) -> str:
     """A path as one word of the shell."""
     text = str(path.absolute())
     if any(ord(c) < 32 or ord(c) == 127 for c in text):
         raise UsageError(f"path {text!r}: control characters cannot be in a batch script.")
     return shlex.quote(text)
+
+
+def _sbatch_text(text: str) -> str:
+    """Any printable text as one value of a line of sbatch's: it knows quotes and backslashes, and expands nothing."""
+    _refuse_control(text, "value")
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _sbatch_path(path: Path, pattern: str = "", *, escaped: bool = True) -> str:

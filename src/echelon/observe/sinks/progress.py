@@ -263,12 +263,15 @@ class RunScreen:
         if self._attempt != self._run.attempt:
             self._attempt = self._run.attempt
             self._events = LineReader(self._run.events(0))
-        for record in self._metrics.read():
-            self._model.record(record)
-        for event in self._events.read() if self._events else ():
-            if event.get("event") == "train_end":
+        events = self._events.read() if self._events else []
+        # In the order in which they came about: a short run is read whole at once, its beginning after its records.
+        for said in sorted([*self._metrics.read(), *events], key=lambda said: float(said.get("time") or 0)):
+            if "event" not in said:
+                self._model.record(said)
+                continue
+            if said["event"] == "train_end":
                 self._painter.progress(self._model, final=True)
-            line = self._model.event(event)
+            line = self._model.event(said)
             if line:
                 self._painter.line(line)
 

@@ -1,0 +1,193 @@
+"""A call on its way to other processes, and its values on their way back: pickles, of which only trusted ones are loaded.
+
+A call is loaded only if its file has the checksum that came by another way, such as the command line of a batch script, of
+which Slurm keeps the only copy. Values come back through files that nobody but this user can have written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import stat
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import spawn
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts.errors import EchelonError, UsageError
+
+__all__ = [
+    "Call",
+    "checksum",
+    "load_call",
+    "load_exception",
+    "load_value",
+    "main_module",
+    "owner_only",
+    "pack",
+    "refuse_in_bootstrap",
+    "write_call",
+    "write_value",
+]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function and what to call it with; of an array, one set of arguments for each task.
+
+    Args:
+        path: where modules are looked for; empty leaves that to the process which loads the call.
+        argv: of the caller; empty likewise.
+    """
+
+    function: Callable[..., Any]
+    arguments: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
+    path: Sequence[str] = ()
+    argv: Sequence[str] = field(default=())
+
+
+def main_module() -> dict[str, Any]:
+    """spawn's own description of how to make the caller's `__main__` importable elsewhere; empty in an interactive session."""
+    known = spawn.get_preparation_data("rank")
+    if not Path(known.get("init_main_from_path", __file__)).is_file():  # "<stdin>"
+        return {}
+    return {k: v for k, v in known.items() if k in ("init_main_from_name", "init_main_from_path")}
+
+
+def refuse_in_bootstrap(what: str) -> None:
+    """A rank imports the caller's script to find its functions; starting ranks at the top level of it would go on for ever.
+
+    Raises:
+        UsageError: this is such a rank, importing.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            f'{what} was called while a rank imports this script. Put the call under `if __name__ == "__main__":`, '
+            "which is false in a rank."
+        )
+
+
+def pack(call: Call, copied: Callable[[str], str] = lambda path: path) -> bytes:
+    """A call as bytes: by reference, with the caller's main module to import; what cannot be, by value with cloudpickle.
+
+    Args:
+        copied: where the copy of a file or folder is; the path itself if there is none.
+    Raises:
+        UsageError: it can be sent in neither way.
+    """
+    main = {k: copied(v) if k == "init_main_from_path" else v for k, v in main_module().items()}
+    path = [copied(p) for p in call.path]
+    return pickle.dumps((main, path, list(call.argv), _pickled((call.function, list(call.arguments)), call.function)))
+
+
+def _pickled(call: Any, function: Callable[..., Any]) -> bytes:
+    try:
+        data = pickle.dumps(call)
+        if b"__main__" not in data or main_module():
+            return data
+        reason = "the module __main__ of an interactive session cannot be imported elsewhere"
+    except Exception as error:  # any type can raise anything when it is pickled
+        reason = str(error)
+    name = getattr(function, "__qualname__", repr(function))
+    if importlib.util.find_spec("cloudpickle") is not None:
+        import cloudpickle
+
+        try:
+            by_value: bytes = cloudpickle.dumps(call)
+            return by_value
+        except Exception as error:
+            raise UsageError(f"{name} or its arguments cannot be sent to other processes: {error}.") from error
+    raise UsageError(
+        f"{name} cannot be sent to other processes: {reason}. Define it at the top level "
+        "of a module, with arguments that can be pickled, or `pip install cloudpickle`."
+    )
+
+
+def write_call(path: Path, packed: bytes) -> str:
+    """Write what `pack` gave, for this user alone; the checksum without which `load_call` loads nothing."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(packed)
+    return checksum(packed)
+
+
+def checksum(packed: bytes) -> str:
+    return hashlib.sha256(packed).hexdigest()
+
+
+def load_call(path: str, sha256: str) -> Call:
+    """Make the caller's modules importable in this process, and load its call.
+
+    Raises:
+        EchelonError: the file is not the one that was submitted; nothing of it is loaded.
+    """
+    packed = Path(path).read_bytes()
+    found = checksum(packed)
+    if found != sha256:
+        raise EchelonError(
+            f"{path} is not the call that was submitted: its SHA-256 begins with {found[:12]} instead of {sha256[:12]}. "
+            "Nothing of it was loaded. Who can write there? Submit again."
+        )
+    main, search, argv, data = pickle.loads(packed)
+    if search:
+        sys.path[:] = search
+    if argv:
+        sys.argv[:] = argv
+    if main:  # as multiprocessing does
+        process: Any = multiprocessing.current_process()
+        process._inheriting = True  # whoever starts processes at the script's top level is told not to
+        try:
+            spawn.prepare(dict(main))
+        finally:
+            del process._inheriting
+    function, arguments = pickle.loads(data)
+    return Call(function, arguments, search, argv)
+
+
+def write_value(value: Any, path: str | Path) -> None:
+    """Write a pickle for this user alone, whole or not at all."""
+    temporary = f"{path}.{os.getpid()}"
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            pickle.dump(value, file)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    os.replace(temporary, path)
+
+
+def load_value(path: Path) -> Any:
+    """
+    Raises:
+        EchelonError: another user can have written the file.
+        FileNotFoundError: there is none.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        known = os.fstat(file.fileno())
+        if not stat.S_ISREG(known.st_mode) or known.st_uid != os.geteuid() or known.st_mode & 0o022:
+            raise EchelonError(f"{path} is not a file that only you can write: it is not loaded, since a pickle can run code.")
+        return pickle.load(file)
+
+
+def load_exception(path: Path) -> BaseException | None:
+    """The exception that a rank left; None if it left none, or none that can be loaded here."""
+    with contextlib.suppress(Exception):
+        value = load_value(path)
+        if isinstance(value, BaseException):
+            return value
+    return None
+
+
+@contextlib.contextmanager
+def owner_only() -> Iterator[None]:
+    """Context in which new files and folders are this user's alone."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)

@@ -1,0 +1,159 @@
+"""The job of a function: what it is, and its values by rank, or the first failing rank's own error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts.errors import RankFailedError, UsageError
+from echelon.contracts.run_dir import RunDir, read_json
+from echelon.launcher.calls import load_exception, load_value
+from echelon.launcher.job import Outcome
+from echelon.launcher.protocol import FolderJob, JobState
+
+__all__ = ["FinishedJob", "FunctionJob"]
+
+_TAIL_LINES = 5
+
+
+class FunctionJob:
+    """A submitted call of a function."""
+
+    def __init__(self, job: FolderJob) -> None:
+        self._job = job
+
+    def __repr__(self) -> str:
+        return f"FunctionJob({self.id}, {str(self.run.path)!r})"
+
+    @property
+    def id(self) -> str:
+        return self._job.id
+
+    @property
+    def run(self) -> RunDir:
+        return self._job.run
+
+    @property
+    def ranks(self) -> int:
+        return self._job.ranks
+
+    @property
+    def backend(self) -> type[FolderJob]:
+        """Whose job it is."""
+        return type(self._job)
+
+    def state(self) -> JobState:
+        return self._job.state()
+
+    def why(self) -> str:
+        """The system's own reason for the state; empty if it gives none."""
+        return self._job.why()
+
+    def done(self) -> bool:
+        return self.state().has_ended
+
+    def log(self, rank: int = 0) -> Path:
+        """The file with the output of a rank, in the newest start; it need not exist yet."""
+        return self._job.log(rank)
+
+    def cancel(self) -> None:
+        self._job.cancel()
+
+    def wait(self, timeout_s: float | None = None) -> Outcome:
+        """Until it has ended, however.
+
+        Raises:
+            TimeoutError: it has not after `timeout_s`. It goes on.
+        """
+        return self._job.wait(timeout_s)
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """The function's value; with several ranks, the list of their values.
+
+        Raises:
+            RankFailedError: with the first failing rank's own traceback; its exception is the `__cause__`, where it could be
+                sent. Also for a job that was cancelled or lost.
+            TimeoutError: it has not ended after `timeout_s`. It goes on.
+        """
+        values = self.results(timeout_s)
+        return values[0] if len(values) == 1 else values
+
+    def results(self, timeout_s: float | None = None) -> list[Any]:
+        """As `result`, and a list in any case."""
+        try:
+            self._job.result(timeout_s)
+        except RankFailedError as error:
+            failed = error
+        else:
+            return self._values()
+        folder = self._job.attempts[-1] if self._job.attempts else None
+        ended = (read_json(folder / "exit.json") if folder is not None else None) or {}
+        if folder is not None and ended.get("first_failure"):
+            raise failed from load_exception(_value(folder, failed.rank, ".error"))
+        text = f"{failed}\n{self._last_words()}".rstrip()
+        raise RankFailedError(text, rank=failed.rank, exit_code=failed.exit_code, logs=failed.logs) from None
+
+    def _values(self) -> list[Any]:
+        folder = self._job.attempts[-1]
+        # A launch command may start other ranks than were asked for.
+        known = read_json(folder / "pid.rank0.json") or {}
+        values = []
+        for rank in range(int(known.get("world_size", self.ranks))):
+            try:
+                values.append(load_value(_value(folder, rank)))
+            except FileNotFoundError:
+                raise RankFailedError(
+                    f"rank {rank} ended well, but left no value in {folder}: did the function end its process?",
+                    rank=rank,
+                    exit_code=0,
+                    logs=str(folder),
+                ) from None
+        return values
+
+    def _last_words(self) -> str:
+        """Of the batch script and the launchers; they tell where no rank could."""
+        try:
+            lines = (self.run.path / "job" / "output.log").read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(lines[-_TAIL_LINES:])
+
+
+def _value(folder: Path, rank: int, suffix: str = "") -> Path:
+    return folder / f"value.rank{rank}.pkl{suffix}"
+
+
+class FinishedJob:
+    """A call that was made in this process, and has a value."""
+
+    id = "here"
+    ranks = 1
+    run: RunDir | None = None
+    backend: type[FolderJob] | None = None
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def state(self) -> JobState:
+        return JobState.DONE
+
+    def why(self) -> str:
+        return ""
+
+    def done(self) -> bool:
+        return True
+
+    def log(self, rank: int = 0) -> Path:
+        raise UsageError("the function was called in this process: its output is here.")
+
+    def cancel(self) -> None:
+        """It has ended."""
+
+    def wait(self, timeout_s: float | None = None) -> Outcome:
+        return Outcome(0)
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        return self._value
+
+    def results(self, timeout_s: float | None = None) -> list[Any]:
+        return [self._value]

@@ -1,0 +1,453 @@
+"""`slurm_fn` without a cluster: what a config may say, what a launch command is, and jobs in the background of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import pdb
+import pickle
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echelon import SlurmConfig, slurm_fn
+from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
+from echelon.contracts.run_dir import RunDir
+from echelon.launcher import calls, command
+from echelon.launcher.background import LocalLauncher
+from echelon.launcher.calls import Call, load_value, pack, write_call, write_value
+from echelon.launcher.function_job import FunctionJob
+from echelon.launcher.job import JobSpec
+from echelon.launcher.jobs import job_of
+from echelon.launcher.protocol import JobState
+from tests.conftest import clean_environment
+
+TORCHRUN = (
+    "torchrun --nnodes {num_machines} --nproc-per-node {num_processes} --node-rank {machine_rank} "
+    "--master-addr {main_process_ip} --master-port {main_process_port} main.py"
+)
+
+
+@slurm_fn
+def double(x: int, fail: bool = False) -> int:
+    """Twice x."""
+    if fail:
+        raise KeyError("planted")
+    return 2 * x
+
+
+@slurm_fn
+def joined(x: int) -> tuple[int, int, int]:
+    import torch
+    import torch.distributed as dist
+
+    import echelon as ech
+
+    ech.init_from_env()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    if x < 0 and ech.RankInfo().rank == 1:
+        raise ValueError("planted on rank", 1)
+    return x, ech.RankInfo().rank, int(total)
+
+
+Program = Callable[..., Any]
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    """`program(body)` runs a script of this body, which ends with a print of JSON."""
+
+    def run(body: str, *args: str, prelude: str = "", git: bool = False) -> Any:
+        script = tmp_path / "main.py"
+        script.write_text(
+            "import json, os, signal, sys, time\nfrom dataclasses import replace\nfrom pathlib import Path\n"
+            "import echelon as ech\nfrom echelon import SlurmConfig, slurm_fn\n"
+            'config = SlurmConfig(mode="local")\n'
+            'alone = replace(config, distributed_launch_command="python main.py")\n'
+            + textwrap.dedent(prelude)
+            + 'if __name__ == "__main__":\n'
+            + textwrap.indent(textwrap.dedent(body), "    ")
+        )
+        if git:
+            for words in (["init", "-q"], ["add", "main.py"]):
+                subprocess.run(["git", *words], cwd=tmp_path, check=True)
+        said = subprocess.run(
+            [sys.executable, str(script), *args],
+            cwd=tmp_path,
+            env=clean_environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert said.returncode == 0, said.stderr
+        return json.loads(said.stdout.splitlines()[-1])
+
+    return run
+
+
+def test_without_a_config_it_is_a_function_and_with_one_of_mode_run_it_is_called_here() -> None:
+    assert double(3) == 6 and double.__name__ == "double" and double.__doc__ == "Twice x."
+    for configured in (double[SlurmConfig()], double[{"mode": "run"}], double.configure(mode="debug"), double[SlurmConfig(), {}]):
+        job = configured(4)
+        assert (job.result(), job.results(), job.state(), job.done()) == (8, [8], JobState.DONE, True)
+    assert [job.result() for job in double[SlurmConfig()].map_array([1, 2, 3])] == [2, 4, 6]
+    with pytest.raises(KeyError, match="planted"):
+        double[SlurmConfig()](1, fail=True)
+
+
+def test_a_configured_function_takes_changes_and_a_secret_is_not_shown() -> None:
+    base = SlurmConfig(distributed_launch_command="torchrun main.py", extra_task_kwargs={"TOKEN": "canary"})
+    configured = double.configure(base, use_distributed_env=True)
+    assert configured.config.use_distributed_env and not base.use_distributed_env and "canary" not in repr(configured)
+    with pytest.raises(UsageError, match="no field 'nodes'"):
+        double.configure(base, nodes=2)
+    with pytest.raises(UsageError, match="extra_task_kwargs") as refused:
+        double.configure(base, extra_task_kwargs={"TOKEN": b"canary"})
+    assert "canary" not in str(refused.value)
+
+
+def test_debug_stops_in_the_debugger_where_somebody_sits(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[Any] = []
+    monkeypatch.setattr(pdb, "post_mortem", stopped.append)
+    for mode, terminal, stops in (("debug", True, 1), ("debug", False, 0), ("run", True, 0)):
+        stopped.clear()
+        monkeypatch.setattr(sys, "stdin", type("Stdin", (), {"isatty": lambda self, answer=terminal: answer})())
+        with pytest.raises(KeyError):
+            double[{"mode": mode}](1, fail=True)
+        assert len(stopped) == stops
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"mode": "exec"}, "mode 'exec': one of run, debug, local, slurm"),
+        ({"num_of_nodes": 2}, "no field 'num_of_nodes'. Is it num_of_node?"),
+        ({"num_of_node": 0}, "num_of_node 0"),
+        ({"tasks_per_node": "2"}, "tasks_per_node '2'"),
+        ({"cpus_per_task": True}, "cpus_per_task True"),
+        ({"gpus_per_task": -1}, "gpus_per_task -1"),
+        ({"timeout_min": 0}, "timeout_min 0"),
+        ({"job_name": "a\nrm -rf ~"}, "control characters"),
+        ({"job_name": "a\x1b[2J"}, "control characters"),
+        ({"job_name": "a\u2028b"}, "control characters"),
+        ({"job_name": " "}, "job_name"),
+        ({"partition": "a b"}, "--partition 'a b'"),
+        ({"node_list": "$(x)"}, "--nodelist"),
+        ({"mem": "1;x"}, "--mem"),
+        ({"setup": "module load cuda"}, "a list of strings"),
+        ({"setup": ["a\nb"]}, "control characters"),
+        ({"use_distributed_env": True}, "needs a distributed_launch_command"),
+        ({"distributed_env_task": "jax"}, "'torch' is the only one"),
+        ({"distributed_launch_command": "x {rank}"}, "there are only {num_processes}, {num_machines}, {machine_rank}"),
+        ({"distributed_launch_command": "a\nb"}, "one line"),
+        ({"distributed_launch_command": "a 'b"}, "No closing quotation"),
+        ({"distributed_launch_command": "cd x && torchrun main.py"}, "without a shell"),
+        ({"extra_params_kwargs": {"array": "0-9"}}, "for echelon to set"),
+        ({"extra_params_kwargs": {"cpus_per_task": 4}}, "has fields of its own"),
+        ({"extra_params_kwargs": {"qos=x --wrap": "y"}}, "small letters, digits and hyphens"),
+        ({"extra_params_kwargs": {"comment": "a\n#SBATCH --uid=0"}}, "control characters"),
+        ({"extra_submit_kwargs": {"slurm_num_gpus": 4}}, "go into extra_params_kwargs"),
+        ({"extra_task_kwargs": {"A": 1}}, "strings"),
+    ],
+)
+def test_what_cannot_work_is_said_when_the_config_is_made(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        double[fields]
+    assert says in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_launch_command_is_words_in_which_five_names_mean_something() -> None:
+    words = command.parse(
+        """accelerate launch --ip={main_process_ip} --json '{"a": {"b": [1]}, "c": "{x.__class__}"}' "a b; rm -rf ~" """
+    )
+    values = {"main_process_ip": "{machine_rank}; x", "machine_rank": 1}
+    made = command.substitute(words, values)
+    assert made == ["accelerate", "launch", "--ip={machine_rank}; x", "--json", words[4], "a b; rm -rf ~"]
+    assert json.loads(words[4]) == {"a": {"b": [1]}, "c": "{x.__class__}"}  # str.format would raise, or look attributes up
+    assert command.substitute(["/home/{me}/main.py"], values) == ["/home/{me}/main.py"]  # a path that has braces
+    every = command.substitute([f"{{{name}}}" for name in command.PLACEHOLDERS], dict.fromkeys(command.PLACEHOLDERS, 7))
+    assert every == ["7"] * 5
+
+
+def test_the_script_is_what_the_config_says_and_a_name_is_a_name(tmp_path: Path) -> None:
+    name = "a\"b'c\\d; touch x #y $(touch x) `touch x` %j"
+    config = SlurmConfig(
+        mode="slurm",
+        job_name=name,
+        num_of_node=2,
+        tasks_per_node=2,
+        processes_per_task=3,
+        cpus_per_task=4,
+        gpus_per_task=1,
+        timeout_min=3,
+        mem="4G",
+        node_list="n[1-3]",
+        setup=["module load cuda", "export X='a b'"],
+        extra_params_kwargs={"mail_type": "END", "exclusive": True, "comment": "a b; $HOME", "x": None},
+        extra_submit_kwargs={"slurm_account": "me"},
+        extra_task_kwargs={"TOKEN": "canary"},
+    ).set_output_path(tmp_path / "runs")
+    script = double[config].script(1)
+    lines = script.splitlines()
+    header = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")]
+    quoted = name.replace("\\", "\\\\").replace('"', '\\"')
+    for wanted in (f'job-name="{quoted}"', "nodes=2", "cpus-per-task=8", "gpus-per-node=2", "time=0-00:03:00", "signal=USR1@90"):
+        assert wanted in header, wanted
+    assert {"mem=4G", "nodelist=n[1-3]", 'mail-type="END"', "exclusive", 'comment="a b; $HOME"', 'account="me"'} <= set(header)
+    srun = next(n for n, line in enumerate(lines) if line.startswith("srun "))
+    assert lines.index("module load cuda") < lines.index("export X='a b'") < srun and "--call-sha256 " in lines[srun]
+    assert "canary" not in script and not (tmp_path / "runs").exists()
+    (tmp_path / "script").write_text(script)
+    subprocess.run(["bash", "-n", str(tmp_path / "script")], check=True)
+
+
+def test_ranks_in_the_background_give_values_and_the_failing_ones_exception(tmp_path: Path) -> None:
+    config = SlurmConfig(mode="local", tasks_per_node=2, pack_code=False).set_output_path(tmp_path / "runs")
+    good, bad = joined[config](5), joined[config](-5)  # a second job in the same process is one
+    assert good.result(60) == [(5, 0, 2), (5, 1, 2)] and good.ranks == 2 and good.state() is JobState.DONE
+    with pytest.raises(RankFailedError, match="rank 1 failed first") as raised:
+        bad.result(60)
+    assert raised.value.rank == 1 and "in joined" in str(raised.value)
+    assert isinstance(raised.value.__cause__, ValueError) and raised.value.__cause__.args == ("planted on rank", 1)
+    assert job_of(good.run).result().exit_code == 0  # a run like others
+    one = double.configure(config, tasks_per_node=1)
+    after = one.afterok(good).afternotok(bad)
+    assert after(4).result(60) == 8 and one.conditions == ()  # a new one: the other waits for nothing
+    with pytest.raises(UsageError, match="afterok of job"):
+        one.afterok([bad])(1)
+    assert [job.result(60) for job in one.map([1, 2])] == [2, 4]
+    for path in (tmp_path / "runs").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+def test_conditions_and_columns_are_checked() -> None:
+    configured = double[SlurmConfig()]
+    for wrong in (
+        lambda: configured.afterok(),
+        lambda: configured.on_condition([object()]),
+        lambda: configured.on_condition([], "x"),
+    ):
+        with pytest.raises(UsageError):
+            wrong()
+    for columns in ([], [[]], [[1], [1, 2]]):
+        with pytest.raises(UsageError, match="map_array"):
+            configured.map_array(*columns)
+
+
+def test_a_call_that_was_tampered_with_is_not_loaded(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "a", begin=False)
+    (run.path / "job").mkdir(mode=0o700)
+    file, evidence = run.path / "job" / "call.pkl", tmp_path / "it-ran"
+    sha256 = write_call(file, pack(Call(double, [((4,), {})])))
+    file.write_bytes(pickle.dumps(_Touches(str(evidence))))
+    job = FunctionJob(LocalLauncher(cwd=tmp_path).submit(JobSpec(str(file), "call", sha256=sha256), run))
+    with pytest.raises(RankFailedError, match="is not the call that was submitted"):
+        job.result(60)
+    assert not evidence.exists()
+    job = FunctionJob(LocalLauncher(cwd=tmp_path).submit(JobSpec(str(file), "call"), run))
+    with pytest.raises(RankFailedError, match="only with --call-sha256"):
+        job.result(60)
+    assert not evidence.exists()
+    calls.load_value(file)  # and it would have run
+    assert evidence.exists()
+
+
+class _Touches:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_values_come_from_files_that_only_the_user_can_have_written(tmp_path: Path) -> None:
+    path, other = tmp_path / "value.pkl", tmp_path / "other.pkl"
+    write_value(7, path)
+    assert load_value(path) == 7 and stat.S_IMODE(path.stat().st_mode) == 0o600 and os.listdir(tmp_path) == ["value.pkl"]
+    other.symlink_to(path)
+    with pytest.raises(OSError):
+        load_value(other)
+    for mode in (0o620, 0o602):
+        path.chmod(mode)
+        with pytest.raises(EchelonError, match="only you can write"):
+            load_value(path)
+    path.chmod(0o600)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(EchelonError, match="only you can write"):
+        load_value(tmp_path / "pipe")
+    if os.geteuid() == 0:
+        os.chown(path, 65534, -1)
+        with pytest.raises(EchelonError, match="only you can write"):
+            load_value(path)
+    with pytest.raises(Exception, match="pickle"):
+        write_value(lambda: 0, path)
+    assert sorted(os.listdir(tmp_path)) == ["other.pkl", "pipe", "value.pkl"]
+
+
+LAUNCHED = """
+HEARD = signal.getsignal(signal.SIGUSR1)
+
+@slurm_fn
+def main(x, *, how="ends"):
+    Path("traces").mkdir(exist_ok=True)
+    (Path("traces") / f"{x}-{os.getpid()}").touch()
+    print("in", x, sys.argv[1:], getattr(HEARD, "name", None), flush=True)
+    if how == "raises":
+        raise ValueError("planted", x)
+    if how == "exits":
+        os._exit(0)
+    if how == "waits":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    while how == "waits":
+        time.sleep(0.01)
+    if how == "submits":
+        return other[config](x).result(60)
+    run = ech.RunDir.current()
+    return x, ech.RankInfo().rank, os.path.basename(os.path.dirname(os.path.abspath(__file__))), str(run.path)
+
+@slurm_fn
+def other(x):
+    return x
+"""
+
+
+def test_a_launch_command_runs_the_script_again_as_far_as_its_own_call(program: Program, tmp_path: Path) -> None:
+    body = """
+    before = dict(os.environ)
+    first = main[config](1)                  # a job without a command is counted, too
+    second = main[alone](first.result(60)[0] + 1)
+    two = main.configure(config, tasks_per_node=2, distributed_launch_command=%r)(3)
+    bad = main[alone](4, how="raises")
+    last = main[alone](5, how="submits")
+    (Path(__file__)).write_text("raise SystemExit('edited after it was submitted')")
+    values = [job.result(100) for job in (first, second, two, last)]
+    try:
+        bad.result(60)
+    except ech.EchelonError as error:
+        failure = [str(error), repr(error.__cause__)]
+    assert dict(os.environ) == before
+    print(json.dumps([values, failure, second.log().read_text(), str(second.run.path)]))
+    """
+    values, failure, log, run = program(body % TORCHRUN, "--key", "a {b} c", prelude=LAUNCHED)
+    assert (
+        values[0][0] == 1
+        and values[1] == [2, 0, "code", run]
+        and [v[:2] for v in values[2]] == [[3, 0], [3, 1]]
+        and values[3] == 5
+    )
+    assert log == "in 2 ['--key', 'a {b} c'] SIG_IGN\n"  # the script's own arguments; Slurm signals all processes
+    assert "ValueError: ('planted', 4)" in failure[0] and "in main" in failure[0] and failure[1] == "ValueError('planted', 4)"
+    traces = sorted(p.name.partition("-")[0] for p in (tmp_path / "traces").iterdir())
+    assert traces == ["1", "2", "3", "3", "4", "5"]  # nothing ran twice
+    assert len(list((tmp_path / "slurm").iterdir())) == 6  # and no rank submitted anything, but what the last was told to
+    for path in (tmp_path / "slurm").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+def test_a_launch_command_that_comes_to_nothing_says_why(program: Program) -> None:
+    body = """
+    commands = {
+        "no program": "no-such-program main.py",
+        "fails before": "python -c 'raise OSError(5, \\"planted\\")'",
+        "another script": "python -c pass",
+        "stumbles": "python -c 'import subprocess, sys; subprocess.run([\\"python\\", \\"main.py\\"]); sys.exit(3)'",
+    }
+    jobs = {name: main.configure(config, distributed_launch_command=words)(0) for name, words in commands.items()}
+    jobs["leaves"] = main[alone](0, how="exits")
+    said = {}
+    for name, job in jobs.items():
+        try:
+            said[name] = str(job.result(60))
+        except ech.EchelonError as error:
+            said[name] = str(error)
+    print(json.dumps(said))
+    """
+    said = program(body, prelude=LAUNCHED)
+    assert "begins with 'no-such-program'" in said["no program"] and "on its PATH" in said["no program"]
+    assert "OSError: [Errno 5] planted" in said["fails before"] and "before any rank came to the call" in said["fails before"]
+    assert "ended with exit code 0 before any rank came to the call" in said["another script"]
+    assert "ended without a word" in said["leaves"]
+    assert said["stumbles"].startswith("(0, 0, ")  # over its own end: all that it was for is done
+
+
+def test_a_script_that_comes_to_another_call_on_the_nodes_is_refused(program: Program) -> None:
+    body = """
+    job = (other if "ECHELON_CALL" in os.environ else main)[alone](0)
+    try:
+        print(json.dumps(str(job.result(60))))
+    except ech.EchelonError as error:
+        print(json.dumps(str(error)))
+    """
+    assert "was a call of main when it was submitted, and is one of other here" in program(body, prelude=LAUNCHED)
+
+
+def test_signals_reach_the_ranks_of_a_launch_command(program: Program) -> None:
+    """The request to save goes to the ranks and not to the command; a cancelled job ends."""
+    body = """
+    jobs = [main[alone](0, how="waits"), main[alone](1, how="waits")]
+    for job in jobs:
+        while not job.log().exists() or "in" not in job.log().read_text():
+            assert not job.done()
+            time.sleep(0.05)
+    os.kill(int(jobs[0].id), signal.SIGUSR1)
+    jobs[1].cancel()
+    outcomes = [job.wait(60) for job in jobs]
+    print(json.dumps([[outcome.exit_code, job.state().value, str(job.run.path)] for outcome, job in zip(outcomes, jobs)]))
+    """
+    asked, cancelled = program(body, prelude=LAUNCHED)
+    assert "terminated" in (Path(cancelled[2]) / "attempts/000/rank0.log").read_text()
+    assert asked[:2] == [75, "stopped"] and "asked the ranks to save" in (Path(asked[2]) / "job/output.log").read_text()
+    assert cancelled[1] == "cancelled"
+
+
+def test_the_copy_of_the_code_has_no_runs_in_it(program: Program, tmp_path: Path) -> None:
+    body = """
+    jobs = [main.configure(config, exclude_code_folders=["data"], code_file_suffixes=[".py", ".txt"])(n) for n in range(2)]
+    print(json.dumps([[*job.result(60), str(job.run.path)] for job in jobs]))
+    """
+    for file in ("data/a.txt", "more/b.txt", "more/c.bin"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("x")
+    values = program(body, prelude=LAUNCHED, git=True)
+    for *_, where, _, run in values:
+        copy = Path(run) / "job" / "code"
+        assert where == "code" and {str(p.relative_to(copy)) for p in copy.rglob("*") if p.is_file()} == {"main.py", "more/b.txt"}
+
+
+def test_a_function_of_a_session_is_sent_by_value(tmp_path: Path) -> None:
+    body = """
+import echelon as ech
+factor = 3
+@ech.slurm_fn
+def times(x): return factor * x if x < 10 else times(x - 10)
+print(times[{"mode": "local"}](14).result(60))
+"""
+    said = subprocess.run(
+        [sys.executable, "-"], input=body, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=90
+    )
+    assert said.stdout == "12\n", said.stderr
+
+
+def test_a_script_without_a_guard_does_not_submit_for_ever(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(
+        "import echelon as ech\n@ech.slurm_fn\ndef main(): return 1\n"
+        "try: print(main[{'mode': 'local'}]().result(60))\nexcept ech.EchelonError as error: print(error); raise\n"
+    )
+    said = subprocess.run(
+        [sys.executable, "main.py"], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=90
+    )
+    assert 'Put the call under `if __name__ == "__main__":`' in said.stdout and len(list((tmp_path / "slurm").iterdir())) == 1
+
+
+def test_nothing_of_a_launch_command_is_believed_from_a_strange_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ECHELON_CALL", "{}")
+    with pytest.raises(UsageError, match=r"ECHELON_CALL='\{\}' cannot be read"):
+        double[SlurmConfig(mode="local").set_output_path(tmp_path / "runs")](1)
+    assert double(2) == 4 and double[SlurmConfig()](2).result() == 4 and not (tmp_path / "runs").exists()
