@@ -201,7 +201,7 @@ def test_logs_follow_a_job_through_its_starts_to_its_end(fleet: Fleet) -> None:
     fleet.final("limit")
     assert fleet.followed is not None and fleet.followed.wait(60) == 0
     said = (fleet.home / "followed.out").read_text()
-    assert "step 0 of attempt 0" in said and f"step {2 * UPDATES - 1} of attempt 1" in said and "is done" in said
+    assert "step 0 of attempt 0" in said and f"step {UPDATES - 1} of attempt 1" in said and "is done" in said
     refused = fleet.cluster.echelon("logs", "limit", "--rank", 7, cwd=fleet.home)
     assert refused.returncode == 2 and "has ranks 0 to 3" in refused.stderr
 
