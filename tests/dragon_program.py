@@ -61,7 +61,10 @@ def cases(example: str) -> None:
         try:
             failing.join()
         except ech.EchelonError as error:
-            print(f"{fn.__name__}: {type(error).__name__} of rank {error.rank}: {error}", flush=True)
+            print(
+                f"{fn.__name__}: {type(error).__name__} of rank {error.rank}: {error}\n{fn.__name__} by {error.__cause__!r}",
+                flush=True,
+            )
         failing.close()
         failing.close()
     group(fall).close()

@@ -200,6 +200,9 @@ def test_a_module_runs_from_the_copy(echelon_command: Any, tmp_path: Path) -> No
     assert job.log().read_text() == f"as it was {tmp_path} {tmp_path}/runs/a/job/code/package ['--lr', '1']\n"
     for wrong in (["-m", "package/train.py"], ["-m", "nowhere.train"], ["--max-restarts", "-1", "-m", "package.train"]):
         assert echelon_command("submit", "--to", "local", *wrong).returncode == 2
+    for option in (["--time", "2h"], ["--partition", "a"], ["--no-requeue"], ["--sweep", "lr=1"], ["--dry-run"]):
+        refused = echelon_command("submit", "--to", "local", *option, "-m", "package.train")
+        assert refused.returncode == 2 and f"{option[0]} is for Slurm" in refused.stderr
 
 
 def test_a_job_in_the_background_fulfils_the_protocol(tmp_path: Path) -> None:

@@ -107,9 +107,9 @@ def execute(arguments: argparse.Namespace) -> int:
     )
     options.check()
     spec = _spec(arguments, arguments.script if arguments.module else str(Path(arguments.script).absolute()))
-    sweep = parse_sweep(arguments.sweep)
     if arguments.to in ("local", "dragon"):
-        return _submit_here(spec, sweep, arguments)
+        return _submit_here(spec, arguments)
+    sweep = parse_sweep(arguments.sweep)
     from echelon.launcher.slurm.job import SlurmLauncher
 
     launcher = SlurmLauncher(options)
@@ -227,12 +227,13 @@ def _with_copy(spec: JobSpec, run: RunDir, arguments: argparse.Namespace) -> Job
     return spec
 
 
-def _submit_here(spec: JobSpec, sweep: Sequence[object], arguments: argparse.Namespace) -> int:
+def _submit_here(spec: JobSpec, arguments: argparse.Namespace) -> int:
     from echelon.launcher.background import LocalLauncher
     from echelon.launcher.dragon_job import DragonLauncher
 
-    if sweep or arguments.dry_run:
-        raise UsageError(f"{'--sweep' if sweep else '--dry-run'} is for Slurm; here, --to {arguments.to} starts one run at once.")
+    if other := [n for n in (*_SLURM, "time", "exclusive", "no_requeue", "sweep", "dry_run") if getattr(arguments, n)]:
+        option = other[0].replace("_", "-")
+        raise UsageError(f"--{option} is for Slurm; --to {arguments.to} starts one run, at once, on what this session has.")
     launcher = DragonLauncher() if arguments.to == "dragon" else LocalLauncher()
     launcher.check(spec)
     run, _ = _folder(arguments)

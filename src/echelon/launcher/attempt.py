@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from echelon.contracts.run_dir import read_json
+from echelon.contracts.run_dir import read_json, write_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.job import Failure, signal_name
 
-__all__ = ["Attempt", "Requests"]
+__all__ = ["Attempt", "Requests", "write_exit"]
 
 # How long a rank may take to end by itself once it has reported its failure.
 _EXIT_WAIT_S = 10.0
@@ -99,3 +100,25 @@ class Attempt:
 
     def failures(self) -> list[Failure]:
         return [f for rank in self.pids if (f := self.failure(rank)) is not None]
+
+
+def write_exit(
+    path: Path, code: int, failures: Sequence[Failure] = (), first: Failure | None = None, stopped: str | None = None
+) -> None:
+    """Record how an attempt ended.
+
+    Args:
+        path: the attempt's exit.json, or with several nodes a node's own.
+        failures: of all ranks that failed; `first` is the one that the others followed.
+        stopped: what ended it, if no rank did.
+    """
+    write_json(
+        path,
+        {
+            "exit_code": code,
+            "stopped": stopped,
+            "first_failure": first.as_json() if first else None,
+            "ranks": {str(f.rank): f.as_json() for f in failures},
+            "ended": time.time(),
+        },
+    )

@@ -51,10 +51,9 @@ class LocalLauncher:
     Attributes:
         name: of the launcher, in the job's folder.
         program: the module that runs a job, given its folder.
-        job: what is submitted.
     """
 
-    name, program, job = "local", "echelon.launcher.node", LocalJob
+    name, program = "local", "echelon.launcher.node"
 
     def __init__(self, *, cwd: Path | None = None) -> None:
         self.cwd = cwd or Path(os.getcwd())
@@ -90,4 +89,4 @@ class LocalLauncher:
             os.close(output)
         process.returncode = 0  # it outlives us: no warning that it was not waited for
         update_spec(run, id=str(process.pid), began=psutil.Process(process.pid).create_time())
-        return self.job(run)
+        return LocalJob(run)

@@ -22,12 +22,13 @@ from types import FrameType
 from typing import Any
 
 from echelon.contracts.errors import UsageError
-from echelon.contracts.run_dir import RunDir, read_json, write_json
+from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.stopping import REQUEUE
+from echelon.launcher.attempt import write_exit
 from echelon.launcher.inside import Place
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local import rank_environment
-from echelon.launcher.nodes import Meeting
+from echelon.launcher.nodes import Meeting, free_port
 from echelon.launcher.server import adopt_orphans, die_with_parent
 
 __all__ = ["PLACEHOLDERS", "parse", "run_command", "substitute"]
@@ -93,22 +94,15 @@ def run_command(spec: JobSpec, here: RunDir, meeting: Meeting, task: int) -> Out
         "num_machines": spec.nodes,
         "machine_rank": meeting.node,
         "main_process_ip": meeting.host,
-        "main_process_port": meeting.port or _free_port(),
+        "main_process_port": meeting.port or free_port(),
     }
     words = [*substitute(spec.args, values), *about["argv"]]
     words[0] = _program(words[0], env)
     if meeting.listener is not None:
         meeting.listener.close()  # it held the port until now, for the command
-    outcome = _Command(spec, here, meeting).run(words, env)
-    _write_record(here, meeting, outcome)
-    return outcome[0]
-
-
-def _free_port() -> int:
-    """On one node, whose launchers have nobody to meet."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    outcome, failures = _Command(spec, here, meeting).run(words, env)
+    write_exit(meeting.exit_path(here), outcome.exit_code, failures, outcome.failure)
+    return outcome
 
 
 def _program(name: str, env: Mapping[str, str]) -> str:
@@ -316,18 +310,3 @@ def _kill_children() -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-
-
-def _write_record(here: RunDir, meeting: Meeting, ended: tuple[Outcome, list[Failure]]) -> None:
-    outcome, failures = ended
-    path = here.node_exit(meeting.node) if meeting.nodes > 1 else here.exit_json
-    write_json(
-        path,
-        {
-            "exit_code": outcome.exit_code,
-            "stopped": None,
-            "first_failure": outcome.failure.as_json() if outcome.failure else None,
-            "ranks": {str(f.rank): f.as_json() for f in failures},
-            "ended": time.time(),
-        },
-    )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from echelon.contracts.events import read_lines
 from echelon.contracts.run_dir import RunDir, read_json, write_json
 from echelon.contracts.stopping import REQUEUE
+from echelon.launcher.attempt import write_exit
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure
 from echelon.launcher.nodes import meeting_path
@@ -44,7 +44,7 @@ def conclude(run: RunDir, code: int, start: str) -> int:
     if said is None:
         why = "; ".join(dict.fromkeys(whys)) or f"no node came so far as to begin (exit code {code}); see the lines above"
         _say(why)
-        _write(run.next_attempt(), code or 1, why)
+        write_exit(run.next_attempt().exit_json, code or 1, stopped=why)
         return code or 1
     began = int(said["attempt"])
     newest = max(int(p.name) for p in (run.path / "attempts").glob("[0-9]*"))  # the group was started again by itself
@@ -75,7 +75,7 @@ def _again(here: RunDir, code: int) -> int:
             "script not restore what it saved?"
         )
         _say(why)
-        _write(here, 1, why)
+        write_exit(here.exit_json, 1, stopped=why)
         return 1
     return code
 
@@ -93,7 +93,7 @@ def _of_one_node(here: RunDir, code: int, whys: Sequence[str]) -> int:
         return int(ended["exit_code"])
     why = "; ".join(whys) or f"the launcher ended without a word (exit code {code}): was it killed, or out of memory?"
     _say(why)
-    _write(here, code or 1, why)
+    write_exit(here.exit_json, code or 1, stopped=why)
     return code or 1
 
 
@@ -119,21 +119,8 @@ def _merge(here: RunDir, nodes: int, ranks: int, hosts: list[str], code: int, wh
         text = ""
     if text and not quiet:
         print(text, file=sys.stderr)
-    _write(here, code, stopped, first, failures)
+    write_exit(here.exit_json, code, failures, first, stopped)
     return code
-
-
-def _write(here: RunDir, code: int, stopped: str | None, first: Failure | None = None, failures: Sequence[Failure] = ()) -> None:
-    write_json(
-        here.exit_json,
-        {
-            "exit_code": code,
-            "stopped": stopped,
-            "first_failure": first.as_json() if first else None,
-            "ranks": {str(f.rank): f.as_json() for f in failures},
-            "ended": time.time(),
-        },
-    )
 
 
 def _refusals(run: RunDir, start: str) -> Path:

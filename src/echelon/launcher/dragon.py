@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -25,10 +23,12 @@ from echelon.contracts.machine import usable_cores
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import read_json, write_json
 from echelon.launcher import worker
+from echelon.launcher.calls import load_exception, load_value
 from echelon.launcher.dragon_command import FOLDER_VARIABLE
 from echelon.launcher.failure import render
 from echelon.launcher.group import set_threads
 from echelon.launcher.job import Failure
+from echelon.launcher.nodes import free_port
 
 __all__ = ["DragonRanks"]
 
@@ -72,7 +72,7 @@ class DragonRanks:
             (str(self._folder), placed, tuple(args), dict(kwargs)),
             None,
             hide_stderr=placed.hide_stderr,
-            port=port or _free_port(),
+            port=port or free_port(),
             policies=[_dragons(policy, hosts[rank * len(hosts) // self._ranks]) for rank, policy in enumerate(policies)],
         )
         self._group.init()
@@ -88,11 +88,13 @@ class DragonRanks:
             raise RankTimeoutError(f"the ranks had not finished after {timeout:g} s.", rank=0, exit_code=124) from None
         except Exception as error:  # Dragon's own class, with exit codes and no more
             self._failed = True
-            raise self._failure(str(error)) from None
+            failed = self._failure(str(error))
+            raise failed from load_exception(self._value(failed.rank, ".error"))
         if failures := self._reported():
             self._failed = True
-            raise self._error(failures)
-        return [_load(self._value(rank)) for rank in range(self._ranks)]
+            failed = self._error(failures)
+            raise failed from load_exception(self._value(failed.rank, ".error"))
+        return [load_value(self._value(rank)) for rank in range(self._ranks)]
 
     def close(self) -> None:
         with self._closing:
@@ -121,8 +123,8 @@ class DragonRanks:
             if not threading.main_thread().is_alive():
                 self.close()
 
-    def _value(self, rank: int) -> Path:
-        return self._folder / f"value.rank{rank}.pkl"
+    def _value(self, rank: int, error: str = "") -> Path:
+        return self._folder / f"value.rank{rank}.pkl{error}"
 
     def _reported(self) -> list[Failure]:
         records = {rank: read_json(self._folder / f"exit.rank{rank}.json") for rank in range(self._ranks)}
@@ -168,26 +170,13 @@ def _run_rank(folder: str, placed: Callable[..., Any], args: Sequence[Any], kwar
     info = _known_to_torch(RankInfo())
     record = Path(folder) / f"exit.rank{info.rank}.json"
     try:
-        _leave_value(placed(*args, **kwargs), Path(folder) / f"value.rank{info.rank}.pkl")
+        worker.leave_value(lambda: placed(*args, **kwargs), f"{folder}/value.rank{info.rank}.pkl", placed.__name__)
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             error = RuntimeError("the function called sys.exit(), which leaves nothing to return. Return instead.")
         write_json(record, {"exit_code": 1, **worker.describe(error)})
         # Not an exception: Dragon would print it without saying whose it is. And at once: the others wait.
         os._exit(1)
-
-
-def _leave_value(value: Any, path: Path) -> None:
-    temporary = path.with_suffix(".tmp")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            pickle.dump(value, file)
-    except Exception as error:  # any type can raise anything when it is pickled
-        raise UsageError(
-            f"the value that the function returned, of type {type(value).__name__}, cannot be sent to the caller ({error}). "
-            "Return plain values, arrays or tensors."
-        ) from error
-    temporary.replace(path)
 
 
 def _known_to_torch(info: RankInfo) -> RankInfo:
@@ -213,15 +202,3 @@ def _dragons(policy: Any, host: str) -> Any:
         gpu_affinity=list(policy.gpu_affinity),
         gpu_env_str=policy.gpu_env_str,
     )
-
-
-def _free_port() -> int:
-    """Free on this node now; rank 0 usually runs here. A port can be taken before it is used, but not two groups' alike."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _load(path: Path) -> Any:
-    with open(path, "rb") as file:
-        return pickle.load(file)

@@ -10,29 +10,25 @@ import importlib.util
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
 from echelon.contracts.rank import RankInfo
-from echelon.contracts.run_dir import RunDir, read_json, write_json
+from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.stopping import REQUEUE
-from echelon.launcher.background import LocalJob, LocalLauncher
+from echelon.launcher.attempt import write_exit
+from echelon.launcher.background import LocalLauncher
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.protocol import read_spec
 
-__all__ = ["DragonJob", "DragonLauncher"]
-
-
-class DragonJob(LocalJob):
-    """A job on Dragon, known as its outermost process."""
+__all__ = ["DragonLauncher"]
 
 
 class DragonLauncher(LocalLauncher):
     """Starts jobs in the background on Dragon's runtime: on this node, or with `spec.nodes` over an allocation's."""
 
-    name, program, job = "dragon", "echelon.launcher.dragon_job", DragonJob
+    name, program = "dragon", "echelon.launcher.dragon_job"
 
     def check(self, spec: JobSpec) -> None:
         if spec.kind == "call":
@@ -72,16 +68,7 @@ def conclude(spec: JobSpec, here: RunDir, code: int) -> int:
         code = first.exit_code
     elif codes and set(codes.values()) <= {0, REQUEUE}:
         code = max(codes.values())
-    write_json(
-        here.exit_json,
-        {
-            "exit_code": code,
-            "stopped": None,
-            "first_failure": first.as_json() if first else None,
-            "ranks": {str(f.rank): f.as_json() for f in failures},
-            "ended": time.time(),
-        },
-    )
+    write_exit(here.exit_json, code, failures, first)
     return code
 
 

@@ -10,15 +10,16 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from echelon.contracts.rank import RankInfo
-from echelon.contracts.run_dir import RunDir, read_json, write_json
+from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.stopping import REQUEUE
+from echelon.launcher.attempt import write_exit
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local import path_without_launcher, rank_environment
+from echelon.launcher.nodes import free_port
 from echelon.launcher.placement import bound
 from echelon.launcher.worker import Start, run_program
 
@@ -34,7 +35,7 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
     env = rank_environment(job, run, os.environ, 1, restart=job.restart)
     # Without a group to join, a world of one needs no address; scripts that insist on env:// find a free port.
     _, place = bound(0, 1, {**os.environ, **job.env}, devices=job.own_device)
-    os.environ.update({**env, **place, **info.to_env(), "MASTER_PORT": str(_free_port())})
+    os.environ.update({**env, **place, **info.to_env(), "MASTER_PORT": str(free_port())})
     log, record = run.log(0), run.rank_exit(0)
     start = Start(
         job.kind,
@@ -48,7 +49,7 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
     )
     pid, before = os.getpid(), signal.getsignal(signal.SIGUSR1)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # until `run_program` has a handler
-    limit = _TimeLimit(job.stop_after_s, job.grace_s, lambda: _write_exit(run, REQUEUE, None)) if job.stop_after_s else None
+    limit = _TimeLimit(job.stop_after_s, job.grace_s, lambda: write_exit(run.exit_json, REQUEUE)) if job.stop_after_s else None
     with open(log, "a", encoding="utf-8", errors="backslashreplace", buffering=1) as copy:
         out, err = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = _Tee(out, copy), _Tee(err, copy)
@@ -62,21 +63,8 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
         limit.lift()
     signal.signal(signal.SIGUSR1, before)
     failure = Failure.from_record(0, code, 0, read_json(record) or {}, log) if code not in (0, REQUEUE) else None
-    _write_exit(run, code, failure)
+    write_exit(run.exit_json, code, [failure] if failure else [], failure)
     return Outcome(code, failure)
-
-
-def _write_exit(run: RunDir, code: int, failure: Failure | None) -> None:
-    write_json(
-        run.exit_json,
-        {
-            "exit_code": code,
-            "stopped": None,
-            "first_failure": failure.as_json() if failure else None,
-            "ranks": {"0": failure.as_json()} if failure else {},
-            "ended": time.time(),
-        },
-    )
 
 
 class _TimeLimit(threading.Thread):
@@ -148,11 +136,3 @@ class _Tee:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -8,7 +8,6 @@ from pathlib import Path
 from echelon.contracts.errors import UsageError
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.background import LocalJob
-from echelon.launcher.dragon_job import DragonJob
 from echelon.launcher.kubernetes import KubernetesJob
 from echelon.launcher.protocol import FolderJob, read_spec
 from echelon.launcher.slurm.job import SlurmJob
@@ -17,7 +16,7 @@ __all__ = ["find_run", "job_of", "jobs_below", "tasks_of"]
 
 _LAUNCHERS: dict[str, type[FolderJob]] = {
     "local": LocalJob,
-    "dragon": DragonJob,
+    "dragon": LocalJob,
     "slurm": SlurmJob,
     "kubernetes": KubernetesJob,
 }

@@ -9,7 +9,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
@@ -17,8 +16,8 @@ from typing import Any
 from echelon.contracts.errors import EchelonError
 from echelon.contracts.machine import usable_cores
 from echelon.contracts.rank import RankInfo
-from echelon.contracts.run_dir import RESTART_VARIABLE, RunDir, has_begun, write_json
-from echelon.launcher.attempt import Attempt, Requests
+from echelon.contracts.run_dir import RESTART_VARIABLE, RunDir, has_begun
+from echelon.launcher.attempt import Attempt, Requests, write_exit
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.nodes import Meeting
@@ -75,93 +74,120 @@ def run_local(
         signal n stopped the job.
     """
     requests = Requests(job.stop_after_s)
-    with _sigusr1_asks(requests):
-        return _run(job, run, requests, screen, server, start_fields or {}, timeout_s, meeting)
-
-
-def _run(
-    job: JobSpec,
-    run: RunDir,
-    requests: Requests,
-    screen: Screen | None,
-    server: ForkServer | None,
-    start_fields: Mapping[str, Any],
-    timeout_s: float | None,
-    meeting: Meeting | None,
-) -> Outcome:
     given = {**os.environ, "ECHELON_SCREEN": "launcher"}  # rank 0 need not draw progress: the screen here does
-    if server is None:  # this process becomes the server; libgomp reads the number when torch is imported, below
-        os.environ.setdefault("OMP_NUM_THREADS", rank_environment(job, run, given, job.ranks, restart=False)["OMP_NUM_THREADS"])
+    with _sigusr1_asks(requests):
+        if server is None:  # this process becomes the server; libgomp reads the number when torch is imported, below
+            threads = rank_environment(job, run, given, job.ranks, restart=False)["OMP_NUM_THREADS"]
+            os.environ.setdefault("OMP_NUM_THREADS", threads)
+        from echelon.launcher.elastic import ForkAgent, quiet_elastic_logs
+
+        quiet_elastic_logs()
+        own = contextlib.closing(ForkServer.fork_self()) if server is None else contextlib.nullcontext(server)
+        with own as forks:
+            relay = Relay(screen or PlainScreen())
+            starts = _Starts(job, run, given, meeting, start_fields or {}, relay, timed=timeout_s is not None)
+            starts.agent = ForkAgent(job, forks, starts.begin, starts.fields, run.name, requests, timeout_s, meeting)
+            relay.start()
+            try:
+                outcome = _until_ended(starts)
+            finally:
+                relay.stop()
+        starts.record(run, outcome.exit_code, outcome.failure)
+    return outcome
+
+
+def _until_ended(starts: _Starts) -> Outcome:
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    from echelon.launcher.elastic import ForkAgent, quiet_elastic_logs
+    agent = starts.agent
+    try:
+        with _signals_raise(SignalException, starts.job.grace_s, patient=starts.meeting is not None):
+            result = agent.run()
+    except SignalException as stop:
+        return Outcome(agent.exit_code(128 + int(stop.sigval)), None, agent.restarts)
+    except EchelonError as error:  # out of time, or the server was killed
+        first = Failure.first(agent.failures) if agent.failures else None
+        starts.record(starts.run, first.exit_code if first else 1, first, str(error).partition("\n")[0])
+        raise
+    failure = Failure.first(agent.failures) if result.is_failed() else None
+    note = "" if agent.plan.ranks else f"not started again: {agent.plan.why}"
+    return Outcome(failure.exit_code if failure else agent.exit_code(0), failure, agent.restarts, note)
 
-    quiet_elastic_logs()
-    own_server = server is None
-    if server is None:
-        server = ForkServer.fork_self()
-    relay = Relay(screen or PlainScreen())
-    first = run.attempt
-    # `launch` needs the caller's whole path; a program has its own folder there, instead of the launcher's.
-    sys_path = [p for p in sys.path if p] if job.kind == "call" else path_without_launcher()
 
-    def begin_attempt(number: int) -> tuple[Attempt, tuple[int, ...]]:
-        here = run.at_attempt(first + number)
-        run.attempt = here.attempt
+class _Starts:
+    """Every start of a job's ranks: its folder, and what each rank is told.
+
+    Args:
+        run: stands at the newest attempt.
+        given: the environment, as the user gave it.
+        more: further fields of `worker.Start`.
+        timed: ranks may be asked for their stacks.
+    Attributes:
+        agent: that starts them.
+    """
+
+    agent: Any
+
+    def __init__(
+        self,
+        job: JobSpec,
+        run: RunDir,
+        given: Mapping[str, str],
+        meeting: Meeting | None,
+        more: Mapping[str, Any],
+        relay: Relay,
+        *,
+        timed: bool,
+    ) -> None:
+        self.job, self.run, self.meeting, self.relay = job, run, meeting, relay
+        self._given, self._more, self._timed, self._first = given, more, timed, run.attempt
+        # `launch` needs the caller's whole path; a program has its own folder there, instead of the launcher's.
+        self._sys_path = [p for p in sys.path if p] if job.kind == "call" else path_without_launcher()
+
+    def begin(self, number: int) -> tuple[Attempt, tuple[int, ...]]:
+        here = self.run.at_attempt(self._first + number)
+        self.run.attempt = here.attempt
         if number:
-            _write_exit(agent, run.at_attempt(here.attempt - 1), meeting)
-            plan = agent.plan
-            how = f" with {plan.ranks} ranks: {plan.why}" if plan.why else ""
-            before = (
-                render(Failure.first(agent.failures), job.ranks) if agent.failures else "echelon: ranks of another node failed"
-            )
-            sys.stderr.write(f"{before}\nechelon: restart {number} of {job.max_restarts}{how}\n")
-        return Attempt(here.attempt, here.attempt_path), relay.open(here.log(0)) if not meeting or meeting.node == 0 else ()
+            self._end_before(here, number)
+        shown = self.meeting is None or self.meeting.node == 0
+        return Attempt(here.attempt, here.attempt_path), self.relay.open(here.log(0)) if shown else ()
 
-    def fields(attempt: Attempt, info: RankInfo) -> dict[str, Any]:
+    def _end_before(self, here: RunDir, number: int) -> None:
+        """Of the start before, which failed: its record, and a word of why there is one more."""
+        failures, plan = self.agent.failures, self.agent.plan
+        first = Failure.first(failures) if failures else None
+        self.record(here.at_attempt(here.attempt - 1), first.exit_code if first else 1, first)
+        before = render(first, self.job.ranks) if first else "echelon: ranks of another node failed"
+        how = f" with {plan.ranks} ranks: {plan.why}" if plan.why else ""
+        sys.stderr.write(f"{before}\nechelon: restart {number} of {self.job.max_restarts}{how}\n")
+
+    def record(self, here: RunDir, code: int, first: Failure | None, stopped: str | None = None) -> None:
+        path = self.meeting.exit_path(here) if self.meeting is not None else here.exit_json
+        write_exit(path, code, self.agent.failures, first, stopped)
+
+    def fields(self, attempt: Attempt, info: RankInfo) -> dict[str, Any]:
+        """What `worker.Start` is made of."""
+        here = RunDir(self.run.path, attempt.number)
+        # Until an attempt has set aside what was there: one that died before would else go on from it.
+        earlier = (RunDir(here.path, n).attempt_path for n in range(self._first, attempt.number))
+        restart = self.job.restart and not any(map(has_begun, earlier))
+        ranks, job = info.local_world_size, self.job
+        env = rank_environment(job, here, self._given, ranks, restart=restart, meeting=self.meeting)
+        cores, place = bound(info.local_rank, ranks, {**self._given, **job.env}, cores=job.bind, devices=job.own_device)
         return {
             "kind": job.kind,
             "target": job.target,
             "args": list(job.args),
-            "env": {**env_of(attempt, info.local_world_size), **place_of(info)[1]},
+            "env": {**env, **place},
             "cwd": os.getcwd(),
             "code": job.code,
-            "sys_path": sys_path,
+            "sys_path": self._sys_path,
             "log": str(attempt.log_path(info.rank).absolute()),
             "record": str(attempt.record_path(info.rank).absolute()),
-            "stacks": str(attempt.stacks_path(info.rank).absolute()) if timeout_s is not None else None,
-            "cores": place_of(info)[0],
-            **{k: v(attempt, info) if callable(v) else v for k, v in start_fields.items()},
+            "stacks": str(attempt.stacks_path(info.rank).absolute()) if self._timed else None,
+            "cores": cores,
+            **{k: v(attempt, info) if callable(v) else v for k, v in self._more.items()},
         }
-
-    def place_of(info: RankInfo) -> tuple[list[int], dict[str, str]]:
-        return bound(info.local_rank, info.local_world_size, {**given, **job.env}, cores=job.bind, devices=job.own_device)
-
-    def env_of(attempt: Attempt, ranks: int) -> dict[str, str]:
-        here = RunDir(run.path, attempt.number)
-        # Until an attempt has set aside what was there: one that died before would else go on from it.
-        restart = job.restart and not any(has_begun(RunDir(run.path, n).attempt_path) for n in range(first, attempt.number))
-        return rank_environment(job, here, given, ranks, restart=restart, meeting=meeting)
-
-    agent = ForkAgent(job, server, begin_attempt, fields, run.name, requests, timeout_s, meeting)
-    relay.start()
-    try:
-        with _signals_raise(SignalException, job.grace_s, patient=meeting is not None):
-            result = agent.run()
-        failure = Failure.first(agent.failures) if result.is_failed() else None
-        note = "" if agent.plan.ranks else f"not started again: {agent.plan.why}"
-        outcome = Outcome(failure.exit_code if failure else agent.exit_code(0), failure, agent.restarts, note)
-    except SignalException as stop:
-        outcome = Outcome(agent.exit_code(128 + int(stop.sigval)), None, agent.restarts)
-    except EchelonError as error:  # out of time, or the server was killed
-        _write_exit(agent, run, meeting, stopped=str(error).partition("\n")[0])
-        raise
-    finally:
-        relay.stop()
-        if own_server:
-            server.close()
-    _write_exit(agent, run, meeting, outcome)
-    return outcome
 
 
 @contextlib.contextmanager
@@ -229,23 +255,3 @@ def _sigusr1_asks(requests: Requests) -> Iterator[None]:
 def path_without_launcher() -> list[str]:
     """Where the launcher looks for modules, without the first place, which is its own folder or the one it was started in."""
     return [p for p in sys.path[0 if sys.flags.safe_path else 1 :] if p]
-
-
-def _write_exit(
-    agent: Any, run: RunDir, meeting: Meeting | None, outcome: Outcome | None = None, stopped: str | None = None
-) -> None:
-    """Record how an attempt ended: for all, or with several nodes for this one."""
-    failures: list[Failure] = agent.failures
-    first = outcome.failure if outcome else (Failure.first(failures) if failures else None)
-    ranks = {str(f.rank): f.as_json() for f in failures}
-    path = run.node_exit(meeting.node) if meeting is not None and meeting.nodes > 1 else run.exit_json
-    write_json(
-        path,
-        {
-            "exit_code": outcome.exit_code if outcome else (first.exit_code if first else 1),
-            "stopped": stopped,
-            "first_failure": first.as_json() if first else None,
-            "ranks": ranks,
-            "ended": time.time(),
-        },
-    )

@@ -17,7 +17,7 @@ from pathlib import Path
 from echelon.contracts.errors import EchelonError, LauncherEnvironmentError
 from echelon.contracts.run_dir import RunDir, read_json, write_json
 
-__all__ = ["Meeting", "interface_of", "local_address_towards", "meet"]
+__all__ = ["Meeting", "free_port", "interface_of", "local_address_towards", "meet"]
 
 # Nodes of a job start within seconds of one another; a shared file system may show a new file a minute late.
 _PATIENCE_S = 300.0
@@ -44,6 +44,10 @@ class Meeting:
     token: str
     interface: str
     listener: socket.socket | None = None
+
+    def exit_path(self, here: RunDir) -> Path:
+        """Where this node records how the attempt ended: for all, or with several nodes for itself."""
+        return here.node_exit(self.node) if self.nodes > 1 else here.exit_json
 
 
 def meet(run: RunDir, start: str, node: int, hosts: list[str], timeout_s: float = _PATIENCE_S) -> Meeting:
@@ -114,3 +118,10 @@ def interface_of(address: str) -> str:
     import psutil  # type: ignore[import-untyped,unused-ignore]  # here: few need it
 
     return next((name for name, all_ in psutil.net_if_addrs().items() for a in all_ if a.address.split("%")[0] == address), "")
+
+
+def free_port() -> int:
+    """A port of this node that is free now. It can be taken before it is used, but is not given twice in a row."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -9,6 +9,7 @@ import enum
 import json
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -104,7 +105,7 @@ def read_spec(run: RunDir) -> tuple[JobSpec, Mapping[str, Any]]:
     return spec, said
 
 
-class FolderJob:
+class FolderJob(ABC):
     """The part of a job that its folder tells; what is left to a launcher is `_ask` and `_stop`."""
 
     def __init__(self, run: RunDir) -> None:
@@ -116,12 +117,13 @@ class FolderJob:
     def ranks(self) -> int:
         return self.spec.ranks * self.spec.nodes
 
+    @abstractmethod
     def _ask(self) -> tuple[JobState | None, str]:
         """What the system says of the job, and why; None if it no longer knows it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _stop(self) -> None:
-        raise NotImplementedError
+        """Ask the system to end it."""
 
     @property
     def attempts(self) -> Sequence[Path]:
@@ -151,9 +153,8 @@ class FolderJob:
         return newest / f"rank{rank}.log"
 
     def cancel(self) -> None:
-        (self.run.path / "job" / "cancelled").touch(
-            mode=0o600
-        )  # first: a job that is asked to stop must know that it shall not come back
+        # First: a job that is asked to stop must know that it shall not come back.
+        (self.run.path / "job" / "cancelled").touch(mode=0o600)
         self._stop()
 
     def wait(self, timeout_s: float | None = None) -> Outcome:

@@ -312,7 +312,7 @@ def _keep_groups() -> None:
     2.13): a function that returns, and with it its last reference to a wrapped model, would hang now and then.
     """
     dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available():
+    if dist is None or not dist.is_available() or hasattr(dist.destroy_process_group, "__wrapped__"):
         return
     destroy = dist.destroy_process_group
 
@@ -340,6 +340,7 @@ def leave_value(function: Callable[[], Any], result: str, name: str) -> None:
     Raises:
         UsageError: the value cannot be pickled.
     """
+    _keep_groups()
     try:
         value = function()
     except Exception as error:
