@@ -62,6 +62,7 @@ class Feed(Iterator[Any]):
         move: puts a batch on the device; None leaves it where it is.
         stream: side stream for the copies; with it, one batch is read and copied ahead.
         parts: pieces of a micro-batch, see `Loader.in_parts`; other loaders give 1 only.
+        resumed: the loader goes on in mid-epoch by a state of its own; its length is still that of a whole epoch.
     Attributes:
         is_last: whether the batch handed out last is the epoch's last, or the last that `limit` allows.
         is_padding: whether it weighs nothing.
@@ -77,13 +78,14 @@ class Feed(Iterator[Any]):
         move: Callable[[Any, bool], Any] | None = None,
         stream: torch.cuda.Stream | None = None,
         parts: int = 1,
+        resumed: bool = False,
     ) -> None:
         if parts > 1 and move is not None:
             move = partial(_each, move)
         self._loader, self._limit, self._move, self._stream = loader, limit, move, stream
         self._start = loader.start if isinstance(loader, (Loader, StreamLoader)) else 0
         self._epoch = loader.epoch if isinstance(loader, Loader) else 0
-        self.length = known_length(loader)
+        self.length = None if resumed else known_length(loader)
         total = self.length if limit is None else (limit if self.length is None else min(limit, self.length))
         self.total = total
         # Reading ahead tells the last batch when no length does.

@@ -372,12 +372,9 @@ class Run:
             progress.num_steps_completed_in_epoch = loader.seek(progress.num_steps_completed_in_epoch)
         if isinstance(loader, Loader):
             self._check_tail(phase, loader)
-        if (
-            phase == "train"
-            and progress.num_steps_completed_in_epoch
-            and not isinstance(loader, Loader)
-            and not hasattr(loader, "load_state_dict")
-        ):
+        goes_on = phase == "train" and progress.num_steps_completed_in_epoch > 0 and not isinstance(loader, Placed)
+        by_its_state = goes_on and hasattr(loader, "load_state_dict")
+        if goes_on and not by_its_state:
             logger.warning(
                 "training goes on after step %s of an epoch, but %s has no state: it begins anew. echelon.Loader goes on.",
                 progress.num_steps_completed_in_epoch,
@@ -392,7 +389,7 @@ class Run:
                 return to_device(state, batch, non_blocking)
 
         limit, parts = max(0, min(limits)) if limits else None, self.unit.parts_of_step(phase)
-        here.feed = feed = Feed(loader, limit=limit, move=move, stream=stream, parts=parts)
+        here.feed = feed = Feed(loader, limit=limit, move=move, stream=stream, parts=parts, resumed=by_its_state)
         self._call(hooks.iter_end)
         return feed
 
