@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torchmetrics
 from torch import nn
 
 import echelon as ech
@@ -140,24 +141,27 @@ def test_a_restored_unit_places_a_loader_that_was_not_restored(tmp_path: Path) -
 class Averages(Regression):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.mean = ech.Mean()
+        self.mean, self.theirs = ech.Mean(), torchmetrics.MeanMetric()
 
     def on_train_step_end(self, state: ech.State, data: Any, step: int, results: Any) -> None:
-        self.mean.update(float(10 * dist.get_rank() + step))
+        for metric in (self.mean, self.theirs):
+            metric.update(float(10 * dist.get_rank() + step))
 
 
-def _mean_over_ranks(folder: Path, resume: bool) -> float:
+def _means_over_ranks(folder: Path, resume: bool) -> list[float]:
     unit = Averages(strategy="ddp")
     if resume:
+        unit.theirs.update(1000.0)
+        assert unit.theirs.compute() == 1000
         ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
-        return unit.mean.compute()
-    ech.train(unit, [batch(2, 0)] * 3, max_epochs=1, callbacks=[ech.DistributedCheckpointSaver(folder)])
-    return unit.mean.compute()
+    else:
+        ech.train(unit, [batch(2, 0)] * 3, max_epochs=1, callbacks=[ech.DistributedCheckpointSaver(folder)])
+    return [unit.mean.compute(), float(unit.theirs.compute())]
 
 
 def test_each_rank_gets_its_own_share_of_a_metric_back(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2, _mean_over_ranks, tmp_path / "c", False) == [6.0, 6.0]
-    assert ranks(2, _mean_over_ranks, tmp_path / "c", True) == [6.0, 6.0]
+    assert ranks(2, _means_over_ranks, tmp_path / "c", False) == [[6.0, 6.0]] * 2
+    assert ranks(2, _means_over_ranks, tmp_path / "c", True) == [[6.0, 6.0]] * 2
 
 
 def _accumulated(folder: Path, accumulation: int, updates: int, resume: bool) -> tuple[dict[str, torch.Tensor], int]:

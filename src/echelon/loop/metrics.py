@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from echelon.world.agree import control_group, is_joined
 
-__all__ = ["Mean"]
+__all__ = ["Mean", "load_share", "share_of"]
 
 
 class Mean:
@@ -48,3 +48,19 @@ class Mean:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._sum, self._weight = state_dict["sum"], state_dict["weight"]
+
+
+def share_of(metric: Any) -> dict[str, Any]:
+    """What this rank has added to a metric so far."""
+    persistent = getattr(metric, "persistent", None)
+    if callable(persistent):
+        persistent(True)  # torchmetrics leave it out of their state unless they are told
+    state: dict[str, Any] = metric.state_dict()
+    return state
+
+
+def load_share(metric: Any, state: dict[str, Any]) -> None:
+    """Make `state` all that this rank has added."""
+    if callable(getattr(metric, "persistent", None)):
+        metric.reset()  # torchmetrics keep the value that they computed last
+    metric.load_state_dict(state)

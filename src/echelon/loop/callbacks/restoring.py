@@ -16,6 +16,7 @@ from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchE
 from echelon.data.fingerprint import checksum
 from echelon.data.loader import Loader
 from echelon.loop.callbacks import changes
+from echelon.loop.metrics import load_share
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel import reduction_order
 from echelon.parallel.state import states_by_name
@@ -127,7 +128,7 @@ def _own(path: Place, manifest: dict[str, Any], unit: Unit) -> None:
         streams.load_states(own["streams"])
         for name, metric in unit.tracked_metrics().items():
             if name in own["metrics"]:
-                metric.load_state_dict(own["metrics"][name])
+                load_share(metric, own["metrics"][name])
         reduction_order.replay(unit.tracked_modules(), own.get("reduction_order", {}))
     elif isinstance(unit, TrainUnit):
         streams.renew(unit.train_progress.num_steps_completed)

@@ -27,6 +27,7 @@ from echelon.data.prefetch import restored_state
 from echelon.loop.callback import Callback
 from echelon.loop.callbacks import changes, restoring
 from echelon.loop.callbacks.restoring import RestoreOptions
+from echelon.loop.metrics import share_of
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel import reduction_order
 from echelon.parallel.state import states_by_name
@@ -298,7 +299,7 @@ class DistributedCheckpointSaver(Callback):
         loader = state.train_state.dataloader if state.train_state is not None else None
         own: dict[str, Any] = {
             "streams": streams.states(),
-            "metrics": {name: metric.state_dict() for name, metric in metrics.items()},
+            "metrics": {name: share_of(metric) for name, metric in metrics.items()},
             "reduction_order": reduction_order.noted(unit.tracked_modules()),
         }
         position = None
