@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import echelon as ech
 from echelon.checkpoint import plain
-from echelon.contracts.errors import CheckpointError, CheckpointMismatchError, UsageError
+from echelon.contracts.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.loop.callbacks import changes
 from tests.conftest import Ranks
@@ -515,6 +515,15 @@ def test_a_unit_that_differs_on_one_rank_is_an_error_on_all(ranks: Ranks, tmp_pa
         assert "fingerprint" in data
 
 
+def test_a_folder_of_checkpoints_is_not_one_and_the_newest_is_named(tmp_path: Path) -> None:
+    ech.train(Regression(module=net(0)), [batch(2, 0)] * 2, max_epochs=1, callbacks=[Saver(tmp_path / "run" / "checkpoints")])
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
+        with pytest.raises(CheckpointNotFoundError, match=r"The newest in it is .*run/checkpoints/step-00000002;"):
+            Saver.restore(folder, Regression(module=net(0)))
+    with pytest.raises(CheckpointNotFoundError, match="nowhere"):
+        Saver.restore(tmp_path / "nowhere", Regression(module=net(0)))
+
+
 # --- weights of other programs
 
 
@@ -524,6 +533,11 @@ def test_weights_of_another_program_are_read_into_any_strategy(ranks: Ranks, tmp
     torch.save({"state_dict": want}, tmp_path / "model.pt")
     for got in ranks(2, _imported, [tmp_path / "model.safetensors", tmp_path / "model.pt", tmp_path]):
         assert got == {"ddp": 0, "fsdp": 0, "zero1": 0, "tp": 0}
+    for wrapper in ("module.", "_orig_mod.module.", "model."):
+        torch.save({wrapper + k: v for k, v in want.items()}, tmp_path / "wrapped.pt")
+        unit = Regression(module=net(0))
+        Saver.restore(tmp_path / "wrapped.pt", unit)
+        assert largest_difference(whole(unit.module), want) == 0
     unit = Regression(module=net(0, width=16))
     with pytest.raises(CheckpointMismatchError, match=r"module.first.weight\s+\(8, 4\)\s+\(16, 4\)"):
         Saver.restore(tmp_path / "model.pt", unit)

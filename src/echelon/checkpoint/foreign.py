@@ -6,6 +6,8 @@ A file of torch's is read without unpickling code, unless the caller trusts it.
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -18,7 +20,11 @@ from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, Ch
 
 __all__ = ["INDEX", "ONE", "is_weights", "read_weights", "tensors_of"]
 
+logger = logging.getLogger(__name__)
+
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
+# As many, one within the other, as a saved module has at most: DistributedDataParallel's, compile's.
+_WRAPPERS = 3
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -31,7 +37,6 @@ class _Foreign(Tensors):
     """Weights of another program, as if a checkpoint held them under `prefix`."""
 
     def __init__(self, path: Path, prefix: str, trust_pickle: bool = False) -> None:
-        self._prefix = prefix
         self._files = Files(path, path)
         self._loaded: dict[str, torch.Tensor] = {}
         self._source: dict[str, TensorFile] = {}
@@ -50,10 +55,28 @@ class _Foreign(Tensors):
             self._map([path])
         shapes = {n: (t.dtype, list(t.shape)) for n, t in self._loaded.items()}
         shapes |= {n: f.entries[n][:2] for n, f in self._source.items()}
+        self._shapes = shapes
+        self._name(prefix, "")
+
+    def _name(self, prefix: str, outer: str) -> None:
+        """The file's names with `prefix` instead of `outer`, where they have that."""
+        self._in_file = {prefix + name.removeprefix(outer): name for name in self._shapes}
         self.index = {
-            prefix + name: {"dtype": str(dtype), "shape": shape, "pieces": [[[0 for _ in shape], shape, ""]]}
-            for name, (dtype, shape) in shapes.items()
+            name: {"dtype": str(dtype), "shape": shape, "pieces": [[[0 for _ in shape], shape, ""]]}
+            for name, (dtype, shape) in zip(self._in_file, self._shapes.values(), strict=True)
         }
+
+    def unwrap(self, prefix: str, wanted: Collection[str]) -> None:
+        """Of a module that was saved with a wrapper's prefix, as DistributedDataParallel's "module.", take the names within."""
+        if any(prefix + name in self.index for name in wanted):
+            return
+        parts = [name.split(".") for name in self._shapes]
+        outers = {".".join([*words[:depth], ""]) for words in parts for depth in range(1, min(len(words), _WRAPPERS + 1))}
+        found = {outer: sum(outer + name in self._shapes for name in wanted) for outer in sorted(outers, key=len)}
+        outer = max(found, key=found.__getitem__, default="")
+        if found.get(outer):
+            logger.info("names are taken without the %r with which the module was saved", outer)
+            self._name(prefix, outer)
 
     def _map(self, paths: list[Path]) -> None:
         for path in paths:
@@ -63,11 +86,11 @@ class _Foreign(Tensors):
             self._source |= dict.fromkeys(file.entries, file)
 
     def piece(self, name: str, offsets: list[int], sizes: list[int], written_in: str) -> torch.Tensor:
-        plain = name.removeprefix(self._prefix)
+        plain = self._in_file[name]
         return self._loaded[plain] if plain in self._loaded else self._source[plain].tensor(plain)
 
     def span(self, name: str) -> Span | None:
-        plain = name.removeprefix(self._prefix)
+        plain = self._in_file[name]
         return None if plain in self._loaded else self._source[plain].span(plain)
 
     def forget(self) -> None:
@@ -103,6 +126,7 @@ def read_weights(path: Path, module: NamedState, *, strict: bool = True, trust_p
     """
     saved = on_each(path, lambda: _Foreign(path, "module.", trust_pickle))
     values = on_each(path, lambda: dict(module.state_dict()))
+    saved.unwrap("module.", [k for k, v in values.items() if isinstance(v, torch.Tensor)])
     # Others keep one name of a tied parameter, or all.
     for names in getattr(module, "tied", list)():
         here = [n for n in names if f"module.{n}" in saved.index]

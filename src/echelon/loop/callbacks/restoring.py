@@ -96,7 +96,15 @@ def restore(path: Place, unit: Unit, loader: Iterable[Any] | None, options: Rest
         report = foreign.read_weights(path, states_by_name({name: module})[name], strict=options.strict)
         _log(report, path)
         return report
-    return _restore(path, commit.verify(path), unit, loader, options)
+    try:
+        manifest = commit.verify(path)
+    except CheckpointNotFoundError as error:
+        if inside := commit.candidates(path) or commit.candidates(path / "checkpoints"):
+            raise CheckpointNotFoundError(
+                f"{path} is a folder of checkpoints, not one. The newest in it is {inside[0]}; restore_from_latest takes it."
+            ) from error
+        raise
+    return _restore(path, manifest, unit, loader, options)
 
 
 def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, options: RestoreOptions) -> Report:
