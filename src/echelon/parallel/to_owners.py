@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.after_backward import after_backward
 
 __all__ = ["ToOwners"]
 
@@ -126,8 +127,7 @@ class ToOwners:
             return
         if not self._is_awaited:
             self._is_awaited = True
-            # torch has no public way to learn of a backward pass's end; DistributedDataParallel and FSDP use this one.
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            after_backward(self.finish)
         self._bucket[parameter].waiting.discard(parameter)
         while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
             self._launch()

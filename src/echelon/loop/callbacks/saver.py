@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,21 +16,16 @@ from echelon.checkpoint.layout import raise_on_all
 from echelon.checkpoint.lease import Lease
 from echelon.checkpoint.place import Place, Remote, explain, make_folder, place
 from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
-from echelon.checkpoint.snapshot import Planned, Snapshot, snapshot
+from echelon.checkpoint.snapshot import Planned
 from echelon.checkpoint.store import Report
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError, UsageError
 from echelon.contracts.run_dir import begins_anew, note_begun
-from echelon.data.place import Placed
-from echelon.data.prefetch import restored_state
 from echelon.loop.callback import Callback
-from echelon.loop.callbacks import changes, restoring
+from echelon.loop.callbacks import contents, restoring
 from echelon.loop.callbacks.restoring import RestoreOptions
-from echelon.loop.metrics import share_of
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel import reduction_order
-from echelon.parallel.state import states_by_name
 from echelon.parallel.strategy import local
-from echelon.world import agree, streams
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -238,7 +231,7 @@ class DistributedCheckpointSaver(Callback):
             staged = commit.stage(self.dirpath, step)
             if staged is None:
                 return None
-            taken, facts = self._take(state, unit)
+            taken, facts = contents.take(state, unit, self._planned, self.best)
             problem, files = None, {}
             try:
                 files = taken.write(staged)
@@ -263,7 +256,7 @@ class DistributedCheckpointSaver(Callback):
         staged = commit.stage(self.dirpath, step)
         if staged is None:
             return
-        taken, facts = self._take(state, unit)
+        taken, facts = contents.take(state, unit, self._planned, self.best)
         copy_rest = taken.copy(self._buffers, self._changed_by_steps_only(unit))
         self._pending = (step, began)
         self._background.start(staged, step, taken, copy_rest, facts["config"]["world_size"], facts)
@@ -290,50 +283,6 @@ class DistributedCheckpointSaver(Callback):
 
     def _wait_for_copy(self, *_: Any) -> None:
         self.stall_s += self._background.wait_for_copy()
-
-    def _take(self, state: State, unit: TrainUnit[Any]) -> tuple[Snapshot, dict[str, Any]]:
-        """The whole state, and what the manifest says of it. Collective."""
-        metrics = unit.tracked_metrics()
-        states = states_by_name({name: value for name, value in unit.app_state().items() if name not in metrics})
-        feed = state.train_state.feed if state.train_state is not None else None
-        loader = state.train_state.dataloader if state.train_state is not None else None
-        own: dict[str, Any] = {
-            "streams": streams.states(),
-            "metrics": {name: share_of(metric) for name, metric in metrics.items()},
-            "reduction_order": reduction_order.noted(unit.tracked_modules()),
-        }
-        position = None
-        if feed is not None:
-            position = feed.loader_state()
-        elif unit.train_progress.num_steps_completed_in_epoch:  # restored in mid-epoch, and nothing read since
-            position = restored_state(loader)
-        if not isinstance(loader, Placed) and restoring.differs_by_rank(position):
-            own["train_dataloader"], position = position, restoring.BY_RANK
-        # Empty after an epoch's end, and for a loader without a state.
-        states["train_dataloader"] = _Fixed(position or {})
-        taken = snapshot(states, own, self._planned)
-        facts = {"config": changes.facts(unit, loader), "host": socket.gethostname(), "metrics": self._metrics(state, unit)}
-        return taken, facts
-
-    def _metrics(self, state: State, unit: TrainUnit[Any]) -> dict[str, float]:
-        """The monitored number, rank 0's for all; without it, if the unit does not have it or it is not finite."""
-        if self.best is None:
-            return {}
-        name = self.best.monitored_metric
-        if state.eval_state is not None and unit.train_progress.evaluation_due:
-            logger.warning("the checkpoint is kept without its %s: the run ends before the evaluation of these weights", name)
-            return {}
-        try:
-            value = getattr(unit, name)
-            number = float(value.compute() if hasattr(value, "compute") else value)
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            logger.error("the checkpoint has no %s: %s", name, error)
-            number = math.nan
-        number = agree.gather(repr(number))[0] if agree.is_joined() else repr(number)  # type: ignore[assignment]
-        if not math.isfinite(float(number)):
-            logger.error("the checkpoint is kept without its %s, which is %s", name, number)
-            return {}
-        return {name: float(number)}
 
     def _retire(self, newest: Place) -> None:
         """Remove what need not stay, after a commit. Rank 0 alone, perhaps in a thread."""
@@ -471,16 +420,3 @@ def _step(unit: TrainUnit[Any]) -> int:
 
 def _is_evaluated_next(state: State, unit: TrainUnit[Any]) -> bool:
     return state.eval_state is not None and unit.train_progress.evaluation_due and not state.should_stop
-
-
-class _Fixed:
-    """A state that was taken already."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        self._state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise AssertionError("only ever saved")

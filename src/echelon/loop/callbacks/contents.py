@@ -1,0 +1,90 @@
+"""What a checkpoint holds: a unit's state by name, what is a rank's own, the loader's position, and facts for the manifest."""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+from typing import TYPE_CHECKING, Any
+
+from echelon.checkpoint.policy import BestCheckpointConfig
+from echelon.checkpoint.snapshot import Planned, Snapshot, snapshot
+from echelon.data.place import Placed
+from echelon.data.prefetch import restored_state
+from echelon.loop.callbacks import changes, restoring
+from echelon.loop.metrics import share_of
+from echelon.loop.unit import TrainUnit
+from echelon.parallel import reduction_order
+from echelon.parallel.state import states_by_name
+from echelon.world import agree, streams
+
+if TYPE_CHECKING:
+    from echelon.loop.state import State
+
+__all__ = ["take"]
+
+logger = logging.getLogger(__name__)
+
+
+def take(
+    state: State, unit: TrainUnit[Any], planned: Planned, best: BestCheckpointConfig | None
+) -> tuple[Snapshot, dict[str, Any]]:
+    """The whole state, and what the manifest says of it. Collective.
+
+    Args:
+        planned: who writes what, from the save before.
+        best: names the number that decides which checkpoints stay.
+    """
+    metrics = unit.tracked_metrics()
+    states = states_by_name({name: value for name, value in unit.app_state().items() if name not in metrics})
+    feed = state.train_state.feed if state.train_state is not None else None
+    loader = state.train_state.dataloader if state.train_state is not None else None
+    own: dict[str, Any] = {
+        "streams": streams.states(),
+        "metrics": {name: share_of(metric) for name, metric in metrics.items()},
+        "reduction_order": reduction_order.noted(unit.tracked_modules()),
+    }
+    position = None
+    if feed is not None:
+        position = feed.loader_state()
+    elif unit.train_progress.num_steps_completed_in_epoch:  # restored in mid-epoch, and nothing read since
+        position = restored_state(loader)
+    if not isinstance(loader, Placed) and restoring.differs_by_rank(position):
+        own["train_dataloader"], position = position, restoring.BY_RANK
+    # Empty after an epoch's end, and for a loader without a state.
+    states["train_dataloader"] = _Fixed(position or {})
+    taken = snapshot(states, own, planned)
+    monitored = _monitored(best.monitored_metric, state, unit) if best is not None else {}
+    facts = {"config": changes.facts(unit, loader), "host": socket.gethostname(), "metrics": monitored}
+    return taken, facts
+
+
+def _monitored(name: str, state: State, unit: TrainUnit[Any]) -> dict[str, float]:
+    """The monitored number, rank 0's for all; without it, if the unit does not have it or it is not finite."""
+    if state.eval_state is not None and unit.train_progress.evaluation_due:
+        logger.warning("the checkpoint is kept without its %s: the run ends before the evaluation of these weights", name)
+        return {}
+    try:
+        value = getattr(unit, name)
+        number = float(value.compute() if hasattr(value, "compute") else value)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        logger.error("the checkpoint has no %s: %s", name, error)
+        number = math.nan
+    number = agree.gather(repr(number))[0] if agree.is_joined() else repr(number)  # type: ignore[assignment]
+    if not math.isfinite(float(number)):
+        logger.error("the checkpoint is kept without its %s, which is %s", name, number)
+        return {}
+    return {name: float(number)}
+
+
+class _Fixed:
+    """A state that was taken already."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError("only ever saved")
