@@ -145,6 +145,14 @@ def _children() -> set[int]:
     return {p.pid for p in psutil.Process().children(recursive=True) if p.pid not in known and p.status() != psutil.STATUS_ZOMBIE}
 
 
+def _is_left(pid: int, before: set[int]) -> bool:
+    """Whether a process is new, and not the business of one that was there before: a module's job that asks Slurm, say."""
+    try:
+        return not any(parent.pid in before for parent in psutil.Process(pid).parents())
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.fixture(autouse=True)
 def leak_police() -> Iterator[None]:
     """A test may not leave behind: environment variables, a process group, processes, threads, open files, another directory."""
@@ -164,7 +172,7 @@ def leak_police() -> Iterator[None]:
     for thread in left:
         thread.join(2.0)
     leaks += [f"thread {t.name}" for t in left if t.is_alive()]
-    leaks += [f"process {pid}" for pid in _children() - children]
+    leaks += [f"process {pid}" for pid in _children() - children if _is_left(pid, children)]
     if len(psutil.Process().open_files()) > files and function._server is server:
         gc.collect()
         if len(psutil.Process().open_files()) > files:
