@@ -1,9 +1,10 @@
-"""What test_group runs on Dragon, as a user's script: `cases EXAMPLE` is all that one start can show, `stand FOLDER` waits."""
+"""What test_group runs on Dragon, as a user's script: `cases EXAMPLE PAGE` is all that one start shows, `stand FOLDER` waits."""
 
 from __future__ import annotations
 
 import os
 import runpy
+import socket
 import sys
 import threading
 import time
@@ -55,7 +56,7 @@ def group(fn: Any, *args: Any, **kwargs: Any) -> ech.CollectiveGroup:
     return started
 
 
-def cases(example: str) -> None:
+def cases(example: str, page: str) -> None:
     for fn in (fall, vanish, unsendable):
         failing = group(fn)
         try:
@@ -82,13 +83,17 @@ def cases(example: str) -> None:
     placed.join()
     placed.close()
     print(f"places: {placed.values}", flush=True)
-    sys.argv = [example]
-    runpy.run_path(example, run_name="__main__")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for program, *arguments in ([example], [page, port]):
+        sys.argv = [program, *arguments]
+        runpy.run_path(program, run_name="__main__")
     group(stand, ".")
     raise SystemExit(3)  # without closing
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "cases":
-        cases(sys.argv[2])
+        cases(*sys.argv[2:])
     group(stand, sys.argv[2]).join()

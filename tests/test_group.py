@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 import echelon as ech
 from echelon.contracts.errors import RankFailedError, RankTimeoutError, UsageError
+from tests.compat.reference import check_dragon_training
 from tests.conftest import clean_environment
 
 ROOT = Path(__file__).parents[1]
@@ -239,7 +240,8 @@ def test_on_dragon_failures_arrive_groups_close_and_the_example_trains(tmp_path:
     """All in one start of the runtime, which takes seconds."""
     before = shared_memory()
     example = ROOT / "examples/dragon_train.py"
-    process = start_dragon(tmp_path, "cases", str(example), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    page = ROOT / "tests/compat/programs/dragon_training.py"
+    process = start_dragon(tmp_path, "cases", str(example), str(page), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     said, _ = process.communicate(timeout=200)
     assert process.returncode == 3, said
 
@@ -265,6 +267,7 @@ def test_on_dragon_failures_arrive_groups_close_and_the_example_trains(tmp_path:
     trained = ast.literal_eval(next(line for line in said.splitlines() if line.startswith("trained: ")).removeprefix("trained: "))
     for name, values in alone.items():
         assert trained[name] == pytest.approx(values, abs=1e-13)
+    check_dragon_training(said, shown=[0, 1])
     assert shared_memory() <= before
     # The last group was not closed: the script ended all the same.
     stood = [path.name for path in tmp_path.iterdir()]

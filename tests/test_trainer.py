@@ -112,6 +112,24 @@ def test_lightnings_older_spelling_is_understood_with_a_hint(tmp_path: Path, cap
     assert "write devices=2" in caplog.text and "write strategy='ddp'" in caplog.text
 
 
+class Drops(Regression):
+    """Learns nothing; remembers a number that it drew."""
+
+    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        self.drawn = float(torch.rand(()))
+        return super().compute_loss(state, data)
+
+
+def test_the_callers_seed_decides_what_ranks_draw() -> None:
+    drawn = []
+    for seed in (1, 1, 2):
+        unit = Drops()
+        ech.seed(seed)
+        ech.Trainer(devices=2, max_steps=1).fit(unit, loader())
+        drawn.append(unit.drawn)
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
 def test_dp_is_one_process(caplog: pytest.LogCaptureFixture) -> None:
     unit = Regression()
     with caplog.at_level(logging.WARNING):

@@ -11,8 +11,10 @@ from torchtnt.framework.train import train
 from torchtnt.framework.unit import TrainUnit
 from torchtnt.utils.loggers import InMemoryLogger
 
+from echelon import init_from_env  # until there is torchtnt.utils here
+
 folder = sys.argv[1]
-distributed.init_process_group("gloo")
+device = init_from_env()
 rank, world = distributed.get_rank(), distributed.get_world_size()
 
 
@@ -20,14 +22,15 @@ class GAN(TrainUnit[torch.Tensor]):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.generator = DistributedDataParallel(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)).double())
-        self.critic = DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double())
+        self.generator = DistributedDataParallel(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)).double().to(device))
+        self.critic = DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double().to(device))
         self.generator_optimizer = torch.optim.SGD(self.generator.parameters(), lr=0.1, momentum=0.9)
         self.critic_optimizer = torch.optim.SGD(self.critic.parameters(), lr=0.2)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.critic_optimizer, 0.5)
         self.loss = nn.BCEWithLogitsLoss()
 
     def train_step(self, state: State, data: torch.Tensor) -> None:
+        data = data.to(device)
         noise, real = data[:, :2], data[:, 2:]
         made = self.generator(noise)
         judged = self.critic.module(made)
@@ -36,7 +39,7 @@ class GAN(TrainUnit[torch.Tensor]):
         self.generator_optimizer.zero_grad()
         self.critic_optimizer.zero_grad()
         judged = self.critic(torch.cat([real, made.detach()]))
-        ones = torch.ones(len(real), 1).double()
+        ones = torch.ones(len(real), 1, device=device).double()
         self.loss(judged, torch.cat([ones, 0 * ones])).backward()
         self.critic_optimizer.step()
         self.critic_optimizer.zero_grad()
@@ -55,6 +58,6 @@ assert sorted(unit.tracked_modules()) == ["critic", "generator", "loss"]
 assert [row["lr_schedulers/scheduler/pg:0"] for row in logger.log_buffer.values()] == [0.2, 0.1, 0.05]
 assert [row["optimizers/generator_optimizer/pg:0"] for row in logger.log_buffer.values()] == [0.1] * 3
 if rank == 0:
-    torch.save([unit.generator.module.state_dict(), unit.critic.module.state_dict()], f"{folder}/gan.pt")
+    torch.save([each.cpu().module.state_dict() for each in (unit.generator, unit.critic)], f"{folder}/gan.pt")
 distributed.barrier()
 distributed.destroy_process_group()

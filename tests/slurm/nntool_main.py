@@ -15,7 +15,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, set_seed
 
-from echelon import SlurmConfig, slurm_fn
+from echelon.compat.nntool.slurm import SlurmConfig, slurm_fn
 
 ACCELERATE = (
     "accelerate launch {} --mixed_precision no --dynamo_backend no "

@@ -184,7 +184,8 @@ class Trainer:
     # --- where
 
     def _go(self, phase: str, unit: Any, loaders: tuple[Any, Any], ckpt_path: str | Path | None) -> Any:
-        if not isinstance(unit, Unit) and not callable(unit):
+        # A module can be called, too; it would be taken for a function that builds a unit.
+        if not isinstance(unit, Unit) and (not callable(unit) or isinstance(unit, torch.nn.Module)):
             raise UsageError(f"{phase}({type(unit).__name__}): a unit such as an AutoUnit, or a function that builds one.")
         if ckpt_path == "last" and self.default_root_dir is None:
             raise UsageError('ckpt_path="last" means the newest below default_root_dir, which is not given.')
@@ -239,7 +240,8 @@ class Trainer:
                 sent = pack(unit)
             env = {"CUDA_VISIBLE_DEVICES": options.visible(self.device_numbers)} if self.device_numbers else {}
             env |= {"CUDA_VISIBLE_DEVICES": ""} if self.accelerator == "cpu" else {}
-            work = replace(work, unit=sent, before=before, after=str(folder / "after"))
+            seed = int(torch.randint(2**62, ()))  # of the caller's stream: a seed of the caller's decides what ranks draw
+            work = replace(work, unit=sent, before=before, after=str(folder / "after"), seed=seed)
             try:
                 done = launch(work_in_rank, ranks=ranks, args=(self, work), env=env, run_dir=self.default_root_dir)
             finally:

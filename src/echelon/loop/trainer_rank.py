@@ -50,6 +50,7 @@ class Work:
         ckpt_path: where to go on from; "last" is the newest below the Trainer's folder.
         before: a checkpoint of the unit as the caller has it, if it has been trained.
         after: the folder for the checkpoint that the caller takes back.
+        seed: of torch, in the ranks.
     """
 
     phase: str
@@ -58,6 +59,7 @@ class Work:
     ckpt_path: str | None
     before: str | None = None
     after: str = ""
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class _Outputs(Callback):
 
 def work_in_rank(trainer: Trainer, work: Work) -> Done:
     """In a rank that the Trainer started."""
+    torch.manual_seed(work.seed)
     init_from_env("cpu" if trainer.accelerator == "cpu" else None)
     unit: Any = work.unit
     if isinstance(work.unit, Parcel):

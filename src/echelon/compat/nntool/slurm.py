@@ -1,0 +1,243 @@
+"""`nntool.slurm`: `slurm_fn` and `SlurmConfig`, with what a call returns as nntool's and submitit's users know it.
+
+mode "run"     the function's own value
+mode "local"   a job that has ended; a failure is raised by the call
+mode "slurm"   a job, at once
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, TypeVar
+
+from echelon.contracts.errors import RankFailedError, UsageError
+from echelon.launcher import slurm_config
+from echelon.launcher import slurm_fn as core
+from echelon.launcher.protocol import JobState
+
+__all__ = ["Job", "SlurmArgs", "SlurmConfig", "SlurmFunction", "slurm_fn", "slurm_function", "slurm_launcher"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# submitit's words, which it has from Slurm. A job that has saved to go on is out of time, or was preempted.
+_STATES = {
+    JobState.PENDING: "PENDING",
+    JobState.RUNNING: "RUNNING",
+    JobState.DONE: "COMPLETED",
+    JobState.FAILED: "FAILED",
+    JobState.STOPPED: "TIMEOUT",
+    JobState.CANCELLED: "CANCELLED",
+    JobState.LOST: "UNKNOWN",
+}
+
+
+class SlurmConfig(slurm_config.SlurmConfig):
+    """`echelon.SlurmConfig`, whose fields can be set anew: they are checked when the function is called."""
+
+    __setattr__ = object.__setattr__
+    __delattr__ = object.__delattr__
+
+    def __post_init__(self) -> None:
+        if self.timeout_min == sys.maxsize:  # nntool's default, written out
+            object.__setattr__(self, "timeout_min", None)
+        super().__post_init__()
+
+    def set_output_path(self, output_parent_path: Any) -> SlurmConfig:
+        """A copy with another parent of the folder of runs."""
+        return replace(self, output_parent_path=str(output_parent_path))
+
+
+SlurmArgs = SlurmConfig
+
+
+class Job:
+    """A job by submitit's names; all others are those of echelon's own job, which is `job`."""
+
+    def __init__(self, job: core.AnyJob) -> None:
+        self.job = job
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "job":  # not there yet, as when it is copied
+            raise AttributeError(name)
+        return getattr(self.job, name)
+
+    def __repr__(self) -> str:
+        return f"Job({self.job!r})"
+
+    @property
+    def job_id(self) -> str:
+        return self.job.id
+
+    @property
+    def num_tasks(self) -> int:
+        return self.job.ranks
+
+    @property
+    def state(self) -> str:
+        """PENDING, RUNNING, COMPLETED, FAILED, TIMEOUT, CANCELLED or UNKNOWN."""
+        return _STATES[self.job.state()]
+
+    def done(self, force_check: bool = False) -> bool:
+        """Whether it has ended; Slurm is asked in any case."""
+        return self.job.done()
+
+    def exception(self) -> RankFailedError | None:
+        """What `result` would raise; waits for the end."""
+        try:
+            self.job.results()
+        except RankFailedError as error:
+            return error
+        return None
+
+    def stdout(self) -> str | None:
+        """What rank 0 has written so far, to standard error too."""
+        log = self.job.log()
+        return log.read_text(errors="replace") if log.exists() else None
+
+    stderr = stdout
+
+
+def slurm_fn(submit_fn: Callable[P, T]) -> SlurmFunction[P, T]:
+    """A function that can be submitted: `main[config](...)`."""
+    return SlurmFunction(submit_fn)
+
+
+def slurm_function(submit_fn: Callable[P, T]) -> Callable[..., ConfiguredFunction[P, T]]:
+    """nntool's older spelling: `main(config)(...)`."""
+    return SlurmFunction(submit_fn).configure
+
+
+def slurm_launcher(
+    ArgsType: type[Any],
+    parser: str | Callable[..., Any] = "tyro",
+    slurm_key: str = "slurm",
+    slurm_params_kwargs: Mapping[str, Any] | None = None,
+    slurm_submit_kwargs: Mapping[str, Any] | None = None,
+    slurm_task_kwargs: Mapping[str, str] | None = None,
+    *extra_args: Any,
+    **extra_kwargs: Any,
+) -> Callable[[Callable[..., T]], ConfiguredFunction[..., T]]:
+    """A decorator: the command line is parsed, gives the config, and is the argument of a call without arguments.
+
+    Args:
+        ArgsType: a dataclass, one field of which is a SlurmConfig.
+        parser: "tyro", or a function that is given `ArgsType` and the extra arguments.
+        slurm_key: the name of that field.
+    Raises:
+        UsageError: there is no such field, or the parser is not installed.
+    """
+    args = _parser(parser)(ArgsType, *extra_args, **extra_kwargs)
+    if not hasattr(args, slurm_key):
+        raise UsageError(f"slurm_launcher: {ArgsType.__name__} has no field {slurm_key!r} with a SlurmConfig.")
+
+    def decorate(submit_fn: Callable[..., T]) -> ConfiguredFunction[..., T]:
+        more = (slurm_params_kwargs, slurm_submit_kwargs, slurm_task_kwargs)
+        return replace(SlurmFunction(submit_fn).configure(getattr(args, slurm_key), *more), default_args=(args,))
+
+    return decorate
+
+
+def _parser(given: str | Callable[..., Any]) -> Callable[..., Any]:
+    if callable(given):
+        return given
+    if given != "tyro":
+        raise UsageError(f"parser {given!r}: 'tyro', or a function.")
+    try:
+        parse: Callable[..., Any] = importlib.import_module("tyro").cli
+    except ImportError:
+        raise UsageError("slurm_launcher parses with tyro, which is not installed: pip install tyro") from None
+    return parse
+
+
+class SlurmFunction(core.SlurmFunction[P, T]):
+    """A function to which a config can be given."""
+
+    def __getitem__(self, given: Any) -> ConfiguredFunction[P, T]:
+        return self.configure(*given) if isinstance(given, tuple) else self.configure(given)
+
+    def configure(  # type: ignore[override]
+        self,
+        slurm_config: slurm_config.SlurmConfig | Mapping[str, Any],
+        slurm_params_kwargs: Mapping[str, Any] | None = None,
+        slurm_submit_kwargs: Mapping[str, Any] | None = None,
+        slurm_task_kwargs: Mapping[str, str] | None = None,
+        system_argv: Sequence[str] | None = None,
+    ) -> ConfiguredFunction[P, T]:
+        """The function with a config, and options of sbatch, of submitit, and variables for the ranks.
+
+        Raises:
+            UsageError: `system_argv` is given: a script that is run again has its own arguments.
+        """
+        if system_argv is not None and list(system_argv) != sys.argv[1:]:
+            raise UsageError(
+                f"system_argv={list(system_argv)!r}: the script that a launch command runs again has its own arguments. Write "
+                "others into distributed_launch_command."
+            )
+        names = ("extra_params_kwargs", "extra_submit_kwargs", "extra_task_kwargs")
+        given = zip(names, (slurm_params_kwargs, slurm_submit_kwargs, slurm_task_kwargs), strict=True)
+        done = super().configure(slurm_config, **{name: dict(value) for name, value in given if value})
+        return ConfiguredFunction(self, done.config)
+
+
+@dataclass(frozen=True)
+class ConfiguredFunction(core.ConfiguredFunction[P, T]):
+    """A function with its config; calling it gives what nntool gives.
+
+    Args:
+        default_args: of a call without any.
+    """
+
+    default_args: tuple[Any, ...] = ()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        given: Any = args if args or kwargs else self.default_args
+        return self._given(super().__call__(*given, **kwargs))
+
+    submit = __call__
+
+    def map_array(self, *columns: Iterable[Any]) -> list[Any]:
+        """One job for each element of the columns; their values in the mode "run"."""
+        return [self._given(job) for job in super().map_array(*columns)]
+
+    map = map_array
+
+    def on_condition(self, jobs: Any, condition: str = "afterok") -> ConfiguredFunction[P, T]:
+        """The same, to begin when the jobs have ended so."""
+        waited = super().on_condition(_unwrapped(jobs), condition)
+        return replace(self, conditions=waited.conditions)
+
+    def is_configured(self) -> bool:
+        return True
+
+    def is_distributed(self) -> bool:
+        return bool(self.config.distributed_launch_command)
+
+    def _given(self, job: core.AnyJob) -> Any:
+        if self.config.mode == "run":
+            return job.result()
+        if self.config.mode == "local":
+            job.results()
+        return Job(job)
+
+
+def _unwrapped(jobs: Any) -> Any:
+    if isinstance(jobs, (list, tuple)):
+        return [_unwrapped(job) for job in jobs]
+    return jobs.job if isinstance(jobs, Job) else jobs
+
+
+_INSTEAD = {
+    "Task": "distributed_launch_command, which is run on every node",
+    "DistributedTaskConfig": "echelon.RankInfo()",
+    "PyTorchDistributedTask": "distributed_launch_command, which is run on every node",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _INSTEAD:
+        raise UsageError(f"nntool.slurm.{name} is not part of echelon.compat. Instead: {_INSTEAD[name]}.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

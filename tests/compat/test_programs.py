@@ -1,0 +1,139 @@
+"""Programs written for other systems, run as programs on real ranks: what they train is what plain PyTorch trains in one process.
+
+FairScale's are in test_fairscale_programs, nntool's page in tests/slurm, Dragon's on its runtime in test_group.
+`test_contract_rows` has the table.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.compat.programs import lightning_trainer, pytorch_raw, torchtnt_auto_unit, torchtnt_by_hand
+from tests.compat.reference import check_dragon_training, in_order, plain
+from tests.conftest import clean_environment
+from tests.models import largest_difference
+
+HERE = Path(__file__).parent
+PROGRAMS = HERE / "programs"
+ECHELON = ("-m", "echelon", "run", "--ranks")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+def run(folder: Path, *commands: tuple[str, ...]) -> list[str]:
+    """What programs printed, which ran side by side."""
+    options: dict[str, Any] = {"cwd": folder, "env": {**clean_environment(), "OMP_NUM_THREADS": "1"}, "text": True}
+    options |= {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    started = [subprocess.Popen([sys.executable, *command], **options) for command in commands]
+    try:
+        said = [process.communicate(timeout=150)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    for process, text in zip(started, said, strict=True):
+        assert process.returncode == 0, text
+    return said
+
+
+# --- TorchTNT
+
+
+def test_a_unit_of_ones_own_wrapped_by_hand_or_by_prepare(tmp_path: Path) -> None:
+    program = torchtnt_by_hand
+    run(tmp_path, (*ECHELON, "2", str(PROGRAMS / "torchtnt_by_hand.py"), "out.pt"))
+    want = plain(program.build_module(), in_order(program.dataset(), program.GLOBAL_BATCH), epochs=program.EPOCHS)
+    trained = torch.load(tmp_path / "out.pt")
+    kinds = {way: kind for way, (kind, _) in trained.items()}
+    assert kinds == {
+        "DDP by hand": "DistributedDataParallel",
+        "FSDP by hand": "FullyShardedDataParallel",
+        "prepare_ddp": "DistributedDataParallel",
+        "prepare_fsdp": "FSDPSequential",
+    }
+    for way, (_, parameters) in trained.items():
+        assert largest_difference(parameters, want) < 1e-12, way
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two epochs' checkpoints of each strategy."""
+    folder = tmp_path_factory.mktemp("auto unit")
+    run(folder, (*ECHELON, "2", str(PROGRAMS / "torchtnt_auto_unit.py"), "saved", "2"))
+    return folder / "saved"
+
+
+def test_an_auto_unit_is_restored_at_another_world_size(on_two_ranks: Path, tmp_path: Path) -> None:
+    program = torchtnt_auto_unit
+    batches = in_order(program.dataset(), program.GLOBAL_BATCH)
+    want = {epochs: plain(program.build_module(), batches, epochs=epochs, gamma=0.8) for epochs in (2, 4)}
+    for name, (began, steps, parameters) in torch.load(on_two_ranks / "trained.pt").items():
+        assert (began, steps) == (0, 10) and largest_difference(parameters, want[2]) < 1e-12, name
+    for ranks in ("1", "4"):
+        shutil.copytree(on_two_ranks, tmp_path / ranks)
+    run(tmp_path, *((*ECHELON, ranks, str(PROGRAMS / "torchtnt_auto_unit.py"), ranks, "4") for ranks in ("1", "4")))
+    for ranks in ("1", "4"):
+        trained = torch.load(tmp_path / ranks / "trained.pt")
+        assert trained.keys() == program.STRATEGIES.keys()
+        for name, (began, steps, parameters) in trained.items():
+            assert (began, steps) == (10, 20) and largest_difference(parameters, want[4]) < 1e-12, (ranks, name)
+
+
+def test_digits_of_torchtnt_02_by_import_change_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = re.sub(r"^from torchtnt\.", "from echelon.compat.torchtnt.", (HERE / "torchtnt_mnist.py").read_text(), flags=re.M)
+    assert text.count("echelon") == 5
+    (tmp_path / "digits.py").write_text(text)
+    run(tmp_path, (*ECHELON, "2", "digits.py", "out.pt", "--max-epochs", "3"))
+    parameters, logged = torch.load(tmp_path / "out.pt")
+    monkeypatch.syspath_prepend(tmp_path)
+    import digits
+
+    torch.manual_seed(7)
+    net = digits.Net().double()
+    batches = in_order(digits.digits(80), 16)
+    want = plain(net, batches, epochs=3, momentum=0.5, gamma=0.7, loss=nn.functional.nll_loss, clip=0.2)
+    assert largest_difference(parameters, want) < 1e-12
+    images, targets = digits.digits(40).tensors
+    assert logged[3]["accuracy"] == float((net(images).argmax(1) == targets).double().mean())
+    assert [step for step, row in logged.items() if "loss" in row] == [4, 9, 14]
+
+
+# --- raw PyTorch, Lightning, Dragon
+
+
+def test_data_parallel_and_ddp_of_plain_pytorch_under_two_launchers(tmp_path: Path) -> None:
+    for name in ("echelon", "torchrun"):
+        (tmp_path / name).mkdir()
+    program = str(PROGRAMS / "pytorch_raw.py")
+    run(tmp_path, (*ECHELON, "2", program, "echelon"), (*TORCHRUN, "2", program, "torchrun"))
+    want = plain(pytorch_raw.build_model(), pytorch_raw.batches(), epochs=pytorch_raw.EPOCHS)
+    for name in ("echelon", "torchrun"):
+        for rank in range(2):
+            for parameters in torch.load(tmp_path / name / f"rank{rank}.pt"):
+                assert largest_difference(parameters, want) < 1e-12, (name, rank)
+
+
+def test_lightnings_trainer_with_dp_ddp_and_fsdp(tmp_path: Path) -> None:
+    program = lightning_trainer
+    [said] = run(tmp_path, (str(PROGRAMS / "lightning_trainer.py"), "out.pt"))
+    want = plain(program.build_module(), in_order(program.dataset(), 8), epochs=program.EPOCHS)
+    trained = torch.load(tmp_path / "out.pt")
+    cpu = not torch.cuda.is_available()
+    for name, (prepared, elsewhere, steps, parameters) in trained.items():
+        kind = "DP" if name == "dp" else "FSDP" if "fsdp" in name else "DDP"
+        assert prepared == ("Prepared" if name == "dp" and cpu else f"{kind}Prepared") and elsewhere == (name != "dp")
+        assert steps == 10 and largest_difference(parameters, want) < 1e-12, name
+    assert trained.keys() == {**program.OLDER, **program.NEWER}.keys() and "write strategy='fsdp'" in said
+
+
+def test_dragons_page_without_dragon(tmp_path: Path) -> None:
+    [said] = run(tmp_path, (str(PROGRAMS / "dragon_training.py"),))
+    check_dragon_training(said, shown=[0])
