@@ -9,9 +9,8 @@ from torchtnt.framework.callbacks import Lambda, LearningRateMonitor
 from torchtnt.framework.state import State
 from torchtnt.framework.train import train
 from torchtnt.framework.unit import TrainUnit
+from torchtnt.utils import init_from_env
 from torchtnt.utils.loggers import InMemoryLogger
-
-from echelon import init_from_env  # until there is torchtnt.utils here
 
 folder = sys.argv[1]
 device = init_from_env()

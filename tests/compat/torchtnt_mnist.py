@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchtnt.framework.auto_unit import AutoUnit, TrainStepResults
 from torchtnt.framework.fit import fit
 from torchtnt.framework.state import State
+from torchtnt.utils import init_from_env, seed
 from torchtnt.utils.loggers import InMemoryLogger
-
-from echelon import init_from_env, seed  # until there is torchtnt.utils here
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

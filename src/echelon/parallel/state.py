@@ -6,6 +6,7 @@ parameter has its first name in an optimizer's state, and all of them in the mod
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -182,6 +183,12 @@ class FSDP1OptimizerState:
         with FSDP.state_dict_type(self._module, sharded, ShardedStateDictConfig(), ShardedOptimStateDictConfig()):
             return FSDP.optim_state_dict(self._module, self._optimizer, state)
 
+    @functools.cached_property
+    def _names(self) -> list[list[str]]:
+        """Of each group's parameters."""
+        stateless = {**self._optimizer.state_dict(), "state": {}}
+        return [[_plain(n) for n in group["params"]] for group in self._translated(stateless)["param_groups"]]
+
     def state_dict(self) -> dict[str, Any]:
         state = self._optimizer.state_dict()
         absent = self._complete(state)
@@ -217,8 +224,6 @@ class FSDP1OptimizerState:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import Shard, empty
 
-        stateless = {**self._optimizer.state_dict(), "state": {}}
-        self._names = [[_plain(n) for n in group["params"]] for group in self._translated(stateless)["param_groups"]]
         names = [n for group in self._names for n in group]
         device = next(self._module.parameters()).device
         assert dist.group.WORLD is not None

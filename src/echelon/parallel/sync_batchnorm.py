@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["HostSyncBatchNorm", "sync_batchnorm"]
+__all__ = ["HostSyncBatchNorm", "LocalBatchNorm", "revert_sync_batchnorm", "sync_batchnorm"]
 
 
 class HostSyncBatchNorm(nn.BatchNorm1d):
@@ -64,4 +64,19 @@ def sync_batchnorm(module: nn.Module, device: torch.device, group: dist.ProcessG
             layer.__class__ = HostSyncBatchNorm  # the same object: its tensors, hooks and place in the module stay
             if group is not None:
                 layer.process_group = group  # type: ignore[assignment]
+    return module
+
+
+class LocalBatchNorm(nn.BatchNorm1d):
+    """Batch norm over this rank's rows, of any number of dimensions: a synchronised one no longer knows how many it had."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None: ...
+
+
+def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
+    """Make every synchronised batch norm an ordinary one again, in place: a trained model may go to work on one process."""
+    for layer in module.modules():
+        if isinstance(layer, (nn.SyncBatchNorm, HostSyncBatchNorm)):
+            layer.__class__ = LocalBatchNorm  # type: ignore[assignment]  # the same object, as above
+            layer.__dict__.pop("process_group", None)
     return module

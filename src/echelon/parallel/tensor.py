@@ -19,6 +19,7 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.fsdp import FSDPStrategy
+from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.materialize import remember
 from echelon.parallel.strategy import Prepared, Strategy
 from echelon.world.init import World, ensure_group
@@ -60,14 +61,15 @@ class TPStrategy(Strategy):
     plan: Mapping[str, str | ParallelStyle] | None = None
     size: int | None = None
     dp_replicate: int = 1
-    fsdp: FSDPStrategy | None = None
+    fsdp: FSDPStrategy | FSDP2Strategy | None = None
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         from torch.distributed.tensor.parallel import parallelize_module
 
         # Phase 1: everything that can be wrong, before the first collective.
         dims = ParallelDims.of(world.size, dp_replicate=self.dp_replicate, tp=self.size if self.size is not None else world.size)
-        if self.fsdp is not None and (self.fsdp.device_mesh is not None or self.fsdp.process_group is not None):
+        given = ("device_mesh", "process_group", "mesh")
+        if any(getattr(self.fsdp, name, None) is not None for name in given):
             raise UsageError("TPStrategy(fsdp=...): the ranks follow from size and dp_replicate. Leave its mesh and group out.")
         chosen = _chosen(module, _plan_of(module, self.plan))
         _check(module, chosen, dims.tp)
@@ -81,8 +83,9 @@ class TPStrategy(Strategy):
             parallelize_module(module, dims.tp_mesh(world.device), styles, src_data_rank=None)
             _tie(module, tied)
         # Phase 3: the data-parallel axes.
-        fsdp = replace(self.fsdp or FSDPStrategy(), device_mesh=dims.data_mesh(world.device), sync_module_states=False)
-        return fsdp.prepare(module, world, recipe)
+        fsdp = self.fsdp or FSDPStrategy()
+        mesh: dict[str, Any] = {"mesh" if isinstance(fsdp, FSDP2Strategy) else "device_mesh": dims.data_mesh(world.device)}
+        return replace(fsdp, sync_module_states=False, **mesh).prepare(module, world, recipe)
 
 
 def _plan_of(module: nn.Module, plan: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -5,15 +5,17 @@ What is no tensor travels as JSON: numbers, strings, None, and dicts, lists and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from echelon.contracts.errors import RanksDisagreeError
 from echelon.world import agree
 
-__all__ = ["collect"]
+__all__ = ["collect", "gather_tensors"]
 
 
 def collect(value: Any, to: int | None = None, group: dist.ProcessGroup | None = None) -> list[Any] | None:
@@ -42,6 +44,35 @@ def collect(value: Any, to: int | None = None, group: dist.ProcessGroup | None =
         if values is not None:
             values.append(_filled(each, iter(arrived)))
     return values
+
+
+def gather_tensors(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+    """Every rank's tensor, by rank, on every rank's own device. Collective over the group. Shapes may differ.
+
+    One all-gather of as many bytes as the largest has; gradients do not flow back.
+
+    Raises:
+        RanksDisagreeError: the ranks have tensors of different types.
+    """
+    own = tensor.detach()
+    if not agree.is_joined() or dist.get_world_size(group) == 1:
+        return [own.clone()]
+    kinds = agree.gather([str(tensor.dtype), list(tensor.shape)], group)
+    if len({dtype for dtype, _ in kinds}) > 1:
+        shown = ", ".join(f"rank {rank}: {dtype}" for rank, (dtype, _) in enumerate(kinds))
+        raise RanksDisagreeError(f"ranks gather tensors of different types: {shown}. Convert them to one before.")
+    device = tensor.device
+    if device.type == "cpu":
+        group, device = agree.channel(group)
+    content = own.to(device).reshape(-1).contiguous().view(torch.uint8)  # as bytes: backends know few types
+    sizes = [math.prod(shape) * tensor.element_size() for _, shape in kinds]
+    padded = content.new_zeros(max(sizes))
+    padded[: content.numel()] = content
+    parts = [torch.empty_like(padded) for _ in kinds]
+    if max(sizes):
+        dist.all_gather(parts, padded, group=group)
+    found = zip(parts, sizes, kinds, strict=True)
+    return [part[:size].view(tensor.dtype).reshape(shape).to(tensor.device) for part, size, (_, shape) in found]
 
 
 def _move(

@@ -65,16 +65,23 @@ def same_kernels(parts: int) -> None:
     torch.set_num_threads(max(1, usable_cores() // parts))
 
 
-def copy_data_to_device(data: T, device: torch.device, *, non_blocking: bool = False) -> T:
-    """The same structure with every tensor on `device`: dicts, lists, tuples, named tuples, dataclasses, anything with `.to`."""
-    return _map(data, lambda t: t.to(device, non_blocking=non_blocking))  # type: ignore[no-any-return]
+def copy_data_to_device(data: T, device: torch.device, *args: Any, **options: Any) -> T:
+    """The same structure with every tensor on `device`: dicts, lists, tuples, named tuples, dataclasses, anything with `.to`.
+
+    Args:
+        args, options: more of what `Tensor.to` takes, such as `non_blocking=True`.
+    """
+    return _map(data, lambda t: t.to(device, *args, **options))  # type: ignore[no-any-return]
 
 
 def record_stream(data: Any, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that `stream` uses these tensors, however deep they lie, so that their memory is not reused early."""
+    """Tell the allocator that `stream` uses these tensors, however deep they lie, so that their memory is not reused early.
+
+    Other objects that have a method `record_stream` beside `to` are told as well.
+    """
 
     def record(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_cuda:
+        if value.is_cuda if isinstance(value, torch.Tensor) else hasattr(value, "record_stream"):
             value.record_stream(stream)
         return value
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import logging
 import os
 import socket
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 # torch's default is 30 minutes, which is what a hang then costs. A collective that takes ten has gone wrong.
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _LAST_WORK_S = 0.05
+_joins = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device
     try:
         if prefix and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             served = dist.TCPStore(info.master_addr, info.master_port, is_master=False, wait_for_workers=False, timeout=timeout)
-            store = dist.PrefixStore(prefix, served)
+            # The launcher's store outlives a group: ranks that join anew must not read where the last one's were.
+            store = dist.PrefixStore(f"{prefix}/{next(_joins)}", served)
             dist.init_process_group(
                 backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout, device_id=device_id
             )

@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from echelon import DDPStrategy, FSDPStrategy, init_from_env
 from echelon.compat.torchtnt.framework import AutoUnit, State, train
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
+from echelon.compat.torchtnt.utils import init_from_env
+from echelon.compat.torchtnt.utils.prepare_module import DDPStrategy, FSDPStrategy
 
 GLOBAL_BATCH = 8
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -15,8 +15,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from echelon import init_from_env, prepare_ddp, prepare_fsdp
 from echelon.compat.torchtnt.framework import State, TrainUnit, train
+from echelon.compat.torchtnt.utils import init_from_env
+from echelon.compat.torchtnt.utils.prepare_module import prepare_ddp, prepare_fsdp
 
 EPOCHS, GLOBAL_BATCH = 2, 8
 Batch = tuple[torch.Tensor, torch.Tensor]

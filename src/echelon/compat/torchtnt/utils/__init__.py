@@ -1,1 +1,50 @@
-"""torchtnt.utils."""
+"""torchtnt.utils: what it publishes, loaded when it is first used."""
+
+from __future__ import annotations
+
+from echelon.compat.names import later
+
+# The module that has each name.
+_HOMES = {
+    name: f"utils.{module}"
+    for module, names in {
+        "checkpoint": """BestCheckpointConfig CheckpointManager CheckpointPath MetricData get_best_checkpoint_path
+            get_checkpoint_dirpaths get_latest_checkpoint_path""",
+        "device": """CPUStats GPUStats copy_data_to_device get_device_from_env get_nvidia_smi_gpu_stats get_psutil_cpu_stats
+            record_data_in_stream set_float32_precision""",
+        "distributed": """PGWrapper all_gather_tensors barrier get_global_rank get_local_rank
+            get_process_group_backend_from_device get_world_size spawn_multi_process sync_bool""",
+        "early_stop_checker": "EarlyStopChecker",
+        "env": "init_from_env seed",
+        "flops": "FlopTensorDispatchMode",
+        "fsspec": "get_filesystem",
+        "lr_scheduler": "TLRScheduler",
+        "memory": "RSSProfiler get_tensor_size_bytes_map measure_rss_deltas",
+        "memory_snapshot_profiler": "MemorySnapshotParams MemorySnapshotProfiler",
+        "misc": "days_to_secs transfer_batch_norm_stats transfer_weights",
+        "module_summary": "ModuleSummary get_module_summary get_summary_table prune_module_summary",
+        "oom": """attach_oom_observer is_out_of_cpu_memory is_out_of_cuda_memory is_out_of_memory_error
+            log_memory_snapshot""",
+        "optimizer": "extract_lr_from_optimizer init_optim_state",
+        "precision": "convert_precision_str_to_dtype",
+        "prepare_module": "DDPStrategy FSDPStrategy NOOPStrategy prepare_ddp prepare_fsdp",
+        "progress": "Progress",
+        "rank_zero_log": """rank_zero_critical rank_zero_debug rank_zero_error rank_zero_info rank_zero_print
+            rank_zero_warn""",
+        "stateful": "Stateful",
+        "swa": "AveragedModel",
+        "test_utils": "get_pet_launch_config",
+        "timer": "FullSyncPeriodicTimer Timer get_timer_summary log_elapsed_time",
+        "tqdm": "close_progress_bar create_progress_bar update_progress_bar",
+        "version": "get_python_version get_torch_version is_torch_version_geq is_windows",
+    }.items()
+    for name in names.split()
+}
+
+__all__ = list(_HOMES)
+
+__getattr__ = later("torchtnt", "utils", _HOMES, {})
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,52 @@
+"""torchtnt.utils.optimizer: an optimizer's learning rates, and its state before its first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from echelon.loop.callbacks.learning_rate import learning_rates
+
+__all__ = ["extract_lr_from_optimizer", "init_optim_state"]
+
+
+def extract_lr_from_optimizer(optim: Optimizer, prefix: str) -> dict[str, float]:
+    """The rate of each parameter group, as "<prefix>/<the group's name, or pg>:<its number among those of this name>"."""
+    return learning_rates(optim, prefix)
+
+
+def init_optim_state(optimizer: Optimizer) -> None:
+    """Let an optimizer that has no state yet make the tensors of it, so that a checkpoint can be read into them in place.
+
+    It takes a step with gradients of zero, after which parameters, gradients, options and step counts are as they were. What it
+    averages is zero, since it saw neither gradients nor weight decay. echelon's own checkpoints need none of this.
+    """
+    if optimizer.state:
+        return
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    before = [(p, p.grad, p.detach().clone()) for p in trained]
+    decays = [group.get("weight_decay") for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            if "weight_decay" in group:
+                group["weight_decay"] = 0.0  # it would be averaged along
+        for p in trained:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    finally:
+        with torch.no_grad():
+            for p, gradient, values in before:
+                p.copy_(values)
+                p.grad = gradient
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            if "weight_decay" in group:
+                group["weight_decay"] = decay
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = _zero(state["step"])
+
+
+def _zero(step: Any) -> Any:
+    return torch.zeros_like(step) if isinstance(step, torch.Tensor) else 0

@@ -1,0 +1,265 @@
+"""torchtnt.utils.prepare_module: make a module parallel, for those who write their own unit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from echelon.compat.torchtnt.utils.distributed import get_global_rank
+from echelon.compat.torchtnt.utils.optimizer import init_optim_state
+from echelon.contracts.errors import UsageError
+from echelon.parallel import parallelize, tensor
+from echelon.parallel.activation import ActivationCheckpointParams, recompute
+from echelon.parallel.ddp import DDPStrategy
+from echelon.parallel.fsdp import FSDPStrategy
+from echelon.parallel.fsdp2 import FSDP2Strategy
+from echelon.parallel.materialize import materialize
+from echelon.parallel.materialize import on_meta_tensors as on_meta_device
+from echelon.parallel.parallelize import Recipe, TorchCompileParams, prepare_ddp
+from echelon.parallel.state import states_by_name
+from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy, resolve
+from echelon.world.init import World
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    from echelon.compat.torchtnt.utils.device_mesh import GlobalMeshCoordinator
+
+__all__ = [
+    "ActivationCheckpointParams",
+    "DDPStrategy",
+    "FSDP2OptimizerWrapper",
+    "FSDP2Strategy",
+    "FSDPOptimizerWrapper",
+    "FSDPStrategy",
+    "NOOPStrategy",
+    "Strategy",
+    "TPStrategy",
+    "TorchCompileParams",
+    "apply_ac",
+    "apply_torch_compile",
+    "convert_str_to_strategy",
+    "get_module_state_dict",
+    "materialize_meta_params",
+    "on_meta_device",
+    "prepare_ddp",
+    "prepare_fsdp",
+    "prepare_fsdp2",
+    "prepare_module",
+]
+
+
+@dataclass(frozen=True)
+class TPStrategy(Strategy):
+    """Tensor parallelism with TorchTNT's arguments; `echelon.TPStrategy` has more.
+
+    Args:
+        tp_plan: submodule names to torch's ParallelStyles, or to "colwise", "rowwise", "colwise_gather".
+        fsdp2_strategy: how the ranks that see different samples share the parameters.
+    """
+
+    name = "tp"
+
+    tp_plan: Mapping[str, str | ParallelStyle] | ParallelStyle
+    fsdp2_strategy: FSDP2Strategy | None = None
+
+    def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
+        """Over all ranks."""
+        return self.over(None).prepare(module, world, recipe)
+
+    def over(self, global_mesh: GlobalMeshCoordinator | None) -> tensor.TPStrategy:
+        if not isinstance(self.tp_plan, Mapping):
+            raise UsageError("TPStrategy(tp_plan=...): a dict of submodule names. Put the style under the name of the layer.")
+        dims = global_mesh.dims if global_mesh is not None else None
+        if global_mesh is not None and global_mesh.tp_mesh is None:
+            raise UsageError("TPStrategy: the global mesh has no tensor-parallel axis. GlobalMeshCoordinator(tp=...) makes it.")
+        return tensor.TPStrategy(
+            plan=self.tp_plan,
+            size=dims.tp if dims is not None else None,
+            dp_replicate=dims.dp_replicate if dims is not None else 1,
+            fsdp=self.fsdp2_strategy,
+        )
+
+
+def convert_str_to_strategy(strategy: str) -> Strategy:
+    """A strategy with its defaults: "ddp", "fsdp", "fsdp2", "noop", and echelon's other names.
+
+    Raises:
+        UsageError, a ValueError: an unknown name.
+    """
+    found = resolve(strategy)
+    assert found is not None
+    return found
+
+
+def prepare_module(
+    module: nn.Module,
+    device: torch.device,
+    *,
+    strategy: Strategy | str | None = None,
+    torch_compile_params: TorchCompileParams | None = None,
+    activation_checkpoint_params: ActivationCheckpointParams | None = None,
+    enable_compiled_autograd: bool = False,
+    global_mesh: GlobalMeshCoordinator | None = None,
+) -> nn.Module:
+    """As `echelon.prepare_module`.
+
+    Args:
+        enable_compiled_autograd: compile backward passes, too, from now on in this process.
+        global_mesh: the ranks as a grid, for `TPStrategy`, `FSDP2Strategy` and "fsdp2".
+    Raises:
+        UsageError: a mesh, or compiled autograd, for what does not use it.
+    """
+    if enable_compiled_autograd:
+        if torch_compile_params is None:
+            raise UsageError(
+                "enable_compiled_autograd: only a compiled module's backward is compiled. Give torch_compile_params."
+            )
+        import torch._dynamo  # its config has no other door
+
+        torch._dynamo.config.compiled_autograd = True
+    chosen = resolve(strategy)
+    if isinstance(chosen, TPStrategy):
+        if global_mesh is None:
+            raise UsageError("TPStrategy needs global_mesh=GlobalMeshCoordinator(tp=...), for how many ranks split a layer.")
+        chosen = chosen.over(global_mesh)
+    elif global_mesh is not None:
+        if not isinstance(chosen, FSDP2Strategy):
+            kind = "no strategy" if chosen is None else type(chosen).__name__
+            raise UsageError(f"global_mesh is for TPStrategy and FSDP2Strategy; here it meets {kind}. Leave it out.")
+        chosen = _on(global_mesh, chosen)
+    made = parallelize.prepare_module(
+        module,
+        device,
+        strategy=chosen,
+        torch_compile_params=torch_compile_params,
+        activation_checkpoint_params=activation_checkpoint_params,
+    )
+    return _with_older_methods(made) if isinstance(chosen, FSDPStrategy) else made
+
+
+def prepare_fsdp(module: nn.Module, device: torch.device, strategy: FSDPStrategy | None = None) -> nn.Module:
+    """As `echelon.prepare_fsdp`: `fully_shard` in place. The module has the older class's `no_sync` and `clip_grad_norm_`."""
+    return _with_older_methods(parallelize.prepare_fsdp(module, device, strategy))
+
+
+def prepare_fsdp2(
+    module: nn.Module,
+    device: torch.device,
+    strategy: FSDP2Strategy | None = None,
+    global_mesh: GlobalMeshCoordinator | None = None,
+) -> nn.Module:
+    """As `echelon.prepare_fsdp2`; a mesh with several copies keeps them."""
+    chosen = strategy or FSDP2Strategy()
+    return parallelize.prepare_fsdp2(module, device, chosen if global_mesh is None else _on(global_mesh, chosen))
+
+
+def _on(global_mesh: GlobalMeshCoordinator, strategy: FSDP2Strategy) -> FSDP2Strategy:
+    if strategy.mesh is not None:
+        raise UsageError("FSDP2Strategy(mesh=...) and global_mesh both say which ranks. Give one of them.")
+    return replace(strategy, mesh=global_mesh.dp_mesh)
+
+
+class _OlderMethods:
+    """What programs for FullyShardedDataParallel call on a module."""
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes only add gradients up on each rank."""
+        sharded: Any = self
+        sharded.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            sharded.set_requires_gradient_sync(True)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before. Collective."""
+        module: Any = self
+        device = next(module.parameters()).device
+        return Prepared.of(module, World.current(device)).clip_grad_norm_(max_norm, norm_type)
+
+
+def _with_older_methods(module: nn.Module) -> nn.Module:
+    kind = type(module)
+    if not isinstance(module, _OlderMethods):
+        module.__class__ = type(kind.__name__, (_OlderMethods, kind), {})  # as `fully_shard` itself does it
+    return module
+
+
+def apply_ac(module: nn.Module, activation_checkpoint_params: ActivationCheckpointParams) -> None:
+    """Let submodules recompute their activations, in place."""
+    recompute(module, activation_checkpoint_params)
+
+
+def apply_torch_compile(module: nn.Module, torch_compile_params: TorchCompileParams) -> None:
+    """Compile the module, or the submodules that the parameters name, in place."""
+    Recipe(torch_compile=torch_compile_params).compile(module)
+
+
+def materialize_meta_params(module: nn.Module, device: torch.device) -> None:
+    """Give a module that was built on the meta device the values of its initialisation. Collective.
+
+    Raises:
+        UsageError: nothing gives a value to one of its tensors.
+    """
+    materialize(module, device)
+
+
+def get_module_state_dict(module: nn.Module, rank0_only: bool = False) -> dict[str, Any]:
+    """The module's state; of a sharded one with whole tensors, by the names that its author gave them. Collective if sharded.
+
+    Args:
+        rank0_only: the other ranks get nothing; a sharded state is gathered in host memory.
+    """
+    if not _is_sharded(module):
+        return {} if rank0_only and get_global_rank() else module.state_dict()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    # On a CPU torch 2.13 crashes if an older FSDP is told to offload.
+    offload = rank0_only and any(p.device.type != "cpu" for p in module.parameters())
+    whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=offload))
+    return {} if rank0_only and get_global_rank() else dict(whole)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(hasattr(p, "device_mesh") for p in module.parameters()) or any(
+        isinstance(part, FullyShardedDataParallel) for part in module.modules()
+    )
+
+
+class FSDPOptimizerWrapper:
+    """An optimizer's state by parameter name, for `torch.distributed.checkpoint`; the methods are collective.
+
+    echelon's own checkpoints name every optimizer's state without a wrapper. State that is not there yet is made first
+    (`init_optim_state`), so that a checkpoint can be read into it.
+
+    Args:
+        module: the sharded module; of the optimizer's parameters it may have more.
+    """
+
+    keyed_by_name = True
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.module, self.optimizer = module, optimizer
+
+    def _by_name(self) -> Any:
+        return states_by_name({"module": self.module, "optimizer": self.optimizer})["optimizer"]
+
+    def state_dict(self) -> dict[str, Any]:
+        init_optim_state(self.optimizer)
+        state: dict[str, Any] = self._by_name().state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._by_name().load_state_dict(state_dict)
+
+
+FSDP2OptimizerWrapper = FSDPOptimizerWrapper

@@ -1,0 +1,51 @@
+"""torchtnt.utils.stateful: what can be saved."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from echelon.loop.unit import MetricStateful, Stateful
+
+__all__ = ["DictStateful", "MetricStateful", "MultiStateful", "Stateful"]
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class MultiStateful:
+    """Several Statefuls as one, by name.
+
+    Args:
+        stateful_objs: name -> what is saved under it.
+        strict: for those whose `load_state_dict` takes it, as a module's does.
+    """
+
+    def __init__(self, stateful_objs: Mapping[str, Any], strict: bool = True) -> None:
+        self.stateful_objs, self.strict = stateful_objs, strict
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: each.state_dict() for name, each in self.stateful_objs.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """
+        Raises:
+            KeyError: one of them has no state in there, unless not `strict`.
+        """
+        for name, each in self.stateful_objs.items():
+            if name not in state_dict and not self.strict:
+                continue
+            takes_strict = "strict" in inspect.signature(each.load_state_dict).parameters
+            each.load_state_dict(state_dict[name], **({"strict": self.strict} if takes_strict else {}))
+
+
+class DictStateful(dict[K, V]):
+    """A dict that is saved."""
+
+    def state_dict(self) -> dict[K, V]:
+        return dict(self)
+
+    def load_state_dict(self, state_dict: Mapping[K, V]) -> None:
+        self.clear()
+        self.update(state_dict)

@@ -1,0 +1,487 @@
+"""torchtnt.utils' half about ranks: names, who a rank is, how ranks meet, and what they tell each other."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import logging
+import os
+import pickle
+import sys
+import time
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import SkipTest
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.compat.torchtnt import utils
+from echelon.compat.torchtnt.utils import checkpoint, device, distributed, env, rank_zero_log, test_utils
+from echelon.compat.torchtnt.utils.distributed import PGWrapper, rank_zero_read_and_broadcast, sync_bool
+from echelon.contracts.errors import LauncherEnvironmentError, RankFailedError, UsageError
+from echelon.launcher.function import launch
+from echelon.parallel.sync_batchnorm import LocalBatchNorm, sync_batchnorm
+from tests.conftest import Ranks
+
+# What TorchTNT publishes in its release 0.2.4 and its newest sources.
+PUBLISHED = {
+    "distributed": """PGWrapper ProcessGroupSetupParams get_global_rank get_local_rank get_local_world_size get_world_size barrier
+        destroy_process_group get_process_group_backend_from_device get_file_init_method get_tcp_init_method all_gather_tensors
+        rank_zero_fn revert_sync_batchnorm sync_bool spawn_multi_process rank_zero_read_and_broadcast all_gather_str broadcast_str
+        get_or_create_gloo_pg local_rank_zero_fn""",
+    "env": "init_from_env seed",
+    "device": """get_device_from_env copy_data_to_device record_data_in_stream GPUStats get_nvidia_smi_gpu_stats CPUStats
+        get_psutil_cpu_stats collect_system_stats set_float32_precision""",
+    "device_mesh": "GlobalMeshCoordinator create_device_mesh get_dp_local_rank get_dp_mesh get_dp_mesh_size",
+    "prepare_module": """Strategy NOOPStrategy DDPStrategy FSDPStrategy FSDP2Strategy TPStrategy TorchCompileParams
+        ActivationCheckpointParams prepare_ddp prepare_fsdp prepare_fsdp2 prepare_module FSDPOptimizerWrapper
+        FSDP2OptimizerWrapper convert_str_to_strategy apply_ac apply_torch_compile get_module_state_dict
+        materialize_meta_params on_meta_device""",
+    "fsdp_utils": "ShardingStrategy BackwardPrefetch StateDictType MixedPrecision",
+    "precision": "convert_precision_str_to_dtype get_grad_scaler_from_precision",
+    "optimizer": "init_optim_state extract_lr_from_optimizer",
+    "lr_scheduler": "TLRScheduler",
+    "swa": "AveragedModel",
+    "progress": "Progress estimated_steps_in_epoch estimated_steps_in_loop estimated_steps_in_fit",
+    "stateful": "Stateful MultiStateful MetricStateful DictStateful",
+    "rank_zero_log": "rank_zero_print rank_zero_debug rank_zero_info rank_zero_warn rank_zero_error rank_zero_critical",
+    "checkpoint": """MetricData BestCheckpointConfig Phase CheckpointPath get_best_checkpoint_path get_checkpoint_dirpaths
+        get_latest_checkpoint_path does_checkpoint_exist load_from_full_model_state_dict""",
+    "test_utils": """get_pet_launch_config is_asan is_tsan is_asan_or_tsan skip_if_asan captured_output skip_if_not_gpu
+        skip_if_not_distributed""",
+}
+# `torchtnt.utils` itself.
+OF_THE_PACKAGE = """CheckpointPath MetricData get_best_checkpoint_path get_checkpoint_dirpaths get_latest_checkpoint_path
+    BestCheckpointConfig CheckpointManager copy_data_to_device CPUStats get_device_from_env get_nvidia_smi_gpu_stats
+    get_psutil_cpu_stats GPUStats set_float32_precision record_data_in_stream all_gather_tensors barrier get_global_rank
+    get_local_rank get_process_group_backend_from_device get_world_size PGWrapper sync_bool EarlyStopChecker init_from_env seed
+    FlopTensorDispatchMode get_filesystem get_tensor_size_bytes_map measure_rss_deltas RSSProfiler MemorySnapshotParams
+    MemorySnapshotProfiler days_to_secs attach_oom_observer is_out_of_cpu_memory is_out_of_cuda_memory is_out_of_memory_error
+    log_memory_snapshot extract_lr_from_optimizer init_optim_state convert_precision_str_to_dtype DDPStrategy FSDPStrategy
+    NOOPStrategy prepare_ddp prepare_fsdp Progress rank_zero_critical rank_zero_debug rank_zero_error rank_zero_info
+    rank_zero_print rank_zero_warn Stateful AveragedModel FullSyncPeriodicTimer get_timer_summary
+    log_elapsed_time transfer_batch_norm_stats transfer_weights get_module_summary get_summary_table ModuleSummary
+    prune_module_summary Timer create_progress_bar close_progress_bar update_progress_bar TLRScheduler get_python_version
+    get_torch_version is_torch_version_geq is_windows get_pet_launch_config spawn_multi_process"""
+
+
+@pytest.mark.parametrize("module", PUBLISHED)
+def test_every_published_name_is_there(module: str) -> None:
+    found = importlib.import_module(f"echelon.compat.torchtnt.utils.{module}")
+    names = PUBLISHED[module].split()
+    assert [n for n in names if not hasattr(found, n)] == []
+    assert set(names) <= set(found.__all__) and set(found.__all__) <= set(dir(found))
+
+
+def test_the_package_has_what_it_publishes() -> None:
+    assert sorted(utils.__all__) == sorted(OF_THE_PACKAGE.split())
+    for module, names in PUBLISHED.items():
+        home = importlib.import_module(f"echelon.compat.torchtnt.utils.{module}")
+        for name in set(names.split()) & set(utils.__all__):
+            assert getattr(utils, name) is getattr(home, name)
+    with pytest.raises(UsageError, match=r"CheckpointManager is not part .* DistributedCheckpointSaver\(keep_last_n"):
+        utils.CheckpointManager  # noqa: B018
+    with pytest.raises(AttributeError, match="Ghost"):
+        utils.Ghost  # noqa: B018
+
+
+# --- who a rank is
+
+
+def test_ranks_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device.get_device_from_env().type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert (distributed.get_global_rank(), distributed.get_world_size()) == (0, 1)
+    assert (distributed.get_local_rank(), distributed.get_local_world_size()) == (0, 1)
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)  # each alone is enough, as there
+    assert (distributed.get_global_rank(), distributed.get_world_size()) == (3, 4)
+    assert (distributed.get_local_rank(), distributed.get_local_world_size()) == (1, 2)
+    assert distributed.rank_zero_fn(lambda: 5)() is None and distributed.local_rank_zero_fn(lambda: 5)() is None
+    monkeypatch.setenv("RANK", "0")
+    assert distributed.rank_zero_fn(lambda x, *, y: x + y)(2, y=3) == 5
+    monkeypatch.setenv("LOCAL_RANK", "first")
+    with pytest.raises(UsageError, match="LOCAL_RANK='first'"):
+        distributed.get_local_rank()
+    assert distributed.get_process_group_backend_from_device(torch.device("cuda:1")) == "nccl"
+    assert distributed.get_process_group_backend_from_device(torch.device("cpu")) == "gloo"
+
+
+def test_only_rank_0_logs_and_the_record_names_the_caller(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = logging.getLogger("mine")
+    caplog.set_level(logging.DEBUG)
+    levels = {"debug": 10, "info": 20, "warn": 30, "error": 40, "critical": 50}
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        for level in levels:
+            getattr(rank_zero_log, f"rank_zero_{level}")("step %d of %s", 3, level, logger=own if level == "error" else None)
+        rank_zero_log.rank_zero_print("a", "b", sep="-")
+    assert [(r.levelno, r.getMessage()) for r in caplog.records] == [(n, f"step 3 of {level}") for level, n in levels.items()]
+    assert {r.filename for r in caplog.records} == {Path(__file__).name} and caplog.records[3].name == "mine"
+    assert {r.funcName for r in caplog.records} == {"test_only_rank_0_logs_and_the_record_names_the_caller"}
+    assert capsys.readouterr().out == "a-b\n"
+
+
+# --- alone
+
+
+def test_without_a_group_a_process_speaks_to_itself() -> None:
+    alone = PGWrapper(None)
+    assert (alone.get_rank(), alone.get_world_size()) == (0, 1)
+    listed, gathered, scattered = ["x"], [None], [None]
+    alone.broadcast_object_list(listed)
+    alone.all_gather_object(gathered, "y")
+    alone.scatter_object_list(scattered, ["z"])
+    assert (listed, gathered, scattered) == (["x"], ["y"], ["z"])
+    with pytest.raises(UsageError, match="rank 0 has 2 objects for 1 ranks"):
+        alone.scatter_object_list(scattered, ["a", "b"])
+    distributed.barrier()
+    distributed.destroy_process_group()
+    assert sync_bool(False, coherence_mode="all") is False and sync_bool(True, coherence_mode=5) is True
+    assert distributed.all_gather_str("s") == ["s"] and distributed.broadcast_str("") == ""
+    mine = torch.tensor([1.0], requires_grad=True)
+    (got,) = distributed.all_gather_tensors(mine)
+    assert torch.equal(got, mine.detach()) and not got.requires_grad
+    with distributed.get_or_create_gloo_pg() as group:
+        assert group is None
+    assert rank_zero_read_and_broadcast(lambda x: x + 1)(1) == 2
+    for mode in ("some", 1.5, True):
+        with pytest.raises(UsageError, match="coherence_mode"):
+            sync_bool(True, coherence_mode=mode)  # type: ignore[arg-type]
+
+
+# --- together
+
+
+@rank_zero_read_and_broadcast
+def _read(what: str) -> Any:
+    assert dist.get_rank() == 0
+    if what == "missing":
+        raise FileNotFoundError(what)
+    if what == "closed":
+        raise _Unsendable("closed", 3)
+    return sys.modules if what == "unpicklable" else {"rank": dist.get_rank(), "path": Path(what)}
+
+
+class _Unsendable(Exception):
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+
+
+def _error(call: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        return str(call(*args, **kwargs))
+    except UsageError as error:
+        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+# Who must say yes for the answer to be yes.
+MODES: dict[Any, set[str]] = {
+    "any": {"first", "second", "both"},
+    "all": {"both"},
+    "rank_zero": {"first", "both"},
+    1: {"first", "second", "both"},
+    2: {"both"},
+    0.5: {"first", "second", "both"},
+    0.6: {"both"},
+}
+
+
+def _told() -> dict[str, Any]:
+    rank = dist.get_rank()
+    singles = [dist.new_group([0]), dist.new_group([1])]
+    both, mine = dist.new_group([0, 1]), singles[rank]
+    # A group without gloo, as a program for GPUs has: here one that moves nothing.
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    silent = dist.new_group([0, 1], backend="fake")
+    found: dict[str, Any] = {"bools": {}}
+    for who, val in {"first": rank == 0, "second": rank == 1, "both": True, "none": False}.items():
+        for mode in MODES:
+            found["bools"][who, mode] = sync_bool(val, coherence_mode=mode), sync_bool(val, mine, coherence_mode=mode)
+    found["other's group"] = sync_bool(rank == 0, singles[1 - rank])
+    found["strings"] = distributed.all_gather_str("" if rank else "ü\0x"), distributed.all_gather_str("a", mine)
+    found["broadcast"] = [distributed.broadcast_str(s if rank == 1 else None, src=1) for s in ("", "a\0b", "long" * 999)]
+    found["buffer"] = distributed.broadcast_str("abc" if rank == 0 else None, fixed_buffer_size=2, process_group=both)
+    tensors = {
+        "uneven": torch.full((rank + 1, 3 - rank), float(rank)),
+        "scalar": torch.tensor(rank),
+        "empty": torch.empty(0, 2) if rank else torch.ones(1, 2),
+        "bools": torch.tensor([True, False])[: rank + 1],
+        "bf16": torch.ones(3, 2, dtype=torch.bfloat16).t() * rank,
+    }
+    found["tensors"] = {name: distributed.all_gather_tensors(t) for name, t in tensors.items()}
+    found["own tensors"] = distributed.all_gather_tensors(torch.tensor([rank]), mine)
+    found["types"] = _error(distributed.all_gather_tensors, torch.zeros(1, dtype=torch.float64 if rank else torch.float32))
+    wrapper = PGWrapper(both)
+    listed, gathered, scattered = [("x", rank)], [None, None], [None]
+    wrapper.broadcast_object_list(listed, src=1)
+    wrapper.all_gather_object(gathered, {rank})
+    wrapper.scatter_object_list(scattered, ["for 0", "for 1"] if rank == 1 else None, src=1)
+    wrapper.barrier()
+    found["objects"] = listed, gathered, scattered, (wrapper.get_rank(), wrapper.get_world_size())
+    found["scatter"] = _error(wrapper.scatter_object_list, scattered, ["one"] if rank == 0 else None)
+    for what in ("here", "missing", "closed", "unpicklable"):
+        found[what] = _error(_read, what)
+    # Of a group that rank 0 is not in, its own first rank reads.
+    found["own reader"] = rank_zero_read_and_broadcast(dist.get_rank)(process_group=mine)
+    with distributed.get_or_create_gloo_pg() as default, distributed.get_or_create_gloo_pg(both) as same:
+        found["gloo"] = default is dist.group.WORLD, same is both
+    with distributed.get_or_create_gloo_pg(silent) as made:
+        total = torch.tensor([rank + 1])
+        dist.all_reduce(total, group=made)
+        found["made"] = made is not silent, int(total)
+    found["ended"] = _error(dist.get_rank, made)
+    distributed.barrier()
+    return found
+
+
+def test_what_ranks_tell_each_other(ranks: Ranks) -> None:
+    both = ranks(2, _told)
+    for rank, found in enumerate(both):
+        for (who, mode), (together, alone) in found["bools"].items():
+            assert together == (who in MODES[mode]), (who, mode)
+            mine = who in ("both", ("first", "second")[rank])
+            assert alone == (mine and mode != 2), (who, mode)  # TorchTNT asks all ranks, whatever the group
+        assert found["other's group"] is (rank == 0)
+        assert found["strings"] == (["ü\0x", ""], ["a"])
+        assert found["broadcast"] == ["", "a\0b", "long" * 999] and found["buffer"] == "abc"
+        tensors = found["tensors"]
+        assert [t.shape for t in tensors["uneven"]] == [(1, 3), (2, 2)] and float(tensors["uneven"][1].sum()) == 4
+        assert [int(t) for t in tensors["scalar"]] == [0, 1] and [t.shape for t in tensors["empty"]] == [(1, 2), (0, 2)]
+        assert [t.tolist() for t in tensors["bools"]] == [[True], [True, False]]
+        assert [float(t.sum()) for t in tensors["bf16"]] == [0, 6] and tensors["bf16"][1].dtype == torch.bfloat16
+        assert [t.tolist() for t in found["own tensors"]] == [[rank]]
+        assert found["types"].startswith("RanksDisagreeError: ") and "rank 1: torch.float64" in found["types"]
+        assert found["objects"] == ([("x", 1)], [{0}, {1}], [f"for {rank}"], (rank, 2))
+        assert found["scatter"] == "scatter_object_list: rank 0 has 1 objects for 2 ranks. Give it one object a rank."
+        assert found["here"] == "{'rank': 0, 'path': PosixPath('here')}"
+        assert found["missing"] == "FileNotFoundError: missing"  # TorchTNT leaves rank 1 waiting
+        assert "closed" in found["closed"] and "pickle" in found["unpicklable"]
+        assert found["own reader"] == rank and found["gloo"] == (True, True) and found["made"] == (True, 3)
+        assert "not registered" in found["ended"]
+
+
+def test_256_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchTNT counts in a byte, where 256 yeses are none."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 256)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.mul_(256))
+    monkeypatch.setattr(distributed.agree, "channel", lambda group: (None, torch.device("cpu")))
+    assert sync_bool(True, coherence_mode="all") and sync_bool(True) and not sync_bool(False)
+
+
+# --- how ranks meet
+
+
+def _joined(method: str) -> tuple[Any, ...]:
+    """By the launcher's variables alone, again and again: who comes first must not read where the last group's ranks were."""
+    if os.environ["RANK"] == "0":
+        time.sleep(0.2)
+    made = env.init_from_env(dist_init_method_type=method, pg_timeout=timedelta(seconds=20))
+    again = env.init_from_env()
+    value = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(value)
+    got = (str(made), made == again, int(value), dist.get_rank(), dist.get_world_size())
+    distributed.destroy_process_group()
+    return got
+
+
+def _met(file: str) -> tuple[Any, ...]:
+    said = _error(distributed.get_file_init_method), _error(distributed.get_file_init_method, world_size=4, rank=4)
+    port, os.environ["MASTER_PORT"] = os.environ["MASTER_PORT"], "http"
+    said += (_error(distributed.get_tcp_init_method),)
+    del os.environ["MASTER_PORT"]
+    said += (_error(distributed.get_tcp_init_method),)
+    os.environ["MASTER_PORT"] = port
+    totals = []
+    for method in (distributed.get_tcp_init_method(), distributed.get_file_init_method(filename=file)):
+        dist.init_process_group("gloo", init_method=method, timeout=timedelta(seconds=40))
+        value = torch.tensor([dist.get_rank() + 1])
+        dist.all_reduce(value)
+        totals.append(int(value))
+        distributed.destroy_process_group()
+    return totals, said, [_joined(method) for method in ("env", "tcp", "file")]
+
+
+def test_several_ranks_meet_by_every_method(tmp_path: Path) -> None:
+    """TorchTNT's "tcp" and "file" make up another port or file on each rank, which then wait for each other."""
+    for rank, (totals, said, joined) in enumerate(launch(_met, ranks=2, args=(str(tmp_path / "a file"),), timeout_s=90)):
+        assert totals == [3, 3]
+        assert said[0].startswith("get_file_init_method: 2 ranks need one filename")
+        assert said[1] == "rank 4 of 4: ranks go from 0 to 3."
+        assert said[2] == "MASTER_PORT='http' is no number." and said[3].startswith("get_tcp_init_method: 2 ranks need one port")
+        assert joined == [("cuda:0" if torch.cuda.is_available() else "cpu", True, 3, rank, 2)] * 3
+
+
+def test_the_ways_of_meeting_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for method in (distributed.get_tcp_init_method(), distributed.get_file_init_method()):
+        dist.init_process_group("gloo", init_method=method)
+        distributed.destroy_process_group()
+        assert not dist.is_initialized()
+    assert distributed.get_tcp_init_method(world_size=2, rank=1, hostname="::1", port=5) == "tcp://[::1]:5?world_size=2&rank=1"
+    with pytest.raises(UsageError, match="'env', 'tcp' or 'file'"):
+        env.init_from_env(dist_init_method_type="mpi")  # type: ignore[arg-type]
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(LauncherEnvironmentError, match="WORLD_SIZE"):
+        env.init_from_env()
+
+
+def _spawned(factor: int, *, add: int = 0) -> tuple[Any, ...]:
+    if add < 0 and dist.get_rank() == 1:
+        raise ArithmeticError("below")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    value = torch.tensor([dist.get_rank() + add])
+    dist.all_reduce(value)
+    return [int(os.environ[n]) for n in names], int(value) * factor, dist.get_backend()
+
+
+def test_spawn_multi_process_gives_each_ranks_value_and_sets_its_rank() -> None:
+    got = distributed.spawn_multi_process(2, "gloo", _spawned, 10, add=1, timeout_s=40)
+    assert got == [([rank, 2, rank, 2], 30, "gloo") for rank in range(2)]
+    with pytest.raises(RankFailedError, match="below") as failed:
+        distributed.spawn_multi_process(2, "gloo", _spawned, 1, add=-1)
+    assert failed.value.rank == 1 and isinstance(failed.value.__cause__, ArithmeticError)
+
+
+# --- data and devices
+
+
+class Jagged:
+    """No tensor, but it moves and is used on streams, as torchrec's."""
+
+    def __init__(self, streams: list[Any], moved: tuple[Any, ...] = ()) -> None:
+        self.streams, self.moved = streams, moved
+
+    def to(self, *args: Any, **kwargs: Any) -> Jagged:
+        return Jagged(self.streams, (*args, kwargs))
+
+    def record_stream(self, stream: Any) -> None:
+        self.streams.append(stream)
+
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclass(frozen=True)
+class Sample:
+    image: Any
+    label: int
+
+
+def test_a_stream_is_told_of_data_however_deep() -> None:
+    """TorchTNT loses the stream below the first level, so that memory in use is given away."""
+    told: list[Any] = []
+    one = Jagged(told)
+    data = {"a": [one, (one, Pair(one, 3))], "b": defaultdict(list, x=Sample(one, 1)), "c": OrderedDict(y=one), "d": "text"}
+    cpu, stream = torch.device("cpu"), object()
+    got: Any = device.copy_data_to_device(data, cpu, stream, non_blocking=True)  # type: ignore[arg-type]
+    assert told == [stream] * 5
+    assert got["a"][1][1].x.moved == (cpu, {"non_blocking": True}) and got["a"][1][1].y == 3 and got["d"] == "text"
+    assert got["b"].default_factory is list and isinstance(got["b"]["x"], Sample) and type(got["c"]) is OrderedDict
+    assert device.copy_data_to_device((torch.ones(2),), cpu, None, torch.float16)[0].dtype == torch.float16
+    device.copy_data_to_device(data, cpu)
+    assert len(told) == 5
+    device.record_data_in_stream([torch.ones(1), {"z": one}], stream)  # type: ignore[arg-type]
+    assert told[5:] == [stream]
+
+
+def test_statistics_of_the_machine_and_precision() -> None:
+    stats = device.collect_system_stats(torch.device("cpu"))
+    assert set(stats) == set(device.CPUStats.__annotations__) and stats["worker_rss"] > 0
+    with pytest.raises(UsageError, match="cpu is no GPU"):
+        device.get_nvidia_smi_gpu_stats(torch.device("cpu"))
+    before = torch.get_float32_matmul_precision()
+    device.set_float32_precision("high")
+    assert torch.cuda.is_available() or torch.get_float32_matmul_precision() == before
+    torch.set_float32_matmul_precision(before)
+    with pytest.raises(UsageError, match="'exact'"):
+        device.set_float32_precision("exact")
+
+
+def test_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    cudnn = torch.backends.cudnn
+    before = torch.get_deterministic_debug_mode(), cudnn.deterministic, cudnn.benchmark
+    try:
+        env.seed(5)
+        first = torch.rand(2)
+        assert (torch.get_deterministic_debug_mode(), cudnn.deterministic, cudnn.benchmark) == before
+        for mode, level in {"warn": 1, "error": 2, "default": 0}.items():
+            env.seed(5, mode)
+            assert torch.get_deterministic_debug_mode() == level
+            assert (cudnn.deterministic, cudnn.benchmark) == (level > 0, level == 0)
+        assert torch.equal(first, torch.rand(2)) and os.environ["PYTHONHASHSEED"] == "5"
+        with pytest.raises(ValueError, match="seed -1"):
+            env.seed(-1)
+    finally:
+        torch.set_deterministic_debug_mode(before[0])
+        cudnn.deterministic, cudnn.benchmark = before[1:]
+
+
+def test_a_synchronised_batch_norm_becomes_an_ordinary_one_again() -> None:
+    plain = nn.Sequential(nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3, momentum=0.2), nn.Flatten(), nn.BatchNorm1d(12)).double()
+    synced = [
+        nn.SyncBatchNorm.convert_sync_batchnorm(pickle.loads(pickle.dumps(plain))),
+        sync_batchnorm(pickle.loads(pickle.dumps(plain)), torch.device("cpu"), None),
+    ]
+    x = torch.randn(4, 1, 3, 3, dtype=torch.float64)
+    want = plain(x)
+    for module in synced:
+        parameters = list(module.parameters())
+        reverted = distributed.revert_sync_batchnorm(module, torch.device("cpu"))
+        assert all(a is b for a, b in zip(parameters, reverted.parameters(), strict=True))  # an optimizer goes on
+        assert isinstance(reverted[1], LocalBatchNorm) and torch.equal(reverted(x), want)
+        assert torch.equal(reverted[1].running_var, plain[1].running_var) and reverted[1].momentum == 0.2
+    alone = nn.SyncBatchNorm(3)
+    assert type(distributed.revert_sync_batchnorm(alone)) is LocalBatchNorm
+
+
+# --- checkpoints' folders, and help for tests
+
+
+def test_checkpoint_paths_are_echelons() -> None:
+    path = checkpoint.CheckpointPath("runs/a", 3, {checkpoint.Phase.TRAIN: 500, checkpoint.Phase.EVALUATE: 9})
+    assert str(path) == path.path == "runs/a/step-00000500" and path.epoch == 3
+    again = checkpoint.CheckpointPath.from_str("runs/a/step-00000500/")
+    assert again == path and hash(again) == hash(path) and pickle.loads(pickle.dumps(path)) == path
+    newer = checkpoint.CheckpointPath("runs/a", 0, 501)
+    assert (
+        newer.newer_than(path) and newer > path and not path > newer and not path.newer_than(again) and max(path, newer) is newer
+    )
+    zero, low = (checkpoint.CheckpointPath("a", 0, 1, checkpoint.MetricData("loss/x-y", v)) for v in (0.0, -1.0))
+    assert low.more_optimal_than(zero, "min") and zero.more_optimal_than(low, "max") and not zero.more_optimal_than(zero, "min")
+    with pytest.raises(UsageError, match="no metric in common"):
+        zero.more_optimal_than(path, "min")
+    with pytest.raises(UsageError, match=r"Phase\.TRAIN"):
+        checkpoint.CheckpointPath("a", 1, {checkpoint.Phase.EVALUATE: 9})
+    with pytest.raises(ValueError, match=r"epoch_2_train_step_5 .*TorchTNT's.*state_dict\(\) there"):
+        checkpoint.CheckpointPath.from_str("a/epoch_2_train_step_5")
+
+
+def test_captured_output_and_other_help_for_tests(capsys: pytest.CaptureFixture[str]) -> None:
+    with test_utils.captured_output() as (out, err):
+        print("to out")
+        print("to err", file=sys.stderr)
+    assert isinstance(out, io.StringIO) and (out.getvalue(), err.getvalue()) == ("to out\n", "to err\n")
+    assert capsys.readouterr().out == ""
+    config = test_utils.get_pet_launch_config(3)
+    assert (config.nproc_per_node, config.max_nodes, config.max_restarts) == (3, 1, 0)
+    assert config.run_id != test_utils.get_pet_launch_config(3).run_id
+    if not test_utils.is_asan_or_tsan():
+        assert test_utils.skip_if_asan(lambda: 4)() == 4
+    assert test_utils.skip_if_not_distributed(test_seed) is test_seed
+    skipped: Any = test_utils.skip_if_not_gpu(lambda: 4)
+    if not torch.cuda.is_available():
+        with pytest.raises(SkipTest):
+            skipped()

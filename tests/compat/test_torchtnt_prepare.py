@@ -1,0 +1,535 @@
+"""torchtnt.utils' half about modules and optimizers: prepared by hand they train what one process trains."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, StateDictType
+
+import echelon as ech
+from echelon.checkpoint import manifest
+from echelon.compat.torchtnt.utils import checkpoint, fsdp_utils, precision, stateful
+from echelon.compat.torchtnt.utils import prepare_module as tnt
+from echelon.compat.torchtnt.utils.device_mesh import (
+    GlobalMeshCoordinator,
+    create_device_mesh,
+    get_dp_local_rank,
+    get_dp_mesh,
+    get_dp_mesh_size,
+)
+from echelon.compat.torchtnt.utils.optimizer import extract_lr_from_optimizer, init_optim_state
+from echelon.compat.torchtnt.utils.progress import (
+    Progress,
+    estimated_steps_in_epoch,
+    estimated_steps_in_fit,
+    estimated_steps_in_loop,
+)
+from echelon.compat.torchtnt.utils.swa import AveragedModel
+from echelon.contracts.errors import UsageError
+from tests.compat.fairscale import mine, updates
+from tests.conftest import Ranks
+from tests.models import Net, batch, largest_difference, net, plain_training, whole
+from tests.units import Regression
+
+CPU = torch.device("cpu")
+STEPS = 4
+
+
+def _mse(module: nn.Module, data: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(module(data[0]), data[1])
+
+
+def _trained(module: nn.Module, *, clip: bool = False) -> dict[str, torch.Tensor]:
+    """A program's own loop: windows of two micro-batches of this rank's rows."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    data = mine(updates(2, steps=2 * STEPS))
+    for first, last in zip(data[::2], data[1::2], strict=True):
+        with module.no_sync():  # type: ignore[operator]
+            (_mse(module, first) / 2).backward()
+        if hasattr(module, "set_requires_gradient_sync"):
+            assert all(p.grad is None for p in module.parameters())  # nothing was sent yet
+        (_mse(module, last) / 2).backward()
+        if clip:
+            module.clip_grad_norm_(0.5)  # type: ignore[operator]
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(module)
+
+
+def _trained_each_step(module: nn.Module) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for data in mine(updates(2, steps=STEPS)):
+        _mse(module, data).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(module)
+
+
+class _Hook:
+    """State of a communication hook that cannot be copied: it holds a lock."""
+
+    def __init__(self) -> None:
+        self.lock, self.calls = threading.Lock(), 0
+
+
+def _count(state, bucket):  # torch compares annotations, which are strings here, with its own types
+    state.calls += 1
+    dist.all_reduce(bucket.buffer().div_(2))
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())  # no callback, which gloo's thread would run while a dying Reducer has the interpreter
+    return done
+
+
+def _by_hand() -> dict[str, Any]:
+    hook, group = _Hook(), dist.new_group([0, 1])
+    ddp = tnt.DDPStrategy(process_group=group, comm_state=hook, comm_hook=_count)
+    copies, rows = GlobalMeshCoordinator(dp_replicate=2), GlobalMeshCoordinator(tp=2)
+    with torch.device("meta"):
+        unborn = Net().double()
+    unborn = tnt.prepare_fsdp2(unborn, CPU)
+    predicates = tnt.FSDP2Strategy(shard_predicates=[lambda name, m: name.startswith("blocks.") and name.count(".") == 1])
+    found: dict[str, Any] = {
+        "windows": {
+            "ddp": _trained(tnt.prepare_ddp(net(), CPU)),
+            "fsdp": _trained(tnt.prepare_fsdp(net(), CPU)),
+            "fsdp string": _trained(tnt.prepare_module(net(), CPU, strategy="fsdp")),
+        },
+        "clipped": _trained(tnt.prepare_fsdp(net(), CPU, tnt.FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")), clip=True),
+        "steps": {
+            "ddp string": _trained_each_step(tnt.prepare_module(net(), CPU, strategy="ddp")),
+            "ddp with a group and a hook": _trained_each_step(tnt.prepare_ddp(net(), CPU, ddp)),
+            "fsdp2": _trained_each_step(tnt.prepare_fsdp2(net(), CPU)),
+            "fsdp2 string": _trained_each_step(tnt.prepare_module(net(), CPU, strategy="fsdp2")),
+            "all modules": _trained_each_step(tnt.prepare_fsdp2(net(), CPU, tnt.FSDP2Strategy(modules_to_shard="all"))),
+            "predicates": _trained_each_step(tnt.prepare_fsdp2(net(), CPU, predicates)),
+            "recomputed": _trained_each_step(
+                tnt.prepare_module(net(), CPU, strategy="fsdp2", activation_checkpoint_params=_recompute())
+            ),
+        },
+        "hook": hook.calls,
+    }
+    split = tnt.prepare_fsdp2(net(), CPU, global_mesh=copies)
+    weight: Any = split.first.weight
+    found["copies"] = (
+        weight.device_mesh.ndim,
+        [type(p).__name__ for p in weight.placements],
+        weight.to_local().numel() / weight.numel(),
+        (get_dp_mesh(copies).ndim, get_dp_mesh_size(copies), get_dp_local_rank(copies), copies.tp_mesh),
+        copies.device_mesh.mesh_dim_names,
+    )
+    found["steps"]["copies"] = _trained_each_step(split)
+    # Tensor parallel: both ranks work on the same rows.
+    styles = tnt.TPStrategy({"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}, tnt.FSDP2Strategy(reshard_after_forward=False))
+    layers = tnt.prepare_module(net(), CPU, strategy=styles, global_mesh=rows)
+    found["layers"] = layers.blocks[0][0].weight.to_local().shape  # type: ignore[union-attr, index]
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
+    for each in updates(2, steps=STEPS):
+        _mse(layers, [torch.cat(parts) for parts in zip(*each, strict=True)]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found["steps"]["layers"] = whole(layers)
+    found["rows"] = get_dp_mesh_size(rows), get_dp_local_rank(rows), rows.tp_mesh is not None and rows.tp_mesh.size()
+    found["born"] = max(float(p.full_tensor().abs().max()) for p in unborn.parameters())  # type: ignore[attr-defined]
+    found["errors"] = [
+        _error(tnt.prepare_module, net(), CPU, strategy=styles),
+        _error(tnt.prepare_module, net(), CPU, strategy="ddp", global_mesh=copies),
+        _error(tnt.prepare_module, net(), CPU, strategy=styles, global_mesh=copies),
+        _error(tnt.prepare_fsdp2, net(), CPU, tnt.FSDP2Strategy(mesh=copies.dp_mesh), copies),
+        _error(create_device_mesh, 3, 2),
+        _error(AveragedModel, split),
+    ]
+    return found
+
+
+def _recompute() -> tnt.ActivationCheckpointParams:
+    return tnt.ActivationCheckpointParams(check_fn=lambda m: isinstance(m, nn.Sequential))
+
+
+def _error(call: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(UsageError) as said:
+        call(*args, **kwargs)
+    return str(said.value)
+
+
+def test_modules_prepared_by_hand_train_what_one_process_trains(ranks: Ranks) -> None:
+    data = updates(2, steps=2 * STEPS)
+    pairs = [[*a, *b] for a, b in zip(data[::2], data[1::2], strict=True)]
+    windows, _, norms = plain_training(pairs)
+    clipped, _, _ = plain_training(pairs, clip=0.5)
+    assert max(norms) > 0.5
+    steps = plain_training(updates(2, steps=STEPS))[0]
+    for rank, found in enumerate(ranks(2, _by_hand)):
+        for name, got in found["windows"].items():
+            assert largest_difference(got, windows) < 1e-12, name
+        assert largest_difference(found["clipped"], clipped) < 1e-12
+        for name, got in found["steps"].items():
+            assert largest_difference(got, steps) < 1e-12, name
+        assert found["hook"] >= STEPS
+        # TorchTNT flattens the copies into one axis of shards.
+        axes = ("dp_replicate", "dp_shard")
+        assert found["copies"] == (2, ["Replicate", "Shard"], 1.0, (2, 2, rank, None), axes)
+        assert found["layers"] == (4, 8) and found["rows"] == (1, 0, 2)
+        assert 0 < found["born"] < 1  # TorchTNT leaves what the memory had, up to 1e34
+        wanted = ("TPStrategy needs global_mesh", "here it meets DDPStrategy", "no tensor-parallel axis", "both say which ranks")
+        for text, want in zip(found["errors"], (*wanted, "but 2 ranks run", "skip_deepcopy=True"), strict=True):
+            assert want in text
+
+
+def _wrapped(folder: str) -> dict[str, Any]:
+    """Two modules and an optimizer each, of two groups, saved by torch's own functions and read into fresh ones."""
+    found: dict[str, Any] = {}
+    kinds: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "fsdp2": lambda m: tnt.prepare_fsdp2(m, CPU),
+        "older fsdp": lambda m: FullyShardedDataParallel(m, device_id=CPU, use_orig_params=True),
+    }
+    for kind, make in kinds.items():
+
+        def states(seed: int, make: Callable[[nn.Module], nn.Module] = make) -> tuple[list[nn.Module], dict[str, Any]]:
+            modules = [make(net(seed=seed + i)) for i in range(2)]
+            optimizers = [torch.optim.AdamW(_groups(m), lr=0.1, weight_decay=0.1) for m in modules]
+            wrap = tnt.FSDPOptimizerWrapper if make is kinds["older fsdp"] else tnt.FSDP2OptimizerWrapper
+            return modules, {f"optimizer {i}": wrap(m, o) for i, (m, o) in enumerate(zip(modules, optimizers, strict=True))}
+
+        modules, saved = states(0)
+        for i, module in enumerate(modules):
+            for _ in range(i + 1):
+                _mse(module, batch(4, 10 * i + dist.get_rank())).backward()
+                saved[f"optimizer {i}"].optimizer.step()
+                saved[f"optimizer {i}"].optimizer.zero_grad()
+        dcp.save(saved, checkpoint_id=f"{folder}/{kind}")
+        _, fresh = states(5)
+        before = [p.detach().clone() for p in fresh["optimizer 0"].module.parameters()]
+        dcp.load(fresh, checkpoint_id=f"{folder}/{kind}")
+        after = [p.detach() for p in fresh["optimizer 0"].module.parameters()]
+        found[kind] = (
+            all(_same(saved[k].optimizer, fresh[k].optimizer) for k in saved),
+            [float(next(iter(fresh[k].optimizer.state.values()))["step"]) for k in fresh],
+            [g["lr"] for g in fresh["optimizer 1"].optimizer.param_groups],
+            all(torch.equal(_local(a), _local(b)) for a, b in zip(before, after, strict=True)),
+        )
+        whole_state = tnt.get_module_state_dict(modules[0])
+        found[kind] += (set(whole_state) == set(net().state_dict()), not hasattr(whole_state["last.bias"], "device_mesh"))
+        found[kind] += (len(tnt.get_module_state_dict(modules[0], rank0_only=True)),)
+        if kind == "fsdp2":
+            with torch.device("meta"):
+                empty = Net().double()
+            empty = tnt.prepare_fsdp2(empty, CPU)
+            done = checkpoint.load_from_full_model_state_dict(empty, {**whole_state, "more": torch.ones(1)}, CPU)
+            found["loaded"] = largest_difference(whole(empty), whole(modules[0])), list(done.unexpected_keys)
+    plain = tnt.prepare_ddp(net(), CPU)
+    found["ddp"] = len(tnt.get_module_state_dict(plain)), len(tnt.get_module_state_dict(plain, rank0_only=True))
+    found["average"] = _averages()
+    found["scaler"] = [_inf_on_one_rank(make) for make in kinds.values()]
+    return found
+
+
+def _groups(module: nn.Module) -> list[dict[str, Any]]:
+    named = list(module.named_parameters())
+    return [
+        {"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0},
+        {"params": [p for n, p in named if n.endswith("weight")], "lr": 0.05},
+    ]
+
+
+def _local(value: Any) -> torch.Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _same(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> bool:
+    mine, theirs = ([o.state.get(p, {}) for g in o.param_groups for p in g["params"]] for o in (a, b))
+    pairs = zip(mine, theirs, strict=True)
+    return any(mine) and all(x.keys() == y.keys() and all(torch.equal(_local(x[k]), _local(y[k])) for k in x) for x, y in pairs)
+
+
+def _averages() -> dict[str, Any]:
+    """Of a sharded module, in a second one of the same kind."""
+    trained, average = (tnt.prepare_fsdp2(net(), CPU) for _ in range(2))
+    averaged = AveragedModel(average, skip_deepcopy=True, ema_decay=0.5)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
+    for data in mine(updates(2, steps=STEPS)):
+        _mse(trained, data).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update_parameters(trained)
+    return {n.removeprefix("module."): p for n, p in whole(averaged).items()}
+
+
+def _inf_on_one_rank(make: Callable[[nn.Module], nn.Module]) -> tuple[bool, float]:
+    scaler = precision.get_grad_scaler_from_precision(torch.float16)
+    assert scaler is not None
+    module = make(net(dtype=torch.float32))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    before = [_local(p).detach().clone() for p in module.parameters()]
+    scaler.scale(_mse(module, batch(2, 0, torch.float32))).backward()
+    if dist.get_rank() == 1:
+        for p in module.parameters():
+            if p.grad is not None:
+                _local(p.grad).fill_(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    same = all(torch.equal(a, _local(b)) for a, b in zip(before, module.parameters(), strict=True))
+    return same, scaler.get_scale()
+
+
+def test_sharded_states_averages_and_scalers(ranks: Ranks, tmp_path: Path) -> None:
+    plain = net()
+    want = AveragedModel(plain, ema_decay=0.5)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for each in updates(2, steps=STEPS):
+        _mse(plain, [torch.cat(parts) for parts in zip(*each, strict=True)]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        want.update_parameters(plain)
+    size = len(net().state_dict())
+    for rank, found in enumerate(ranks(2, _wrapped, str(tmp_path))):
+        for kind in ("fsdp2", "older fsdp"):  # with TorchTNT the first is a KeyError and the second waits for ever
+            equal, steps, lr, untouched, names, is_whole, on_rank0 = found[kind]
+            assert equal and untouched and names and is_whole, kind
+            assert steps == [1.0, 2.0] and lr == [0.1, 0.05] and on_rank0 == (0 if rank else size), kind
+        assert found["loaded"] == (0.0, ["more"]) and found["ddp"] == (size, 0 if rank else size)
+        assert largest_difference(found["average"], whole(want.module)) < 1e-12
+        assert found["scaler"] == [(True, 2.0**15)] * 2  # both skipped, and lowered the scale
+
+
+# --- without other ranks
+
+
+def test_names_become_strategies_and_types() -> None:
+    kinds = {"ddp": tnt.DDPStrategy, "fsdp": tnt.FSDPStrategy, "fsdp2": tnt.FSDP2Strategy, "noop": tnt.NOOPStrategy}
+    for name, kind in kinds.items():
+        assert type(tnt.convert_str_to_strategy(name)) is kind
+    with pytest.raises(ValueError, match="'deepspeed': known are"):
+        tnt.convert_str_to_strategy("deepspeed")
+    convert = precision.convert_precision_str_to_dtype
+    assert [convert(n) for n in ("fp16", "bf16", "fp32")] == [torch.float16, torch.bfloat16, None]
+    with pytest.raises(ValueError, match="'int8'"):
+        convert("int8")
+    scaler = precision.get_grad_scaler_from_precision(torch.float16)
+    assert scaler is not None and scaler.is_enabled() and type(scaler) is torch.amp.GradScaler  # TorchTNT's is a GPU's always
+    assert precision.get_grad_scaler_from_precision(torch.bfloat16) is None
+    native = fsdp_utils.ShardingStrategy.to_native_sharding_strategy(fsdp_utils.ShardingStrategy.HYBRID_SHARD)
+    assert native is ShardingStrategy.HYBRID_SHARD
+    assert fsdp_utils.BackwardPrefetch.to_native_backward_prefetch("BACKWARD_POST") is BackwardPrefetch.BACKWARD_POST
+    assert fsdp_utils.StateDictType.to_native_state_dict_type("SHARDED_STATE_DICT") is StateDictType.SHARDED_STATE_DICT
+    with pytest.raises(UsageError, match="'MOST'"):
+        fsdp_utils.ShardingStrategy.to_native_sharding_strategy("MOST")
+    mixed = fsdp_utils.MixedPrecision("fp16", "torch.float32", "bfloat16", _module_classes_to_ignore=("torch.nn.LayerNorm",))
+    assert (mixed.param_dtype, mixed.reduce_dtype, mixed.buffer_dtype) == (torch.float16, torch.float32, torch.bfloat16)
+    made = mixed.to_native_mixed_precision()
+    assert vars(made) == vars(mixed) and type(made) is not type(mixed) and mixed._module_classes_to_ignore == (nn.LayerNorm,)
+    with pytest.raises(UsageError, match="'nn' is no type"):
+        fsdp_utils.MixedPrecision("nn")
+
+
+def test_one_process_and_what_is_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._dynamo
+
+    module = net()
+    assert tnt.prepare_module(module, CPU) is module
+    with pytest.raises(UsageError, match="Give torch_compile_params"):
+        tnt.prepare_module(module, CPU, enable_compiled_autograd=True)
+    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", False)
+    compiled = tnt.TorchCompileParams(backend="aot_eager")
+    tnt.prepare_module(module, CPU, torch_compile_params=compiled, enable_compiled_autograd=True)
+    assert torch._dynamo.config.compiled_autograd
+    other = net()
+    tnt.apply_torch_compile(other, tnt.TorchCompileParams(backend="eager", recursive_module_types=["Linear"]))
+    assert other._compiled_call_impl is None and other.first._compiled_call_impl is not None
+    tnt.apply_ac(other, _recompute())
+    assert type(other.blocks[0].forward).__name__ == "_Recompute"
+    with torch.device("meta"):
+        unborn = nn.Linear(3, 3)
+    assert tnt.on_meta_device(unborn) and not tnt.on_meta_device(module)
+    tnt.materialize_meta_params(unborn, CPU)
+    assert not tnt.on_meta_device(unborn) and 0 < float(unborn.weight.detach().abs().max()) <= 3**-0.5
+    assert set(tnt.get_module_state_dict(module, rank0_only=True)) == set(module.state_dict())
+    with pytest.raises(UsageError, match="a dict of submodule names"):
+        tnt.TPStrategy(object()).over(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Rprop", "RMSprop"])
+def test_an_optimizers_state_is_made_without_a_trace(kind: str) -> None:
+    options: dict[str, Any] = {"weight_decay": 0.1} if kind != "Rprop" else {}
+    options |= {"momentum": 0.9} if kind in ("SGD", "RMSprop") else {}
+    modules = [net() for _ in range(2)]
+    first, second = [getattr(torch.optim, kind)(m.parameters(), lr=0.01, **options) for m in modules]
+    modules[0].last.bias.requires_grad_(False)
+    modules[1].last.bias.requires_grad_(False)
+    kept = modules[0].first.weight.grad = torch.ones_like(modules[0].first.weight)
+    init_optim_state(first)
+    assert modules[0].first.weight.grad is kept and modules[0].last.weight.grad is None
+    assert len(first.state) == len(list(modules[0].parameters())) - 1 and first.param_groups[0].get("weight_decay", 0.1) == 0.1
+    for state in first.state.values():
+        for key, value in state.items():  # weight decay must not get into an average, and Rprop needs its step size
+            assert key == "step_size" or value is None or float(value.abs().max()) == 0, key
+    marked = next(iter(first.state.values()))
+    init_optim_state(first)
+    assert next(iter(first.state.values())) is marked
+    modules[0].first.weight.grad = None
+    for _ in range(2):
+        for module, optimizer in zip(modules, (first, second), strict=True):
+            _mse(module, batch(4, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert largest_difference(whole(modules[0]), whole(modules[1])) < 1e-15
+
+
+def test_learning_rates_by_group() -> None:
+    p, q, r = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    groups = [{"params": [p], "lr": 0.1}, {"params": [q], "name": "a", "lr": 0.2}, {"params": [r], "name": "a", "lr": 0.3}]
+    assert extract_lr_from_optimizer(torch.optim.SGD(groups), "optim") == {"optim/pg:0": 0.1, "optim/a:0": 0.2, "optim/a:1": 0.3}
+
+
+def _average_of(values: list[float], model: AveragedModel, source: nn.Linear) -> None:
+    for value in values:
+        with torch.no_grad():
+            source.weight.fill_(value)
+        model.update_parameters(source)
+
+
+def test_averages_go_on_after_a_resume() -> None:
+    """TorchTNT does not save how many updates there were, so that a resumed average forgets nearly all."""
+    source = nn.Linear(1, 1, bias=False).double()
+    values = [1.0, 2.0, 4.0, 8.0, 16.0]
+    want = values[0]
+    for n, value in enumerate(values[1:], start=2):
+        decay = min(0.9, (1 + n) / (10 + n))
+        want = decay * want + (1 - decay) * value
+    through = AveragedModel(source, use_lit=True, ema_decay=0.9)
+    _average_of(values, through, source)
+    first, second = (AveragedModel(source, use_lit=True, ema_decay=0.9) for _ in range(2))
+    _average_of(values[:3], first, source)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    _average_of(values[3:], pickle.loads(pickle.dumps(second)), source)
+    resumed = second
+    _average_of(values[3:], resumed, source)
+    assert through.module.weight.item() == pytest.approx(want, abs=1e-15)
+    assert resumed.module.weight.item() == pytest.approx(want, abs=1e-15)
+    alike = AveragedModel(source, averaging_method="swa")
+    _average_of(values, alike, source)
+    assert alike.module.weight.item() == pytest.approx(sum(values) / 5)
+    assert alike(torch.ones(1, 1, dtype=torch.float64)).item() == pytest.approx(sum(values) / 5)
+    own = nn.Linear(1, 1, bias=False).double()
+    kept = AveragedModel(own, skip_deepcopy=True)
+    assert kept.module is own and "n_averaged" in kept.state_dict()
+    for bad, said in (
+        ({"averaging_method": "mean"}, "'mean'"),
+        ({"ema_decay": 2}, "between"),
+        (
+            {"use_lit": True, "averaging_method": "swa"},
+            "EMA's",
+        ),
+    ):
+        with pytest.raises(UsageError, match=said):
+            AveragedModel(source, **bad)  # type: ignore[arg-type]
+
+
+class Counting(Regression):
+    evaluated = 0
+
+    def on_eval_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.evaluated += 1
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "n_steps", "n_epochs"),
+    [
+        (2, None, None, 1),
+        (2, None, 3, None),
+        (2, None, 5, 1),
+        (None, 15, None, 1),
+        (4, 35, 4, 2),
+        (None, 10, 10, 1),
+        (3, None, None, None),
+    ],
+)
+def test_estimated_steps_are_those_that_fit_takes(
+    epochs: int | None, max_steps: int | None, n_steps: int | None, n_epochs: int | None
+) -> None:
+    train, test = [batch(1, i) for i in range(10)], [batch(1, i) for i in range(4)]
+    unit = Counting(module=net())
+    limits = {"max_epochs": epochs, "max_steps": max_steps}
+    ech.fit(unit, train, test, **limits, evaluate_every_n_steps=n_steps, evaluate_every_n_epochs=n_epochs)
+    estimate = estimated_steps_in_fit(
+        train_dataloader=train,
+        eval_dataloader=test,
+        epochs=epochs,
+        max_steps=max_steps,
+        max_train_steps_per_epoch=None,
+        max_eval_steps_per_epoch=None,
+        eval_every_n_steps=n_steps,
+        eval_every_n_epochs=n_epochs,
+    )
+    assert estimate == unit.train_progress.num_steps_completed + unit.evaluated
+
+
+def test_estimates_of_what_has_no_length() -> None:
+    stream: Any = iter([1])
+    assert estimated_steps_in_epoch(stream, num_steps_completed=0, max_steps=None, max_steps_per_epoch=None) == float("inf")
+    assert estimated_steps_in_epoch(range(10), num_steps_completed=4, max_steps=7, max_steps_per_epoch=5) == 3
+    assert estimated_steps_in_epoch(range(10), num_steps_completed=9, max_steps=7, max_steps_per_epoch=5) == 0
+    assert estimated_steps_in_loop(range(10), max_steps=25, max_steps_per_epoch=None, epochs=2) == 20
+    assert estimated_steps_in_loop(stream, max_steps=25, max_steps_per_epoch=None, epochs=None) == 25
+    assert estimated_steps_in_loop(range(10), max_steps=None, max_steps_per_epoch=None, epochs=None) is None
+    assert estimated_steps_in_loop(range(0), max_steps=None, max_steps_per_epoch=None, epochs=None) == 0
+    rest = {"max_train_steps_per_epoch": None, "max_eval_steps_per_epoch": None, "eval_every_n_steps": None}
+    fit = {"epochs": None, "max_steps": 5, "eval_every_n_epochs": 1, **rest}
+    assert estimated_steps_in_fit(train_dataloader=stream, eval_dataloader=range(4), **fit) is None  # type: ignore[arg-type]
+    assert estimated_steps_in_fit(train_dataloader=range(5), eval_dataloader=stream, **fit) is None  # type: ignore[arg-type]
+    assert Progress(num_steps_completed=3).get_progress_string().startswith("completed epochs: 0, completed steps: 3")
+
+
+def test_several_states_as_one() -> None:
+    module, progress, words = net(), Progress(2, 5, 1), stateful.DictStateful({"a": 1})
+    several = stateful.MultiStateful({"module": module, "progress": progress, "words": words})
+    saved = copy.deepcopy(several.state_dict())
+    other = stateful.MultiStateful({"module": net(seed=1), "progress": Progress(), "words": stateful.DictStateful(b=2)})
+    assert isinstance(words, stateful.Stateful) and not isinstance(words, stateful.MetricStateful)
+    assert isinstance(ech.Mean(), stateful.MetricStateful)
+    other.load_state_dict(saved)
+    assert largest_difference(whole(other.stateful_objs["module"]), whole(module)) == 0
+    assert other.stateful_objs["progress"].num_steps_completed == 5 and other.stateful_objs["words"] == {"a": 1}
+    del saved["module"]["first.bias"], saved["words"]
+    with pytest.raises(RuntimeError, match=r"first\.bias"):
+        other.load_state_dict(saved)
+    stateful.MultiStateful(other.stateful_objs, strict=False).load_state_dict(saved)
+    with pytest.raises(KeyError, match="words"):
+        stateful.MultiStateful({"words": words}).load_state_dict(saved)
+
+
+def test_checkpoints_of_a_run_are_found(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run train_step_1")  # TorchTNT loses sight of checkpoints under such a name
+    assert checkpoint.get_latest_checkpoint_path(folder) is None and checkpoint.get_checkpoint_dirpaths(folder) == []
+
+    class Scored(Regression):
+        loss_at = 1.0
+
+        def on_train_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.loss_at = (0.5, 0.0, 0.7)[self.train_progress.num_steps_completed]
+
+    unit = Scored(module=net())
+    best = checkpoint.BestCheckpointConfig("loss_at")
+    saver = ech.DistributedCheckpointSaver(folder, save_every_n_train_steps=1, best_checkpoint_config=best)
+    ech.train(unit, [batch(1, i) for i in range(3)], max_epochs=1, callbacks=[saver])
+    found = checkpoint.get_checkpoint_dirpaths(folder, ".metadata", "loss_at")
+    assert [p.step for p in found] == [1, 2, 3] and found[1].metric_data == checkpoint.MetricData("loss_at", 0.0)
+    assert found[1].more_optimal_than(found[0], "min") and checkpoint.get_checkpoint_dirpaths(folder, None, "other") == []
+    assert checkpoint.get_latest_checkpoint_path(folder) == found[2].path == str(max(found))
+    assert checkpoint.get_best_checkpoint_path(folder, "loss_at", "min") == found[1].path
+    assert checkpoint.get_best_checkpoint_path(folder, "other", "max") is None
+    assert checkpoint.does_checkpoint_exist(found[0].path, [".metadata"])
+    (Path(found[0].path) / manifest.MANIFEST).unlink()
+    assert not checkpoint.does_checkpoint_exist(found[0].path) and len(checkpoint.get_checkpoint_dirpaths(folder)) == 2
+    for call in (checkpoint.does_checkpoint_exist, checkpoint.get_latest_checkpoint_path):
+        with pytest.raises(UsageError, match="give the URL"):
+            call(folder, file_system=object())
