@@ -1,4 +1,4 @@
-"""The one private name of torch's: what we count on when we use it."""
+"""A private name of torch's: what we count on when we use it."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_published_names_are_present(name: str) -> None:
 def test_the_loops_are_functions_though_modules_have_their_names() -> None:
     framework = importlib.import_module(f"{HERE}.framework")
     for name in ("train", "evaluate", "predict", "fit", "test"):
-        assert importlib.import_module(f"{HERE}.framework.{name}") and getattr(framework, name) is getattr(ech, name)
+        assert importlib.import_module(f"{HERE}.framework.{name}") and inspect.isfunction(getattr(framework, name))
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -87,6 +87,14 @@ class Placed:
             fixed=self._fixed_ranks,
         )
 
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration; the loops call it."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        raise NotImplementedError
+
     def seek(self, position: int) -> int:
         """Begin the next iteration after `position` micro-batches of the epoch; returns where that is in this loader's count."""
         raise NotImplementedError

@@ -20,6 +20,7 @@ from echelon.contracts.rank import RankInfo
 from echelon.contracts.redact import redacted
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.loader import Loader
+from echelon.data.multi_loader import MultiDataLoader, loaders_of
 from echelon.data.place import Placed
 from echelon.data.prefetch import Feed
 from echelon.data.workers import explain
@@ -191,7 +192,7 @@ class Run:
         """Ranks that compute the same samples together, as with tensor parallelism, must be given the same."""
         loader = getattr(self.state, f"{phase}_state").dataloader
         place = self.unit.data_place
-        if isinstance(loader, Placed) and place is not None:
+        if isinstance(loader, (Placed, MultiDataLoader)) and place is not None:
             loader.place(*place)
 
     def _call(self, hooks: tuple[Hook, ...]) -> None:
@@ -370,8 +371,9 @@ class Run:
         if isinstance(loader, Placed):
             # The unit's progress says where an epoch goes on; a loader that was looked into or stopped early does not.
             progress.num_steps_completed_in_epoch = loader.seek(progress.num_steps_completed_in_epoch)
-        if isinstance(loader, Loader):
-            self._check_tail(phase, loader)
+        for part in loaders_of(loader):
+            if isinstance(part, Loader):
+                self._check_tail(phase, part)
         goes_on = phase == "train" and progress.num_steps_completed_in_epoch > 0 and not isinstance(loader, Placed)
         by_its_state = goes_on and hasattr(loader, "load_state_dict")
         if goes_on and not by_its_state:

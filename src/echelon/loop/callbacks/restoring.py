@@ -46,6 +46,7 @@ class RestoreOptions:
     strict: bool = True
     init_optim_states: bool = True
     allow_changes: tuple[str, ...] = ()
+    restore_metrics: bool = True
 
     @classmethod
     def weights_only(cls, *, strict: bool = True) -> RestoreOptions:
@@ -123,24 +124,24 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
     report = store.read_states(path, states, strict=options.strict)
     _log(report, path)
     if not options._weights_only:
-        _own(path, manifest, unit)
+        _own(path, manifest, unit, metrics=options.restore_metrics)
     unit.restored()
     return report
 
 
-def _own(path: Place, manifest: dict[str, Any], unit: Unit) -> None:
-    """What is this rank's own: random streams, and shares of metrics."""
+def _own(path: Place, manifest: dict[str, Any], unit: Unit, *, metrics: bool) -> None:
+    """What is this rank's own: random streams, and shares of `metrics`, if they are wanted."""
     own = store.on_each(path, lambda: store.read_rank(path, manifest))
     # Ranks agree: with streams restored on some and not on others, none would be what it was.
     if not agree.any_rank(own is None) and own is not None:
         streams.load_states(own["streams"])
         for name, metric in unit.tracked_metrics().items():
-            if name in own["metrics"]:
+            if metrics and name in own["metrics"]:
                 load_share(metric, own["metrics"][name])
         reduction_order.replay(unit.tracked_modules(), own.get("reduction_order", {}))
     elif isinstance(unit, TrainUnit):
         streams.renew(unit.train_progress.num_steps_completed)
-        if unit.tracked_metrics():
+        if metrics and unit.tracked_metrics():
             logger.warning("saved by another number of ranks: the shares of %s begin anew", ", ".join(unit.tracked_metrics()))
 
 

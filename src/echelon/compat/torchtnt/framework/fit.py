@@ -1,5 +1,38 @@
-"""torchtnt.framework.fit."""
+"""torchtnt.framework.fit: echelon's, and a test after it."""
 
-from echelon.loop.run import fit
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from echelon.contracts.errors import UnitError
+from echelon.loop import run
+from echelon.loop.unit import TestUnit
 
 __all__ = ["fit"]
+
+
+def fit(
+    unit: Any,
+    train_dataloader: Iterable[Any],
+    eval_dataloader: Iterable[Any],
+    *,
+    test_dataloader: Iterable[Any] | None = None,
+    max_test_steps: int | None = None,
+    callbacks: list[Any] | None = None,
+    timer: Any = None,
+    **limits: Any,
+) -> None:
+    """As `echelon.fit`.
+
+    Args:
+        test_dataloader: the unit is tested on it after training.
+        max_test_steps: at most so many batches of it.
+    Raises:
+        UnitError: a test of what is no TestUnit; before training.
+    """
+    if test_dataloader is not None and not isinstance(unit, TestUnit):
+        raise UnitError(f"fit(test_dataloader=...) needs test_step, but {type(unit).__name__} is no TestUnit.")
+    run.fit(unit, train_dataloader, eval_dataloader, callbacks=callbacks, timer=timer, **limits)
+    if test_dataloader is not None:
+        run.test(unit, test_dataloader, max_steps_per_epoch=max_test_steps, callbacks=callbacks, timer=timer)

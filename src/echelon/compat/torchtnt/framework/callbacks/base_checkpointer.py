@@ -1,5 +1,5 @@
 """torchtnt.framework.callbacks.base_checkpointer: here the one saver there is."""
 
-from echelon.loop.callbacks.saver import DistributedCheckpointSaver as BaseCheckpointer
+from echelon.compat.torchtnt.framework.callbacks.dcp_saver import DistributedCheckpointSaver as BaseCheckpointer
 
 __all__ = ["BaseCheckpointer"]

@@ -1,0 +1,66 @@
+"""torchtnt.utils.data.data_prefetcher. The loops of echelon read ahead by themselves; this is for one's own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
+
+import torch
+
+from echelon.contracts.errors import UsageError
+from echelon.world.device import copy_data_to_device, record_stream
+
+__all__ = ["CudaDataPrefetcher"]
+
+Batch = TypeVar("Batch")
+
+
+class CudaDataPrefetcher(Iterator[Batch], Generic[Batch]):
+    """Batches on a GPU, some read and copied ahead on a stream of their own. Each `iter` begins anew.
+
+    Pinned host memory makes the copies run beside the computation.
+
+    Args:
+        data_iterable: gives batches.
+        device: a GPU.
+        num_prefetch_batches: how many are read ahead.
+    Raises:
+        UsageError: a device that is no GPU, or nothing to read ahead.
+    """
+
+    def __init__(self, data_iterable: Iterable[Batch], device: torch.device, num_prefetch_batches: int = 1) -> None:
+        if device.type != "cuda":
+            raise UsageError(f"CudaDataPrefetcher is for a CUDA device, not {str(device)!r}.")
+        if num_prefetch_batches < 1:
+            raise UsageError(f"num_prefetch_batches {num_prefetch_batches}: at least 1.")
+        self.data_iterable, self.device, self.num_prefetch_batches = data_iterable, device, num_prefetch_batches
+        self._stream = torch.cuda.Stream(device)
+        self._source: Iterator[Batch] | None = None
+        self._ahead: deque[tuple[Batch, torch.cuda.Event]] = deque()
+
+    def __iter__(self) -> CudaDataPrefetcher[Batch]:
+        self._source = None
+        self._ahead.clear()
+        return self
+
+    def __next__(self) -> Batch:
+        if self._source is None:  # not earlier: a loader's workers would start for nothing
+            self._source = iter(self.data_iterable)
+            for _ in range(self.num_prefetch_batches):
+                self._fetch(self._source)
+        if not self._ahead:
+            raise StopIteration
+        batch, copied = self._ahead.popleft()
+        using = torch.cuda.current_stream(self.device)
+        using.wait_event(copied)
+        record_stream(batch, using)  # its memory is of the other stream, which must not give it away while this one reads
+        self._fetch(self._source)
+        return batch
+
+    def _fetch(self, source: Iterator[Batch]) -> None:
+        for batch in source:
+            with torch.cuda.stream(self._stream):
+                moved = copy_data_to_device(batch, self.device, non_blocking=True)
+            self._ahead.append((moved, self._stream.record_event()))
+            return

@@ -1,0 +1,488 @@
+"""TorchTNT's data: which batches of several loaders come, in which order, and that a resumed run sees exactly the rest."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+import echelon as ech
+from echelon.compat.torchtnt.utils.data import (
+    AbstractRandomDataset,
+    CudaDataPrefetcher,
+    DataIterationStrategyRegistry,
+    MultiDataLoader,
+    MultiIterator,
+    profile_dataloader,
+)
+from echelon.compat.torchtnt.utils.data.iterators import (
+    AllDatasetBatches,
+    DataIterationStrategy,
+    InOrder,
+    RandomizedBatchSampler,
+    RoundRobin,
+    StoppingMechanism,
+)
+from echelon.compat.torchtnt.utils.data.synthetic_data import generate_random_square_image_tensor
+from echelon.contracts.errors import RanksDisagreeError, UsageError
+from echelon.data.parts import Padding
+from tests.conftest import Ranks
+
+ALL = StoppingMechanism.ALL_DATASETS_EXHAUSTED
+SMALLEST = StoppingMechanism.SMALLEST_DATASET_EXHAUSTED
+RESTART = StoppingMechanism.RESTART_UNTIL_ALL_DATASETS_EXHAUSTED
+WRAP = StoppingMechanism.WRAP_AROUND_UNTIL_KILLED
+
+LETTERS = {"a": ["a0", "a1"], "b": ["b0", "b1", "b2", "b3"], "c": ["c0"]}
+
+
+def _text(batches: Any) -> str:
+    return " ".join("+".join(batch.values()) for batch in batches)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wanted"),
+    [
+        (RoundRobin(), "a0 b0 c0 a1 b1 b2 b3"),
+        (RoundRobin(iteration_order=["c", "b", "a"]), "c0 b0 a0 b1 a1 b2 b3"),
+        (RoundRobin(iteration_order=["a", "b", "b"]), "a0 b0 b1 a1 b2 b3"),  # in TorchTNT c, which is left out, hangs it
+        (RoundRobin(SMALLEST), "a0 b0 c0 a1 b1"),
+        (RoundRobin(RESTART), "a0 b0 c0 a1 b1 c0 a0 b2 c0 a1 b3 c0 a0"),
+        (AllDatasetBatches(), "a0+b0+c0 a1+b1 b2 b3"),
+        (AllDatasetBatches(SMALLEST), "a0+b0+c0"),
+        (AllDatasetBatches(RESTART), "a0+b0+c0 a1+b1+c0 a0+b2+c0 a1+b3+c0"),
+        (InOrder(), "a0 a1 b0 b1 b2 b3 c0"),
+        (InOrder(["c", "a", "c", "c"]), "c0 a0 a1 c0 c0"),
+    ],
+)
+def test_batches_come_in_the_order_of_the_strategy(strategy: DataIterationStrategy, wanted: str) -> None:
+    loader = MultiDataLoader(LETTERS, strategy)
+    assert _text(loader) == wanted
+    assert _text(loader) == wanted, "the second epoch"
+    assert next(loader.current_iterator, None) is None, "it stays at its end"
+
+
+@pytest.mark.parametrize("strategy", [RoundRobin(WRAP), AllDatasetBatches(WRAP), RandomizedBatchSampler(None, WRAP)])
+def test_wrapping_around_never_ends(strategy: DataIterationStrategy) -> None:
+    many = list(itertools.islice(MultiDataLoader(LETTERS, strategy), 60))
+    assert len(many) == 60 and {name for batch in many for name in batch} == set(LETTERS)
+
+
+def test_random_draws_follow_weights_seed_and_epoch_alone() -> None:
+    def drawn(strategy: RandomizedBatchSampler, epoch: int = 0, many: int = 2000) -> list[str]:
+        loader = MultiDataLoader(LETTERS, strategy)
+        loader.set_epoch(epoch)
+        return [name for batch in itertools.islice(loader, many) for name in batch]
+
+    weights = {"a": 1.0, "b": 3.0, "c": 0.0, "unused": 7.0}
+    random.seed(1)
+    before = random.getstate()
+    first = drawn(RandomizedBatchSampler(weights, WRAP))
+    assert random.getstate() == before, "Python's stream is the user's"
+    random.seed(2)
+    assert drawn(RandomizedBatchSampler(weights, WRAP)) == first
+    assert drawn(RandomizedBatchSampler(weights, WRAP, seed=1)) != first
+    assert drawn(RandomizedBatchSampler(weights, WRAP), epoch=1) != first
+    assert 0.72 < first.count("b") / 2000 < 0.78 and "c" not in first
+    # TorchTNT: "Total of weights must be greater than zero", once the others are exhausted.
+    assert sorted(_text(MultiDataLoader(LETTERS, RandomizedBatchSampler(weights))).split()) == [*LETTERS["a"], *LETTERS["b"]]
+    assert sorted(_text(MultiDataLoader(LETTERS, RandomizedBatchSampler())).split()) == sorted(sum(LETTERS.values(), []))
+    loader = MultiDataLoader(LETTERS, RandomizedBatchSampler())
+    assert _text(loader) != _text(loader), "a user's own loop, which tells no epoch, gets another order as well"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "says"),
+    [
+        (RandomizedBatchSampler({"a": 1.0}), "none for 'b', 'c'"),
+        (RandomizedBatchSampler({"a": 1.0, "b": -1.0, "c": 1.0}), "weight of 'b' is -1.0"),
+        (RandomizedBatchSampler({"a": 1.0, "b": float("nan"), "c": 1.0}), "weight of 'b' is nan"),
+        (RandomizedBatchSampler({"a": 0.0, "b": 0.0, "c": 0.0}), "all are 0"),
+        (RoundRobin(iteration_order=["a", "d"]), "iteration_order"),
+        (InOrder([]), "iteration_order"),
+        (RoundRobin("ALL"), "stopping_mechanism 'ALL'"),
+        (DataIterationStrategy(), "has no iterator"),
+    ],
+)
+def test_what_cannot_be_is_an_error(strategy: DataIterationStrategy, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        iter(MultiDataLoader(LETTERS, strategy))
+
+
+def test_making_a_loader_reads_nothing() -> None:
+    """TorchTNT reads a batch of each loader to see whether it has one, and an iterator has lost it."""
+    used: list[int] = []
+
+    def stream() -> Iterator[int]:
+        for i in range(3):
+            used.append(i)
+            yield i
+
+    loader = MultiDataLoader({"a": stream()}, InOrder())
+    assert used == []
+    assert [batch["a"] for batch in loader] == [0, 1, 2]
+    with pytest.raises(UsageError, match="loader 'a' contains no data"):
+        list(loader)
+
+
+@pytest.mark.parametrize("nothing", [[], DataLoader([]), "unsized"])
+def test_empty_loaders(nothing: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Unsized:
+        def __iter__(self) -> Iterator[str]:
+            return iter(())
+
+    empty: Any = Unsized() if nothing == "unsized" else nothing
+    with pytest.raises(UsageError, match="'e' contains no data"):
+        list(MultiDataLoader({"e": empty, "a": ["a0", "a1"]}, RoundRobin()))
+    for strategy in (RoundRobin(SMALLEST), AllDatasetBatches(RESTART), InOrder(["e", "a", "e"]), RandomizedBatchSampler()):
+        left = MultiDataLoader({"e": empty, "a": ["a0", "a1"]}, strategy, ignore_empty_data=True)
+        assert _text(left) == "a0 a1", strategy
+    assert "'e' contains no data and is left out" in caplog.text
+    with pytest.raises(UsageError, match="at least one"):
+        MultiDataLoader({}, RoundRobin())
+
+
+@pytest.mark.parametrize("may_be_empty", [True, False])
+def test_what_can_be_read_once_only_cannot_be_restarted(may_be_empty: bool) -> None:
+    loaders = {"a": iter(["a0"]), "b": ["b0", "b1", "b2"]}
+    with pytest.raises(UsageError, match="'a' contains no data a second time"):
+        list(MultiDataLoader(loaders, RoundRobin(RESTART), ignore_empty_data=may_be_empty))
+
+
+class Counted:
+    """A loader that knows where it stands, in the way of torchdata's: each `iter` is an epoch, and a state at an end is no
+    pass to go on with."""
+
+    def __init__(self, name: str, length: int) -> None:
+        self.name, self.length, self.position, self.epoch = name, length, 0, -1
+        self._goes_on, self._finished = False, True
+
+    def __iter__(self) -> Iterator[str]:
+        if not self._goes_on:
+            self.position, self.epoch = 0, self.epoch + 1
+        self._goes_on, self._finished = False, False
+        return self._read()
+
+    def _read(self) -> Iterator[str]:
+        while self.position < self.length:
+            self.position += 1
+            yield f"{self.name}{self.epoch}.{self.position}"
+        self._finished = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "epoch": self.epoch, "finished": self._finished}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position, self.epoch, self._finished = state["position"], state["epoch"], state["finished"]
+        self._goes_on = not self._finished
+
+
+def _loaders(kind: str) -> dict[str, Any]:
+    lengths = {"a": 2, "b": 5, "c": 3}
+    if kind == "stateful":
+        return {name: Counted(name, n) for name, n in lengths.items()}
+    if kind == "echelon":
+        return {name: ech.Loader(list(range(10 * n, 11 * n)), 1, dp_rank=0, dp_size=1) for name, n in lengths.items()}
+    return {name: DataLoader([f"{name}{i}" for i in range(n)], batch_size=None) for name, n in lengths.items()}
+
+
+STRATEGIES = [
+    RoundRobin(),
+    RoundRobin(SMALLEST),
+    RoundRobin(RESTART),
+    AllDatasetBatches(),
+    AllDatasetBatches(RESTART),
+    InOrder(),
+    InOrder(["b", "a", "b"]),
+    RandomizedBatchSampler(),
+    RandomizedBatchSampler({"a": 2.0, "b": 1.0, "c": 1.0}, RESTART),
+]
+
+
+@pytest.mark.parametrize("kind", ["plain", "stateful", "echelon"])
+@pytest.mark.parametrize("managed", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_a_resumed_loader_gives_exactly_the_rest(strategy: DataIterationStrategy, managed: bool, kind: str) -> None:
+    """At each position of the second epoch; the third follows as it would have. `managed`: as in echelon's loops."""
+
+    def epoch(loader: MultiDataLoader, number: int) -> Iterator[str]:
+        if managed:
+            loader.set_epoch(number)
+        elif kind == "echelon":
+            for each in loader.individual_dataloaders.values():
+                each.set_epoch(number)
+        return (str(batch) for batch in loader)
+
+    whole = MultiDataLoader(_loaders(kind), strategy)
+    wanted = [list(epoch(whole, number)) for number in range(3)]
+    assert len(wanted[1]) > 3
+    for cut in range(len(wanted[1]) + 1):
+        old = MultiDataLoader(_loaders(kind), strategy)
+        list(epoch(old, 0))
+        first = list(itertools.islice(epoch(old, 1), cut))
+        state = json.loads(json.dumps(old.state_dict()))
+        new = MultiDataLoader(_loaders(kind), strategy)
+        new.load_state_dict(state)
+        if managed:
+            new.set_epoch(1)
+        assert new.state_dict() == state, "saved again before anything is read"
+        if kind == "echelon" and not managed:
+            rest = [str(batch) for batch in new]
+        else:
+            rest = list(epoch(new, 1))
+        assert first + rest == wanted[1], cut
+        assert list(epoch(new, 2)) == wanted[2], cut
+
+
+def test_a_state_at_the_end_of_an_epoch() -> None:
+    """A user's own loop goes on with the next epoch, where TorchTNT's has an empty one; echelon's loops say which it is."""
+    for managed, wanted in ((False, "a0 b0 c0 a1 b1 b2 b3"), (True, "")):
+        old = MultiDataLoader(LETTERS, RoundRobin())
+        if managed:
+            old.set_epoch(4)
+        list(old)
+        new = MultiDataLoader(LETTERS, RoundRobin())
+        new.load_state_dict(old.state_dict())
+        if managed:
+            new.set_epoch(4)
+        assert _text(new) == wanted
+        if managed:
+            new.load_state_dict(old.state_dict())
+            new.set_epoch(5)
+            assert _text(new) == "a0 b0 c0 a1 b1 b2 b3"
+
+
+def test_a_state_of_other_loaders_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    old = MultiDataLoader(LETTERS, RoundRobin())
+    next(iter(old))
+    new = MultiDataLoader({"a": ["a0"], "d": ["d0"]}, RoundRobin())
+    new.load_state_dict(old.state_dict())
+    with pytest.raises(UsageError, match=r"saved with loaders \['a', 'b', 'c'\]"):
+        iter(new)
+    with pytest.raises(UsageError, match="no state of a MultiDataLoader"):
+        new.load_state_dict({"position": 3})
+    shorter = MultiDataLoader({"a": [], "b": ["b0"], "c": []}, RoundRobin(), ignore_empty_data=True)
+    shorter.load_state_dict(old.state_dict())
+    with pytest.raises(UsageError, match="'a' goes on after 1 batches, but has only 0"):
+        list(shorter)
+
+
+def test_samplers_are_told_the_epoch_and_shuffle_anew_when_they_begin_again() -> None:
+    """TorchTNT tells only a DataLoader's own sampler, so those within a MultiDataLoader have one order for ever."""
+    data = list(range(40))
+    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=1, rank=0)  # type: ignore[arg-type]
+    loaders: dict[str, Any] = {
+        "torch": DataLoader(data, batch_size=None, sampler=sampler),  # type: ignore[arg-type]
+        "echelon": ech.Loader(data, 1, dp_rank=0, dp_size=1),
+        "long": range(100),
+    }
+    loader = MultiDataLoader(loaders, AllDatasetBatches(RESTART))
+    orders: dict[str, list[tuple[int, ...]]] = {"torch": [], "echelon": []}
+    for epoch in (0, 1):
+        loader.set_epoch(epoch)
+        batches = list(loader)
+        for name, found in orders.items():
+            values = [int(batch[name]) for batch in batches]
+            found += [tuple(values[:40]), tuple(values[40:80])]
+    for name, found in orders.items():
+        assert all(sorted(order) == data for order in found), name
+        assert len(set(found)) == 4, name
+
+
+def test_padding_stays_padding() -> None:
+    """Of a short last batch some ranks have no sample, and compute one that weighs nothing."""
+
+    def short(tail: Any = "keep") -> ech.Loader:
+        return ech.Loader(list(range(5)), 4, shuffle=False, tail=tail, dp_rank=3, dp_size=4)
+
+    batches = list(MultiDataLoader({"a": short(), "b": short()}, RoundRobin()))
+    assert [isinstance(batch, Padding) for batch in batches] == [False, False, True, True]
+    assert set(batches[2].batch) == {"a"}
+    with pytest.raises(UsageError, match="tail='drop'"):
+        list(MultiDataLoader({"a": short(), "b": range(2)}, AllDatasetBatches()))
+
+
+def test_an_iterator_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(DataIterationStrategy):
+        pass
+
+    class Zip(MultiIterator):
+        def __init__(self, individual_dataloaders: Any, iteration_strategy: Any) -> None:
+            super().__init__(individual_dataloaders, iteration_strategy)
+            self._zip = zip(*individual_dataloaders.values(), strict=False)
+
+        def __next__(self) -> dict[str, Any]:
+            return {"both": "".join(next(self._zip))}
+
+    assert _text(MultiDataLoader(LETTERS, Mine(), iterator_cls=Zip)) == "a0b0c0"
+    monkeypatch.setitem(DataIterationStrategyRegistry.REGISTRY, Mine, Zip)
+    loader = MultiDataLoader(LETTERS, Mine())
+    assert _text(loader) == "a0b0c0"
+    loader.load_state_dict(loader.state_dict())
+    assert _text(loader) == "a0b0c0"
+
+
+# --- in echelon's loop, on ranks
+
+
+class Sees(ech.TrainUnit[Any]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(1, 1)
+        self.seen: list[str] = []
+
+    def train_step(self, state: Any, data: Any) -> None:
+        self.seen += [f"{name}:{batch.tolist()}" for name, batch in data.items()]
+
+
+def test_the_loop_places_and_checks_the_loaders_within() -> None:
+    class Second(Sees):
+        @property
+        def data_place(self) -> tuple[int, int]:  # as under tensor parallelism
+            return 1, 2
+
+    unit = Second()
+    ech.train(unit, MultiDataLoader({"a": ech.Loader(list(range(8)), 4, shuffle=False)}, InOrder()), max_epochs=1)
+    assert unit.seen == ["a:[2, 3]", "a:[6, 7]"]
+    uneven = MultiDataLoader({"a": ech.Loader(list(range(5)), 4, dp_rank=0, dp_size=2)}, InOrder())
+    with pytest.raises(UsageError, match="only AutoUnit weighs shares"):
+        ech.train(Sees(), uneven, max_epochs=1)
+
+
+def _mixed(seed: int = 0) -> MultiDataLoader:
+    """Of a Loader that shuffles, a stateless DataLoader with a sampler, and one whose length differs by rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = torch.arange(24)
+    sampler: DistributedSampler[Any] = DistributedSampler(rows, num_replicas=size, rank=rank)  # type: ignore[arg-type]
+    loaders = {
+        "echelon": ech.Loader(rows, 4),  # type: ignore[arg-type]
+        "torch": DataLoader(rows, 3, sampler=sampler),  # type: ignore[arg-type]
+        "uneven": DataLoader(torch.arange(100, 105 + rank)),  # type: ignore[arg-type]
+    }
+    return MultiDataLoader(loaders, RandomizedBatchSampler(enforce_same_loader_across_ranks=True, seed=seed))
+
+
+def _on_ranks(folder: str) -> dict[str, Any]:
+    done: dict[str, Any] = {}
+    whole = Sees()
+    ech.train(whole, _mixed(), max_epochs=2)
+    done["whole"] = whole.seen
+    saver = ech.DistributedCheckpointSaver(folder, save_every_n_train_steps=5, keep_last_n_checkpoints=1)
+    first, loader = Sees(), _mixed()
+    ech.train(first, loader, max_epochs=2, max_steps=20, callbacks=[saver])  # in the middle of the second epoch
+    rest, loader = Sees(), _mixed()
+    ech.DistributedCheckpointSaver.restore_from_latest(folder, rest, train_dataloader=loader)
+    done["restored at"] = rest.train_progress.num_steps_completed
+    ech.train(rest, loader, max_epochs=2)
+    done["both"] = first.seen + rest.seen
+    for name, build in (("seeds", lambda: _mixed(seed=dist.get_rank())), ("empty", _empty_on_one_rank)):
+        try:
+            list(build())
+        except Exception as error:
+            done[name] = error
+    return done
+
+
+def _empty_on_one_rank() -> MultiDataLoader:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(range(3 * dist.get_rank()))
+
+    return MultiDataLoader({"a": DataLoader(Stream())}, RandomizedBatchSampler(enforce_same_loader_across_ranks=True))
+
+
+def test_all_ranks_draw_the_same_loader_and_a_run_goes_on_in_the_middle_of_an_epoch(
+    ranks: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    both = ranks(2, _on_ranks, str(tmp_path / "checkpoints"))
+    names = [[batch.split(":")[0] for batch in each["whole"]] for each in both]
+    assert names[0] == names[1], "the same loader at each step"
+    assert {name: names[0].count(name) for name in set(names[0])} == {"echelon": 12, "torch": 8, "uneven": 10}
+    for each in both:
+        assert each["restored at"] == 20 and each["both"] == each["whole"]
+        assert len(set(each["whole"])) > 24, "another order in the second epoch"
+        assert isinstance(each["seeds"], RanksDisagreeError)
+        assert isinstance(each["empty"], UsageError) and "'a' contains no data" in str(each["empty"])
+    assert not set(both[0]["whole"]) & {b for b in both[1]["whole"] if b.startswith("echelon")}
+
+
+# --- the other parts
+
+
+def test_profile_dataloader_times_reads_and_copies_and_tells_the_profiler() -> None:
+    class Steps:
+        count = 0
+
+        def step(self) -> None:
+            self.count += 1
+
+    steps = Steps()
+    timer = profile_dataloader([torch.ones(2)] * 5, steps, device=torch.device("cpu"))  # type: ignore[arg-type]
+    counts = {name: len(times) for name, times in timer.recorded_durations.items()}
+    assert counts == {"iter(dataloader)": 1, "next(iter)": 5, "copy_data_to_device": 5} and steps.count == 5
+    read: list[int] = []
+    again = profile_dataloader((read.append(i) or i for i in range(9)), None, max_steps=3, timer=timer)  # type: ignore[func-returns-value]
+    assert again is timer and len(timer.recorded_durations["next(iter)"]) == 8 and read == [0, 1, 2]
+
+
+def test_random_datasets() -> None:
+    class Numbers(AbstractRandomDataset[float]):
+        def _generate_random_item(self) -> float:
+            return random.random()
+
+    numbers = Numbers()
+    assert len(numbers) == 100 and len({numbers[i] for i in range(100)}) == 100
+    for outside in (-1, 100):
+        with pytest.raises(IndexError):
+            numbers[outside]
+    with pytest.raises(UsageError):
+        Numbers(size=0)
+    with pytest.raises(TypeError):
+        AbstractRandomDataset()  # type: ignore[abstract]
+    image = generate_random_square_image_tensor(3, 8)
+    assert image.shape == (3, 8, 8) and 0 <= image.min() < image.max() <= 1
+    with pytest.raises(UsageError):
+        generate_random_square_image_tensor(0, 8)
+
+
+def test_the_prefetcher_is_for_gpus() -> None:
+    with pytest.raises(UsageError, match="'cpu'"):
+        CudaDataPrefetcher([], torch.device("cpu"))
+    with pytest.raises(UsageError, match="num_prefetch_batches 0"):
+        CudaDataPrefetcher([], torch.device("cuda"), 0)
+
+
+@pytest.mark.gpu
+def test_the_prefetcher_gives_every_batch_on_the_gpu() -> None:
+    data = [{"x": torch.full((1000, 1000), float(i)).pin_memory(), "i": i} for i in range(20)]
+    read: list[int] = []
+
+    class Read:
+        def __iter__(self) -> Iterator[Any]:
+            for batch in data:
+                read.append(int(batch["i"]))
+                yield batch
+
+    for ahead in (1, 3):
+        batches = CudaDataPrefetcher(Read(), torch.device("cuda"), ahead)
+        assert not read, "nothing is read before it is asked for"
+        for _ in range(2):
+            sums = []
+            for batch in batches:
+                assert batch["x"].is_cuda and len(read) == min(20, batch["i"] + 1 + ahead)
+                sums.append(batch["x"].mean())
+                del batch
+                torch.empty(1000, 1000, device="cuda").fill_(-1.0)
+            assert [float(s) for s in sums] == [float(i) for i in range(20)]
+            read.clear()
