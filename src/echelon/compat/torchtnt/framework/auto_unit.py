@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from echelon.compat.torchtnt.framework.callbacks.dcp_saver import without_effect
-from echelon.contracts.errors import UsageError
+from echelon.compat.torchtnt.utils.prepare_module import compile_backward, on_mesh
 from echelon.loop import auto, auto_predict
 from echelon.loop.auto import TrainStepResults
 from echelon.loop.averaged import SWALRParams, SWAParams
-from echelon.parallel.fsdp2 import FSDP2Strategy
-from echelon.parallel.strategy import resolve
 
 __all__ = ["AutoPredictUnit", "AutoUnit", "SWALRParams", "SWAParams", "TrainStepResults"]
 
 T = TypeVar("T")
-
-
-def _over(strategy: Any, global_mesh: Any) -> Any:
-    """The strategy with the ranks' grid, which TorchTNT gives beside it."""
-    if global_mesh is None:
-        return strategy
-    if hasattr(strategy, "over"):  # TorchTNT's TPStrategy
-        return strategy.over(global_mesh)
-    chosen = resolve(strategy)
-    if not isinstance(chosen, FSDP2Strategy) or chosen.mesh is not None:
-        raise UsageError(f"global_mesh is for TPStrategy, or an FSDP2Strategy without mesh=; here it meets {chosen!r}.")
-    return replace(chosen, mesh=global_mesh.dp_mesh)
 
 
 class AutoUnit(auto.AutoUnit[T]):
@@ -57,12 +42,8 @@ class AutoUnit(auto.AutoUnit[T]):
     ) -> None:
         without_effect("AutoUnit", gradient_accumulation_sync=gradient_accumulation_sync or None)
         if enable_compiled_autograd:
-            if options.get("torch_compile_params") is None:
-                raise UsageError("enable_compiled_autograd: only a compiled module's backward is. Give torch_compile_params.")
-            import torch._dynamo  # its config has no other door
-
-            torch._dynamo.config.compiled_autograd = True
-        super().__init__(strategy=_over(strategy, global_mesh), **options)
+            compile_backward(options.get("torch_compile_params"))
+        super().__init__(strategy=strategy if global_mesh is None else on_mesh(strategy, global_mesh), **options)
         if enable_loss_parallel:  # only then: a step that is not AutoUnit's own is not known to be one
             self.train_step = _in_loss_parallel(self.train_step)  # type: ignore[method-assign]
             self.eval_step = _in_loss_parallel(self.eval_step)  # type: ignore[method-assign]
@@ -87,4 +68,4 @@ class AutoPredictUnit(auto_predict.AutoPredictUnit[T]):
     """
 
     def __init__(self, *, strategy: Any = None, global_mesh: Any = None, **options: Any) -> None:
-        super().__init__(strategy=_over(strategy, global_mesh), **options)
+        super().__init__(strategy=strategy if global_mesh is None else on_mesh(strategy, global_mesh), **options)

@@ -116,23 +116,10 @@ def prepare_module(
         UsageError: a mesh, or compiled autograd, for what does not use it.
     """
     if enable_compiled_autograd:
-        if torch_compile_params is None:
-            raise UsageError(
-                "enable_compiled_autograd: only a compiled module's backward is compiled. Give torch_compile_params."
-            )
-        import torch._dynamo  # its config has no other door
-
-        torch._dynamo.config.compiled_autograd = True
-    chosen = resolve(strategy)
-    if isinstance(chosen, TPStrategy):
-        if global_mesh is None:
-            raise UsageError("TPStrategy needs global_mesh=GlobalMeshCoordinator(tp=...), for how many ranks split a layer.")
-        chosen = chosen.over(global_mesh)
-    elif global_mesh is not None:
-        if not isinstance(chosen, FSDP2Strategy):
-            kind = "no strategy" if chosen is None else type(chosen).__name__
-            raise UsageError(f"global_mesh is for TPStrategy and FSDP2Strategy; here it meets {kind}. Leave it out.")
-        chosen = _on(global_mesh, chosen)
+        compile_backward(torch_compile_params)
+    if isinstance(strategy, TPStrategy) and global_mesh is None:
+        raise UsageError("TPStrategy needs global_mesh=GlobalMeshCoordinator(tp=...), for how many ranks split a layer.")
+    chosen = on_mesh(strategy, global_mesh)
     made = parallelize.prepare_module(
         module,
         device,
@@ -155,14 +142,37 @@ def prepare_fsdp2(
     global_mesh: GlobalMeshCoordinator | None = None,
 ) -> nn.Module:
     """As `echelon.prepare_fsdp2`; a mesh with several copies keeps them."""
-    chosen = strategy or FSDP2Strategy()
-    return parallelize.prepare_fsdp2(module, device, chosen if global_mesh is None else _on(global_mesh, chosen))
+    chosen = on_mesh(strategy or FSDP2Strategy(), global_mesh)
+    assert isinstance(chosen, FSDP2Strategy)
+    return parallelize.prepare_fsdp2(module, device, chosen)
 
 
-def _on(global_mesh: GlobalMeshCoordinator, strategy: FSDP2Strategy) -> FSDP2Strategy:
-    if strategy.mesh is not None:
+def on_mesh(strategy: Strategy | str | None, global_mesh: GlobalMeshCoordinator | None) -> Strategy | None:
+    """The strategy with the ranks' grid, which TorchTNT gives beside it."""
+    chosen = resolve(strategy)
+    if global_mesh is None:
+        return chosen
+    if isinstance(chosen, TPStrategy):
+        return chosen.over(global_mesh)
+    if not isinstance(chosen, FSDP2Strategy):
+        kind = "no strategy" if chosen is None else type(chosen).__name__
+        raise UsageError(f"global_mesh is for TPStrategy and FSDP2Strategy; here it meets {kind}. Leave it out.")
+    if chosen.mesh is not None:
         raise UsageError("FSDP2Strategy(mesh=...) and global_mesh both say which ranks. Give one of them.")
-    return replace(strategy, mesh=global_mesh.dp_mesh)
+    return replace(chosen, mesh=global_mesh.dp_mesh)
+
+
+def compile_backward(torch_compile_params: TorchCompileParams | None) -> None:
+    """Compile backward passes, too, from now on in this process.
+
+    Raises:
+        UsageError: the module is not compiled.
+    """
+    if torch_compile_params is None:
+        raise UsageError("enable_compiled_autograd: only a compiled module's backward is compiled. Give torch_compile_params.")
+    import torch._dynamo  # its config has no other door
+
+    torch._dynamo.config.compiled_autograd = True
 
 
 class _OlderMethods:
