@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,50 +17,10 @@ from echelon.compat.fairscale.nn import FullyShardedDataParallel, ShardedDataPar
 from echelon.compat.fairscale.nn.checkpoint import checkpoint_wrapper, is_checkpointing, is_recomputing
 from echelon.compat.fairscale.nn.checkpoint.checkpoint_activations import disable_checkpointing
 from echelon.compat.fairscale.optim.grad_scaler import ShardedGradScaler
-from echelon.contracts.errors import UsageError
 from tests.compat.fairscale import mine, oss, updates, values
 from tests.conftest import Ranks
 from tests.models import largest_difference, net, plain_training
 from tests.units import Regression
-
-# Module -> its public names in fairscale 0.4.13, and those of them that have a successor instead.
-NAMES = {
-    "optim": ("OSS GradScaler", "AdaScale AdaScaleWrapper Adam Precision"),
-    "optim.oss": ("OSS", ""),
-    "optim.grad_scaler": ("GradScaler ShardedGradScaler", ""),
-    "nn": (
-        "checkpoint_wrapper FullyShardedDataParallel ShardedDataParallel auto_wrap config_auto_wrap_policy "
-        "default_auto_wrap_policy enable_wrap wrap",
-        "MOELayer Top2Gate Pipe PipeRPCWrapper FlattenParamsWrapper",
-    ),
-    "nn.checkpoint": ("checkpoint_wrapper is_checkpointing is_recomputing", ""),
-    "nn.checkpoint.checkpoint_activations": (
-        "checkpoint_wrapper is_checkpointing is_recomputing disable_checkpointing",
-        "",
-    ),
-    "nn.data_parallel": (
-        "FullyShardedDataParallel ShardedDataParallel auto_wrap_bn get_fsdp_instances",
-        "TrainingState no_pre_load_state_dict_hook",
-    ),
-    "nn.data_parallel.sharded_ddp": ("ShardedDataParallel", ""),
-    "nn.data_parallel.fully_sharded_data_parallel": ("FullyShardedDataParallel", ""),
-    "nn.misc": ("checkpoint_wrapper", "FlattenParamsWrapper GradBucket ParamBucket"),
-    "nn.wrap": ("auto_wrap config_auto_wrap_policy default_auto_wrap_policy enable_wrap wrap", ""),
-    "nn.wrap.auto_wrap": ("auto_wrap config_auto_wrap_policy default_auto_wrap_policy enable_wrap wrap", ""),
-}
-
-
-@pytest.mark.parametrize("module", NAMES)
-def test_every_public_name_is_there_or_names_its_successor(module: str) -> None:
-    ours = importlib.import_module(f"echelon.compat.fairscale.{module}")
-    present, gone = (names.split() for names in NAMES[module])
-    for name in present:
-        assert callable(getattr(ours, name)), name
-    for name in gone:
-        with pytest.raises(UsageError, match=f"{name} is not part of echelon.compat. Instead: ."):
-            getattr(ours, name)
-    with pytest.raises(AttributeError):
-        _ = ours.no_such_name
 
 
 def _scaled(infinite: Sequence[int]) -> list[tuple[float, bool]]:
