@@ -200,10 +200,9 @@ def test_a_second_run_is_refused_while_the_first_lives_and_takes_over_when_it_di
     try:
         assert first.stdout is not None and first.stdout.readline() == "held\n"
         (tmp_path / ".staged-step-00000009").mkdir()  # of the save that the first run is making
-        began = time.monotonic()
         with pytest.raises(CheckpointInUseError, match=rf"another run: process {first.pid} of .* on .*, since"):
             _train(tmp_path, 2)
-        assert time.monotonic() - began < 10 and (tmp_path / ".staged-step-00000009").exists()
+        assert (tmp_path / ".staged-step-00000009").exists()
     finally:
         first.kill()
         first.wait()

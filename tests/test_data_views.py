@@ -191,7 +191,7 @@ def test_a_million_weights_are_drawn_from_quickly() -> None:
     order = ech.Weighted(range(10**6), np.random.default_rng(0).random(10**6)).order(0)
     began = time.perf_counter()
     order.at(0, np.arange(100_000))
-    assert time.perf_counter() - began < 1
+    assert time.perf_counter() - began < 30  # 0.04 s; minutes if each draw looked at all weights
 
 
 @pytest.mark.parametrize("weights", [[1.0, -1.0], [0.0, 0.0], [1.0, float("nan")], [1.0]])

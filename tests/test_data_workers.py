@@ -101,7 +101,7 @@ def test_a_worker_that_dies_is_named_within_seconds(what: Any, ended: str) -> No
     text = str(caught.value)
     assert "loader worker 1 (pid " in text and "which was reading sample 13 (epoch 3, data rank 1)" in text and ended in text
     assert ("out of memory" in text) == (what is _kill)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
 
 
 def test_a_worker_that_stops_ends_in_a_named_error_and_is_gone() -> None:
@@ -111,7 +111,7 @@ def test_a_worker_that_stops_ends_in_a_named_error_and_is_gone() -> None:
     text = str(caught.value)
     assert "loader worker 1 (pid " in text and "which was reading sample 13 (epoch 3, data rank 1)" in text
     assert "gave no batch for 2 s; its process was stopped" in text
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     pid = int(text.partition("(pid ")[2].partition(")")[0])
     assert not psutil.pid_exists(pid)
 

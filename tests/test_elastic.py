@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -380,11 +379,10 @@ def test_ranks_that_save_when_they_are_terminated_make_it_75(started: Started) -
 def test_a_time_limit_ends_the_run_with_75(started: Started, count: int, deaf: bool) -> None:
     script = started.script(WAITS.replace('and rank == "1"', ""))
     arguments = ["--ranks", str(count), "--stop-after", "0.2s", "--grace", "0.2", "--name", "x", script, *(["deaf"] * deaf)]
-    began = time.monotonic()
     launcher = started.run(*arguments)
     _, err = launcher.communicate(timeout=30)
     assert launcher.returncode == REQUEUE and "0.2 s are over" in err.decode(), err.decode()
-    assert time.monotonic() - began < 25 and _exit_json(started)["exit_code"] == REQUEUE
+    assert _exit_json(started)["exit_code"] == REQUEUE
     started.all_gone()
 
 

@@ -100,7 +100,7 @@ def test_a_failing_ranks_own_traceback_arrives_and_close_closes() -> None:
     with pytest.raises(RankFailedError, match="a fault in the training function") as error:
         run(group)
     assert error.value.rank == 1 and "in fall" in str(error.value)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50  # which is shorter than what the other rank sleeps
     group.close()
 
 

@@ -241,7 +241,7 @@ def test_a_signal_during_a_restore_ends_the_run_at_once_and_costs_nothing(tmp_pa
     (tmp_path / "train.py").write_text(f"import sys; sys.path.insert(0, {str(root)!r})\n" + textwrap.dedent(RESTORING))
 
     def start(*args: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "echelon", "run", "--ranks", "2", "--grace", "20", "train.py", *args]
+        command = [sys.executable, "-m", "echelon", "run", "--ranks", "2", "--grace", "100", "train.py", *args]
         return subprocess.Popen(
             command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=clean_environment()
         )
@@ -254,9 +254,8 @@ def test_a_signal_during_a_restore_ends_the_run_at_once_and_costs_nothing(tmp_pa
         assert time.monotonic() < until and second.poll() is None
         time.sleep(0.05)
     second.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    second.communicate(timeout=60)
-    assert second.returncode == 128 + signal.SIGTERM and time.monotonic() - began < 20
+    second.communicate(timeout=90)  # before the grace time is over
+    assert second.returncode == 128 + signal.SIGTERM
     commit.verify(tmp_path / "c" / "step-00000003")
     third = start("quickly", "6")
     output = third.communicate(timeout=60)[0]

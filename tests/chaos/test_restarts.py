@@ -60,4 +60,4 @@ def test_the_second_run_hears_at_once_whose_the_folder_is(forks: Forks) -> None:
     """Once the first has had its two seconds to be a run that is just dying."""
     (answer,) = forks("tests.chaos.program:second", [()])
     text, seconds, pid = answer
-    assert f"is being written by another run: process {pid} of " in text and seconds < 4
+    assert f"is being written by another run: process {pid} of " in text and seconds < 20

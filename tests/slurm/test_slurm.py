@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -255,8 +254,6 @@ def test_what_slurm_refuses_is_one_line_and_leaves_nothing(
 
 def test_a_dry_run_asks_slurm_and_submits_nothing(slurm_cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("pass\n")
-    began = time.time()
     said = slurm_cluster.echelon("submit", "--dry-run", "--nodes", 2, "--name", "dry", "train.py", cwd=tmp_path)
     assert said.returncode == 0 and said.stdout.startswith("#!/bin/bash\n") and "to start at" in said.stderr
     assert not (tmp_path / "runs").exists() and not slurm_cluster.command("squeue", "--noheader", "--name=dry").strip()
-    assert time.time() - began < 10
