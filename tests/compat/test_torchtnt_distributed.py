@@ -29,62 +29,9 @@ from echelon.launcher.function import launch
 from echelon.parallel.sync_batchnorm import LocalBatchNorm, sync_batchnorm
 from tests.conftest import Ranks
 
-# What TorchTNT publishes in its release 0.2.4 and its newest sources.
-PUBLISHED = {
-    "distributed": """PGWrapper ProcessGroupSetupParams get_global_rank get_local_rank get_local_world_size get_world_size barrier
-        destroy_process_group get_process_group_backend_from_device get_file_init_method get_tcp_init_method all_gather_tensors
-        rank_zero_fn revert_sync_batchnorm sync_bool spawn_multi_process rank_zero_read_and_broadcast all_gather_str broadcast_str
-        get_or_create_gloo_pg local_rank_zero_fn""",
-    "env": "init_from_env seed",
-    "device": """get_device_from_env copy_data_to_device record_data_in_stream GPUStats get_nvidia_smi_gpu_stats CPUStats
-        get_psutil_cpu_stats collect_system_stats set_float32_precision""",
-    "device_mesh": "GlobalMeshCoordinator create_device_mesh get_dp_local_rank get_dp_mesh get_dp_mesh_size",
-    "prepare_module": """Strategy NOOPStrategy DDPStrategy FSDPStrategy FSDP2Strategy TPStrategy TorchCompileParams
-        ActivationCheckpointParams prepare_ddp prepare_fsdp prepare_fsdp2 prepare_module FSDPOptimizerWrapper
-        FSDP2OptimizerWrapper convert_str_to_strategy apply_ac apply_torch_compile get_module_state_dict
-        materialize_meta_params on_meta_device""",
-    "fsdp_utils": "ShardingStrategy BackwardPrefetch StateDictType MixedPrecision",
-    "precision": "convert_precision_str_to_dtype get_grad_scaler_from_precision",
-    "optimizer": "init_optim_state extract_lr_from_optimizer",
-    "lr_scheduler": "TLRScheduler",
-    "swa": "AveragedModel",
-    "progress": "Progress estimated_steps_in_epoch estimated_steps_in_loop estimated_steps_in_fit",
-    "stateful": "Stateful MultiStateful MetricStateful DictStateful",
-    "rank_zero_log": "rank_zero_print rank_zero_debug rank_zero_info rank_zero_warn rank_zero_error rank_zero_critical",
-    "checkpoint": """MetricData BestCheckpointConfig Phase CheckpointPath get_best_checkpoint_path get_checkpoint_dirpaths
-        get_latest_checkpoint_path does_checkpoint_exist load_from_full_model_state_dict""",
-    "test_utils": """get_pet_launch_config is_asan is_tsan is_asan_or_tsan skip_if_asan captured_output skip_if_not_gpu
-        skip_if_not_distributed""",
-}
-# `torchtnt.utils` itself.
-OF_THE_PACKAGE = """CheckpointPath MetricData get_best_checkpoint_path get_checkpoint_dirpaths get_latest_checkpoint_path
-    BestCheckpointConfig CheckpointManager copy_data_to_device CPUStats get_device_from_env get_nvidia_smi_gpu_stats
-    get_psutil_cpu_stats GPUStats set_float32_precision record_data_in_stream all_gather_tensors barrier get_global_rank
-    get_local_rank get_process_group_backend_from_device get_world_size PGWrapper sync_bool EarlyStopChecker init_from_env seed
-    FlopTensorDispatchMode get_filesystem get_tensor_size_bytes_map measure_rss_deltas RSSProfiler MemorySnapshotParams
-    MemorySnapshotProfiler days_to_secs attach_oom_observer is_out_of_cpu_memory is_out_of_cuda_memory is_out_of_memory_error
-    log_memory_snapshot extract_lr_from_optimizer init_optim_state convert_precision_str_to_dtype DDPStrategy FSDPStrategy
-    NOOPStrategy prepare_ddp prepare_fsdp Progress rank_zero_critical rank_zero_debug rank_zero_error rank_zero_info
-    rank_zero_print rank_zero_warn Stateful AveragedModel FullSyncPeriodicTimer get_timer_summary
-    log_elapsed_time transfer_batch_norm_stats transfer_weights get_module_summary get_summary_table ModuleSummary
-    prune_module_summary Timer create_progress_bar close_progress_bar update_progress_bar TLRScheduler get_python_version
-    get_torch_version is_torch_version_geq is_windows get_pet_launch_config spawn_multi_process"""
 
-
-@pytest.mark.parametrize("module", PUBLISHED)
-def test_every_published_name_is_there(module: str) -> None:
-    found = importlib.import_module(f"echelon.compat.torchtnt.utils.{module}")
-    names = PUBLISHED[module].split()
-    assert [n for n in names if not hasattr(found, n)] == []
-    assert set(names) <= set(found.__all__) and set(found.__all__) <= set(dir(found))
-
-
-def test_the_package_has_what_it_publishes() -> None:
-    assert sorted(utils.__all__) == sorted(OF_THE_PACKAGE.split())
-    for module, names in PUBLISHED.items():
-        home = importlib.import_module(f"echelon.compat.torchtnt.utils.{module}")
-        for name in set(names.split()) & set(utils.__all__):
-            assert getattr(utils, name) is getattr(home, name)
+def test_the_package_gives_what_its_modules_have() -> None:
+    assert utils.init_from_env is env.init_from_env and utils.PGWrapper is distributed.PGWrapper
     with pytest.raises(UsageError, match=r"CheckpointManager is not part .* DistributedCheckpointSaver\(keep_last_n"):
         utils.CheckpointManager  # noqa: B018
     with pytest.raises(AttributeError, match="Ghost"):
