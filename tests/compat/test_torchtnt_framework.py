@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import echelon as ech
@@ -19,6 +18,8 @@ from echelon.compat.torchtnt.framework import AutoPredictUnit, AutoUnit, EvalUni
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
 from echelon.compat.torchtnt.framework.callbacks.base_checkpointer import BaseCheckpointer
 from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import RestoreOptions
+from echelon.compat.torchtnt.utils.device_mesh import GlobalMeshCoordinator
+from echelon.compat.torchtnt.utils.prepare_module import TPStrategy
 from echelon.contracts.errors import UnitError, UsageError
 from tests.conftest import Ranks
 from tests.models import whole
@@ -45,18 +46,13 @@ def _data() -> list[Any]:
     return [(torch.randn(8, 3, dtype=torch.float64), torch.randint(0, 6, (8,))) for _ in range(4)]
 
 
-class Over:
-    """TorchTNT's TPStrategy, as far as a unit sees it: it is given the ranks' grid."""
-
-    def over(self, global_mesh: Any) -> Any:
-        return ech.TPStrategy(plan={"2": ColwiseParallel(use_local_output=False)}, size=global_mesh.size)
-
-
 def _loss_parallel() -> dict[str, Any]:
-    unit = Classes(module=_module(), strategy=Over(), global_mesh=SimpleNamespace(size=2), enable_loss_parallel=True)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    strategy = TPStrategy({"2": ColwiseParallel(use_local_output=False)})
+    grid = GlobalMeshCoordinator(tp=2, device_type=kind)
+    unit = Classes(module=_module(), strategy=strategy, global_mesh=grid, enable_loss_parallel=True)
     fit(unit, _data(), _data(), max_epochs=1)
-    mesh = SimpleNamespace(dp_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
-    sharded = AutoPredictUnit(module=_module(), strategy="fsdp2", global_mesh=mesh)
+    sharded = AutoPredictUnit(module=_module(), strategy="fsdp2", global_mesh=GlobalMeshCoordinator(device_type=kind))
     return {
         "trained": whole(unit.module),
         "split": {n: tuple(p.to_local().shape) for n, p in sharded.module.named_parameters()},  # type: ignore[attr-defined]

@@ -331,17 +331,17 @@ def test_names_become_strategies_and_types() -> None:
         fsdp_utils.MixedPrecision("nn")
 
 
-def test_one_process_and_what_is_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_and_what_is_changed_in_place() -> None:
     import torch._dynamo
 
     module = net()
     assert tnt.prepare_module(module, CPU) is module
     with pytest.raises(UsageError, match="Give torch_compile_params"):
         tnt.prepare_module(module, CPU, enable_compiled_autograd=True)
-    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", False)
     compiled = tnt.TorchCompileParams(backend="aot_eager")
-    tnt.prepare_module(module, CPU, torch_compile_params=compiled, enable_compiled_autograd=True)
-    assert torch._dynamo.config.compiled_autograd
+    with torch._dynamo.config.patch(compiled_autograd=False):
+        tnt.prepare_module(module, CPU, torch_compile_params=compiled, enable_compiled_autograd=True)
+        assert torch._dynamo.config.compiled_autograd
     other = net()
     tnt.apply_torch_compile(other, tnt.TorchCompileParams(backend="eager", recursive_module_types=["Linear"]))
     assert other._compiled_call_impl is None and other.first._compiled_call_impl is not None

@@ -46,11 +46,12 @@ T = TypeVar("T")
 _STAGED, _REMOVED = ".staged-", ".staged-removed-"
 
 
-def on_rank0(act: Callable[[], T], folder: Place | None = None) -> T:
+def on_rank0(act: Callable[[], T], folder: Place | None = None, group: dist.ProcessGroup | None = None) -> T:
     """As `agree.from_rank0`, but an error of checkpoints is the same error on every rank.
 
     Args:
         folder: where it is done, for the text of an error of the storage.
+        group: whose first rank acts; by default all ranks.
     """
 
     def guarded() -> Any:
@@ -61,7 +62,7 @@ def on_rank0(act: Callable[[], T], folder: Place | None = None) -> T:
         except OSError as error:
             return {"error": ["CheckpointWriteError", f"rank 0: {explain(error, folder) if folder is not None else error}"]}
 
-    answer = agree.from_rank0(guarded)
+    answer = agree.from_rank0(guarded, group)
     if "error" in answer:
         kind, text = answer["error"]
         raise getattr(errors, kind)(text)

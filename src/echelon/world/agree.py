@@ -126,8 +126,8 @@ def same_on_all(name: str, value: T, remedy: str, group: dist.ProcessGroup | Non
     raise RanksDisagreeError(f"ranks disagree about {name}: {shown}. {remedy}")
 
 
-def from_rank0(read: Callable[[], T]) -> T:
-    """Rank 0 alone runs `read`; every rank gets its value, or its error. The value is anything that JSON can hold.
+def from_rank0(read: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """The first rank alone runs `read`; every rank gets its value, or its error. The value is anything that JSON can hold.
 
     For what only one rank should look at: a folder that another machine may still see as it was.
     """
@@ -135,12 +135,12 @@ def from_rank0(read: Callable[[], T]) -> T:
         return read()
     answer: dict[str, Any] = {}
     failure: Exception | None = None
-    if dist.get_rank() == 0:
+    if dist.get_rank(group) == 0:
         try:
             answer = {"value": read()}
         except Exception as error:  # it must reach the other ranks, whatever it is
             failure, answer = error, {"error": f"{type(error).__name__}: {error}"}
-    first = gather(answer)[0]
+    first = gather(answer, group)[0]
     if failure is not None:
         raise failure
     if "error" in first:

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.checkpoint import manifest
+from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.place import place
 from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.compat.names import later
-from echelon.compat.torchtnt.utils.distributed import rank_zero_read_and_broadcast
 from echelon.contracts.errors import CheckpointError, UsageError
 from echelon.parallel.materialize import materialize
 
@@ -124,17 +123,20 @@ class CheckpointPath:
         return f"CheckpointPath({self.path})"
 
 
-@rank_zero_read_and_broadcast
-def _found(dirpath: str) -> list[tuple[int, dict[str, Any]]]:
-    """(step, metrics) of every whole checkpoint in a folder, oldest first."""
-    folders = manifest.committed(place(dirpath))
-    return [(manifest.step_of(folder), manifest.read(folder).get("metrics", {})) for folder in folders]
-
-
 def _all(dirpath: str, file_system: object, process_group: dist.ProcessGroup | None) -> list[tuple[int, dict[str, Any]]]:
+    """(step, metrics) of every whole checkpoint in a folder, oldest first, as the group's first rank sees them."""
+    _refuse(file_system)
+    folder = place(dirpath)
+
+    def found() -> list[tuple[int, dict[str, Any]]]:
+        return [(manifest.step_of(each), manifest.read(each).get("metrics", {})) for each in manifest.committed(folder)]
+
+    return [(step, metrics) for step, metrics in commit.on_rank0(found, folder, process_group)]
+
+
+def _refuse(file_system: object) -> None:
     if file_system is not None:
         raise UsageError("file_system=...: give the URL instead, such as s3://bucket/run, which says which one it is.")
-    return _found(dirpath, process_group=process_group)  # type: ignore[call-arg]
 
 
 def get_checkpoint_dirpaths(
@@ -189,14 +191,9 @@ def does_checkpoint_exist(
     process_group: dist.ProcessGroup | None = None,
 ) -> bool:
     """Whether there is a whole checkpoint in this folder, as the group's first rank sees it."""
-    if file_system is not None:
-        raise UsageError("file_system=...: give the URL instead, such as s3://bucket/run, which says which one it is.")
-    return _is_whole(ckpt_path, process_group=process_group)  # type: ignore[call-arg]
-
-
-@rank_zero_read_and_broadcast
-def _is_whole(path: str) -> bool:
-    return manifest.is_whole(place(path))
+    _refuse(file_system)
+    path = place(ckpt_path)
+    return commit.on_rank0(lambda: manifest.is_whole(path), path, process_group)
 
 
 def load_from_full_model_state_dict(
