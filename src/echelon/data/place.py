@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from echelon.world.init import World
 __all__ = ["Placed"]
 
 
-class Placed:
+class Placed(ABC):
     """Base of loaders that are given the global batch; see `Loader` for the arguments.
 
     Raises:
@@ -87,17 +88,17 @@ class Placed:
             fixed=self._fixed_ranks,
         )
 
+    @abstractmethod
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; the loops call it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def seek(self, position: int) -> int:
         """Begin the next iteration after `position` micro-batches of the epoch; returns where that is in this loader's count."""
-        raise NotImplementedError
 
     @property
     def _where(self) -> str:

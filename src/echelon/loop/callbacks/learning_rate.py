@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch.optim import Optimizer
 
-from echelon.contracts.errors import UsageError
-from echelon.loop.callback import Callback
+from echelon.loop.callbacks.steps import LogsAtInterval
 from echelon.loop.state import State
-from echelon.observe.loggers.logger import MetricLogger
 
 __all__ = ["LearningRateMonitor", "learning_rates"]
 
@@ -27,7 +24,7 @@ def learning_rates(optimizer: Optimizer, prefix: str) -> dict[str, Any]:
     return rates
 
 
-class LearningRateMonitor(Callback):
+class LearningRateMonitor(LogsAtInterval):
     """Logs the learning rates of the unit's optimizers, and of its schedulers' optimizers, as
     "optimizers/<attribute>/<group>:<number>" and "lr_schedulers/<attribute>/<group>:<number>".
 
@@ -35,18 +32,6 @@ class LearningRateMonitor(Callback):
         loggers: one or several.
         logging_interval: "epoch" logs as epochs start, "step" before each step; by number of completed steps in both cases.
     """
-
-    may_stop = False
-
-    def __init__(
-        self, loggers: MetricLogger | Sequence[MetricLogger], *, logging_interval: Literal["epoch", "step"] = "epoch"
-    ) -> None:
-        if logging_interval not in ("epoch", "step"):
-            raise UsageError(
-                f"Invalid value {logging_interval!r} for argument logging_interval. Accepted values are epoch, step."
-            )
-        self._loggers = list(loggers) if isinstance(loggers, Sequence) else [loggers]
-        self._interval = logging_interval
 
     def on_train_epoch_start(self, state: State, unit: Any) -> None:
         if self._interval == "epoch":

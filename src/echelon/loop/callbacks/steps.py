@@ -1,14 +1,17 @@
-"""How many steps a run has taken, for callbacks that do something every n-th."""
+"""How many steps a run has taken, for callbacks that do something every n-th, or as epochs or steps begin."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from echelon.contracts.errors import UsageError
+from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
 from echelon.loop.state import ActivePhase, EntryPoint, State
+from echelon.observe.loggers.logger import MetricLogger
 
-__all__ = ["at_least", "progress_of", "steps_so_far"]
+__all__ = ["LogsAtInterval", "at_least", "progress_of", "steps_so_far"]
 
 _PHASES = {
     ActivePhase.TRAIN: "train",
@@ -39,3 +42,24 @@ def at_least(least: int, **values: int | None) -> None:
     for name, value in values.items():
         if value is not None and (not isinstance(value, int) or value < least):
             raise UsageError(f"{name} must be at least {least}, got {value!r}")
+
+
+class LogsAtInterval(Callback):
+    """Base of callbacks that log as epochs or steps begin.
+
+    Args:
+        loggers: one or several.
+        logging_interval: "epoch" or "step".
+    """
+
+    may_stop = False
+
+    def __init__(
+        self, loggers: MetricLogger | Sequence[MetricLogger], *, logging_interval: Literal["epoch", "step"] = "epoch"
+    ) -> None:
+        if logging_interval not in ("epoch", "step"):
+            raise UsageError(
+                f"Invalid value {logging_interval!r} for argument logging_interval. Accepted values are epoch, step."
+            )
+        self._loggers = list(loggers) if isinstance(loggers, Sequence) else [loggers]
+        self._interval = logging_interval

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError
-from echelon.loop.callback import Callback
-from echelon.loop.callbacks.steps import progress_of
+from echelon.loop.callbacks.steps import LogsAtInterval, progress_of
 from echelon.loop.state import State
-from echelon.observe.loggers.logger import MetricLogger
 from echelon.observe.resources import cpu_stats, gpu_stats
 from echelon.world import agree
 
 __all__ = ["SystemResourcesMonitor"]
 
 
-class SystemResourcesMonitor(Callback):
+class SystemResourcesMonitor(LogsAtInterval):
     """Logs what `echelon.observe.resources` knows, and torch's memory counters of the GPU, by number of completed steps.
 
     Rank 0's machine and GPU, or every rank's with a logger of `log_all_ranks`.
@@ -27,18 +23,6 @@ class SystemResourcesMonitor(Callback):
         loggers: one or several.
         logging_interval: "epoch" logs as epochs start, "step" before each step; asking nvidia-smi takes tens of milliseconds.
     """
-
-    may_stop = False
-
-    def __init__(
-        self, loggers: MetricLogger | Sequence[MetricLogger], *, logging_interval: Literal["epoch", "step"] = "epoch"
-    ) -> None:
-        if logging_interval not in ("epoch", "step"):
-            raise UsageError(
-                f"Invalid value {logging_interval!r} for argument logging_interval. Accepted values are epoch, step."
-            )
-        self._loggers = list(loggers) if isinstance(loggers, Sequence) else [loggers]
-        self._interval = logging_interval
 
     def write_system_stats(self, step: int) -> None:
         """Ask, and log."""
