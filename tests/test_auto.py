@@ -454,3 +454,11 @@ def test_rows_are_found_in_any_structure() -> None:
 
     x = torch.zeros(5, 2)
     assert [rows(b) for b in (x, (x, 1), {"a": [x]}, Sample("s", x), "text", torch.tensor(1.0))] == [5, 5, 5, 5, 1, 1]
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_mean_counts_in_double_whatever_its_weights_are(kind: torch.dtype) -> None:
+    mean = ech.Mean()
+    for _ in range(1000):
+        mean.update(torch.ones(()), torch.tensor(100.0, dtype=kind))
+    assert mean.compute() == 1.0

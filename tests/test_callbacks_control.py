@@ -413,3 +413,22 @@ def test_epochs_without_a_batch_end_the_run() -> None:
         ech.predict(unit, loader, callbacks=[detector])
     with pytest.raises(DataError, match="2 predict epochs"):
         ech.predict(unit, [], callbacks=[detector])
+
+
+class Broken(Regression):
+    @property
+    def latest(self) -> float:
+        return {}["nothing"]  # type: ignore[no-any-return]
+
+
+def test_a_property_that_fails_is_an_error_of_early_stopping() -> None:
+    stopping = EarlyStopping("latest", EarlyStopChecker("min", 1))
+    with pytest.raises(UsageError, match="reading it failed: KeyError: 'nothing'"):
+        ech.train(Broken(), [batch(2, 0)], max_epochs=1, callbacks=[stopping])
+
+
+def test_the_fourth_argument_of_torchtnts_release_is_a_frequency() -> None:
+    from echelon.compat.torchtnt.framework.callbacks import EarlyStopping as Theirs
+
+    stopping = Theirs("loss", EarlyStopChecker("min", 1), "step", 3)
+    assert (stopping.phase, stopping.interval_freq) == ("train", 3)

@@ -31,9 +31,11 @@ from echelon.loop.callbacks import (
     TrainProgressMonitor,
     times,
 )
+from echelon.loop.callbacks.learning_rate import learning_rates
 from echelon.loop.module_summary import get_module_summary, get_summary_table, prune_module_summary
 from echelon.observe import resources
-from echelon.observe.loggers import InMemoryLogger
+from echelon.observe.loggers import InMemoryLogger, TensorBoardLogger
+from echelon.parallel import partition
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
 from tests.units import PARALLEL, Numbers, Regression, under_each
@@ -253,7 +255,7 @@ def test_the_machines_use_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     logger, each = InMemoryLogger(), InMemoryLogger()
     watch = [SystemResourcesMonitor(logger), SystemResourcesMonitor([each], logging_interval="step")]
     ech.fit(Numbers(), [1, 2], [1], max_epochs=1, callbacks=watch)
-    assert list(logger.log_buffer) == [0] and list(each.log_buffer) == [0, 1]
+    assert list(logger.log_buffer) == [0, 2] and list(each.log_buffer) == [0, 1, 2]
     row = logger.log_buffer[0]
     assert row["worker_rss"] > 1e6 and row["worker_cpu_time_user"] > 0 and 0 < row["cpu_vm_percent"] <= 100
 
@@ -426,3 +428,44 @@ def test_each_rank_writes_predictions_to_a_file_of_its_own(ranks: Ranks, tmp_pat
         number = str(rank + 5)
         rows = [["number", "double"], [number, str(2 * (rank + 5))], ["again", number]]
         assert table(tmp_path / f"p.rank{rank}.csv", ",") == rows
+
+
+def _rates() -> list[str]:
+    module = nn.Linear(64, 1)
+    optimizer = torch.optim.SGD([{"params": [module.weight], "name": "w"}, {"params": [module.bias], "name": "b"}], lr=0.1)
+    divided = partition.Partition(optimizer, None)
+    assert divided.groups
+    return sorted(learning_rates(optimizer, "o"))
+
+
+def test_rates_of_groups_that_other_ranks_own_are_logged(ranks: Ranks) -> None:
+    assert ranks(2, _rates) == [["o/b:0", "o/w:0"]] * 2
+
+
+def test_parameters_that_are_not_finite_are_named_and_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    unit, log = Regression(), TensorBoardLogger(str(tmp_path))
+    with torch.no_grad():
+        next(unit.module.parameters()).fill_(float("nan"))
+    TensorBoardParameterMonitor(log).on_train_epoch_end(ech.State(entry_point=ech.EntryPoint.TRAIN), unit)
+    log.close()
+    assert "module.first.weight has 32 values that are not finite" in caplog.text
+
+
+class Outputs(BaseCSVWriter):
+    def get_step_output_rows(self, state: Any, unit: Any, step_output: Any) -> Any:
+        return [[float(value)] for value in step_output]
+
+
+def _predicts(folder: str) -> None:
+    class First(nn.Module):
+        def forward(self, data: Any) -> torch.Tensor:
+            return data[0][:, 0]  # type: ignore[no-any-return]
+
+    rows = torch.utils.data.TensorDataset(torch.arange(9.0).reshape(9, 1))
+    ech.predict(ech.AutoPredictUnit(module=First()), ech.Loader(rows, 4, shuffle=False), callbacks=[Outputs(["x"], folder, ",")])
+
+
+def test_each_sample_is_written_once_though_ranks_share_unevenly(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _predicts, str(tmp_path))
+    lines = [line for path in tmp_path.glob("*.csv") for line in path.read_text().splitlines()[1:]]
+    assert sorted(map(float, lines)) == list(range(9))

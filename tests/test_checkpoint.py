@@ -379,3 +379,42 @@ def test_a_frozen_layer_is_saved_and_has_no_optimizer_state(tmp_path: Path) -> N
 def test_intervals_that_make_no_sense_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="at least 1"):
         ech.DistributedCheckpointSaver(tmp_path, **{name: 0})
+
+
+class Scored(Regression):
+    """With a loss and a frozen teacher among its attributes, and a score that each evaluation sets."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.criterion, self.teacher = nn.MSELoss(), nn.Linear(2, 2).requires_grad_(False)
+        self.score: float | None = None
+
+    def on_eval_end(self, state: ech.State) -> None:
+        self.score = float(self.train_progress.num_steps_completed)
+
+
+def test_the_last_step_of_an_epoch_is_saved_as_the_beginning_of_the_next(tmp_path: Path) -> None:
+    """With a loader that has no state, and with the score of these weights."""
+    data = [batch(2, i) for i in range(5)]
+    best = ech.BestCheckpointConfig("score", "max")
+    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_train_steps=5, best_checkpoint_config=best)
+    ech.fit(Scored(), data, data[:1], max_epochs=2, callbacks=[saver])
+    found = {path.name: commit.verify(path)["metrics"]["score"] for path in commit.candidates(tmp_path)}
+    assert found == {"step-00000005": 5.0, "step-00000010": 10.0}
+    for steps in (5, 10):
+        unit = Scored()
+        ech.DistributedCheckpointSaver.restore(tmp_path / f"step-{steps:08}", unit)
+        progress = unit.train_progress
+        assert (progress.num_epochs_completed, progress.num_steps_completed_in_epoch) == (steps // 5, 0)
+        ech.train(unit, data, max_epochs=3)
+        assert progress.num_steps_completed == 15
+
+
+def test_an_epoch_that_was_whole_when_it_was_saved_is_not_trained_again(tmp_path: Path) -> None:
+    data = [batch(2, i) for i in range(5)]
+    ech.train(Regression(), data, max_steps=5, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
+    unit = Regression()
+    ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, unit)
+    unit.train_progress.num_epochs_completed, unit.train_progress.num_steps_completed_in_epoch = 0, 5  # as a kill leaves it
+    ech.train(unit, data, max_epochs=2)
+    assert unit.train_progress.num_steps_completed == 10

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import echelon as ech
 from echelon.contracts.errors import UsageError
 from echelon.observe.loggers import (
     AnomalyLogger,
@@ -284,3 +285,15 @@ def test_anomalies_are_told_after_the_warmup_at_the_steps_to_look_at() -> None:
     assert seen == [("a", 6)]
     logger.log_dict({"a": torch.tensor(-1.0)}, 10)
     assert seen[1:] == [("a", 10)]
+
+
+def _logs(log: CSVLogger) -> None:
+    for step in range(3):
+        log.log("loss", 1.0 / (step + 1), step)
+
+
+def test_a_logger_that_was_sent_to_other_ranks_writes_there_and_once(tmp_path: Path) -> None:
+    log = CSVLogger(tmp_path / "a.csv")
+    ech.launch(_logs, ranks=2, args=(log,))
+    log.close()
+    assert (tmp_path / "a.csv").read_text().count("\n") == 4

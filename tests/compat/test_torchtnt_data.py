@@ -36,7 +36,9 @@ from echelon.compat.torchtnt.utils.data.iterators import (
 from echelon.compat.torchtnt.utils.data.synthetic_data import generate_random_square_image_tensor
 from echelon.contracts.errors import RanksDisagreeError, UsageError
 from echelon.data.parts import Padding
+from tests import models
 from tests.conftest import Ranks
+from tests.units import Regression
 
 ALL = StoppingMechanism.ALL_DATASETS_EXHAUSTED
 SMALLEST = StoppingMechanism.SMALLEST_DATASET_EXHAUSTED
@@ -486,3 +488,28 @@ def test_the_prefetcher_gives_every_batch_on_the_gpu() -> None:
                 torch.empty(1000, 1000, device="cuda").fill_(-1.0)
             assert [float(s) for s in sums] == [float(i) for i in range(20)]
             read.clear()
+
+
+class _AsksToStop(ech.Callback):
+    def on_eval_step_end(self, state: ech.State, unit: Any) -> None:
+        if dist.get_rank() == 0 and unit.eval_progress.num_steps_completed_in_epoch == 3:
+            state.stop()
+
+
+def _stopped_in_an_evaluation() -> int:
+    rows = torch.utils.data.TensorDataset(*models.batch(64, 0))
+    strategy = RandomizedBatchSampler(enforce_same_loader_across_ranks=True)
+    loaders = MultiDataLoader({"a": ech.Loader(rows, 8), "b": ech.Loader(rows, 8)}, strategy)
+    unit = Several(strategy="ddp")
+    ech.fit(unit, ech.Loader(rows, 8), loaders, max_epochs=2, callbacks=[_AsksToStop()])
+    return unit.train_progress.num_epochs_completed
+
+
+class Several(Regression):
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        (data,) = data.values() if isinstance(data, dict) else (data,)
+        return super().compute_loss(state, data)
+
+
+def test_a_rank_that_is_asked_to_stop_does_not_leave_the_others_in_the_loader(ranks: Ranks) -> None:
+    assert ranks(2, _stopped_in_an_evaluation, timeout_s=60) == [1, 1]

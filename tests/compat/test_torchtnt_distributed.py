@@ -432,3 +432,14 @@ def test_captured_output_and_other_help_for_tests(capsys: pytest.CaptureFixture[
     if not torch.cuda.is_available():
         with pytest.raises(SkipTest):
             skipped()
+
+
+@dataclass(slots=True)
+class Slots:
+    x: torch.Tensor
+    name: str
+
+
+def test_dataclasses_with_slots_are_moved() -> None:
+    moved = device.copy_data_to_device(Slots(torch.ones(2), "a"), torch.device("meta"))
+    assert moved.x.device.type == "meta" and moved.name == "a"

@@ -533,3 +533,16 @@ def test_checkpoints_of_a_run_are_found(tmp_path: Path) -> None:
     for call in (checkpoint.does_checkpoint_exist, checkpoint.get_latest_checkpoint_path):
         with pytest.raises(UsageError, match="give the URL"):
             call(folder, file_system=object())
+
+
+def _made_twice() -> int:
+    from echelon.compat.fairscale.optim import OSS
+
+    optimizer = OSS([nn.Parameter(torch.ones(3))], torch.optim.Adam)
+    for _ in range(2):
+        init_optim_state(optimizer)
+    return len(optimizer.state)
+
+
+def test_an_optimizer_that_is_divided_is_prepared_by_each_rank_for_itself(ranks: Ranks) -> None:
+    assert sorted(ranks(2, _made_twice, timeout_s=30)) == [0, 1]

@@ -59,6 +59,11 @@ class MultiDataLoader:
             if not ignore_empty_data and _surely_empty(loader):
                 raise UsageError(f"the loader {name!r} contains no data.")
 
+    @property
+    def meets_in_steps(self) -> bool:
+        """Whether the ranks meet at every batch, so that none may leave alone."""
+        return bool(getattr(self.iteration_strategy, "enforce_same_loader_across_ranks", False))
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; the loops call it, and the loaders and their samplers are told.
 

@@ -67,15 +67,16 @@ class DragonRanks:
         self._folder = Path(tempfile.mkdtemp(prefix="echelon-group-", dir=shared))
         self._failed = False
         self._closed, self._closing = threading.Event(), threading.Lock()
-        self._group: Any = CollectiveGroup(
-            _run_rank,
-            (str(self._folder), placed, tuple(args), dict(kwargs)),
-            None,
-            hide_stderr=placed.hide_stderr,
-            port=port or free_port(),
-            policies=[_dragons(policy, hosts[rank * len(hosts) // self._ranks]) for rank, policy in enumerate(policies)],
-        )
-        self._group.init()
+        theirs = [_dragons(policy, hosts[rank * len(hosts) // self._ranks]) for rank, policy in enumerate(policies)]
+        call = (str(self._folder), placed, tuple(args), dict(kwargs))
+        try:
+            self._group: Any = CollectiveGroup(
+                _run_rank, call, None, hide_stderr=placed.hide_stderr, port=port or free_port(), policies=theirs
+            )
+            self._group.init()
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
 
     def start(self) -> None:
         self._group.start()

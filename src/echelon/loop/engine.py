@@ -22,7 +22,7 @@ from echelon.contracts.stopping import REQUEUE
 from echelon.data.loader import Loader
 from echelon.data.multi_loader import MultiDataLoader, loaders_of
 from echelon.data.place import Placed
-from echelon.data.prefetch import Feed
+from echelon.data.prefetch import Feed, known_length
 from echelon.data.workers import explain
 from echelon.loop import agreements
 from echelon.loop.callback import Callback
@@ -268,6 +268,7 @@ class Run:
         waits, durations = here.iteration_timer.series("data_wait_time"), here.iteration_timer.series(f"{phase}_iteration_time")
         clock = time.perf_counter
         in_step = unit.forward_is_collective or any(c.meets_in_steps for c in self.callbacks)
+        in_step = in_step or getattr(here.dataloader, "meets_in_steps", False)
         agrees = not state.alone and (phase == "train" or in_step)
         per_step_agreement = phase == "train" and self._agree_each_step
         evaluate_every = here.evaluate_every_n_steps if state.eval_state is not None and phase == "train" else None
@@ -376,7 +377,9 @@ class Run:
                 self._check_tail(phase, part)
         goes_on = phase == "train" and progress.num_steps_completed_in_epoch > 0 and not isinstance(loader, Placed)
         by_its_state = goes_on and hasattr(loader, "load_state_dict")
-        if goes_on and not by_its_state:
+        if goes_on and not by_its_state and known_length(loader) == progress.num_steps_completed_in_epoch:
+            loader = ()  # the epoch was whole when it was saved
+        elif goes_on and not by_its_state:
             logger.warning(
                 "training goes on after step %s of an epoch, but %s has no state: it begins anew. echelon.Loader goes on.",
                 progress.num_steps_completed_in_epoch,

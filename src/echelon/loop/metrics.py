@@ -28,6 +28,8 @@ class Mean:
             return
         if isinstance(value, torch.Tensor):
             value = value.detach().double()
+        if isinstance(weight, torch.Tensor):
+            weight = weight.detach().double()  # a sum of many would not fit into fewer digits
         self._sum = self._sum + value * weight
         self._weight = self._weight + weight
 

@@ -36,7 +36,8 @@ def note(modules: Iterable[nn.Module]) -> None:
 
 def noted(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
     """The names of the parameters of each module in the order of their gradients, as far as it is known."""
-    return {name: _orders[module] for name, module in modules.items() if len(_orders.get(module, ())) == len(_trained(module))}
+    known = {name: _orders[module] for name, module in modules.items() if module in _orders}
+    return {name: order for name, order in known.items() if len(order) == len(_trained(modules[name]))}
 
 
 def replay(modules: Mapping[str, nn.Module], orders: Mapping[str, Sequence[str]]) -> None:

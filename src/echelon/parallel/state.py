@@ -41,14 +41,22 @@ class ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self._module = module.module if isinstance(module, (DataParallel, ShardedDataParallel)) else module
 
+    @property
+    def _is_bare(self) -> bool:
+        """Without parameters and buffers, as a loss: torch's functions take that for an error."""
+        return not any(True for tensors in (self._module.parameters(), self._module.buffers()) for _ in tensors)
+
     def state_dict(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-        return dict(get_model_state_dict(self._module))
+        return dict(self._module.state_dict() if self._is_bare else get_model_state_dict(self._module))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
+        if self._is_bare:
+            self._module.load_state_dict(state_dict)
+            return
         set_model_state_dict(self._module, state_dict)
 
     def tied(self) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -104,8 +105,7 @@ def _map(data: Any, fn: Any) -> Any:
         return type(data)(_map(v, fn) for v in data)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         # Fields are set on a copy: a constructor may do more than store what it is given.
-        twin: Any = object.__new__(type(data))
-        twin.__dict__.update(data.__dict__)
+        twin: Any = copy.copy(data)
         for field in dataclasses.fields(data):
             object.__setattr__(twin, field.name, _map(getattr(data, field.name), fn))
         return twin

@@ -64,15 +64,17 @@ def _monitored(name: str, state: State, unit: TrainUnit[Any]) -> dict[str, float
     if state.eval_state is not None and unit.train_progress.evaluation_due:
         logger.warning("the checkpoint is kept without its %s: the run ends before the evaluation of these weights", name)
         return {}
+    say = logger.error
     try:
         value = getattr(unit, name)
+        say = logger.info if value is None else say  # there was no evaluation yet
         number = float(value.compute() if hasattr(value, "compute") else value)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        logger.error("the checkpoint has no %s: %s", name, error)
+        say("the checkpoint has no %s: %s", name, error)
         number = math.nan
     number = agree.gather(repr(number))[0] if agree.is_joined() else repr(number)  # type: ignore[assignment]
     if not math.isfinite(float(number)):
-        logger.error("the checkpoint is kept without its %s, which is %s", name, number)
+        say("the checkpoint is kept without its %s, which is %s", name, number)
         return {}
     return {name: float(number)}
 

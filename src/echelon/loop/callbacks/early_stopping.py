@@ -76,9 +76,12 @@ class EarlyStopping(Callback):
     def _read(self, unit: Any) -> float | str:
         """The number, or what is wrong."""
         where, name = f"early stopping monitors {self.monitored_attr!r}", type(unit).__name__
-        if not hasattr(unit, self.monitored_attr):
+        try:
+            value = getattr(unit, self.monitored_attr)
+        except AttributeError:
             return f"{where}, but {name} has no such attribute. Set it in __init__, and to its value before each check."
-        value = getattr(unit, self.monitored_attr)
+        except Exception as error:  # of a property: the other ranks must hear of it
+            return f"{where}, but reading it failed: {type(error).__name__}: {error}"
         try:
             return float(value)
         except (TypeError, ValueError, RuntimeError) as error:

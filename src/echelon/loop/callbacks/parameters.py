@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from echelon.contracts.errors import UsageError
@@ -11,6 +12,8 @@ from echelon.parallel.state import plain_names
 from echelon.world import agree
 
 __all__ = ["TensorBoardParameterMonitor"]
+
+logger = logging.getLogger(__name__)
 
 
 class TensorBoardParameterMonitor(Callback):
@@ -39,5 +42,11 @@ class TensorBoardParameterMonitor(Callback):
                 value = parameter.detach()
                 if hasattr(value, "full_tensor"):
                     value = value.full_tensor()
-                if writes and self._writer is not None and value.numel():
+                if not writes or self._writer is None or not value.numel():
+                    continue
+                finite = value.isfinite()
+                if not finite.all():
+                    logger.warning("%s.%s has %s values that are not finite", attribute, name, int((~finite).sum()))
+                    value = value[finite]
+                if value.numel():
                     self._writer.add_histogram(f"Parameters/{attribute}/{name}", value, global_step=epoch)

@@ -132,10 +132,10 @@ class DistributedCheckpointSaver(Callback):
                 logger.warning("%s", error)
             else:
                 self._release()
+                first = "Call restore_from_latest first, save" if step == 0 else "Save"
                 raise CheckpointError(
                     f"{path} is ahead of this run, which is at step {step}: it would be mistaken for this run's newest. "
-                    "Call restore_from_latest first, save to another folder, or set it aside with restart=True "
-                    "or `echelon run --restart`."
+                    f"{first} to another folder, or set it aside with restart=True or `echelon run --restart`."
                 )
         commit.on_rank0(lambda: commit.set_aside(path, why))
 
@@ -144,11 +144,12 @@ class DistributedCheckpointSaver(Callback):
         if self._background.busy:
             self._look_after(state)
         self._due = self._due or (every is not None and steps % every == 0)
-        if self._due and unit.at_boundary:
+        if self._due and unit.at_boundary and not _ends_epoch(state):
             self._save(state, unit)
 
     def on_train_epoch_end(self, state: State, unit: TrainUnit[Any]) -> None:
-        if self.every.epochs is not None and unit.train_progress.num_epochs_completed % self.every.epochs == 0:
+        every = self.every.epochs
+        if self._due or (every is not None and unit.train_progress.num_epochs_completed % every == 0):
             self._save(state, unit)
 
     def on_eval_start(self, state: State, unit: Any) -> None:
@@ -412,6 +413,11 @@ def _begins_anew(folder: Place) -> bool:
 
 def _absolute(folder: Place) -> Place:
     return folder.absolute() if isinstance(folder, Path) else folder
+
+
+def _ends_epoch(state: State) -> bool:
+    """Whether the epoch ends with this step: saved after its end, any loader goes on with the next one."""
+    return state.train_state is not None and state.train_state.feed is not None and state.train_state.feed.is_last
 
 
 def _step(unit: TrainUnit[Any]) -> int:

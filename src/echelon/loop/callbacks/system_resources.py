@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from echelon.loop.callbacks.steps import LogsAtInterval, progress_of
+from echelon.loop.callbacks.steps import LogsAtInterval, steps_so_far
 from echelon.loop.state import State
 from echelon.observe.resources import cpu_stats, gpu_stats
 from echelon.world import agree
@@ -38,11 +38,11 @@ class SystemResourcesMonitor(LogsAtInterval):
 
     def on_train_epoch_start(self, state: State, unit: Any) -> None:
         if self._interval == "epoch":
-            self.write_system_stats(progress_of(state, unit).num_steps_completed)
+            self.write_system_stats(steps_so_far(state, unit))
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
         if self._interval == "step":
-            self.write_system_stats(progress_of(state, unit).num_steps_completed)
+            self.write_system_stats(steps_so_far(state, unit))
 
     on_eval_epoch_start = on_predict_epoch_start = on_test_epoch_start = on_train_epoch_start
     on_eval_step_start = on_predict_step_start = on_test_step_start = on_train_step_start

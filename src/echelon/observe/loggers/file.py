@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.events import encode
@@ -42,18 +43,27 @@ class FileLogger(ABC):
     def __init__(self, path: str | Path, steps_before_flushing: int = 100, log_all_ranks: bool = False) -> None:
         if steps_before_flushing < 1:
             raise UsageError(f"steps_before_flushing {steps_before_flushing}: at least 1.")
-        here = rank()
         self.log_all_ranks = log_all_ranks
-        self._writes = here == 0 or log_all_ranks
-        self._path = Path(path)
-        if log_all_ranks and (here > 0 or RankInfo().world_size > 1):
+        self._given, self._steps_before_flushing = Path(path), steps_before_flushing
+        self._begin()
+
+    def _begin(self) -> None:
+        """Of this process: whether it writes, and where."""
+        here = rank()
+        self._writes = here == 0 or self.log_all_ranks
+        self._path = self._given
+        if self.log_all_ranks and (here > 0 or RankInfo().world_size > 1):
             self._path = self._path.with_suffix(f".rank{here}{self._path.suffix}")
-        self._steps_before_flushing = steps_before_flushing
         self._rows: dict[int, dict[str, Scalar]] = {}
         if self._writes:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._check()
             atexit.register(self.close)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In another process, such as a rank that a Trainer started: rows that were held stay where they were logged."""
+        self.__dict__.update(state)
+        self._begin()
 
     @property
     def path(self) -> str:

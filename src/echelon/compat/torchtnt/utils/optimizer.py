@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from echelon.loop.callbacks.learning_rate import learning_rates
+from echelon.parallel.partition import Partition
 
 __all__ = ["extract_lr_from_optimizer", "init_optim_state"]
 
@@ -23,6 +25,12 @@ def init_optim_state(optimizer: Optimizer) -> None:
     It takes a step with gradients of zero, after which parameters, gradients, options and step counts are as they were. What it
     averages is zero, since it saw neither gradients nor weight decay. echelon's own checkpoints need none of this.
     """
+    partition = Partition.of(optimizer)
+    with partition.alone() if partition is not None else nullcontext():
+        _make_state(Partition.behind(optimizer))
+
+
+def _make_state(optimizer: Optimizer) -> None:
     if optimizer.state:
         return
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -1,5 +1,26 @@
 """torchtnt.framework.callbacks.early_stopping."""
 
-from echelon.loop.callbacks.early_stopping import EarlyStopping
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from echelon.loop.callbacks import early_stopping
+from echelon.loop.early_stop import EarlyStopChecker
 
 __all__ = ["EarlyStopping"]
+
+
+class EarlyStopping(early_stopping.EarlyStopping):
+    """As echelon's. Release 0.2.4 has `interval_freq` where newer sources have `phase`: a number there is meant so."""
+
+    def __init__(
+        self,
+        monitored_attr: str,
+        early_stop_checker: EarlyStopChecker,
+        interval: Literal["step", "epoch"] = "epoch",
+        phase: Any = "train",
+        interval_freq: int = 1,
+    ) -> None:
+        if isinstance(phase, int):
+            phase, interval_freq = "train", phase
+        super().__init__(monitored_attr, early_stop_checker, interval, phase, interval_freq)
