@@ -96,6 +96,8 @@ class Watch(ech.Callback):
         if step in (OLD, NEW, END):
             self.digests[step] = digest(unit)
 
+    on_train_epoch_end = on_train_step_end  # an epoch's last step is saved after its end
+
 
 def written() -> None:
     """Wait for the thread of an asynchronous save, but not for ever: rank 0's may wait for what another rank could not write."""

@@ -144,7 +144,7 @@ class DistributedCheckpointSaver(Callback):
         if self._background.busy:
             self._look_after(state)
         self._due = self._due or (every is not None and steps % every == 0)
-        if self._due and unit.at_boundary and not _ends_epoch(state):
+        if self._due and unit.at_boundary and not _ends_epoch(state, unit):
             self._save(state, unit)
 
     def on_train_epoch_end(self, state: State, unit: TrainUnit[Any]) -> None:
@@ -415,9 +415,16 @@ def _absolute(folder: Place) -> Place:
     return folder.absolute() if isinstance(folder, Path) else folder
 
 
-def _ends_epoch(state: State) -> bool:
+def _ends_epoch(state: State, unit: TrainUnit[Any]) -> bool:
     """Whether the epoch ends with this step: saved after its end, any loader goes on with the next one."""
-    return state.train_state is not None and state.train_state.feed is not None and state.train_state.feed.is_last
+    here, progress = state.train_state, unit.train_progress
+    if here is None or here.feed is None or not here.feed.is_last:
+        return False
+    if here.feed.length is not None and here.feed.used >= here.feed.length:
+        return True
+    if here.max_steps_per_epoch is not None and progress.num_steps_completed_in_epoch >= here.max_steps_per_epoch:
+        return True
+    return here.feed.length is None and (here.max_steps is None or progress.num_steps_completed < here.max_steps)
 
 
 def _step(unit: TrainUnit[Any]) -> int:
