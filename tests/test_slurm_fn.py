@@ -64,7 +64,7 @@ Program = Callable[..., Any]
 def program(tmp_path: Path) -> Program:
     """`program(body)` runs a script of this body, which ends with a print of JSON."""
 
-    def run(body: str, *args: str, prelude: str = "", git: bool = False) -> Any:
+    def run(body: str, *args: str, prelude: str = "", git: bool = False, path: Path | None = None) -> Any:
         script = tmp_path / "main.py"
         script.write_text(
             "import json, os, signal, sys, time\nfrom dataclasses import replace\nfrom pathlib import Path\n"
@@ -81,7 +81,7 @@ def program(tmp_path: Path) -> Program:
         said = subprocess.run(
             [sys.executable, str(script), *args],
             cwd=tmp_path,
-            env=clean_environment(),
+            env=clean_environment() | ({"PATH": f"{path}{os.pathsep}{os.environ['PATH']}"} if path else {}),
             capture_output=True,
             text=True,
             timeout=120,
@@ -351,6 +351,22 @@ def test_a_launch_command_runs_the_script_again_as_far_as_its_own_call(program: 
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
 
 
+def test_a_launch_command_is_of_the_interpreter_that_submits_not_of_the_shell(program: Program, tmp_path: Path) -> None:
+    """`.venv/bin/python main.py`, and nothing activated: what stands first in PATH is another Python's."""
+    for name in ("python", "torchrun"):
+        other = tmp_path / "bin" / name
+        other.parent.mkdir(exist_ok=True)
+        other.write_text("#!/bin/sh\necho the other one; exit 9\n")
+        other.chmod(0o755)
+    body = """
+    commands = {"python": "python main.py", "a shell": "sh -c 'python main.py'", "torchrun": %r}
+    jobs = {k: main.configure(config, processes_per_task=1, distributed_launch_command=c)(0) for k, c in commands.items()}
+    print(json.dumps({name: job.results(60) for name, job in jobs.items()}))
+    """
+    values = program(body % TORCHRUN, prelude=LAUNCHED, path=tmp_path / "bin")
+    assert {name: [v[:2] for v in value] for name, value in values.items()} == {name: [[0, 0]] for name in values}
+
+
 def test_a_launch_command_that_comes_to_nothing_says_why(program: Program) -> None:
     body = """
     commands = {
@@ -370,7 +386,7 @@ def test_a_launch_command_that_comes_to_nothing_says_why(program: Program) -> No
     print(json.dumps(said))
     """
     said = program(body, prelude=LAUNCHED)
-    assert "begins with 'no-such-program'" in said["no program"] and "on its PATH" in said["no program"]
+    assert "begins with 'no-such-program'" in said["no program"] and "nor on its PATH" in said["no program"]
     assert "OSError: [Errno 5] planted" in said["fails before"] and "before any rank came to the call" in said["fails before"]
     assert "ended with exit code 0 before any rank came to the call" in said["another script"]
     assert "ended without a word" in said["leaves"]

@@ -97,6 +97,8 @@ def run_command(spec: JobSpec, here: RunDir, meeting: Meeting, task: int) -> Out
         "main_process_port": meeting.port or free_port(),
     }
     words = [*substitute(spec.args, values), *about["argv"]]
+    # `python` and `accelerate` are those of the interpreter that submitted, whatever a login shell would find first.
+    env["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), env.get("PATH", os.defpath)))
     words[0] = _program(words[0], env)
     if meeting.listener is not None:
         meeting.listener.close()  # it held the port until now, for the command
@@ -106,13 +108,12 @@ def run_command(spec: JobSpec, here: RunDir, meeting: Meeting, task: int) -> Out
 
 
 def _program(name: str, env: Mapping[str, str]) -> str:
-    """Where the program is: on the PATH, or beside this interpreter."""
-    path = os.pathsep.join((env.get("PATH", os.defpath), os.path.dirname(sys.executable)))
-    found = shutil.which(name, path=path)
+    """Where the program is on the PATH of `env`."""
+    found = shutil.which(name, path=env["PATH"])
     if found is None:
         raise UsageError(
-            f"distributed_launch_command begins with {name!r}, and {socket.gethostname()} has no such program on its PATH. "
-            "Is it installed there? Name it with its whole path, or load its environment in `setup`."
+            f"distributed_launch_command begins with {name!r}, and {socket.gethostname()} has no such program, neither beside "
+            f"{sys.executable} nor on its PATH. Install it, name it with its whole path, or load its environment in `setup`."
         )
     return found
 
