@@ -6,6 +6,7 @@ Names are resolved when they are first used, so that `import echelon` costs noth
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -219,3 +220,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _print_uncaught(*exception: Any) -> None:
+    from echelon.contracts.traces import print_uncaught  # only a script that fails pays for it
+
+    print_uncaught(*exception)
+
+
+if sys.excepthook is sys.__excepthook__:
+    sys.excepthook = _print_uncaught

@@ -1,0 +1,60 @@
+"""The traceback of a script that runs by itself: the user's frames and torch's, without those inside echelon.
+
+`echelon run` shows failures itself. Under plain `python train.py`, or torchrun, the interpreter prints an uncaught exception
+through `sys.excepthook`, which `import echelon` sets unless somebody has done so before. The text is the same, less the frames
+between the user's call and the user's own code.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from types import TracebackType
+
+from echelon.contracts.errors import EchelonError
+
+__all__ = ["FULL_VARIABLE", "print_uncaught", "shortened"]
+
+FULL_VARIABLE = "ECHELON_FULL_TRACEBACK"
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def shortened(error: BaseException) -> str:
+    """The traceback of `error` and of its causes, without frames of echelon where these say nothing.
+
+    They do say something where an exception that is none of ours was raised by a line of echelon: then all are kept.
+    """
+    whole = traceback.TracebackException.from_exception(error)
+    dropped = _shorten(whole, error, set())
+    text = "".join(whole.format())
+    hidden = f"{dropped} frame{'s' if dropped > 1 else ''} inside echelon left out"
+    return text + (f"({hidden}; {FULL_VARIABLE}=1 shows all)\n" if dropped else "")
+
+
+def _shorten(trace: traceback.TracebackException, error: BaseException, seen: set[int]) -> int:
+    """Drop frames from `trace`, which describes `error`, and from those that it names; how many."""
+    if id(error) in seen:
+        return 0
+    seen.add(id(error))
+    others = [frame for frame in trace.stack if not frame.filename.startswith(_PACKAGE)]
+    tells_nothing = isinstance(error, EchelonError) or trace.stack[-1:] == others[-1:]
+    dropped = len(trace.stack) - len(others) if others and tells_nothing else 0
+    if dropped:
+        trace.stack = traceback.StackSummary.from_list(others)
+    for its_trace, its_error in ((trace.__cause__, error.__cause__), (trace.__context__, error.__context__)):
+        if its_trace is not None and its_error is not None:
+            dropped += _shorten(its_trace, its_error, seen)
+    return dropped
+
+
+def print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A `sys.excepthook`: prints what `shortened` gives; all of it where the environment asks for that."""
+    try:
+        text = None if os.environ.get(FULL_VARIABLE) else shortened(error.with_traceback(trace))
+    except Exception:  # an exception whose own text raises, say
+        text = None
+    if text is None:
+        sys.__excepthook__(kind, error, trace)
+    else:
+        sys.stderr.write(text)
