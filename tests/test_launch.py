@@ -326,23 +326,25 @@ def test_auto_takes_one_rank_per_core_without_devices(monkeypatch: pytest.Monkey
     assert parse_ranks("auto") == auto_ranks() == len(os.sched_getaffinity(0))
 
 
-def test_a_lambda_without_cloudpickle_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(UsageError, match=r"<lambda> cannot be sent .* top level .*pip install cloudpickle"):
-        launch(lambda: 1, ranks=1)
+def test_what_cannot_be_sent_is_refused_with_the_remedy() -> None:
+    lock = threading.Lock()
+    with pytest.raises(
+        UsageError, match=r"<lambda> or its arguments cannot be sent .* locks and connections where they are used"
+    ):
+        launch(lambda: lock, ranks=1)
 
 
-def test_a_lambda_with_cloudpickle_works() -> None:
-    pytest.importorskip("cloudpickle")
-    assert launch(lambda: os.environ["RANK"], ranks=2) == ["0", "1"]
+def test_a_lambda_and_a_closure_are_sent_by_value() -> None:
+    word = "rank"
+    assert launch(lambda: word + os.environ["RANK"], ranks=2) == ["rank0", "rank1"]
 
 
 @pytest.mark.parametrize("how", ["-c", "-"])
-def test_a_function_typed_into_a_session_is_refused_with_the_remedy(started: Started, how: str) -> None:
-    code = "import sys; sys.modules['cloudpickle'] = None\nimport echelon\ndef f(): return 1\nechelon.launch(f, ranks=1)"
+def test_a_function_typed_into_a_session_is_sent_by_value(started: Started, how: str) -> None:
+    code = "import echelon\ndef f(): return 40 + 2\nprint(echelon.launch(f, ranks=1))"
     process = started.python(how, *([code] if how == "-c" else []), stdin=subprocess.PIPE)
-    _, err = process.communicate(code.encode(), timeout=60)
-    assert "UsageError: f cannot be sent to other processes" in err.decode()
+    out, err = process.communicate(code.encode(), timeout=60)
+    assert out.decode().strip() == "[42]", err.decode()
 
 
 def test_a_value_that_cannot_be_sent_back_is_named() -> None:
@@ -543,9 +545,10 @@ def test_a_launch_that_failed_keeps_the_logs_it_names() -> None:
 
 
 def test_a_launch_that_could_not_begin_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    lock = threading.Lock()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(UsageError):
-        launch(lambda: 1, ranks=1)
+        launch(lambda: lock, ranks=1)
     assert list(tmp_path.iterdir()) == []
 
 

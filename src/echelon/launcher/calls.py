@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -87,26 +86,21 @@ def pack(call: Call, copied: Callable[[str], str] = lambda path: path) -> bytes:
 
 
 def _pickled(call: Any, function: Callable[..., Any]) -> bytes:
-    try:
+    with contextlib.suppress(Exception):  # any type can raise anything when it is pickled
         data = pickle.dumps(call)
-        if b"__main__" not in data or main_module():
+        if b"__main__" not in data or main_module():  # an interactive session's cannot be imported elsewhere
             return data
-        reason = "the module __main__ of an interactive session cannot be imported elsewhere"
-    except Exception as error:  # any type can raise anything when it is pickled
-        reason = str(error)
-    name = getattr(function, "__qualname__", repr(function))
-    if importlib.util.find_spec("cloudpickle") is not None:
-        import cloudpickle
+    import cloudpickle  # here: few calls need it
 
-        try:
-            by_value: bytes = cloudpickle.dumps(call)
-            return by_value
-        except Exception as error:
-            raise UsageError(f"{name} or its arguments cannot be sent to other processes: {error}.") from error
-    raise UsageError(
-        f"{name} cannot be sent to other processes: {reason}. Define it at the top level "
-        "of a module, with arguments that can be pickled, or `pip install cloudpickle`."
-    )
+    try:
+        by_value: bytes = cloudpickle.dumps(call)
+        return by_value
+    except Exception as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise UsageError(
+            f"{name} or its arguments cannot be sent to other processes: {error}. Open files, locks and connections where "
+            "they are used, and pass what they are made from."
+        ) from error
 
 
 def write_call(path: Path, packed: bytes) -> str:

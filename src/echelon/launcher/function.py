@@ -89,7 +89,8 @@ def launch(
     output is shown; that of the others goes to files.
 
     Args:
-        fn: a function that can be pickled: defined at the top of a module or script. With `cloudpickle` installed, any.
+        fn: any function whose arguments and surroundings can be sent; one of a module or a script is sent by its name, a lambda,
+            a closure or one of a notebook's cells by value (cloudpickle).
         ranks: how many processes; "auto" is one per GPU, else one per core.
         max_restarts: how often the group is started again after a rank failed.
         timeout_s: after so long the job is stopped and the stacks of all ranks are shown.
