@@ -24,6 +24,8 @@ import pytest
 
 import echelon
 from echelon.cli.main import VERBS
+from echelon.contracts.errors import UsageError
+from echelon.contracts.traces import shortened
 from tests.conftest import clean_environment
 from tests.test_launch import Started, started, wait_until
 
@@ -617,6 +619,8 @@ OK = "print('ran')"
         (["run", "--grace", "-1", "ok.py"], ["--grace -1"]),
         (["run", "--grace", "nan", "ok.py"], ["--grace nan"]),
         (["run", "--frobnicate", "ok.py"], ["--frobnicate"]),
+        (["run", "--rank", "2", "ok.py"], ["unrecognized arguments: --rank", "Did you mean --ranks?"]),
+        (["submit", "--node=2", "ok.py"], ["unrecognized arguments: --node=2", "Did you mean --nodes?"]),
         (["run"], ["script"]),
         (["rum", "ok.py"], ["'rum'", "known: run, submit, jobs"]),
         (["report", "nowhere"], ["nowhere", "no run folder"]),
@@ -636,6 +640,75 @@ def test_bad_input_ends_with_two_and_names_the_value(
     assert all(text in done.stderr for text in says), done.stderr
     assert len(done.stderr.splitlines()) <= 10 and "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_option_of_ours_behind_the_script_is_the_scripts_and_is_mentioned_once(
+    tmp_path: Path, echelon_command: Command
+) -> None:
+    (tmp_path / "plain.py").write_text("import sys; print(sys.argv[1:])")
+    (tmp_path / "its_own.py").write_text(
+        "import argparse; p = argparse.ArgumentParser(); p.add_argument('--ranks'); p.parse_args()"
+    )
+    done = echelon_command("run", "--ranks", "1", "plain.py", "--ranks", "2", "--bind=cores", "--bind", "--lr")
+    assert done.stdout == "['--ranks', '2', '--bind=cores', '--bind', '--lr']\n"
+    said = [line for line in done.stderr.splitlines() if "stands after" in line]
+    assert said == ["echelon: --bind stands after plain.py, so plain.py gets it. For echelon: echelon run --bind ... plain.py"]
+    assert "stands after" not in echelon_command("run", "--bind=none", "its_own.py", "--ranks", "2").stderr
+
+
+def test_a_folder_that_does_not_exist_is_named(echelon_command: Command) -> None:
+    for verb in ("ls", "verify", "export"):
+        done = echelon_command("ckpt", verb, "nowhere", *(["out"] if verb == "export" else []))
+        assert done.returncode == 1 and done.stderr.startswith("echelon: nowhere does not exist"), done.stderr
+
+
+TRACED = """
+import sys, torch, echelon as ech
+class Fit(ech.AutoUnit):
+    def compute_loss(self, state, data):
+        return self.module(data[0][:, : int(sys.argv[1])]).sum(), 0
+    def configure_optimizers_and_lr_scheduler(self, module):
+        return torch.optim.SGD(module.parameters(), lr=0.1), None
+def main():
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 4))
+    ech.train(Fit(module=torch.nn.Linear(4, 1)), ech.Loader(data, global_batch=4), max_epochs=int(sys.argv[2]))
+main()
+"""
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(("arguments", "says"), [(("3", "1"), "RuntimeError: mat1"), (("4", "-1"), "UsageError: ")])
+def test_a_plain_script_shows_the_users_frames_and_not_ours(
+    tmp_path: Path, arguments: tuple[str, ...], says: str, full: bool
+) -> None:
+    (tmp_path / "train.py").write_text(TRACED)
+    env = clean_environment() | ({"ECHELON_FULL_TRACEBACK": "1"} if full else {})
+    words = [sys.executable, "train.py", *arguments]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    ours = [line for line in done.stderr.splitlines() if f"{os.sep}echelon{os.sep}" in line and line.startswith("  File")]
+    assert done.returncode == 1 and says in done.stderr and "in main" in done.stderr
+    assert ("in compute_loss" in done.stderr) == (arguments[0] == "3")
+    assert bool(ours) == full and ("inside echelon left out" in done.stderr) != full
+
+
+def test_an_error_that_echelon_itself_made_is_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of the library: its frames are what is needed. Causes are shortened each by its own kind."""
+
+    def ours(raises: Exception) -> None:
+        raise raises
+
+    ours.__code__ = ours.__code__.replace(co_filename=os.path.join(os.path.dirname(echelon.__file__), "loop", "planted.py"))
+    shown = []
+    for cause in (KeyError("a fault"), UsageError("a value")):
+        try:
+            try:
+                ours(cause)
+            except Exception as error:
+                raise ValueError("the user's") from error
+        except ValueError as error:
+            shown.append(shortened(error))
+    assert "planted.py" in shown[0] and "left out" not in shown[0] and "the user's" in shown[0]
+    assert "planted.py" not in shown[1] and "(1 frame inside echelon left out" in shown[1] and "UsageError: a value" in shown[1]
 
 
 def test_without_a_command_the_help_is_shown_and_the_exit_code_says_that_nothing_ran(echelon_command: Command) -> None:

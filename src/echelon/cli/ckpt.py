@@ -53,7 +53,7 @@ def _found(where: str) -> list[Any]:
     if (path / manifest.MANIFEST).exists() or re.fullmatch(r"step-\d{8,}", path.name):
         return [path]
     if not path.exists():
-        raise CheckpointNotFoundError(f"there is no {path}.")
+        raise CheckpointNotFoundError(f"{where} does not exist: no checkpoint, and no folder of checkpoints.")
     return manifest.named_folders(path) or manifest.named_folders(path / "checkpoints")
 
 
@@ -169,7 +169,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
     source = Path(arguments.path)
     if not source.exists():
-        raise CheckpointNotFoundError(f"there is no {source}.")
+        raise CheckpointNotFoundError(f"{source} does not exist.")
     out, size = Path(arguments.out), _bytes(arguments.shard_size)
     written = export.convert(source, out, shard_bytes=size, trust_pickle=arguments.trust_pickle)
     print(*written, sep="\n")

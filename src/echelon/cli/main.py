@@ -25,6 +25,7 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. 2 means that the command or a value in it makes no sense."""
+    from echelon.cli.parser import Parser
     from echelon.contracts.errors import EchelonError, UsageError
 
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0 if verb else 2
         parser.error(f"unknown command {verb!r}; known: {', '.join(VERBS)}")
     module = importlib.import_module(f"echelon.cli.{verb}")
-    parser = argparse.ArgumentParser(prog=f"echelon {verb}", description=VERBS[verb].capitalize() + ".")
+    parser = Parser(prog=f"echelon {verb}", description=VERBS[verb].capitalize() + ".")
     module.add_arguments(parser)
     try:
         return int(module.execute(parser.parse_args(arguments[1:])))
