@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,7 @@ class Background:
         self._committed = committed
         self._thread: threading.Thread | None = None
         self._staged: Place | None = None
-        self._copied, self._written, self._given_up = threading.Event(), threading.Event(), threading.Event()
-        self._copied.set()
+        self._written, self._given_up = threading.Event(), threading.Event()
         self._failure: str | None = None
 
     @property
@@ -49,17 +47,16 @@ class Background:
         return self._thread is not None
 
     def start(
-        self, staged: Place, step: int, taken: Snapshot, copy_rest: Callable[[], None], ranks: int, facts: dict[str, Any]
+        self, staged: Place, step: int, taken: Snapshot, copied: Callable[[], None], ranks: int, facts: dict[str, Any]
     ) -> None:
-        """Write a snapshot that nothing else changes, but for what `copy_rest` copies first: see `wait_for_copy`."""
+        """Write a snapshot that nothing else changes, once `copied` has returned."""
         assert not self.busy
-        self._copied, self._written, self._given_up = threading.Event(), threading.Event(), threading.Event()
+        self._written, self._given_up = threading.Event(), threading.Event()
         self._failure, self._staged = None, staged
 
         def work() -> None:
             try:
-                copy_rest()
-                self._copied.set()
+                copied()
                 files = taken.write(staged)
                 _say_done(staged, taken.rank, files)
                 self._written.set()
@@ -70,7 +67,6 @@ class Background:
             except BaseException as error:  # told to all ranks at the next step
                 self._failure = f"rank {taken.rank}: {explain(error, staged)}"
             finally:
-                self._copied.set()
                 self._written.set()
 
         self._thread = threading.Thread(target=work, name=f"echelon-save-{step}", daemon=True)
@@ -89,14 +85,6 @@ class Background:
                 return {name: entry for rank in range(ranks) for name, entry in found[rank].items()}
             self._given_up.wait(_LOOK_S)
         return None
-
-    def wait_for_copy(self) -> float:
-        """Wait until parameters and optimizer state may change again; the seconds it took. Not collective."""
-        if self._copied.is_set():
-            return 0.0
-        began = time.perf_counter()
-        self._copied.wait()
-        return time.perf_counter() - began
 
     def poll(self) -> tuple[bool, Failure | None]:
         """(whether the save has ended, what failed). To be called at every step while a save is under way."""

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 
+from echelon.checkpoint import renamed
 from echelon.checkpoint.layout import NamedState
 from echelon.checkpoint.place import Place
+from echelon.checkpoint.renamed import Naming
 from echelon.checkpoint.store import Files, Report, Tensors, compare, on_each
 from echelon.checkpoint.tensorfile import Span, TensorFile
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
@@ -56,6 +58,7 @@ class _Foreign(Tensors):
         shapes = {n: (t.dtype, list(t.shape)) for n, t in self._loaded.items()}
         shapes |= {n: f.entries[n][:2] for n, f in self._source.items()}
         self._shapes = shapes
+        self._written_as = {}
         self._name(prefix, "")
 
     def _name(self, prefix: str, outer: str) -> None:
@@ -77,6 +80,10 @@ class _Foreign(Tensors):
         if found.get(outer):
             logger.info("names are taken without the %r with which the module was saved", outer)
             self._name(prefix, outer)
+
+    def rename(self, naming: Naming) -> None:
+        super().rename(naming)
+        self._in_file = {new: self._in_file[old] for new, old in self._written_as.items()}
 
     def _map(self, paths: list[Path]) -> None:
         for path in paths:
@@ -118,7 +125,9 @@ def _load_torch(path: Path, trust_pickle: bool) -> dict[str, torch.Tensor]:
     return dict(loaded)
 
 
-def read_weights(path: Path, module: NamedState, *, strict: bool = True, trust_pickle: bool = False) -> Report:
+def read_weights(
+    path: Path, module: NamedState, *, strict: bool = True, trust_pickle: bool = False, rename: Mapping[str, str] | None = None
+) -> Report:
     """Fill a module's state, however it is sharded, from a file of another program. Collective.
 
     Raises:
@@ -127,6 +136,9 @@ def read_weights(path: Path, module: NamedState, *, strict: bool = True, trust_p
     saved = on_each(path, lambda: _Foreign(path, "module.", trust_pickle))
     values = on_each(path, lambda: dict(module.state_dict()))
     saved.unwrap("module.", [k for k, v in values.items() if isinstance(v, torch.Tensor)])
+    if rename:
+        on_each(path, lambda: renamed.check(rename, list(saved.index)))
+        on_each(path, lambda: saved.rename(lambda name: renamed.moved(name, rename)))
     # Others keep one name of a tied parameter, or all.
     for names in getattr(module, "tied", list)():
         here = [n for n in names if f"module.{n}" in saved.index]

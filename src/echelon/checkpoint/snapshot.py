@@ -9,7 +9,7 @@ in `rank-N.safetensors`. Planning is collective; writing is each rank's own.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,27 +44,42 @@ class Snapshot:
     rest: tuple[Any, dict[str, torch.Tensor]]
     own: tuple[Any, dict[str, torch.Tensor]]
 
-    def copy(self, buffers: dict[str, torch.Tensor], later: Collection[int] = ()) -> Callable[[], None]:
+    def copy(self, buffers: dict[str, torch.Tensor]) -> Callable[[], None]:
         """Take copies in host memory instead of the living tensors; `buffers` holds them from save to save.
 
-        Args:
-            later: addresses of tensors that only an optimizer's step changes: they need not be copied at once.
         Returns:
-            what copies these, in any thread, before the next step. The loop may change all others when this returns.
+            what waits until they are there; see `staging.copy`. The program may change everything when `copy` returns.
         """
         work = []
-        for group, tensors in (("piece", self.pieces), ("rest", self.rest[1]), ("own", self.own[1])):
+        for group, tensors in self._groups():
             for name, tensor in tensors.items():
                 key, buffer = f"{group}.{name}", buffers.get(f"{group}.{name}")
                 if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                     buffer = buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                work.append((buffer, tensor.detach(), tensor.data_ptr() in later))
+                work.append((buffer, tensor.detach()))
                 tensors[name] = buffer
-        staging.copy([(buffer, tensor) for buffer, tensor, can_wait in work if not can_wait])
-        return staging.Later([(buffer, tensor) for buffer, tensor, can_wait in work if can_wait])
+        return staging.copy(work)
+
+    def _groups(self) -> list[tuple[str, dict[str, torch.Tensor]]]:
+        return [("piece", self.pieces), ("rest", self.rest[1]), ("own", self.own[1])]
 
     def write(self, folder: Place) -> dict[str, Any]:
-        """Write this rank's files. Returns their entries for the manifest. Not collective."""
+        """Write this rank's files. Returns their entries for the manifest. Not collective.
+
+        Raises:
+            CheckpointError: another thread never let the living tensors rest.
+        """
+        living = [tensor for _, tensors in self._groups() for tensor in tensors.values()]
+        before = staging.versions(living)
+        files = self._write(folder)
+        if staging.versions(living) != before:  # by another thread: what lies there is neither what was nor what is
+            self.copy({})()
+            for name in files:
+                (folder / name).unlink()
+            files = self._write(folder)
+        return files
+
+    def _write(self, folder: Place) -> dict[str, Any]:
         files: dict[str, Any] = {}
 
         def save(name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -129,12 +144,20 @@ def snapshot(states: dict[str, Stateful], rank_state: dict[str, Any], planned: P
     """What is to be written of all states, divided over the ranks. Collective.
 
     Raises:
-        CheckpointError: a state that only pickle could write, on every rank.
+        CheckpointError: on every rank: a state that only pickle could write, or whose own `state_dict` fails, here or elsewhere.
     """
     tensors: dict[str, Any] = {}
     rest: dict[str, Any] = {}
+    failure: str | None = None
+    cause: Exception | None = None
     for name, stateful in states.items():
-        values = stateful.state_dict()
+        try:
+            values = stateful.state_dict()
+        except Exception as error:  # a user's own: the other ranks must not wait for this one
+            if isinstance(stateful, NamedState):
+                raise
+            failure = failure or f"the state of {name} cannot be had: {type(error).__name__}: {error}"
+            cause, values = error, {}
         if isinstance(stateful, NamedState):
             tensors |= {f"{name}.{k}": v for k, v in values.items() if isinstance(v, torch.Tensor)}
             rest[name] = {k: v for k, v in values.items() if not isinstance(v, torch.Tensor)}
@@ -156,12 +179,17 @@ def snapshot(states: dict[str, Stateful], rank_state: dict[str, Any], planned: P
         listing.append([item.index.fqn, list(offsets), list(data.chunk.sizes), dtype, list(data.size)])
     mine, index = (planned or Planned()).assign(listing)
     pieces: dict[str, Any] = {in_file(*piece): planner.resolve_data(item) for piece, item in items.items() if piece in mine}
-    failure, encoded = None, []
+    encoded = []
     for what, value in (("the state of ", rest), ("this rank's ", rank_state)):
         aside: dict[str, torch.Tensor] = {}
         try:
             encoded.append((plain.encode(value, aside), aside))
         except CheckpointError as error:
-            failure = f"{what}{error}."
-    raise_on_all(failure)
+            failure = failure or f"{what}{error}."
+        except RuntimeError as error:  # a container that another thread changed meanwhile
+            failure, cause = failure or f"{what}checkpoint cannot be read: {error}", error
+    try:
+        raise_on_all(failure)
+    except CheckpointError as error:
+        raise error from cause
     return Snapshot(rank, pieces, index, encoded[0], encoded[1])

@@ -1,49 +1,68 @@
-"""Copies of living tensors into host memory, some of them beside the loop.
+"""Copies of living tensors into host memory, so that a thread can write them while the program goes on.
 
-A tensor that was changed while it was copied is noticed by torch's count of changes in place, `Tensor._version`. There is no
-public name for that count. Used with torch 2.13; a test in tests/test_checkpoint_async.py notices a change.
+Whatever the program does next may change them, and by ways that leave no trace: through `.data`, a numpy view, a storage. So
+nothing is left to be copied later. Tensors in host memory are copied when `copy` returns. A GPU's are copied by its current
+stream, in which whatever changes them comes afterwards: the program need not wait for these, only whoever reads the copies.
+
+Another thread of the program can still write while this one copies. What it changes by torch's operations is noticed by torch's
+count of changes in place, `Tensor._version`, and copied again. There is no public name for that count. Used with torch 2.13; a
+test in tests/test_checkpoint_async.py notices a change.
 """
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
 
 import torch
 
 from echelon.contracts.errors import CheckpointError
 
-__all__ = ["Later", "copy"]
+__all__ = ["copy", "versions"]
+
+logger = logging.getLogger(__name__)
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
-
-def copy(pairs: Pairs) -> None:
-    """Copy each second tensor into the first, and wait until all is there."""
-    for buffer, tensor in pairs:
-        buffer.copy_(tensor, non_blocking=tensor.is_cuda)
-    if any(tensor.is_cuda for _, tensor in pairs):
-        torch.cuda.current_stream().synchronize()
+# A thread that averages weights, say, is busy for a part of a step: the second copy is whole as a rule.
+_TRIES = 5
 
 
-class Later:
-    """Copies that are made by a call, in another thread, of the tensors as they are now.
+def copy(pairs: Pairs) -> Callable[[], None]:
+    """Copy each second tensor into the first, as they are now.
 
-    Raises (the call):
-        CheckpointError: a tensor was changed meanwhile by something else than an optimizer's step.
+    Returns:
+        what waits, in any thread, until all copies are there.
+    Raises (the call of what is returned, so that ranks meet the error together):
+        CheckpointError: another thread changed a tensor during each of several tries.
     """
+    living = [tensor for _, tensor in pairs]
+    for again in range(_TRIES):
+        if again == 1:
+            logger.warning("another thread changed the state while it was copied for a checkpoint: it is copied again")
+        before = versions(living)
+        for buffer, tensor in pairs:
+            buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+        if versions(living) == before:
+            break
+    else:
+        return _refuse
+    copied = [torch.cuda.current_stream(device).record_event() for device in {t.device for t in living if t.is_cuda}]
 
-    def __init__(self, pairs: Pairs) -> None:
-        self._pairs = pairs
-        self._versions = [tensor._version for _, tensor in pairs]
-        self._stream = None
-        if any(tensor.is_cuda for _, tensor in pairs):
-            self._stream = torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())
+    def wait() -> None:
+        for event in copied:
+            event.synchronize()
 
-    def __call__(self) -> None:
-        with torch.cuda.stream(self._stream):
-            copy(self._pairs)
-        if [tensor._version for _, tensor in self._pairs] != self._versions:
-            raise CheckpointError(
-                "parameters were changed by something else than an optimizer's step while they were copied. "
-                "Save with async_checkpoint=False, or change them in a callback's on_train_step_end before the saver's."
-            )
-        self._pairs = []
+    return wait
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How often each was changed in place so far; those made in inference mode are not counted, and give 0."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _refuse() -> None:
+    raise CheckpointError(
+        f"another thread changed the state each of {_TRIES} times that it was copied. Let it rest while a checkpoint is taken: "
+        "wait for it in on_train_step_end of a callback before the saver, or in the state_dict of what it changes."
+    )

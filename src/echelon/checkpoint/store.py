@@ -10,7 +10,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,9 +19,10 @@ import torch
 from torch.distributed.checkpoint import ChunkStorageMetadata, DefaultLoadPlanner, Metadata
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from echelon.checkpoint import plain
+from echelon.checkpoint import plain, renamed
 from echelon.checkpoint.layout import INDEX, STATE, NamedState, Stateful, in_file, own_file, this_rank
 from echelon.checkpoint.place import Place, Remote
+from echelon.checkpoint.renamed import Naming
 from echelon.checkpoint.tensorfile import Span, TensorFile
 from echelon.contracts import errors
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
@@ -93,6 +94,17 @@ class Tensors:
     def __init__(self, files: Files) -> None:
         self._files = files
         self.index: dict[str, Any] = json.loads(files.path(INDEX).read_bytes())
+        self._written_as: dict[str, str] = {}
+
+    def rename(self, naming: Naming) -> None:
+        """Call tensors by other names from now on.
+
+        Raises:
+            CheckpointMismatchError: two would have the same.
+        """
+        names = renamed.by_old(self.index, naming)
+        self._written_as = {new: self._written_as.get(old, old) for old, new in names.items()}
+        self.index = {names[old]: entry for old, entry in self.index.items()}
 
     def shape(self, name: str) -> list[int]:
         shape: list[int] = self.index[name]["shape"]
@@ -112,7 +124,9 @@ class Tensors:
         """A piece as it was written: a view of its file."""
         file = self._files.open(written_in)
         try:
-            return file.tensor(in_file(name, tuple(offsets)), plain.dtype_of(self.index[name]["dtype"]), sizes)
+            return file.tensor(
+                in_file(self._written_as.get(name, name), tuple(offsets)), plain.dtype_of(self.index[name]["dtype"]), sizes
+            )
         except KeyError:
             raise CheckpointCorruptError(f"{file.path} does not hold {name!r}, which {INDEX} says it does.") from None
 
@@ -156,7 +170,7 @@ class Tensors:
     def spans(self, name: str) -> list[tuple[Span, str]]:
         """Where the pieces of a tensor lie, and in which of the checkpoint's files."""
         return [
-            (self._files.open(written_in).span(in_file(name, tuple(offsets))), written_in)
+            (self._files.open(written_in).span(in_file(self._written_as.get(name, name), tuple(offsets))), written_in)
             for offsets, _, written_in in self.index[name]["pieces"]
         ]
 
@@ -170,9 +184,21 @@ class Tensors:
             file.forget()
 
 
-def read_states(folder: Place, states: dict[str, Stateful], *, strict: bool = True) -> Report:
+def read_states(
+    folder: Place,
+    states: dict[str, Stateful],
+    *,
+    strict: bool = True,
+    forgotten: Callable[[list[str]], tuple[list[str], list[str]]] | None = None,
+    rename: Mapping[str, str] | None = None,
+    naming: Naming | None = None,
+) -> Report:
     """Read what a snapshot wrote into the given states, whatever number of ranks wrote it. Collective.
 
+    Args:
+        forgotten: of the saved states' names, those that are left over, an error when strict, and those that are only listed.
+            By default what is not asked for is no matter.
+        rename, naming: what was asked for, and what it makes of the name of a state or a tensor.
     Raises:
         CheckpointMismatchError: a state or a parameter is missing, left over, or has another shape; with a table. With
             strict=False the missing and the left over are left alone, and returned. Ranks that do not ask for the same.
@@ -180,10 +206,14 @@ def read_states(folder: Place, states: dict[str, Stateful], *, strict: bool = Tr
     _same_states(states)
     with local_files(folder) as files:
         rest, saved = on_each(folder, lambda: (files.state(STATE), Tensors(files)))
+        if rename and naming is not None:
+            rest = on_each(folder, lambda: renamed.rename(rest, saved, states, rename, naming))
+        over, listed = forgotten(sorted(rest)) if forgotten is not None else ([], [])
         named = {n: s for n, s in states.items() if isinstance(s, NamedState) and n in rest}
         values, lacking = on_each(folder, lambda: _targets(named, saved, rest))
         wanted = {f"{n}.{k}": v for n, state in values.items() for k, v in state.items() if isinstance(v, torch.Tensor)}
-        report = compare(folder, states, rest, wanted, saved, strict, lacking)
+        report = compare(folder, states, rest, wanted, saved, strict, lacking, over)
+        report.unexpected += listed
         tensors = {k: v for k, v in wanted.items() if k in saved.index}
         on_each(folder, lambda: saved.read_into(tensors))
     on_each(folder, lambda: _load(named, values, rest))
@@ -255,6 +285,7 @@ def compare(
     saved: Tensors,
     strict: bool,
     lacking: Sequence[str] = (),
+    over: Sequence[str] = (),
 ) -> Report:
     """What does not fit, before anything is changed. Collective: ranks of a divided optimizer each want a part."""
     both = {k: v for k, v in wanted.items() if k in saved.index}
@@ -269,17 +300,28 @@ def compare(
     told = agree.gather(mine)
     missing = sorted({k for each in told for k in each[0]} | {name for name in states if name not in rest})
     shapes = {k: (a, b) for each in told for k, a, b in each[1]}
-    unexpected = sorted(set(told[0][2]).intersection(*(each[2] for each in told[1:])))
+    unexpected = sorted(set(told[0][2]).intersection(*(each[2] for each in told[1:]))) + list(over)
     cast = {k: (a.removeprefix("torch."), b.removeprefix("torch.")) for each in told for k, a, b in each[3]}
     rows = [(k, str(tuple(a)), str(tuple(b))) for k, (a, b) in sorted(shapes.items())]
     if strict:
-        rows += [(k, "-", "wanted") for k in missing] + [(k, str(tuple(saved.shape(k))), "-") for k in unexpected]
+        rows += [(k, "-", _shape_of(wanted.get(k))) for k in missing]
+        rows += [(k, str(tuple(saved.shape(k))) if k in saved.index else "saved", "-") for k in unexpected]
         # Weights are cast on purpose; an optimizer's averages that lose their last bits stand still.
         rows += [(k, a, b) for k, (a, b) in sorted(cast.items()) if ".state." in k and _loses(a, b)]
+    rows.sort(key=lambda row: ".state." in row[0] or ".param_groups." in row[0])  # what an optimizer knows of them comes last
     if rows:
         hint = "" if shapes else " RestoreOptions(strict=False) leaves these alone, and casts."
-        raise CheckpointMismatchError(f"{folder} does not fit this model:\n{table(('state', 'saved', 'now'), rows)}{hint}")
+        if over:
+            hint += f" allow_changes={tuple(over)!r} leaves only {', '.join(over)} out, for good: later checkpoints lack it."
+        hint += renamed.hint(states, wanted, {k: saved.shape(k) for k in saved.index}, missing, unexpected)
+        raise CheckpointMismatchError(
+            f"{folder} does not fit this model:\n{table(('state', 'saved', 'now'), rows, most=16)}{hint}"
+        )
     return Report(missing, unexpected, cast)
+
+
+def _shape_of(value: Any) -> str:
+    return f"wanted {tuple(value.size())}" if isinstance(value, torch.Tensor) else "wanted"
 
 
 def _loses(saved: str, now: str) -> bool:

@@ -117,6 +117,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
     constructed: Built  # how this constructor ran
     optimizer: torch.optim.Optimizer = _BuiltAtFirstUse()  # type: ignore[assignment]
     lr_scheduler: Any = _BuiltAtFirstUse()
+    may_lack = ("grad_scaler", "_bitwise")
 
     def __init__(
         self,

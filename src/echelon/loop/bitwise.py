@@ -7,14 +7,14 @@ order that depends on shapes), the number of threads, the random numbers of a sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.fixed_order import GradientTree, is_power_of_two
 from echelon.parallel.strategy import Prepared
-from echelon.world import streams
+from echelon.world import agree, streams
 from echelon.world.device import same_kernels
 
 __all__ = ["BitEqual"]
@@ -45,12 +45,15 @@ class BitEqual:
         self._parameters = [p for p in prepared.module.parameters() if p.requires_grad]
         self._tree = GradientTree()
         self._seed: int | None = None
+        self._others = ""  # where numpy's and Python's streams stood
 
     def run(self, work: Callable[[], R], update: int, index: int, *, last: bool) -> R:
         """Forward and backward of micro-batch `index` of an update, with the random numbers of its part."""
         if self._seed is None:
             self._seed = torch.initial_seed()  # as the script seeded all ranks
-        streams.at(self._seed, update * self.parts + index * self._prepared.dp_size + self._prepared.dp_rank)
+        self._others = self._others or agree.from_rank0(streams.digest)
+        part = update * self.parts + index * self._prepared.dp_size + self._prepared.dp_rank
+        streams.at(self._seed, self._others, part)
         result = work()
         self._tree.add(self._parameters, last=last)
         return result
@@ -59,9 +62,9 @@ class BitEqual:
         """Forget an unfinished window."""
         self._tree.clear()
 
-    def state_dict(self) -> dict[str, int | None]:
-        """The seed: what torch calls the initial seed is another one by now."""
-        return {"seed": self._seed}
+    def state_dict(self) -> dict[str, Any]:
+        """What the streams began with: they stand elsewhere by now."""
+        return {"seed": self._seed, "others": self._others}
 
-    def load_state_dict(self, state: dict[str, int | None]) -> None:
-        self._seed = state["seed"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._seed, self._others = state["seed"], state.get("others", "")

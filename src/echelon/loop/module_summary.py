@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.flop_counter import FlopCounterMode
 
 from echelon.contracts.errors import UsageError
+from echelon.world import streams
 
 __all__ = ["ModuleSummary", "get_module_summary", "get_summary_table", "prune_module_summary"]
 
@@ -172,10 +173,12 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     for parameter, _ in gradients:
         parameter.grad = None
+    before_draws = streams.states()
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
+        streams.put_back(before_draws)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

@@ -31,6 +31,7 @@ from echelon.loop.trainer_rank import Work, in_order, save, work_here, work_in_r
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel.precision import Precision
 from echelon.parallel.strategy import Strategy, resolve
+from echelon.world import streams
 
 __all__ = ["Trainer"]
 
@@ -240,8 +241,8 @@ class Trainer:
                 sent = pack(unit)
             env = {"CUDA_VISIBLE_DEVICES": options.visible(self.device_numbers)} if self.device_numbers else {}
             env |= {"CUDA_VISIBLE_DEVICES": ""} if self.accelerator == "cpu" else {}
-            seed = int(torch.randint(2**62, ()))  # of the caller's stream: a seed of the caller's decides what ranks draw
-            work = replace(work, unit=sent, before=before, after=str(folder / "after"), seed=seed)
+            seeds = streams.draw()  # of the caller's streams: a seed of the caller's decides what ranks draw
+            work = replace(work, unit=sent, before=before, after=str(folder / "after"), seeds=seeds)
             try:
                 done = launch(work_in_rank, ranks=ranks, args=(self, work), env=env, run_dir=self.default_root_dir)
             finally:

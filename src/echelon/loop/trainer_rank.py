@@ -25,6 +25,7 @@ from echelon.loop.state import EntryPoint, State
 from echelon.loop.unit import Unit
 from echelon.parallel.precision import Precision
 from echelon.parallel.strategy import resolve
+from echelon.world import streams
 from echelon.world.device import copy_data_to_device
 from echelon.world.init import World, init_from_env
 
@@ -50,7 +51,7 @@ class Work:
         ckpt_path: where to go on from; "last" is the newest below the Trainer's folder.
         before: a checkpoint of the unit as the caller has it, if it has been trained.
         after: the folder for the checkpoint that the caller takes back.
-        seed: of torch, in the ranks.
+        seeds: of the random streams, in the ranks.
     """
 
     phase: str
@@ -59,7 +60,7 @@ class Work:
     ckpt_path: str | None
     before: str | None = None
     after: str = ""
-    seed: int = 0
+    seeds: list[int] = field(default_factory=lambda: [0, 0, 0])
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class _Outputs(Callback):
 
 def work_in_rank(trainer: Trainer, work: Work) -> Done:
     """In a rank that the Trainer started."""
-    torch.manual_seed(work.seed)
+    streams.start(work.seeds)
     init_from_env("cpu" if trainer.accelerator == "cpu" else None)
     unit: Any = work.unit
     if isinstance(work.unit, Parcel):

@@ -114,10 +114,13 @@ class Unit(AppStateMixin):
     Attributes:
         reports_own_steps: its steps call `on_*_step_end` themselves, with more than the loop knows.
         weighs_padding: it counts a batch of padding as nothing.
+        may_lack: names of state that a run may go on without, though it was saved.
     """
 
     reports_own_steps = False
     weighs_padding = False
+    # State that an option makes, and that a run without the option goes on without.
+    may_lack: tuple[str, ...] = ()
 
     def on_exception(self, state: State, exc: BaseException) -> None:
         """The run ends with this exception. No collective here: the other ranks may not have it."""

@@ -115,6 +115,10 @@ class OptimizerState:
         numbers = agree.gather({k: v for k, v in own.items() if not isinstance(v, torch.Tensor)})
         return {k: v for each in (*numbers, own, options) for k, v in each.items()}
 
+    def full_names(self) -> dict[str, str]:
+        """By a parameter's name here, its name in the checkpoint."""
+        return {name: self._values[parameter] for parameter, name in self._names.items() if parameter in self._values}
+
     def targets(self, me: str, saved: Saved, values: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], list[str]]:
         """Tensors to be filled from a checkpoint, and parameters of which it knows nothing. Changes nothing yet.
 
@@ -180,6 +184,7 @@ class FSDP1OptimizerState:
 
     def __init__(self, modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer) -> None:
         self._module = next(iter(modules.values())) if len(modules) == 1 else nn.ModuleDict(modules)
+        self._owner = f"{next(iter(modules))}." if len(modules) == 1 else ""
         self._optimizer = optimizer
 
     def _translated(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -196,6 +201,9 @@ class FSDP1OptimizerState:
         """Of each group's parameters."""
         stateless = {**self._optimizer.state_dict(), "state": {}}
         return [[_plain(n) for n in group["params"]] for group in self._translated(stateless)["param_groups"]]
+
+    def full_names(self) -> dict[str, str]:
+        return {name: f"{self._owner}{name}" for group in self._names for name in group}
 
     def state_dict(self) -> dict[str, Any]:
         state = self._optimizer.state_dict()

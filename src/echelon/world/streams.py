@@ -1,20 +1,24 @@
 """Random streams: what must start equal on all ranks does, what must differ between data-parallel ranks differs.
 
-A script seeds all ranks alike (`seed`), builds the model, and every rank has the same one. Training then needs another
-stream per data-parallel rank: with one for all, dropout drops the same units of different samples, on every rank.
+A script seeds all ranks alike (`seed`), builds the model, and every rank has the same one. Training then needs other streams per
+data-parallel rank: with one for all, dropout drops the same units of different samples, and augmentation turns and cuts them
+alike, on every rank. Ranks that compute the same samples together need the same ones. That holds for torch, numpy and Python.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from echelon.contracts.errors import UsageError
+from echelon.world import agree
 
-__all__ = ["at", "load_states", "put_back", "renew", "seed", "separate", "states"]
+__all__ = ["at", "digest", "draw", "load_states", "put_back", "renew", "seed", "separate", "start", "states"]
 
 
 def seed(seed: int) -> None:
@@ -30,31 +34,95 @@ def seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-# The seed of the stream that is this rank's own already, made by `separate` or loaded from a checkpoint.
+# The seed of the torch stream that is this rank's own already, made by `separate` or loaded from a checkpoint.
 _own: int | None = None
+# The digests of streams that were loaded from a checkpoint.
+_loaded: list[str] | None = None
 
 
 def separate(dp_rank: int) -> None:
-    """Give this data-parallel rank a torch stream of its own, derived from the common seed. Rank 0 keeps the common one.
+    """Give this data-parallel rank streams of its own, derived from the common ones. Rank 0 keeps the common ones. Collective.
 
-    So one process alone draws what plain PyTorch would. A stream that is this rank's own already is left alone.
+    So one process alone draws what the same program without ranks would. Streams that are this rank's own already, or were
+    restored, are left alone. numpy's and Python's do not know their seeds: ranks compare where they stand. Ranks of one
+    `dp_rank` that stand apart, because nobody seeded them or one drew more, are brought together.
     """
     global _own
     if dp_rank and torch.initial_seed() != _own:
         torch.manual_seed(_mix(torch.initial_seed(), dp_rank))
         _own = torch.initial_seed()
+    if not agree.is_joined():
+        return
+    mine = _digests()
+    told = agree.gather([dp_rank, mine, mine == _loaded])
+    if all(as_loaded for _, _, as_loaded in told):
+        return
+    for i, stream in enumerate(_STREAMS):
+        peers = [digests[i] for rank, digests, _ in told if rank == dp_rank]
+        others = {digests[i] for rank, digests, _ in told if rank != dp_rank}
+        if len(set(peers)) > 1 or (dp_rank and peers[0] in others):
+            _begin(stream, peers[0], dp_rank)
+    _own = torch.initial_seed() if dp_rank else _own
 
 
 def renew(step: int) -> None:
-    """Another common stream than any before, the same on all ranks: for a run that goes on without its saved streams."""
+    """Other common streams than any before, the same on all ranks: for a run that goes on without its saved streams."""
     torch.manual_seed(_mix(torch.initial_seed(), step + 2**32))
+    for stream, now in zip(_STREAMS[1:], _digests()[1:], strict=True):
+        _begin(stream, now, step + 2**32)
 
 
-def at(common: int, position: int) -> None:
-    """The torch stream that belongs to a position in training, for whichever rank works on it."""
+def at(common: int, others: str, position: int) -> None:
+    """The streams that belong to a position in training, for whichever rank works on it.
+
+    Args:
+        common, others: torch's seed and a `digest` of the rest, as they were on all ranks when training began.
+    """
     global _own
     torch.manual_seed(_mix(common, position + 2**33))
     _own = torch.initial_seed()
+    for stream in _STREAMS[1:]:
+        _begin(stream, others, position + 2**33)
+
+
+def draw() -> list[int]:
+    """A seed from each of this process's streams, for `start` in another process: what it draws then follows from them."""
+    return [int(torch.randint(2**62, ())), random.getrandbits(62), int(np.random.randint(2**31 - 1))]
+
+
+def start(seeds: Sequence[int]) -> None:
+    """Begin the streams that `draw` in another process decided."""
+    torch.manual_seed(seeds[0])
+    random.seed(seeds[1])
+    np.random.seed(seeds[2])
+
+
+def digest() -> str:
+    """Tells where Python's and numpy's streams stand."""
+    return "-".join(_digests()[1:])
+
+
+# In the order of `_digests`.
+_STREAMS = ("torch", "python", "numpy")
+
+
+def _digests() -> list[str]:
+    """Tell where the streams stand."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    numpys = (kind, np.asarray(keys).tobytes(), position, has_gauss, gauss)
+    each = (torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode(), repr(numpys).encode())
+    return [hashlib.sha256(state).hexdigest()[:32] for state in each]
+
+
+def _begin(stream: str, origin: str, number: int) -> None:
+    """Seed one stream by another one's digest and a number."""
+    value = int.from_bytes(hashlib.sha256(f"{stream} {origin} {number}".encode()).digest()[:16], "little")
+    if stream == "torch":
+        torch.manual_seed(value >> 65)
+    elif stream == "python":
+        random.seed(value)
+    else:
+        np.random.seed([value >> shift & 0xFFFFFFFF for shift in (0, 32, 64, 96)])
 
 
 def _mix(common: int, rank: int) -> int:
@@ -79,9 +147,9 @@ def states() -> dict[str, Any]:
 
 def load_states(saved: dict[str, Any]) -> None:
     """Take up `states()` of a checkpoint: from now on this rank's own."""
-    global _own
+    global _own, _loaded
     put_back(saved)
-    _own = torch.initial_seed()
+    _own, _loaded = torch.initial_seed(), _digests()
 
 
 def put_back(saved: dict[str, Any]) -> None:

@@ -12,19 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.checkpoint.renamed import moved
 from echelon.checkpoint.store import table
 from echelon.contracts.errors import CheckpointMismatchError
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.data import resume
 from echelon.data.loader import Loader
 from echelon.data.stream import StreamLoader
+from echelon.loop.callbacks import forgotten
 from echelon.loop.unit import Unit
 from echelon.parallel.partition import Partition
 from echelon.parallel.strategy import Prepared
 from echelon.world import agree
 from echelon.world.init import World
 
-__all__ = ["check", "facts"]
+__all__ = ["check", "facts", "renamed"]
 
 _HARMLESS = ("world_size", "dp_size", "mesh", "strategy", "torch", "echelon", "python", "command")
 # Of what a user wraps by hand.
@@ -51,6 +53,7 @@ def facts(unit: Unit, loader: Any) -> dict[str, Any]:
         "optimizers": {name: type(Partition.behind(o)).__name__ for name, o in unit.tracked_optimizers().items()},
         "options": {name: [_options(group) for group in o.param_groups] for name, o in unit.tracked_optimizers().items()},
         "data": _of_loader(loader),
+        "states": forgotten.kinds(unit),
         "user": _users(unit),
         "command": _command(),
     }
@@ -123,6 +126,12 @@ def _command() -> list[str]:
     run = RunDir.current()
     about = read_json(run.run_json) if run is not None else None
     return [str(word) for word in (about or {}).get("command", [])]
+
+
+def renamed(saved: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, Any]:
+    """A checkpoint's facts with the names of states that they have now."""
+    of_states = ("modules", "optimizers", "options", "states")
+    return {k: {moved(n, renames): v for n, v in each.items()} if k in of_states else each for k, each in saved.items()}
 
 
 def check(saved: Mapping[str, Any], unit: Unit, loader: Any, *, optimizers: bool, allowed: Iterable[str]) -> tuple[str, set[str]]:

@@ -55,7 +55,10 @@ def take(
     states["train_dataloader"] = _Fixed(position or {})
     taken = snapshot(states, own, planned)
     monitored = _monitored(best.monitored_metric, state, unit) if best is not None else {}
-    facts = {"config": changes.facts(unit, loader), "host": socket.gethostname(), "metrics": monitored}
+    config = changes.facts(unit, loader)
+    # Whose position it is, where progress alone does not tell it.
+    config["position"] = type(loader).__name__ if position and not isinstance(loader, Placed) else None
+    facts = {"config": config, "host": socket.gethostname(), "metrics": monitored}
     return taken, facts
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from echelon.checkpoint.store import Report
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from echelon.data.fingerprint import checksum
 from echelon.data.loader import Loader
-from echelon.loop.callbacks import changes
+from echelon.loop.callbacks import changes, forgotten
 from echelon.loop.metrics import load_share
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel import reduction_order
@@ -34,7 +34,10 @@ class RestoreOptions:
     Args:
         strict: False leaves alone what the checkpoint does not have, and what it has and nobody asks for; both are logged.
         init_optim_states: TorchTNT's; always done where it is needed.
-        allow_changes: names of changes that are not harmless, such as "global_batch", and are meant.
+        allow_changes: names of changes that are not harmless, such as "global_batch", and are meant; and of states that the
+            checkpoint has and the unit has no more, to leave out.
+        rename: what is called otherwise now: the beginning of a name in the checkpoint, and its name here, such as
+            `{"module.encoder": "module.backbone"}`. An optimizer's state follows.
     """
 
     restore_modules: bool = True
@@ -47,6 +50,7 @@ class RestoreOptions:
     init_optim_states: bool = True
     allow_changes: tuple[str, ...] = ()
     restore_metrics: bool = True
+    rename: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def weights_only(cls, *, strict: bool = True) -> RestoreOptions:
@@ -94,7 +98,7 @@ def restore(path: Place, unit: Unit, loader: Iterable[Any] | None, options: Rest
         if len(modules) != 1:
             raise UsageError(f"{path} holds the weights of one module, and the unit has {len(modules)}: {', '.join(modules)}.")
         ((name, module),) = modules.items()
-        report = foreign.read_weights(path, states_by_name({name: module})[name], strict=options.strict)
+        report = foreign.read_weights(path, states_by_name({name: module})[name], strict=options.strict, rename=options.rename)
         _log(report, path)
         return report
     try:
@@ -112,16 +116,31 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
     chosen = _chosen(unit, options)
     allowed = options.allow_changes
     seeks = loader is not None and hasattr(loader, "load_state_dict")
-    table, meant = changes.check(manifest.get("config", {}), unit, loader, optimizers=options.restore_optimizers, allowed=allowed)
+    config = changes.renamed(manifest.get("config", {}), options.rename)
+    table, meant = changes.check(config, unit, loader, optimizers=options.restore_optimizers, allowed=allowed)
     if table and _speaks():
         logger.warning("since %s was saved, changed:\n%s", path, table)  # harmless ones, too: a lower lr that is not used
-    if meant & set(manifest.get("config", {}).get("optimizers", {})):
+    if meant & set(config.get("optimizers", {})):
         chosen = {name: value for name, value in chosen.items() if name not in meant}
     # Of all first: an optimizer's names are those of its modules, restored or not.
     states = {name: state for name, state in states_by_name(unit.app_state()).items() if name in chosen}
     if seeks:
         states["train_dataloader"] = _IfSaved(loader, meant, lambda: store.read_rank(path, manifest))
-    report = store.read_states(path, states, strict=options.strict)
+    elif config.get("position") and isinstance(unit, TrainUnit) and options.restore_train_progress and _speaks():
+        logger.warning(
+            "%s holds where a %s stood in the middle of an epoch; give it, too: train_dataloader=. Training on without reads the "
+            "epoch's first batches again.",
+            path,
+            config["position"],
+        )
+    report = store.read_states(
+        path,
+        states,
+        strict=options.strict,
+        forgotten=lambda names: forgotten.forgotten(config, names, unit, options),
+        rename=options.rename,
+        naming=forgotten.naming(options.rename, states) if options.rename else None,
+    )
     _log(report, path)
     if not options._weights_only:
         _own(path, manifest, unit, metrics=options.restore_metrics)

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.background import Background
 from echelon.checkpoint.layout import raise_on_all
@@ -25,7 +23,6 @@ from echelon.loop.callbacks import contents, restoring
 from echelon.loop.callbacks.restoring import RestoreOptions
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel import reduction_order
-from echelon.parallel.strategy import local
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -96,7 +93,6 @@ class DistributedCheckpointSaver(Callback):
         self._background = Background(self._retire)
         self._buffers: dict[str, Any] = {}
         self._pending = (0, 0.0)  # of the save under way: its step, and when it began
-        self._waiting: dict[int, Any] = {}  # hooks of optimizers
         self.stall_s = 0.0  # for which the loop stopped for the latest asynchronous save
         self._holds = False  # the folder's lease; the same on all ranks, though only rank 0 has it
 
@@ -152,9 +148,6 @@ class DistributedCheckpointSaver(Callback):
         if self._due or (every is not None and unit.train_progress.num_epochs_completed % every == 0):
             self._save(state, unit)
 
-    def on_eval_start(self, state: State, unit: Any) -> None:
-        self._wait_for_copy()  # an evaluation may exchange weights for their averages
-
     def on_eval_step_end(self, state: State, unit: Any) -> None:
         every = self.every.eval_steps
         if every is not None and isinstance(unit, TrainUnit) and unit.eval_progress.num_steps_completed % every == 0:  # type: ignore[attr-defined]
@@ -192,9 +185,6 @@ class DistributedCheckpointSaver(Callback):
             self._holds = True
 
     def _release(self) -> None:
-        for hook in self._waiting.values():
-            hook.remove()
-        self._waiting.clear()
         if not self._background.busy:
             self._buffers.clear()
         self._holds = False
@@ -258,32 +248,18 @@ class DistributedCheckpointSaver(Callback):
         if staged is None:
             return
         taken, facts = contents.take(state, unit, self._planned, self.best)
-        copy_rest = taken.copy(self._buffers, self._changed_by_steps_only(unit))
+        copied = taken.copy(self._buffers)
         self._pending = (step, began)
-        self._background.start(staged, step, taken, copy_rest, facts["config"]["world_size"], facts)
+        self._background.start(staged, step, taken, copied, facts["config"]["world_size"], facts)
         self.stall_s = time.perf_counter() - began
         if state.recorder is not None:
             state.recorder.event("checkpoint_started", step=step, stall_s=self.stall_s)
             state.recorder.pause_clock()
 
-    def _changed_by_steps_only(self, unit: Unit) -> set[int]:
-        """Addresses of what optimizers own: copied beside the next forward and backward pass, for which their steps wait."""
-        found: set[int] = set()
-        for optimizer in unit.tracked_optimizers().values():
-            if id(optimizer) not in self._waiting:
-                self._waiting[id(optimizer)] = optimizer.register_step_pre_hook(self._wait_for_copy)
-            owned = [p for group in optimizer.param_groups for p in group["params"]]
-            state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
-            found |= {local(t).data_ptr() for t in (*owned, *state)}
-        return found - {0}
-
     def settle(self, state: State) -> None:
         """Wait for a save under way, and forget one that is due. Collective."""
         self._look_after(state, wait=True)
         self._due = False
-
-    def _wait_for_copy(self, *_: Any) -> None:
-        self.stall_s += self._background.wait_for_copy()
 
     def _retire(self, newest: Place) -> None:
         """Remove what need not stay, after a commit. Rank 0 alone, perhaps in a thread."""

@@ -1,0 +1,154 @@
+"""Layers that are called otherwise than when they were saved: which could be the same, and names put in place of others."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from echelon.checkpoint.layout import NamedState
+from echelon.contracts.errors import CheckpointMismatchError
+
+__all__ = ["Naming", "by_old", "check", "hint", "moved", "rename", "suggest"]
+
+# What a name in a checkpoint is called now.
+Naming = Callable[[str], str]
+
+Shapes = Mapping[str, list[int]]
+
+
+def moved(name: str, renames: Mapping[str, str]) -> str:
+    """A dotted name with the longest of its beginnings that is renamed replaced."""
+    for old in sorted(renames, key=len, reverse=True):
+        if name == old or name.startswith(f"{old}."):
+            return renames[old] + name[len(old) :]
+    return name
+
+
+def by_old(names: Iterable[str], naming: Naming) -> dict[str, str]:
+    """New name by old.
+
+    Raises:
+        CheckpointMismatchError: two would have the same.
+    """
+    made = {name: naming(name) for name in names}
+    twice = [new for new, count in Counter(made.values()).items() if count > 1]
+    if twice:
+        olds = " and ".join(old for old, new in made.items() if new == twice[0])
+        raise CheckpointMismatchError(f"rename: {olds} would both be {twice[0]}.")
+    return made
+
+
+def check(renames: Mapping[str, str], names: Sequence[str]) -> None:
+    """
+    Raises:
+        CheckpointMismatchError: a name that the checkpoint does not have.
+    """
+    for old in renames:
+        if not any(name == old or name.startswith(f"{old}.") for name in names):
+            shown = list(dict.fromkeys(".".join(name.split(".")[:2]) for name in names))
+            more = f" and {len(shown) - 12} more" if len(shown) > 12 else ""
+            raise CheckpointMismatchError(
+                f"rename {old!r}: the checkpoint has no such name. It has {', '.join(shown[:12])}{more}."
+            )
+
+
+def rename(
+    rest: Mapping[str, Any], saved: Any, states: Mapping[str, Any], renames: Mapping[str, str], naming: Naming
+) -> dict[str, Any]:
+    """Give tensors, states, and what states hold by parameter name the names that they have now.
+
+    Args:
+        rest, saved: the nested states of a checkpoint, and its `store.Tensors`, which are changed.
+        states: what will be restored, by its present names.
+    Returns:
+        the nested states by their present names.
+    """
+    check(renames, [*rest, *saved.index])
+    saved.rename(naming)
+    made: dict[str, Any] = {}
+    for old, new in by_old(rest, naming).items():
+        made[new] = rest[old]
+        if isinstance(states.get(new), NamedState):
+            keys = by_old([f"{old}.{key}" for key in rest[old]], naming)
+            made[new] = {now.removeprefix(f"{new}."): rest[old][full.removeprefix(f"{old}.")] for full, now in keys.items()}
+    return made
+
+
+def hint(
+    states: Mapping[str, Any], wanted: Mapping[str, Any], saved: Shapes, missing: Sequence[str], unexpected: Sequence[str]
+) -> str:
+    """A sentence with the mapping that may be meant; "" if nothing that is left over has the shape of anything that is missing.
+
+    Args:
+        wanted, saved: all tensors, and all shapes, by name.
+        missing, unexpected: names of tensors and states.
+    """
+    modules = {name for name, state in states.items() if isinstance(state, NamedState) and not hasattr(state, "targets")}
+    now = {k: list(wanted[k].size()) for k in missing if k in wanted and k.partition(".")[0] in modules}
+    for name in modules.intersection(missing):
+        now |= {f"{name}.{k}": list(v.size()) for k, v in states[name].state_dict().items() if isinstance(v, torch.Tensor)}
+    left = {name for name in unexpected if name not in saved}
+    was = {k: v for k, v in saved.items() if k.partition(".")[0] in left or (k in unexpected and k.partition(".")[0] in modules)}
+    found = suggest(was, now)
+    return f" If they have other names now: RestoreOptions(rename={found!r})." if found else ""
+
+
+def suggest(saved: Shapes, now: Shapes) -> dict[str, str]:
+    """Which saved names could be which present ones, by equal shapes: whole submodules first, then what is the only one.
+
+    Args:
+        saved, now: shapes by name, of what was saved and nobody asks for, and of what is asked for and was not saved.
+    """
+    saved, now = dict(saved), dict(now)
+    found: dict[str, str] = {}
+    candidates = {_without_common_end(u, m) for u, shape in saved.items() for m, other in now.items() if shape == other}
+    ranks = {pair: _rank(pair[0], pair[1], saved, now) for pair in candidates}
+    for old, new in sorted(candidates, key=ranks.__getitem__):
+        ours, theirs = _under(old, saved), _under(new, now)
+        if ours and ours == theirs:
+            found[old] = new
+            saved = {k: v for k, v in saved.items() if moved(k, {old: ""}) == k}
+            now = {k: v for k, v in now.items() if moved(k, {new: ""}) == k}
+    for name, shape in saved.items():
+        alike = [m for m, other in now.items() if other == shape]
+        if len(alike) == 1 and sum(other == shape for other in saved.values()) == 1:
+            found[name] = alike[0]
+    return found
+
+
+def _under(prefix: str, shapes: Shapes) -> dict[str, list[int]]:
+    """Shapes by the rest of the name."""
+    return {k[len(prefix) :]: v for k, v in shapes.items() if k == prefix or k.startswith(f"{prefix}.")}
+
+
+def _without_common_end(a: str, b: str) -> tuple[str, str]:
+    ours, theirs = a.split("."), b.split(".")
+    while len(ours) > 1 and len(theirs) > 1 and ours[-1] == theirs[-1]:
+        ours.pop()
+        theirs.pop()
+    return ".".join(ours), ".".join(theirs)
+
+
+def _rank(old: str, new: str, saved: Shapes, now: Shapes) -> tuple[object, ...]:
+    """Large parts first; then similar names; then what stands in the same place, numbers as numbers."""
+    count = len(_under(old, saved))
+    similar = difflib.SequenceMatcher(None, _letters(old), _letters(new)).ratio()
+    places = [sorted(shapes, key=_natural).index(_first(name, shapes)) for name, shapes in ((old, saved), (new, now))]
+    return -count, -round(similar, 3), abs(places[0] - places[1]), _natural(old), _natural(new)
+
+
+def _first(prefix: str, shapes: Shapes) -> str:
+    return min((k for k in shapes if k == prefix or k.startswith(f"{prefix}.")), key=_natural)
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"\d+", "", name)
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
