@@ -30,6 +30,7 @@ class Overrides:
         compile: False leaves `torch_compile_params` unused.
         parts: with bit-equal numbers, into how many micro-batches every global batch is split over all ranks.
         planned_ranks: for how many ranks the memory of micro-batches was meant; with fewer, each computes its own in pieces.
+        observes: True where mistakes are to be seen at work, as `echelon prove` does: what would be refused as one goes on.
     """
 
     strategy: Any = None
@@ -38,6 +39,7 @@ class Overrides:
     compile: bool | None = None
     parts: int | None = None
     planned_ranks: int | None = None
+    observes: bool | None = None
 
     def to_env(self) -> dict[str, str]:
         """One variable; only what is set."""

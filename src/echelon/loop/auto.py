@@ -30,6 +30,7 @@ from echelon.loop.averaged import AveragedWeights, SWAParams, swa_scheduler
 from echelon.loop.bitwise import BitEqual
 from echelon.loop.loss import problem_with, rows
 from echelon.loop.metrics import Mean
+from echelon.loop.optimizer_checks import check_made, look_at_first_update, not_the_modules
 from echelon.loop.parts import in_order, mean_loss, parts_for
 from echelon.loop.rebuild import Built
 from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
@@ -237,6 +238,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
                 f"{type(self).__name__}.configure_optimizers_and_lr_scheduler returned {type(made).__name__}; "
                 "return the pair (optimizer, scheduler or None)."
             )
+        check_made(self, made[0])
         self.optimizer, self.lr_scheduler = made
         plateau = isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         self._plateau = plateau and not _overrides(self, AutoUnit, "step_lr_scheduler")
@@ -256,6 +258,10 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         return self._reduces and not self._reports_step and not _overrides(self, AutoUnit, "train_step")
 
     @property
+    def steps_by_itself(self) -> bool:
+        return _overrides(self, AutoUnit, "train_step")
+
+    @property
     def agrees_on_updates(self) -> bool:
         """Whether `latest_update` is the same on all ranks."""
         return self._reduces
@@ -267,6 +273,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
             self._reduces = agree.is_joined() and together
             check_trainable(self, together=self._reduces or not agree.is_joined(), has_strategy=self._given_strategy is not None)
             self.configure()
+            self._check_optimizer()
             if self._plateau:
                 check_plateau(state)
             if self.grad_scaler is not None:
@@ -283,6 +290,18 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
                 streams.separate(self.prepared.dp_rank)
         elif phase in ("eval", "test"):
             self._evaluation.mean.reset()
+
+    def _check_optimizer(self) -> None:
+        """At every start of training, whoever made it: it may have been assigned, or been given more parameters."""
+        check_made(self, self.optimizer)
+        others = not_the_modules(self, self.optimizer)
+        if others and self._bitwise is not None:
+            raise UsageError(
+                f"bit-equal training: the optimizer has {len(others)} parameter(s) outside of the module. Make them part of it."
+            )
+        self.prepared.trains_also(others)
+        if self.window.updates == 0:
+            look_at_first_update(self, self.optimizer, together=self._reduces)
 
     def parts_of_step(self, phase: str) -> int:
         return self._parts_of_step if phase == "train" else 1

@@ -27,6 +27,7 @@ from echelon.data.workers import explain
 from echelon.loop import agreements
 from echelon.loop.callback import Callback
 from echelon.loop.hooks import KINDS, Hook, Hooks, overrides
+from echelon.loop.optimizer_checks import check_tracked
 from echelon.loop.progress import Progress
 from echelon.loop.record import Recorder
 from echelon.loop.state import ActivePhase, EntryPoint, PhaseState, State
@@ -71,6 +72,7 @@ class Run:
                 state.stop()
             agreements.on_limits(phase, progress)
             self._begin("train")
+            check_tracked(self.unit)
             self._agree_on_agreeing()
             self._agree_to_stop()
             self._event("train_start", total_steps=self._total_steps(), step=progress.num_steps_completed)

@@ -147,6 +147,11 @@ class Unit(AppStateMixin):
         return False
 
     @property
+    def steps_by_itself(self) -> bool:
+        """Whether forward, backward and update are the user's own code."""
+        return True
+
+    @property
     def forward_is_collective(self) -> bool:
         """Whether all ranks must take equally many evaluation steps."""
         return False

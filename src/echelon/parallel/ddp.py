@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.around import Passes, send_through
 from echelon.parallel.fixed_order import reduce_bucket
 from echelon.parallel.materialize import materialize
 from echelon.parallel.strategy import Prepared, Strategy, WrapperPrepared
@@ -38,6 +39,29 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
     def __init__(self, module: DistributedDataParallel, world: World) -> None:
         group = module.process_group
         super().__init__(module, dist.get_rank(group), dist.get_world_size(group))
+        self._passes: Passes | None = None
+
+    def forward_backward(
+        self,
+        micro_batch: Any,
+        forward: Callable[[Any], tuple[torch.Tensor, Any]],
+        backward: Callable[[torch.Tensor, Any], None],
+    ) -> tuple[torch.Tensor, Any]:
+        passes = self._passes
+        if passes is None:
+            passes = self._passes = Passes(self.module)
+        passes.ran = False
+        loss, outputs = forward(micro_batch)
+        if self._reduces and not passes.ran:
+            loss = send_through(self.module, loss)
+        backward(loss, micro_batch)
+        if self._loose:
+            self._average_loose()
+        return loss, outputs
+
+    @property
+    def data_groups(self) -> list[dist.ProcessGroup | None]:
+        return [self.module.process_group]
 
     @property
     def forward_is_collective(self) -> bool:  # type: ignore[override]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
@@ -24,6 +25,10 @@ class FSDP1Prepared(WrapperPrepared["FullyShardedDataParallel"]):
 
     def __init__(self, module: FullyShardedDataParallel, world: World) -> None:
         super().__init__(module, world.rank, world.size)
+
+    @property
+    def data_groups(self) -> list[dist.ProcessGroup | None]:
+        return [None]
 
     def parameters_written(self) -> None:
         raise UsageError(

@@ -21,6 +21,7 @@ from echelon.parallel.activation import ActivationCheckpointParams, recompute
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
+from echelon.parallel.replaced import note
 from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy, resolve
 from echelon.parallel.zero import ZeROPrepared
 from echelon.world.init import World
@@ -120,7 +121,10 @@ def parallelize(
                 )
         if overridden is not None:
             chosen = overridden(chosen) if callable(overridden) else resolve(overridden)
-        return (chosen or NOOPStrategy()).prepare(module, world, recipe)
+        before = list(module.named_parameters(remove_duplicate=False))
+        prepared = (chosen or NOOPStrategy()).prepare(module, world, recipe)
+        note(before, dict(prepared.plain.named_parameters(remove_duplicate=False)))
+        return prepared
     if chosen is not None and not isinstance(chosen, NOOPStrategy):
         raise UsageError(
             f"strategy {chosen.name!r} for a {type(module).__name__} that is made parallel already. "

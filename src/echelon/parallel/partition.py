@@ -24,7 +24,7 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.world import agree
 
-__all__ = ["Partition", "assign"]
+__all__ = ["Partition", "assign", "parameters_of"]
 
 _ALIGNMENT_BYTES = 64  # what vectorised kernels like their tensors to start at
 
@@ -205,6 +205,14 @@ class Partition:
         for work in works:
             assert work is not None
             work.wait()
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """All parameters of an optimizer, also those that other ranks own; each once."""
+    partition = Partition.of(optimizer)
+    added = optimizer.param_groups[len(partition.groups) :] if partition is not None else optimizer.param_groups
+    every = [*(partition.parameters if partition is not None else ()), *(p for group in added for p in group["params"])]
+    return list({id(p): p for p in every}.values())
 
 
 def _buffers(parameters: Iterable[nn.Parameter], owners: dict[nn.Parameter, int]) -> list[_Buffer]:

@@ -199,6 +199,10 @@ class ShardedDDPPrepared(WrapperPrepared[ShardedDataParallel]):
         super().__init__(module, dist.get_rank(module.process_group), dist.get_world_size(module.process_group))
 
     @property
+    def data_groups(self) -> list[dist.ProcessGroup | None]:
+        return [self.module.process_group]
+
+    @property
     def forward_is_collective(self) -> bool:  # type: ignore[override]
         """Before a forward, rank 0's buffers go to all, in evaluations too."""
         return self.module.enable_broadcast_buffers and any(True for _ in self.module.buffers())

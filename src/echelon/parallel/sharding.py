@@ -22,6 +22,7 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.parallel.blocks import Blocks, blocks_to_shard, without_shared
 from echelon.parallel.fixed_order import TreeReduceScatter
+from echelon.parallel.loose import AfterEachBackward
 from echelon.parallel.materialize import materialize, remember
 from echelon.parallel.strategy import NO_CONTEXT, Prepared
 from echelon.world.init import World, ensure_group
@@ -48,17 +49,34 @@ class FSDPPrepared(Prepared[nn.Module]):
     def __init__(self, module: nn.Module, world: World, dp_rank: int | None = None, dp_size: int | None = None) -> None:
         rank, size, self.is_replica = _data_place(module, world)
         super().__init__(module, rank if dp_rank is None else dp_rank, size if dp_size is None else dp_size)
-        self._sync: bool = True
 
     def optimizer(self, make: Callable[[nn.Module], O]) -> O:
         self.parameters_written()  # an evaluation leaves whole parameters, which are gone when their shards return
         return super().optimizer(make)
 
+    @property
+    def data_groups(self) -> list[dist.ProcessGroup | None]:
+        mesh = next((p.device_mesh for p in self.module.parameters() if hasattr(p, "device_mesh")), None)
+        if mesh is None:
+            return super().data_groups
+        names = mesh.mesh_dim_names or ("",) * mesh.ndim
+        return [mesh.get_group(axis) for axis, name in enumerate(names) if name != "tp"]
+
+    def trains_also(self, others: list[nn.Parameter]) -> None:
+        self.parameters_written()  # as above
+        by_itself = AfterEachBackward.of(self.module)
+        if by_itself is not None:
+            by_itself.enabled = False
+        super().trains_also(others)
+
+    def _left_alone(self) -> list[nn.Parameter]:
+        return [p for p in self.module.parameters() if p.requires_grad and not hasattr(p, "device_mesh")]
+
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        if last != self._sync:
+        if last != self._reduces:
             sharded: FSDPModule = self.module  # type: ignore[assignment]
             sharded.set_requires_gradient_sync(last)
-            self._sync = last
+            self._reduces = last
         return NO_CONTEXT
 
     def fix_order(self) -> None:
@@ -142,7 +160,7 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
     ignored = set(how.ignored)
     ranks = how.mesh.mesh.flatten().tolist()
     _refuse_loose(module, ignored, len(ranks))
-    _refuse_scalars(module, ignored)
+    ignored |= (scalars := _scalars(module))
     blocks = _blocks(module, how.blocks, world)
     module = recipe.compile(recipe.recompute(module))
     options: dict[str, Any] = {
@@ -166,16 +184,17 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
         for (_, block), (_, following) in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     materialize(module, torch.device("cpu") if how.offload else world.device, buffers=world.device)
+    for scalar in scalars:  # is never offloaded
+        scalar.data = scalar.data.to(world.device)
+    trained = [p for p in module.parameters() if p in scalars and p.requires_grad]
+    if trained and len(ranks) > 1:
+        AfterEachBackward(module, trained, [how.mesh.get_group(axis) for axis in range(how.mesh.ndim)])
     return FSDPPrepared(module, world, ranks.index(world.rank), len(ranks))
 
 
-def _refuse_scalars(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.dim() == 0 and parameter not in ignored:
-            raise UsageError(
-                f"{type(module).__name__}.{name} is a scalar, which fully_shard cannot split. Make it a tensor of one element, "
-                "nn.Parameter(torch.zeros(1)), or take strategy 'ddp' or 'zero1'."
-            )
+def _scalars(module: nn.Module) -> set[nn.Parameter]:
+    """What `fully_shard` cannot split: it stays whole on every rank, and `parallel/loose` averages its gradient."""
+    return {p for p in module.parameters() if p.dim() == 0}
 
 
 def _blocks(module: nn.Module, chosen: Blocks | None, world: World) -> Blocks:

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel import gradients
 from echelon.parallel.fixed_order import clip_in_order_
 from echelon.parallel.gradients import local
+from echelon.parallel.loose import average_, check_equal
 from echelon.parallel.materialize import materialize
 from echelon.world.init import World
 
@@ -44,6 +46,7 @@ class Prepared(Generic[M]):
         forward_is_collective: every rank must call the module equally often, also to evaluate.
         order_is_fixed: `fix_order` was called.
         is_replica: another rank works on the very same samples and speaks for them; what this one counts weighs nothing.
+        others: what the optimizer trains besides the module, such as a learned weight of a loss.
     """
 
     forward_is_collective = False
@@ -53,6 +56,9 @@ class Prepared(Generic[M]):
     def __init__(self, module: M, dp_rank: int = 0, dp_size: int = 1) -> None:
         self.module = module
         self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.others: list[nn.Parameter] = []
+        self._loose: list[nn.Parameter] = []  # whose gradients nothing else reduces
+        self._reduces = True
 
     @staticmethod
     def of(module: nn.Module, world: World) -> Prepared[Any]:
@@ -92,8 +98,30 @@ class Prepared(Generic[M]):
         """Call `make(module)`: only now do the parameters have the form that they keep."""
         return make(self.module)
 
+    @property
+    def data_groups(self) -> list[dist.ProcessGroup | None]:
+        """The groups of data-parallel ranks, one for each axis; none where every process trains by itself."""
+        return [None] if self.dp_size > 1 else []
+
+    def trains_also(self, others: list[nn.Parameter]) -> None:
+        """Before training: what the optimizer has besides the module. Its gradients are averaged over the ranks, too. Collective.
+
+        Raises:
+            UsageError: these parameters are not the same on all ranks.
+        """
+        self.others = others
+        groups = self.data_groups
+        if groups:
+            check_equal(others, groups, "the optimizer has parameters")
+        self._loose = [*self._left_alone(), *others] if groups else []
+
+    def _left_alone(self) -> list[nn.Parameter]:
+        """Trained parameters of the module whose gradients the strategy does not reduce."""
+        return []
+
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         """Context of one micro-batch's forward and backward: no gradient traffic before the window's last."""
+        self._reduces = last
         return NO_CONTEXT
 
     def forward_backward(
@@ -105,7 +133,14 @@ class Prepared(Generic[M]):
         """`forward(micro_batch)` gives loss and outputs, `backward(loss, micro_batch)` follows. A pipeline interleaves many."""
         loss, outputs = forward(micro_batch)
         backward(loss, micro_batch)
+        if self._loose:
+            self._average_loose()
         return loss, outputs
+
+    def _average_loose(self) -> None:
+        """After a backward pass. Collective after a window's last."""
+        if self._reduces:
+            average_(self._loose, self.data_groups, in_order=self.order_is_fixed)
 
     def fix_order(self) -> None:
         """From now on, add gradients over the ranks in the order of `parallel/fixed_order`, and take norms in one order.
@@ -124,7 +159,7 @@ class Prepared(Generic[M]):
 
     def scale_grads(self, factor: float | torch.Tensor) -> None:
         """Multiply every gradient in place. Per rank; `factor` is the same on all."""
-        gradients.scale_(self.module.parameters(), factor)
+        gradients.scale_((*self.module.parameters(), *self.others), factor)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`.
@@ -156,6 +191,7 @@ class WrapperPrepared(Prepared[M]):
         return inner
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        self._reduces = last
         return NO_CONTEXT if last else self.module.no_sync()  # type: ignore[operator]
 
 

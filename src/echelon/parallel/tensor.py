@@ -73,6 +73,8 @@ class TPStrategy(Strategy):
             raise UsageError("TPStrategy(fsdp=...): the ranks follow from size and dp_replicate. Leave its mesh and group out.")
         chosen = _chosen(module, _plan_of(module, self.plan))
         _check(module, chosen, dims.tp)
+        if dims.tp > 1:
+            _refuse_scalars(module)
         # Phase 2: the same values on all ranks, then each takes its part of the layers: no communication.
         ensure_group(world.device)
         remember(module)
@@ -147,6 +149,16 @@ def _check(module: nn.Module, chosen: Mapping[str, Any], size: int) -> None:
                 f"{tuple(weight.shape)}. Use a size that divides {weight.shape[dim]}, or leave this layer out of the plan."
             )
         _check_heads(module, name, size)
+
+
+def _refuse_scalars(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0 and parameter.requires_grad:
+            raise UsageError(
+                f"{type(module).__name__}.{name} is a scalar. Whether the ranks that share a layer have all of its gradient or a "
+                "part of it depends on where it is used, which tensor parallelism cannot know. Make it a tensor of one element "
+                "for each feature, freeze it, or take strategy 'fsdp'."
+            )
 
 
 def _check_heads(module: nn.Module, name: str, size: int) -> None:

@@ -107,7 +107,7 @@ def with_options_of(own: Strategy, given: Strategy) -> Strategy:
 def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dtype, seed: int, every: int = 1) -> dict[str, Any]:
     """Run the target as `row` says, on this rank, and leave what it did in `folder`."""
     noted = _Noted(row) if row.strategy is not None else None
-    decided = Overrides(noted, "fp32", row.accumulation, False, row.parts)
+    decided = Overrides(noted, "fp32", row.accumulation, False, row.parts, observes=True)
     recorder = Recorder(Path(folder), updates, dtype, every)
 
     def watch(unit: Any, dataloader: Any) -> list[Any]:
@@ -160,7 +160,7 @@ def run_reference(
         raise Enough
 
     computed_in = torch.float64 if how == "wide" else dtype
-    with _in_place_of_training(replace_training, Overrides("noop", "fp32", 1, False, None), computed_in, seed):
+    with _in_place_of_training(replace_training, Overrides("noop", "fp32", 1, False, None, observes=True), computed_in, seed):
         try:
             target.run()
         except Enough:

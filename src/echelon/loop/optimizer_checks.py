@@ -1,0 +1,176 @@
+"""Does the optimizer train the model? One that was made before the module was sharded, or from a copy, moves nothing, silently.
+
+Refused is only what can be no intention: parameters that the module had before it was sharded; in an AutoUnit, an optimizer
+without any of its module's. Besides some of the module's parameters, an optimizer may hold whatever it likes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.contracts.overrides import overrides
+from echelon.parallel.around import watch
+from echelon.parallel.fsdp1 import FSDP1Prepared
+from echelon.parallel.mixed import step_by_kind
+from echelon.parallel.partition import parameters_of
+from echelon.parallel.replaced import name_before
+from echelon.parallel.sharding import FSDPPrepared
+from echelon.parallel.strategy import Prepared
+from echelon.world import agree
+from echelon.world.init import World
+
+if TYPE_CHECKING:
+    from echelon.loop.auto import AutoUnit
+
+__all__ = ["check_made", "check_tracked", "look_at_first_update", "not_the_modules"]
+
+_REMEDY = "Nothing would be trained. Make the optimizer after the module is made parallel, from the parameters that it has then"
+
+
+def check_made(unit: AutoUnit[Any], optimizer: Any) -> None:
+    """An AutoUnit's optimizer, as `configure_optimizers_and_lr_scheduler` gave it or as it was assigned.
+
+    Raises:
+        UsageError: it holds parameters that the module had before it was sharded, or none of the module's.
+    """
+    if overrides().observes or not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    what = f"{type(unit).__name__}: the {type(optimizer).__name__}"
+    held = parameters_of(optimizer)
+    problem = _stale(what, held)
+    if problem is None:
+        mine = {id(p) for p in unit.prepared.module.parameters()}
+        trains = any(p.requires_grad for p in unit.prepared.module.parameters())
+        reached = {id(p) for p in _within(vars(unit).values())}
+        if trains and held and not any(id(p) in mine or id(p) in reached for p in held):
+            problem = f"{what} holds {_count(held)}, none of them the module's, which has {len(mine)} (first: {_shown(held[0])})."
+    if problem is not None:
+        raise UsageError(f"{problem} {_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from module.parameters().")
+
+
+def look_at_first_update(unit: AutoUnit[Any], optimizer: torch.optim.Optimizer, *, together: bool) -> None:
+    """Refuse an optimizer that meets no gradient: it holds the parameters of a copy. Once; collective if `together`."""
+    if overrides().observes:
+        return
+
+    looked = False  # a hook cannot remove itself
+
+    def look(*_: Any) -> None:
+        nonlocal looked
+        if looked:
+            return
+        looked = True
+        meets = any(p.grad is not None for p in parameters_of(optimizer))
+        if not (agree.any_rank(meets) if together else meets):
+            raise UsageError(
+                f"{type(unit).__name__}: none of the {_count(parameters_of(optimizer))} of the {type(optimizer).__name__} has a "
+                f"gradient in the first update. {_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from "
+                "module.parameters()."
+            )
+
+    optimizer.register_step_pre_hook(look)
+
+
+def not_the_modules(unit: AutoUnit[Any], optimizer: Any) -> list[nn.Parameter]:
+    """What the optimizer trains besides the module, and besides other modules of the unit that are parallel themselves."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return []
+    reduced = {id(p) for p in unit.prepared.module.parameters()}
+    for module in unit.tracked_modules().values():
+        if type(_prepared(module)) is not Prepared:
+            reduced |= {id(p) for p in module.parameters()}
+    rest = (p for p in parameters_of(optimizer) if id(p) not in reduced and not hasattr(p, "device_mesh"))
+    return [p for p in rest if p.requires_grad]
+
+
+def check_tracked(unit: Any) -> None:
+    """Before a unit trains: all optimizers and modules among its attributes. Collective.
+
+    Raises:
+        UsageError: on all ranks, if an optimizer of one holds what a module was before it was sharded.
+    """
+    optimizers, modules = unit.tracked_optimizers(), unit.tracked_modules()
+    problem = None if overrides().observes else _problem(unit, optimizers, modules)
+    first = next((told for told in agree.gather(problem) if told is not None), None)
+    if first is not None:
+        raise UsageError(f"{first} {_REMEDY}.")
+    for optimizer in optimizers.values():
+        step_by_kind(optimizer)
+    if unit.steps_by_itself and agree.is_joined() and not overrides().observes:
+        watch(modules, optimizers.values())
+
+
+def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> str | None:
+    """What is wrong with the first optimizer with which something is; None if nothing is."""
+    prepared = [_prepared(module) for module in modules.values()]
+    for each in prepared:
+        if isinstance(each, FSDPPrepared):
+            each.parameters_written()  # after an evaluation some parameters are whole
+    held = {name: parameters_of(optimizer) for name, optimizer in optimizers.items()}
+    everywhere = {id(p) for parameters in held.values() for p in parameters}
+    reached = {id(p) for p in _within(vars(unit).values())}
+    missing: Counter[tuple[int, ...]] = Counter()
+    flat = False
+    for each in prepared:
+        if isinstance(each, (FSDPPrepared, FSDP1Prepared)):
+            left = [p for p in each.module.parameters() if p.requires_grad and id(p) not in everywhere]
+            missing.update(tuple(p.shape) for p in left)
+            flat = flat or (bool(left) and isinstance(each, FSDP1Prepared))
+    for name, parameters in held.items():
+        what = f"{type(unit).__name__}.{name}"
+        problem = _stale(what, parameters)
+        if problem is not None:
+            return problem
+        strangers = [p for p in parameters if id(p) not in reached]
+        # Of the shapes of parameters of a sharded module that no optimizer holds: they are these, as they were.
+        twins = any(p.numel() > 1 for p in strangers) and not Counter(tuple(p.shape) for p in strangers) - missing
+        if strangers and (twins or (flat and len(strangers) == len(parameters))):
+            return (
+                f"{what} holds {_count(strangers)} that no module of the unit has (first: {_shown(strangers[0])}), and no "
+                f"optimizer holds {_count(missing.total())} of its sharded modules."
+            )
+    return None
+
+
+def _stale(what: str, parameters: list[nn.Parameter]) -> str | None:
+    old = [name for p in parameters if (name := name_before(p)) is not None]
+    if old:
+        held = _count(parameters)
+        return f"{what} holds {held}, {len(old)} of which are from before the module was sharded (first: {old[0]})."
+    whole = [p for p in parameters if p.numel() and not hasattr(p, "device_mesh") and not p.is_meta]
+    gone = [p for p in whole if p.untyped_storage().size() == 0]
+    if gone:
+        return f"{what} holds {_count(gone)} that were gathered for a forward pass and are gone (first: {_shown(gone[0])})."
+    return None
+
+
+def _prepared(module: nn.Module) -> Prepared[Any]:
+    return Prepared.of(module, World.current(torch.device("cpu")))
+
+
+def _within(values: Iterable[Any], depth: int = 3) -> Iterator[nn.Parameter]:
+    """Parameters among attributes, and in lists, tuples and dicts of them."""
+    for value in values:
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, nn.Module):
+            yield from value.parameters()
+        elif depth and isinstance(value, (list, tuple, set)):
+            yield from _within(value, depth - 1)
+        elif depth and isinstance(value, dict):
+            yield from _within(value.values(), depth - 1)
+
+
+def _count(parameters: list[nn.Parameter] | int) -> str:
+    number = parameters if isinstance(parameters, int) else len(parameters)
+    return "one parameter" if number == 1 else f"{number} parameters"
+
+
+def _shown(parameter: nn.Parameter) -> str:
+    return f"{str(parameter.dtype).removeprefix('torch.')} {tuple(parameter.shape)}"

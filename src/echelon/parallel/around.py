@@ -1,0 +1,159 @@
+"""Forward passes that go around a DistributedDataParallel: `self.net(x)` where `self.module(x)` was meant.
+
+Its gradients are reduced in a backward pass only if its own forward came before. So that is noted, by a hook on it; and where a
+forward pass went around it, the loss is sent through its forward instead, with a module that computes nothing in the place
+of its own: buffers are sent, buckets are laid out and awaited as ever, and the backward pass reduces what it makes. Rank by rank:
+one may go around it and another not.
+
+Where the backward pass is the user's own, nothing can come between; then `watch` refuses at the first optimizer step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.partition import parameters_of
+from echelon.world import agree
+
+__all__ = ["Passes", "send_through", "watch"]
+
+
+class Passes:
+    """Whether a wrapper's forward ran, for a backward pass to follow.
+
+    Attributes:
+        ran: set by each such forward; whoever asks clears it.
+    """
+
+    _all: ClassVar[weakref.WeakKeyDictionary[nn.Module, list[Passes]]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, module: nn.Module) -> None:
+        self.ran = False
+        if module not in Passes._all:
+            Passes._all[module] = []
+            module.register_forward_pre_hook(functools.partial(_hear, Passes._all[module]))
+        Passes._all[module].append(self)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> list[Passes]:
+        """All that listen to it."""
+        return cls._all.get(module, [])
+
+
+def _hear(listeners: list[Passes], module: nn.Module, args: Any) -> None:
+    # Flags, not counts: torch.compile would compile this anew for every number.
+    if torch.is_grad_enabled():
+        for passes in listeners:
+            passes.ran = True
+
+
+class _Through(nn.Module):
+    """Stands in for a module, whose buffers it shows, and gives back what it gets."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+
+def send_through(module: DistributedDataParallel, loss: torch.Tensor) -> torch.Tensor:
+    """The loss, after a forward of the wrapper around nothing: its backward pass reduces all gradients. Collective.
+
+    Raises:
+        UsageError: the wrapper computes in another type than its module, which then did not.
+    """
+    if module.mixed_precision is not None:
+        raise UsageError(
+            "the module inside a DistributedDataParallel(mixed_precision=...) was called, which then computes in its own type. "
+            "Call the wrapper: self.module(x)."
+        )
+    for passes in Passes.of(module):
+        passes.ran = True
+    inner = module.module
+    module.module = _Through(inner)
+    try:
+        through: torch.Tensor = module.forward(loss)  # not a call: hooks on the wrapper are for the user's passes
+    finally:
+        module.module = inner
+    return through
+
+
+def watch(modules: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse, from now on, a step with gradients of a DistributedDataParallel that ranks computed around it.
+
+    Args:
+        modules: a unit's, by the attributes' names.
+    """
+    for optimizer in optimizers:
+        mine = {id(p) for p in parameters_of(optimizer)}
+        watched = _watched.setdefault(optimizer, set())
+        for name, module in modules.items():
+            if not isinstance(module, DistributedDataParallel) or dist.get_world_size(module.process_group) == 1:
+                continue
+            if id(module) not in watched and any(id(p) in mine for p in module.parameters()):
+                watched.add(id(module))
+                _Watch(name, module, optimizer)
+
+
+_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
+
+
+class _Watch:
+    """One optimizer's steps on one wrapper's parameters."""
+
+    def __init__(self, name: str, module: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        self._name, self._module = name, weakref.ref(module)
+        self._passes = Passes(module)
+        self._around, self._next_look = 0, 1
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._passes.ran and not _has_closure(args, kwargs):  # which makes its passes within the step
+            self._look(optimizer)
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._passes.ran and _has_closure(args, kwargs):
+            self._look(optimizer)
+        self._passes.ran = False
+
+    def _look(self, optimizer: torch.optim.Optimizer) -> None:
+        """The wrapper's forward did not run since the last step. Whoever reduces by hand may do so: then the ranks agree."""
+        self._around += 1
+        module = self._module()
+        if self._around < self._next_look or module is None:
+            return
+        self._next_look *= 2
+        mine = {id(p) for p in parameters_of(optimizer)}
+        named = [(n, p) for n, p in module.module.named_parameters() if id(p) in mine]
+        everyones = agree.gather([None if p.grad is None else _digest(p.grad) for _, p in named], module.process_group)
+        for (name, _), *digests in zip(named, *everyones, strict=False):
+            if any(digest != digests[0] for digest in digests):
+                raise UsageError(
+                    f"the gradient of {self._name}.{name} is another on each rank: the forward pass did not go through the "
+                    f"DistributedDataParallel, so nothing was reduced. Call self.{self._name}(x), not the module inside it; to "
+                    "train each rank by itself, give the unit the plain module."
+                )
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    return any(callable(each) for each in (*args[1:], *kwargs.values()))  # the first is the optimizer
+
+
+def _digest(gradient: torch.Tensor) -> str:
+    """The same for the same bits, and, for all that happens, other bits for others."""
+    flat = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+    total = flat.double().abs().sum().item(), flat.double().sum().item()
+    return " ".join("nan" if math.isnan(t) else t.hex() for t in total)

@@ -1,0 +1,129 @@
+"""Parameters that a strategy leaves whole and alone: their gradients are averaged over the data-parallel ranks here.
+
+Scalars, which `fully_shard` cannot split, and what an optimizer trains besides the module: a learned weight of a loss, held by
+the unit. Communication: one all-reduce per type after the last backward pass of a window, of a few numbers as a rule.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.after_backward import after_backward
+from echelon.parallel.fixed_order import tree_sum
+from echelon.world import agree
+
+__all__ = ["AfterEachBackward", "average_", "check_equal"]
+
+Groups = Sequence[dist.ProcessGroup | None]
+
+
+@torch.no_grad()
+def average_(parameters: Sequence[nn.Parameter], groups: Groups, *, in_order: bool = False) -> None:
+    """The mean over the ranks of each gradient, in place. What has none on this rank counts as zero there.
+
+    A mean that is averaged again stays what it is: gradients that somebody else has reduced are safe. Collective.
+
+    Args:
+        parameters: the same on all ranks, in the same order.
+        groups: one for each axis of data-parallel ranks.
+        in_order: add in the order of `parallel/fixed_order`.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    for same in kinds.values():
+        parts = [p.new_zeros(p.numel()) if p.grad is None else _dense(p.grad).reshape(-1) for p in same]
+        # Whether a rank has one: a gradient that nobody has stays None, and the optimizer leaves its parameter alone.
+        flags = same[0].new_tensor([float(p.grad is not None) for p in same])
+        flat = torch.cat([*parts, flags])
+        flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
+        for group in groups:
+            flat = _mean(flat, group, in_order)
+        start, shared = 0, flat[-len(same) :]
+        for parameter, flag in zip(same, shared, strict=True):
+            mean = flat[start : start + parameter.numel()].view(parameter.shape)
+            start += parameter.numel()
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                parameter.grad.copy_(mean)
+            elif parameter.grad is not None or bool(flag.abs() > 0):  # read, which waits for a device, only where it matters
+                parameter.grad = mean.to(parameter.dtype, copy=True)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _mean(flat: torch.Tensor, group: dist.ProcessGroup | None, in_order: bool) -> torch.Tensor:
+    size = dist.get_world_size(group)
+    if not in_order:
+        dist.all_reduce(flat, group=group)
+        return flat.div_(size)
+    gathered = [torch.empty_like(flat) for _ in range(size)]
+    dist.all_gather(gathered, flat, group=group)
+    return tree_sum(gathered).div_(size)
+
+
+def check_equal(parameters: Sequence[nn.Parameter], groups: Groups, what: str) -> None:
+    """Collective.
+
+    Raises:
+        UsageError: on all ranks of a group, if these have not the same ones, with the same values.
+    """
+    mine = [[list(p.shape), str(p.dtype), float(p.detach().double().sum()).hex()] for p in parameters]
+    for group in groups:
+        if any(other != mine for other in agree.gather(mine, group)):
+            raise UsageError(
+                f"{what} outside of the module, which are not the same on all ranks: averaging their gradients would not keep "
+                "them equal. Make them part of the module, or seed all ranks alike before you make them; what each rank trains "
+                "for itself needs a TrainUnit."
+            )
+
+
+class AfterEachBackward:
+    """Averages the gradients of scalars in a sharded module, for those who call `backward` themselves.
+
+    Every backward pass averages: with several to an update, the mean of the sum so far is what the next one adds to.
+
+    Attributes:
+        enabled: False where somebody else averages.
+    """
+
+    _all: ClassVar[weakref.WeakKeyDictionary[nn.Module, AfterEachBackward]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], groups: Groups) -> None:
+        self.enabled = True
+        self._parameters, self._groups, self._is_awaited = list(parameters), list(groups), False
+        AfterEachBackward._all[module] = self
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(lambda _: self._expect())
+        # All ranks pass through the root; not all need have used a scalar.
+        module.register_forward_hook(self._listen)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> AfterEachBackward | None:
+        return cls._all.get(module)
+
+    def _listen(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._is_awaited = False  # even if the last backward pass ended in an error
+        if self.enabled and torch.is_grad_enabled():
+            from torch.utils._pytree import tree_leaves
+
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(lambda _: self._expect())
+
+    def _expect(self) -> None:
+        if self.enabled and not self._is_awaited:
+            self._is_awaited = True
+            after_backward(self._average)
+
+    def _average(self) -> None:
+        self._is_awaited = False
+        average_(self._parameters, self._groups)

@@ -1,0 +1,61 @@
+"""An optimizer over DTensors and plain tensors, or over DTensors of several meshes: it steps on one kind at a time.
+
+torch's optimizers treat a parameter group as one list (`foreach`, which is the default on a GPU, and `fused`), and no operator
+takes a list of several kinds. So for the time of a step a mixed group is several, with the same options; between steps it is
+the one that schedulers and checkpoints know.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+__all__ = ["step_by_kind"]
+
+_handled: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Split] = weakref.WeakKeyDictionary()
+
+
+def step_by_kind(optimizer: torch.optim.Optimizer) -> None:
+    """From now on. Nothing changes, and hardly anything is done, where every group is of one kind."""
+    # LBFGS makes one vector of all its parameters, whatever we do.
+    if optimizer not in _handled and not isinstance(optimizer, torch.optim.LBFGS):
+        _handled[optimizer] = _Split(optimizer)
+
+
+class _Split:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._sizes: list[int] | None = None
+        self._kinds: dict[int, list[list[torch.Tensor]]] = {}  # by the group's number, where there are several
+        self._whole: dict[int, list[torch.Tensor]] = {}  # while it is split
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._after(optimizer, args, kwargs)  # the last step may have ended in an error
+        groups = optimizer.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        if sizes != self._sizes:  # the first step, or a group was added
+            self._sizes = sizes
+            found = {i: _kinds(group["params"]) for i, group in enumerate(groups)}
+            self._kinds = {i: kinds for i, kinds in found.items() if len(kinds) > 1}
+        for i, (first, *others) in self._kinds.items():
+            self._whole[i] = groups[i]["params"]
+            groups[i]["params"] = first
+            groups += [{**groups[i], "params": kind} for kind in others]
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._whole:
+            assert self._sizes is not None
+            del optimizer.param_groups[len(self._sizes) :]
+            for i, parameters in self._whole.items():
+                optimizer.param_groups[i]["params"] = parameters
+            self._whole = {}
+
+
+def _kinds(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(kinds.values())

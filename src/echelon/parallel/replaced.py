@@ -1,0 +1,35 @@
+"""Which parameters a module had before it was sharded: an optimizer that still holds them trains nothing.
+
+Splitting a parameter makes another one. Nobody else knows the old one then; here it is remembered, weakly, with its name.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+__all__ = ["name_before", "note"]
+
+# By identity: tensors compare element by element.
+_names: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+
+
+def note(before: Iterable[tuple[str, nn.Parameter]], after: Mapping[str, nn.Parameter]) -> None:
+    """Remember what was replaced.
+
+    Args:
+        before: a module's parameters by name, before it was made parallel.
+        after: and afterwards.
+    """
+    for name, parameter in before:
+        if after.get(name) is not parameter:
+            key = id(parameter)
+            _names[key] = weakref.ref(parameter, lambda _, key=key: _names.pop(key, None)), name
+
+
+def name_before(parameter: nn.Parameter) -> str | None:
+    """The name that it had in a module that holds another one now; None if nothing took its place."""
+    found = _names.get(id(parameter))
+    return found[1] if found is not None and found[0]() is parameter else None

@@ -1,0 +1,190 @@
+"""A forward pass that goes around DistributedDataParallel: AutoUnit reduces all the same, a unit of one's own is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from tests.conftest import Ranks
+from tests.models import Batch, Net, batch, largest_difference, net, plain_training, whole
+from tests.units import Regression
+
+UPDATES, ACCUMULATION = 4, 2
+
+
+class Methods(Net):
+    """A model that computes its loss itself, as many of Hugging Face's do, and that has a buffer which training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.encode(x))
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self(x), y)
+
+
+def _methods() -> Methods:
+    torch.manual_seed(0)
+    return Methods().double()
+
+
+class Around(Regression):
+    """Calls the module in one of the ways in which people do."""
+
+    def __init__(self, way: str, module: nn.Module, **options: Any) -> None:
+        self.net, self.way, self.count = module, way, 0  # as a LightningModule has it
+        super().__init__(module=module, **options)
+
+    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, Any]:
+        (x, y), net = data, self.net
+        self.count += 1
+        way = self.way
+        if way == "in turns":
+            way = ("wrapper", "inner", "inner", "wrapper", "forward")[self.count % 5]
+        elif way == "by rank":
+            way = ("wrapper", "inner")[dist.get_rank()]
+        elif way == "twice":
+            half = len(x) // 2
+            one = nn.functional.mse_loss(self.module(x[:half]), y[:half], reduction="sum")
+            return (one + nn.functional.mse_loss(net(x[half:]), y[half:], reduction="sum")) / len(x), None
+        if way == "after a look":
+            with torch.no_grad():
+                self.module(x)
+            way = "inner"
+        out = {
+            "wrapper": lambda: self.module(x),
+            "inner": lambda: net(x),
+            "inside": lambda: self.prepared.plain(x),
+            "forward": lambda: net.forward(x),
+            "parts": lambda: net.last(net.encode(x)),
+            "functional": lambda: torch.func.functional_call(net, dict(net.named_parameters()), (x,)),
+            "method": lambda: None,
+        }[way]()
+        return (net.loss(x, y) if out is None else nn.functional.mse_loss(out, y)), out
+
+
+WAYS = ("wrapper", "inner", "inside", "forward", "parts", "functional", "method", "in turns", "by rank", "twice", "after a look")
+STRATEGIES: dict[str, Any] = {
+    "ddp": lambda: "ddp",
+    "zero1": lambda: "zero1",
+    "unused": lambda: ech.DDPStrategy(find_unused_parameters=True),
+    "static": lambda: ech.DDPStrategy(static_graph=True),
+    "copies": lambda: ech.DDPStrategy(gradient_as_bucket_view=False),
+}
+
+
+def _data(rank: int, size: int) -> list[Batch]:
+    return [batch(2 + 2 * ((i + rank) % 2), 10 * i + rank) for i in range(UPDATES * ACCUMULATION)]
+
+
+def _train(ways: list[tuple[str, str]], *, recompute: bool = False) -> dict[tuple[str, str], Any]:
+    rank, done = dist.get_rank(), {}
+    for name, way in ways:
+        options: dict[str, Any] = {"gradient_accumulation_steps": _accumulation(name), "clip_grad_norm": 0.5}
+        if recompute:
+            options["activation_checkpoint_params"] = ech.ActivationCheckpointParams()
+        unit = Around(way, _methods(), strategy=STRATEGIES[name](), **options)
+        ech.train(unit, _data(rank, dist.get_world_size()), max_epochs=1)
+        unit.module.eval()
+        with torch.no_grad():
+            unit.module(batch(2, 99)[0])  # as an evaluation begins
+        done[name, way] = whole(unit.module), unit.norms, unit.prepared.plain.mean.clone()
+    return done
+
+
+def _accumulation(strategy: str) -> int:
+    return 1 if strategy == "static" else ACCUMULATION  # of a static graph torch 2.13 accumulates nothing
+
+
+def _want(ranks: int, size: int = ACCUMULATION) -> tuple[dict[str, torch.Tensor], list[float]]:
+    shares = [_data(r, ranks) for r in range(ranks)]
+    starts = range(0, UPDATES * ACCUMULATION, size)
+    windows = [[share[start + m] for m in range(size) for share in shares] for start in starts]
+    got, _, norms = plain_training(windows, clip=0.5, module=_methods())
+    return got, norms
+
+
+def test_gradients_are_reduced_whatever_way_the_module_is_called(ranks: Ranks) -> None:
+    # A static graph is the same in every step, and has no forward pass of the wrapper's own after one around it.
+    ways = [(s, w) for s in STRATEGIES for w in WAYS if not (s == "static" and w in ("in turns", "twice"))]
+    # With find_unused_parameters torch looks at what the wrapper's outputs used, before the rest is known.
+    ways.remove(("unused", "twice"))
+    first, second = ranks(2, _train, ways)
+    for key, (got, got_norms, mean) in first.items():
+        want, norms = _want(2, _accumulation(key[0]))
+        assert largest_difference(got, want) < 1e-11, key
+        assert got_norms == pytest.approx(norms, rel=1e-10), key
+        assert largest_difference(got, second[key][0]) == 0 and torch.equal(mean, second[key][2]), key
+
+
+def test_recomputed_activations_too(ranks: Ranks) -> None:
+    want, _ = _want(2)
+    for done in ranks(2, _train, [("ddp", "inner"), ("zero1", "method")], recompute=True):
+        assert all(largest_difference(got, want) < 1e-11 for got, _, _ in done.values())
+
+
+class Own(ech.TrainUnit[Any]):
+    """A step of the user's own, around its wrapper."""
+
+    def __init__(self, *, reduces: bool = False, closure: bool = False, wrapper: bool = False) -> None:
+        super().__init__()
+        self.net = net()
+        self.ddp = DistributedDataParallel(self.net)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+        self.reduces, self.closure, self.wrapper = reduces, closure, wrapper
+
+    def _compute(self, data: Batch) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = nn.functional.mse_loss((self.ddp if self.wrapper else self.net)(data[0]), data[1])
+        loss.backward()
+        for parameter in self.net.parameters() if self.reduces else ():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        return loss.detach()
+
+    def train_step(self, state: ech.State, data: Batch) -> None:
+        if self.closure:
+            self.optimizer.step(lambda: self._compute(data))
+        else:
+            self._compute(data)
+            self.optimizer.step()
+
+
+def _own(options: dict[str, bool]) -> Any:
+    unit = Own(**options)
+    try:
+        ech.train(unit, [batch(4, 10 * i + dist.get_rank()) for i in range(4)], max_epochs=1)
+    except UsageError as error:
+        return str(error)
+    return whole(unit.net)
+
+
+def test_a_unit_of_ones_own_is_told_on_all_ranks_that_nothing_was_reduced(ranks: Ranks) -> None:
+    for options in ({}, {"closure": True}):
+        first, second = ranks(2, _own, options)
+        assert first == second and "Call self.ddp(x), not the module inside it" in first and "ddp.first.weight" in first
+
+
+def test_who_reduces_by_hand_may(ranks: Ranks) -> None:
+    want, _, _ = plain_training([[batch(4, 10 * i), batch(4, 10 * i + 1)] for i in range(4)])
+    for options in ({"reduces": True}, {"wrapper": True}, {"wrapper": True, "closure": True}, {"reduces": True, "closure": True}):
+        for got in ranks(2, _own, options):
+            assert largest_difference(got, want) < 1e-12, options
