@@ -118,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if node == 0:
             run = RunDir.create(run.path.parent, run.name, begin=False)
+            run.hold(who=f"job {env['SLURM_JOB_ID']}", patience_s=_LAST_EXIT_S)  # the pods before these may still be ending
             write_spec(run, spec, launcher="kubernetes", id=env["SLURM_JOB_ID"], cwd=os.getcwd())
         said = run.path / "job" / "job.json"
         _until(lambda: (read_json(said) or {}).get("id") == env["SLURM_JOB_ID"], f"{hosts[0]} to write {said}: do all see it?")

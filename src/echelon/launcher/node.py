@@ -26,6 +26,8 @@ from echelon.launcher.protocol import read_spec
 
 __all__ = ["main", "run_node", "start_of"]
 
+_STALE_LOCK_S = 120.0  # NFS takes 90 s to give up the locks of a machine that it no longer hears of
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m echelon.launcher.node")
@@ -63,6 +65,7 @@ def run_node(run: RunDir, env: Mapping[str, str], call_sha256: str | None = None
         0 also when they are to be started again, which is no bad exit for which srun would kill the others.
     Raises:
         LauncherEnvironmentError: as many nodes as were asked for are not there.
+        UsageError: another launcher has this run's folder.
     """
     # Until the launcher listens, a request to save and end would kill this process without a word; then it is delivered.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -77,6 +80,10 @@ def run_node(run: RunDir, env: Mapping[str, str], call_sha256: str | None = None
         os.chdir(str(said.get("cwd", ".")))
     except OSError as error:
         raise LauncherEnvironmentError(f"{socket.gethostname()} cannot go to {said['cwd']}: {error.strerror}.") from error
+    if node == 0:
+        # A start that was requeued may come before a shared file system has let go of the lock of a node that was lost.
+        again = env.get("SLURM_RESTART_COUNT", "0") != "0"
+        run.hold(who=f"job {env['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in env else "", patience_s=_STALE_LOCK_S if again else 1.0)
     meeting = meet(run, start_of(env), node, hosts)
     here = run.at_attempt(meeting.attempt)
 
