@@ -273,7 +273,8 @@ def _say_where(run: RunDir, jobs: Sequence[FolderJob], arguments: argparse.Names
     where = "" if arguments.runs == "runs" else f" --runs {arguments.runs}"
     number = jobs[0].id.partition("_")[0]
     many = f", {len(jobs)} runs" if len(jobs) > 1 else ""
-    print(f"job {number}{many}: {run.path}")
     follow = f"echelon logs{where} {run.name} --follow\n" if len(jobs) == 1 else ""
-    print(f"{follow}echelon jobs{where}\nechelon cancel{where} {run.name}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the job is submitted, whether or not anybody reads of it
+        print(f"job {number}{many}: {run.path}", flush=True)
+        print(f"{follow}echelon jobs{where}\nechelon cancel{where} {run.name}", file=sys.stderr)
     return 0

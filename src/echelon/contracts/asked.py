@@ -77,8 +77,8 @@ class Asked:
         remedy = (
             "Without all of them in one world, each would train a model of its own. Have the command start them, as with "
             "`torchrun --nnodes {num_machines} --nproc-per-node "
-            f"{per_node} --node-rank {{machine_rank}} --master-addr {{main_process_ip}} --master-port {{main_process_port}} SCRIPT`, "
-            "or ask for what it starts (num_of_node, tasks_per_node, processes_per_task)."
+            f"{per_node} --node-rank {{machine_rank}} --master-addr {{main_process_ip}} --master-port {{main_process_port}} "
+            "SCRIPT`, or ask for what it starts (num_of_node, tasks_per_node, processes_per_task)."
         )
         if "accelerate" in self.command:
             remedy += (

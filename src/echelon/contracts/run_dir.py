@@ -18,6 +18,7 @@ runs/NAME/
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -31,6 +32,7 @@ from typing import Any
 from echelon.contracts.errors import UsageError
 
 __all__ = [
+    "FULL_DISK",
     "RESTART_VARIABLE",
     "RUN_DIR_VARIABLE",
     "RunDir",
@@ -41,6 +43,8 @@ __all__ = [
     "read_loaders",
 ]
 
+# What a run goes on without: the disk or its quota is full, or the file as large as it may be.
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RUN_DIR_VARIABLE = "ECHELON_RUN_DIR"
 RESTART_VARIABLE = "ECHELON_RESTART"
 _ATTEMPT_VARIABLE = "ECHELON_ATTEMPT"

@@ -26,6 +26,7 @@ from echelon.launcher.conclude import conclude, refuse
 from echelon.launcher.job import JobSpec
 from echelon.launcher.node import run_node, start_of
 from echelon.launcher.protocol import FolderJob, JobState, write_spec
+from echelon.launcher.worker import forgive_output
 
 __all__ = ["KubernetesJob", "main", "render"]
 
@@ -157,4 +158,5 @@ def _has_address(host: str) -> bool:
 
 
 if __name__ == "__main__":
+    forgive_output()
     sys.exit(main())

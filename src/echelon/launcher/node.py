@@ -23,6 +23,7 @@ from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec, Outcome
 from echelon.launcher.nodes import Meeting, meet
 from echelon.launcher.protocol import read_spec
+from echelon.launcher.worker import forgive_output
 
 __all__ = ["main", "run_node", "start_of"]
 
@@ -110,4 +111,5 @@ def _run(spec: JobSpec, here: RunDir, meeting: Meeting, call_sha256: str | None,
 
 
 if __name__ == "__main__":
+    forgive_output()
     sys.exit(main())
