@@ -17,15 +17,17 @@ from typing import Any
 import pytest
 
 from echelon import SlurmConfig, slurm_fn
-from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
-from echelon.contracts.run_dir import RunDir
+from echelon.contracts.asked import Asked
+from echelon.contracts.errors import EchelonError, LauncherEnvironmentError, RankFailedError, UsageError
+from echelon.contracts.rank import RankInfo
+from echelon.contracts.run_dir import RunDir, write_json
 from echelon.launcher import calls, command
 from echelon.launcher.background import LocalLauncher
 from echelon.launcher.calls import Call, load_value, pack, write_call, write_value
 from echelon.launcher.function_job import FunctionJob
 from echelon.launcher.job import JobSpec
 from echelon.launcher.jobs import job_of
-from echelon.launcher.protocol import JobState
+from echelon.launcher.protocol import JobState, write_spec
 from tests.conftest import clean_environment
 
 TORCHRUN = (
@@ -391,6 +393,71 @@ def test_a_launch_command_that_comes_to_nothing_says_why(program: Program) -> No
     assert "ended with exit code 0 before any rank came to the call" in said["another script"]
     assert "ended without a word" in said["leaves"]
     assert said["stumbles"].startswith("(0, 0, ")  # over its own end: all that it was for is done
+
+
+WORLDS = """
+if len(sys.argv) > 1:                                # as a script may that joins before its call
+    ech.init_from_env()
+
+@slurm_fn
+def main(x):
+    import types
+    if x == "a library":                             # which found another world in the environment than we did
+        state = types.ModuleType("accelerate.state")
+        state.is_initialized = lambda: True
+        state.PartialState = lambda: types.SimpleNamespace(num_processes=1)
+        sys.modules["accelerate.state"] = state
+    (Path("traces") / x).touch()
+    return ech.RankInfo().world_size
+"""
+
+
+def test_a_launch_command_that_starts_another_world_than_was_asked_for_fails_by_name(program: Program, tmp_path: Path) -> None:
+    body = """
+    two = replace(config, tasks_per_node=2)
+    words = {"fewer": "python main.py", "more": %r, "before": "python main.py joins", "a library": %r, "all": %r}
+    jobs = {name: main.configure(two, distributed_launch_command=word)(name) for name, word in words.items()}
+    said = {}
+    for name, job in jobs.items():
+        try:
+            said[name] = job.results(100)
+        except ech.EchelonError as error:
+            said[name] = str(error)
+    print(json.dumps(said))
+    """
+    (tmp_path / "traces").mkdir()
+    three, two = (f"torchrun --standalone --nproc-per-node {n} main.py" for n in (3, 2))
+    said = program(body % (three, two, two), prelude=WORLDS)
+    assert "rank 0 is in a world of 1, but 2 ranks were asked for (one node)" in said["fewer"]
+    assert "The launch command was: python " in said["fewer"] and "torchrun --nnodes {num_machines}" in said["fewer"]
+    assert "is in a world of 3, but 2 ranks were asked for" in said["more"]
+    assert "rank 0 is in a world of 1, but 2 ranks were asked for" in said["before"] and "in init_from_env" in said["before"]
+    assert "Accelerate had joined 1 rank here when the function returned, but 2 ranks were asked for" in said["a library"]
+    assert said["all"] == [2, 2]
+    assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == ["a library", "all"]  # nothing was trained for long
+
+
+def test_a_world_of_its_own_on_every_node_is_no_world() -> None:
+    asked = Asked(4, 2, "accelerate launch --cpu main.py")
+    env = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
+    asked.check(RankInfo.from_env({**env, "LOCAL_WORLD_SIZE": "2"}), {**env, "LOCAL_WORLD_SIZE": "2"})
+    asked.check(RankInfo.from_env(env), env)  # a launcher that does not say it
+    own = {**env, "LOCAL_WORLD_SIZE": "4"}
+    with pytest.raises(
+        LauncherEnvironmentError, match=r"(?s)rank 1 is one of 4 on its node, but 4 .* \(2 nodes x 2\).*--multi_gpu"
+    ) as it:
+        asked.check(RankInfo.from_env(own), own)
+    assert "accelerate launch --cpu main.py" in str(it.value)
+
+
+def test_fewer_values_than_ranks_are_a_failure_that_names_who_left_none(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "short")
+    write_spec(run, JobSpec("main", "command", ranks=2, nodes=2), launcher="local", id=str(os.getpid()), began=0.0)
+    write_json(run.exit_json, {"exit_code": 0, "first_failure": None})
+    for rank in (0, 2):
+        write_value(rank, str(run.attempt_path / f"value.rank{rank}.pkl"))
+    with pytest.raises(RankFailedError, match="rank 1, 3 ended well, but left no value"):
+        FunctionJob(job_of(run)).results(1)
 
 
 def test_a_script_that_comes_to_another_call_on_the_nodes_is_refused(program: Program) -> None:

@@ -6,6 +6,9 @@ import json
 import os
 import stat
 import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 
 from echelon.cli.submit import parse_sweep
 from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
-from echelon.contracts.run_dir import RunDir, write_json
+from echelon.contracts.run_dir import RunDir, read_json, write_json
 from echelon.launcher import nodes
 from echelon.launcher.background import LocalLauncher
 from echelon.launcher.conclude import conclude, refuse
@@ -24,6 +27,7 @@ from echelon.launcher.slurm import commands
 from echelon.launcher.slurm.job import SlurmLauncher
 from echelon.launcher.slurm.render import SlurmOptions, exported, render
 from echelon.launcher.snapshot import snapshot
+from tests.conftest import clean_environment
 
 GOLDEN = """#!/bin/bash
 # Written by `echelon submit`; sbatch has its own copy, so that changing this one changes nothing.
@@ -234,6 +238,85 @@ def test_a_job_in_the_background_fulfils_the_protocol(tmp_path: Path) -> None:
     for path in (good.path / "job").iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
     assert stat.S_IMODE((good.path / "job").stat().st_mode) == 0o700
+
+
+@pytest.fixture
+def under_way(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run of `echelon run --name busy` that goes on until a file `go` appears."""
+    (tmp_path / "train.py").write_text(
+        "import os, time\nprint('begun', flush=True)\nwhile not os.path.exists('go'): time.sleep(0.02)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "echelon", "run", "--ranks", "1", "--name", "busy", "train.py"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"begun\n"
+        yield process
+    finally:
+        (tmp_path / "go").touch()
+        process.wait(30)
+        process.stdout.close()
+
+
+def test_submit_into_the_folder_of_a_run_that_is_under_way_is_refused_and_changes_nothing(
+    under_way: subprocess.Popen[bytes], tmp_path: Path, echelon_command: Any
+) -> None:
+    before = (tmp_path / "runs/busy/run.json").read_text()
+    said = echelon_command("submit", "--to", "local", "--name", "busy", "train.py")
+    assert said.returncode == 2 and f"run busy is under way: process {under_way.pid} on " in said.stderr
+    assert (tmp_path / "runs/busy/run.json").read_text() == before
+    assert not (tmp_path / "runs/busy/job/job.json").exists()
+    assert os.listdir(tmp_path / "runs/busy/attempts") == ["000"]
+
+
+def test_a_submitted_job_that_finds_its_folder_in_use_leaves_it_alone(
+    under_way: subprocess.Popen[bytes], tmp_path: Path, echelon_command: Any
+) -> None:
+    """As when a run was begun while the job waited in its queue: the node takes the lock."""
+    run = RunDir(tmp_path / "runs" / "busy")
+    job = LocalLauncher(cwd=tmp_path).submit(JobSpec(str(tmp_path / "train.py")), run)
+    assert job.wait(20).exit_code == 1
+    assert f"run busy is under way: process {under_way.pid} on " in (run.path / "job" / "output.log").read_text()
+    assert os.listdir(run.path / "attempts") == ["000"] and not run.exit_json.exists()
+    (tmp_path / "go").touch()
+    assert under_way.wait(30) == 0
+    assert [(read_json(run.exit_json) or {})["exit_code"]] == [0]
+
+
+def test_a_run_in_the_folder_of_a_job_that_runs_is_refused(tmp_path: Path, echelon_command: Any) -> None:
+    (tmp_path / "train.py").write_text("import os, time\nwhile not os.path.exists('go'): time.sleep(0.02)\n")
+    assert echelon_command("submit", "--to", "local", "--name", "busy", "train.py").returncode == 0
+    job = job_of(RunDir(tmp_path / "runs" / "busy"))
+    while not job.log().exists():
+        time.sleep(0.02)
+    said = echelon_command("run", "--ranks", "1", "--name", "busy", "train.py")
+    (tmp_path / "go").touch()
+    assert said.returncode == 2 and f"run busy is under way: process {job.id} on " in said.stderr
+    assert job.result(30).exit_code == 0 and os.listdir(tmp_path / "runs/busy/attempts") == ["000"]
+
+
+def test_of_several_that_submit_by_one_name_at_once_one_starts(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, time\nopen(f'began-{os.getpid()}', 'w')\nwhile not os.path.exists('go'): time.sleep(0.02)\n"
+    )
+    command = [sys.executable, "-m", "echelon", "submit", "--to", "local", "--name", "twin", "train.py"]
+    options: dict[str, Any] = {"cwd": tmp_path, "env": clean_environment(), "text": True, "stdin": subprocess.DEVNULL}
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) for _ in range(3)]
+    said = [process.communicate(timeout=60)[1] for process in started]
+    job = job_of(RunDir(tmp_path / "runs" / "twin"))
+    while not list(tmp_path.glob("began-*")):
+        time.sleep(0.02)
+    (tmp_path / "go").touch()
+    assert job.result(60).exit_code == 0
+    assert sorted(process.returncode for process in started) == [0, 2, 2], said
+    assert len(list(tmp_path.glob("began-*"))) == 1 and os.listdir(tmp_path / "runs/twin/attempts") == ["000"]
+    assert all("run twin" in text for text, process in zip(said, started, strict=True) if process.returncode == 2)
 
 
 def test_nodes_meet_through_a_private_file_and_not_through_an_older_one(tmp_path: Path) -> None:

@@ -7,7 +7,13 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from echelon.cli.output import READER_GONE, flush_streams, open_streams, reader_has_gone
+from echelon.contracts.run_dir import FULL_DISK
+
 __all__ = ["main"]
+
+# What these have done is done, whether or not anybody read of it.
+_ACTS = ("run", "submit", "cancel", "dragon")
 
 # A verb is a module of this package with `add_arguments(parser)` and `execute(arguments) -> exit code`.
 VERBS = {
@@ -25,11 +31,31 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. 2 means that the command or a value in it makes no sense."""
+    open_streams()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    verb = arguments[0] if arguments else ""
+    try:
+        code = _run(verb, arguments)
+    except BrokenPipeError:
+        if not reader_has_gone():  # another pipe
+            raise
+        code = READER_GONE
+    except SystemExit:  # argparse has shown its help
+        flush_streams()
+        raise
+    unwritten = flush_streams()
+    if unwritten is None or code or verb in _ACTS:
+        return code
+    if isinstance(unwritten, BrokenPipeError):
+        return READER_GONE
+    print(f"echelon: standard output cannot be written: {unwritten.strerror}", file=sys.stderr)
+    return 1
+
+
+def _run(verb: str, arguments: Sequence[str]) -> int:
     from echelon.cli.parser import Parser
     from echelon.contracts.errors import EchelonError, UsageError
 
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    verb = arguments[0] if arguments else ""
     if verb == "--version":
         from importlib.metadata import version
 
@@ -49,6 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EchelonError as error:
         print(f"echelon: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        what = error.filename or ("a file" if flush_streams() is None else "standard output")
+        print(f"echelon: {what} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:  # before or after the ranks: while they run, the launcher hears it itself
         print("echelon: stopped by SIGINT", file=sys.stderr)
         return 130

@@ -16,7 +16,7 @@ import warnings
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.events import read_lines
 from echelon.contracts.overrides import Overrides
 from echelon.contracts.redact import redacted_words
@@ -215,7 +215,7 @@ def _finish(run: RunDir, exit_code: int) -> None:
         lines.append(f"checkpoint {newest}")
     try:
         lines.append(f"report     {report.write(run)}")
-    except OSError as error:
+    except (OSError, EchelonError) as error:
         lines.append(f"report     not written: {error}")
     _say("\n".join(lines))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
 import stat
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -115,15 +116,15 @@ def execute(arguments: argparse.Namespace) -> int:
     launcher = SlurmLauncher(options)
     if arguments.dry_run:
         return _dry_run(launcher, spec, sweep, arguments)
-    run, new = _folder(arguments)
-    try:
-        placed = _with_copy(spec, run, arguments)
-        write_json(run.run_json, describe(spec, run, "slurm"))
-        jobs = launcher.submit_all(placed, sweep, run) if sweep else [launcher.submit(placed, run)]
-    except EchelonError:
-        if new:
-            shutil.rmtree(run.path, ignore_errors=True)
-        raise
+    with _folder(arguments) as (run, new):
+        try:
+            placed = _with_copy(spec, run, arguments)
+            write_json(run.run_json, describe(spec, run, "slurm"))
+            jobs = launcher.submit_all(placed, sweep, run) if sweep else [launcher.submit(placed, run)]
+        except EchelonError:
+            if new:
+                shutil.rmtree(run.path, ignore_errors=True)
+            raise
     return _say_where(run, jobs, arguments)
 
 
@@ -182,29 +183,39 @@ def parse_sweep(given: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
     return list(product(*axes)) if axes else []
 
 
-def _folder(arguments: argparse.Namespace) -> tuple[RunDir, bool]:
-    """The run's folder, and whether it is new."""
-    from echelon.launcher.jobs import job_of, tasks_of
+@contextlib.contextmanager
+def _folder(arguments: argparse.Namespace) -> Iterator[tuple[RunDir, bool]]:
+    """Context in which the run's folder is this submission's alone: the folder, and whether it is new.
 
+    Raises:
+        UsageError: a run is under way in it, or was submitted and has not ended.
+    """
     named = Path(arguments.runs) / arguments.name if arguments.name else None
-    new = named is None or not named.exists()
+    made = named is None or not named.exists()
     run = RunDir.create(arguments.runs, arguments.name, stem=_stem(arguments), begin=False)
     if run.path.stat().st_mode & stat.S_IWOTH:
         raise UsageError(
             f"everybody can write to {run.path}, and so change what the job runs: chmod o-w it, and check your umask."
         )
-    if not new:
-        if tasks_of(run.path) or arguments.sweep:
-            raise UsageError(f"run {run.name} exists, and a sweep cannot go on. Give another --name.")
-        if (run.path / "job" / "job.json").exists():
-            job = job_of(run)
-            if not job.state().has_ended:
-                raise UsageError(
-                    f"run {run.name} has not ended: job {job.id} is {job.state().value}. `echelon cancel {run.name}`?"
-                )
-            (run.path / "job" / "cancelled").unlink(missing_ok=True)
-    (run.path / "job").mkdir(mode=0o700, exist_ok=True)
-    return run, new
+    with run.submitting():
+        # Another submission may have made its job since we looked whether there is a folder.
+        new = made and not (run.path / "job").exists() and not (run.path / "attempts").exists()
+        if not new:
+            _refuse_unless_ended(run, arguments)
+        (run.path / "job").mkdir(mode=0o700, exist_ok=True)
+        yield run, new
+
+
+def _refuse_unless_ended(run: RunDir, arguments: argparse.Namespace) -> None:
+    from echelon.launcher.jobs import job_of, tasks_of
+
+    if tasks_of(run.path) or arguments.sweep:
+        raise UsageError(f"run {run.name} exists, and a sweep cannot go on. Give another --name.")
+    if (run.path / "job" / "job.json").exists():
+        job = job_of(run)
+        if not job.state().has_ended:
+            raise UsageError(f"run {run.name} has not ended: job {job.id} is {job.state().value}. `echelon cancel {run.name}`?")
+        (run.path / "job" / "cancelled").unlink(missing_ok=True)
 
 
 def _stem(arguments: argparse.Namespace) -> str:
@@ -236,10 +247,11 @@ def _submit_here(spec: JobSpec, arguments: argparse.Namespace) -> int:
         raise UsageError(f"--{option} is for Slurm; --to {arguments.to} starts one run, at once, on what this session has.")
     launcher = DragonLauncher() if arguments.to == "dragon" else LocalLauncher()
     launcher.check(spec)
-    run, _ = _folder(arguments)
-    placed = _with_copy(spec, run, arguments)
-    write_json(run.run_json, describe(spec, run, arguments.to))
-    return _say_where(run, [launcher.submit(placed, run)], arguments)
+    with _folder(arguments) as (run, _):
+        placed = _with_copy(spec, run, arguments)
+        write_json(run.run_json, describe(spec, run, arguments.to))
+        jobs = [launcher.submit(placed, run)]
+    return _say_where(run, jobs, arguments)
 
 
 def _dry_run(launcher: SlurmLauncher, spec: JobSpec, sweep: Sequence[object], arguments: argparse.Namespace) -> int:
@@ -261,7 +273,8 @@ def _say_where(run: RunDir, jobs: Sequence[FolderJob], arguments: argparse.Names
     where = "" if arguments.runs == "runs" else f" --runs {arguments.runs}"
     number = jobs[0].id.partition("_")[0]
     many = f", {len(jobs)} runs" if len(jobs) > 1 else ""
-    print(f"job {number}{many}: {run.path}")
     follow = f"echelon logs{where} {run.name} --follow\n" if len(jobs) == 1 else ""
-    print(f"{follow}echelon jobs{where}\nechelon cancel{where} {run.name}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the job is submitted, whether or not anybody reads of it
+        print(f"job {number}{many}: {run.path}", flush=True)
+        print(f"{follow}echelon jobs{where}\nechelon cancel{where} {run.name}", file=sys.stderr)
     return 0

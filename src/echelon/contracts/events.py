@@ -7,13 +7,20 @@ evaluation records `{"step", "eval_loss", "time"}`. `time` is seconds since the 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
+
+logger = logging.getLogger(__name__)
+
+# Bytes of lines that wait for a disk to have room again.
+_KEPT = 4 << 20
 
 __all__ = ["EventLog", "LineReader", "encode", "read_lines"]
 
@@ -43,6 +50,9 @@ def _finite(value: Any) -> Any:
 class EventLog:
     """Appends events to a file. One writer per file; a line is written by one call, so a reader sees whole lines.
 
+    What cannot be written, as on a full disk, is kept and written later; beyond a few megabytes it is lost, and that is said. A
+    run does not end for it.
+
     Args:
         path: the file; its folder exists.
         common: fields that every event carries, such as the rank.
@@ -50,22 +60,44 @@ class EventLog:
 
     def __init__(self, path: Path, **common: Any) -> None:
         self.path, self._common = path, common
-        self._file: IO[str] | None = open(path, "a", encoding="utf-8")
+        self._owed, self._lost, self._in_trouble = b"", 0, False
+        self._file: IO[bytes] | None = open(path, "ab", buffering=0)
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Append one event and flush it, so that it survives a kill of this process."""
+        """Append one event at once, so that it survives a kill of this process."""
         self.write([{"event": event, "time": time.time(), **self._common, **fields}])
 
     def write(self, records: list[dict[str, Any]]) -> None:
         """Append records as they are, with one system call for all of them."""
-        if self._file is not None and records:
-            self._file.write("".join(encode(r) + "\n" for r in records))
-            self._file.flush()
+        if self._file is None or not records:
+            return
+        if len(self._owed) > _KEPT:
+            self._lost += len(records)
+        else:
+            self._owed += "".join(encode(r) + "\n" for r in records).encode()
+        try:
+            while self._owed:  # a disk that becomes full takes a part
+                self._owed = self._owed[self._file.write(self._owed) or 0 :]
+        except OSError as error:
+            if not self._in_trouble:
+                logger.warning(
+                    "%s cannot be written: %s. The run goes on, and lines are kept for later.", self.path, error.strerror
+                )
+            self._in_trouble = True
+        else:
+            self._in_trouble = False
 
     def close(self) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        with contextlib.suppress(OSError):
+            self._owed = self._owed[self._file.write(self._owed) or 0 :]
+        with contextlib.suppress(OSError):
             self._file.close()
-            self._file = None
+        self._file = None
+        lost = self._lost + self._owed.count(b"\n")
+        if lost:
+            logger.warning("%s lacks %d lines, which could not be written", self.path, lost)
 
 
 class LineReader:

@@ -3,7 +3,7 @@
 runs/NAME/
   run.json                      what was started: command, versions, git state, launcher
   metrics.jsonl                 one record per optimizer update or evaluation, global values, written by rank 0
-  .lock                         held by the launcher
+  .lock                         held by the launcher; of several nodes by the first one's
   attempts/000/rank0.log        output of a rank
   attempts/000/events.rank0.jsonl
   attempts/000/exit.rank0.json  how a rank ended, written by the rank if it still could
@@ -18,19 +18,21 @@ runs/NAME/
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from echelon.contracts.errors import UsageError
 
 __all__ = [
+    "FULL_DISK",
     "RESTART_VARIABLE",
     "RUN_DIR_VARIABLE",
     "RunDir",
@@ -41,6 +43,8 @@ __all__ = [
     "read_loaders",
 ]
 
+# What a run goes on without: the disk or its quota is full, or the file as large as it may be.
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RUN_DIR_VARIABLE = "ECHELON_RUN_DIR"
 RESTART_VARIABLE = "ECHELON_RESTART"
 _ATTEMPT_VARIABLE = "ECHELON_ATTEMPT"
@@ -135,27 +139,66 @@ class RunDir:
         run.attempt_path.mkdir(parents=True, exist_ok=True)
         return run
 
-    def hold(self) -> None:
+    def hold(self, *, who: str = "", patience_s: float = 1.0) -> None:
         """Keep other launchers out of this run until this process ends. Not inherited by children.
 
+        Args:
+            who: what the others are told besides this process and its machine, such as a job's number.
+            patience_s: how long another may have it; a second is for those that only look whether there is one.
         Raises:
             UsageError: another launcher has it.
         """
-        file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        told = f"process {os.getpid()} on {socket.gethostname()}{f' ({who})' if who else ''}"
+        self._lock(".lock", told, patience_s, "is under way", "Wait for its end, end it")
+
+    @contextlib.contextmanager
+    def submitting(self) -> Iterator[None]:
+        """Context of one submission into this run: no launcher has it, and nobody else submits into it meanwhile.
+
+        Raises:
+            UsageError: somebody does.
+        """
+        told = f"process {os.getpid()} on {socket.gethostname()}"
+        lock = self._lock(".submitting", told, 0.0, "is being submitted", "Wait for that")
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            holder = os.pread(file, 200, 0).decode(errors="replace")
-            os.close(file)
-            raise UsageError(
-                f"run {self.name} is under way: {holder or 'another launcher has its folder'}. Wait for its end, end it, or give "
-                "this one another --name."
-            ) from None
-        except OSError:  # a file system without locks
-            os.close(file)
-            return
-        os.ftruncate(file, 0)
-        os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            self._lock(".lock", None, 0.0, "is under way", "Wait for its end, end it")
+            yield
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+    def _lock(self, name: str, told: str | None, patience_s: float, what: str, remedy: str) -> int | None:
+        """Lock a file of this run, and write down for whom: its descriptor, or None where there are no locks.
+
+        Without `told`, only look. Such locks are the process's: closing any descriptor of the file would give it up.
+        """
+        kind, until = fcntl.LOCK_EX if told is not None else fcntl.LOCK_SH, time.monotonic() + patience_s
+        path = self.path / name
+        while True:
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.lockf(file, kind | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                holder = os.pread(file, 200, 0).decode(errors="replace")
+                os.close(file)
+                if time.monotonic() < until:
+                    time.sleep(0.05)
+                    continue
+                raise UsageError(
+                    f"run {self.name} {what}: {holder or 'another has its folder'}. {remedy}, or give this one another --name."
+                ) from None
+            except OSError:  # a file system without locks
+                os.close(file)
+                return None
+            if told is None:
+                os.close(file)
+                return None
+            if _is_at(path, file):
+                with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+                    os.ftruncate(file, 0)
+                    os.write(file, told.encode())
+                return file
+            os.close(file)  # the folder was removed meanwhile, with what was locked
 
     def next_attempt(self) -> RunDir:
         """The same run, which exists, at a new attempt of its own."""
@@ -224,6 +267,14 @@ class RunDir:
         runs = [RunDir(p) for p in self.path.parent.glob(f"{stem}*") if p != self.path]
         runs = [r for r in runs if any(r.checkpoints.glob("step-*"))]
         return max(runs, key=lambda r: r.checkpoints.stat().st_mtime, default=None)
+
+
+def _is_at(path: Path, file: int) -> bool:
+    """Whether a descriptor is of the file that is at `path` now."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file))
+    except FileNotFoundError:
+        return False
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

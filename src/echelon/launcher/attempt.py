@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,20 +107,22 @@ class Attempt:
 def write_exit(
     path: Path, code: int, failures: Sequence[Failure] = (), first: Failure | None = None, stopped: str | None = None
 ) -> None:
-    """Record how an attempt ended.
+    """Record how an attempt ended. Where that cannot be written, it is said: the end itself stays what it was.
 
     Args:
         path: the attempt's exit.json, or with several nodes a node's own.
         failures: of all ranks that failed; `first` is the one that the others followed.
         stopped: what ended it, if no rank did.
     """
-    write_json(
-        path,
-        {
-            "exit_code": code,
-            "stopped": stopped,
-            "first_failure": first.as_json() if first else None,
-            "ranks": {str(f.rank): f.as_json() for f in failures},
-            "ended": time.time(),
-        },
-    )
+    said = {
+        "exit_code": code,
+        "stopped": stopped,
+        "first_failure": first.as_json() if first else None,
+        "ranks": {str(f.rank): f.as_json() for f in failures},
+        "ended": time.time(),
+    }
+    try:
+        write_json(path, said)
+    except OSError as error:  # a full disk, a folder that was removed meanwhile
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"echelon: {path} cannot be written: {error.strerror}\n")

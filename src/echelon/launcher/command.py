@@ -21,7 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from echelon.contracts.asked import Asked
 from echelon.contracts.errors import UsageError
+from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.attempt import write_exit
@@ -38,7 +40,7 @@ _FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _SHELL = {"&&", "||", "|", ";", "&", ">", ">>", "<", "2>&1"}
 # Which would tell the ranks of another job, or of another place, who they are.
 _FOREIGN = re.compile(
-    r"((LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|ROLE_|GROUP_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ECHELON_(CALL|STORE_PREFIX))"
+    r"((LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|ROLE_|GROUP_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ECHELON_(ASKED|CALL|STORE_PREFIX))"
 )
 _POLL_S = 0.05
 # Of the ranks that fell, this node may have none but those which lost a peer: how long to wait for word of the others.
@@ -89,6 +91,8 @@ def run_command(spec: JobSpec, here: RunDir, meeting: Meeting, task: int) -> Out
     given = {k: v for k, v in os.environ.items() if not _FOREIGN.fullmatch(k)}
     env = {**rank_environment(spec, here, given, spec.ranks, restart=False, meeting=meeting), **at.to_env()}
     env["ECHELON_SCREEN"] = "launcher"
+    asked = Asked(spec.ranks * spec.nodes, spec.nodes, " ".join(redacted_words(spec.args)))
+    env.update(asked.to_env())
     values: dict[str, str | int] = {
         "num_processes": spec.ranks * spec.nodes,
         "num_machines": spec.nodes,
@@ -102,7 +106,7 @@ def run_command(spec: JobSpec, here: RunDir, meeting: Meeting, task: int) -> Out
     words[0] = _program(words[0], env)
     if meeting.listener is not None:
         meeting.listener.close()  # it held the port until now, for the command
-    outcome, failures = _Command(spec, here, meeting).run(words, env)
+    outcome, failures = _Command(spec, here, meeting, asked).run(words, env)
     write_exit(meeting.exit_path(here), outcome.exit_code, failures, outcome.failure)
     return outcome
 
@@ -128,8 +132,8 @@ class _Command:
         cut_short: ranks were killed because others had left as they were asked to.
     """
 
-    def __init__(self, spec: JobSpec, here: RunDir, meeting: Meeting) -> None:
-        self.spec, self.meeting, self.here = spec, meeting, here
+    def __init__(self, spec: JobSpec, here: RunDir, meeting: Meeting, asked: Asked) -> None:
+        self.spec, self.meeting, self.here, self.asked = spec, meeting, here, asked
         self.folder = here.attempt_path
         self.log = self.folder / f"node{meeting.node}.log"
         self.pids: dict[int, int] = {}
@@ -205,9 +209,9 @@ class _Command:
         return [rank for rank in self.pids if rank not in self.ended]
 
     def _find(self) -> None:
-        for path in self.folder.glob("pid.rank*.json"):
+        for path in self.folder.glob(f"pid.node{self.meeting.node}.rank*.json"):
             about = read_json(path)
-            if about is None or about["node"] != self.meeting.node:
+            if about is None:
                 continue
             rank, pid = int(about["rank"]), int(about["pid"])
             self.local_world_size = int(about["local_world_size"])
@@ -235,6 +239,8 @@ class _Command:
             failures = [f for f in failures if not f.is_victim and (f.reported or not ended)]
         elif not failures and not well:
             failures = [self._command_failure(code, began=bool(records))]
+        elif not failures and len(records) != self.spec.ranks:
+            failures = [self._too_few(sorted(records))]
         elif failures and all(f.is_victim for f in failures):
             failures += self._of_other_nodes()
         if failures:
@@ -262,6 +268,13 @@ class _Command:
         text = "\n".join([f"the launch command {how}{what}. Its words:", *lines])
         rank = self.meeting.node * self.spec.ranks
         return Failure(rank, 128 - code if code < 0 else code or 1, time.monotonic_ns(), "exit", text, log=self.log)
+
+    def _too_few(self, ranks: Sequence[int]) -> Failure:
+        """All that came to the call ended well, but they are not those that were asked for."""
+        came = f"{len(ranks)} came to the call on node {self.meeting.node} (rank {', '.join(map(str, ranks))})"
+        return Failure(
+            ranks[0], 1, time.monotonic_ns(), "LauncherEnvironmentError", str(self.asked.error(came)), ours=True, log=self.log
+        )
 
     def _of_other_nodes(self) -> list[Failure]:
         """What the ranks of other nodes wrote that failed by themselves; waits until their launchers have ended, too."""

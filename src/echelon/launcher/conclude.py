@@ -5,12 +5,14 @@ It also decides whether the job is to be started again: the exit code is 75 then
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from echelon.contracts.errors import UsageError
 from echelon.contracts.events import read_lines
 from echelon.contracts.run_dir import RunDir, read_json, write_json
 from echelon.contracts.stopping import REQUEUE
@@ -44,7 +46,9 @@ def conclude(run: RunDir, code: int, start: str) -> int:
     if said is None:
         why = "; ".join(dict.fromkeys(whys)) or f"no node came so far as to begin (exit code {code}); see the lines above"
         _say(why)
-        write_exit(run.next_attempt().exit_json, code or 1, stopped=why)
+        with contextlib.suppress(UsageError):  # whoever has the folder, its attempts are not ours to number
+            run.hold()
+            write_exit(run.next_attempt().exit_json, code or 1, stopped=why)
         return code or 1
     began = int(said["attempt"])
     newest = max(int(p.name) for p in (run.path / "attempts").glob("[0-9]*"))  # the group was started again by itself

@@ -42,6 +42,7 @@ def run(run: RunDir) -> int:
     from echelon.launcher.dragon_command import run_on_dragon
 
     spec, _ = read_spec(run)
+    run.hold()
     here = run.next_attempt()
     # As a module: this folder on the path would hide Dragon's own package behind ours of that name.
     head = ["-P", "-m", __spec__.name, str(here.path.absolute()), str(here.attempt)]
@@ -79,8 +80,11 @@ def head(here: RunDir) -> int:
 
     spec, said = read_spec(here)
     os.chdir(str(said.get("cwd", ".")))
-    policies = System().gpu_policies() or System().cpu_policies(spec.ranks * spec.nodes)
-    group = CollectiveGroup(run_rank, (str(here.path), here.attempt), policies=policies[: spec.ranks * spec.nodes])
+    ranks = spec.ranks * spec.nodes
+    policies = System().gpu_policies() or System().cpu_policies(ranks)
+    if len(policies) < ranks:
+        raise UsageError(f"{ranks} ranks were asked for, but Dragon's nodes have {len(policies)} GPUs, one for each rank.")
+    group = CollectiveGroup(run_rank, (str(here.path), here.attempt), policies=policies[:ranks])
     try:
         group.start()
         group.join()

@@ -14,6 +14,7 @@ from echelon.launcher.protocol import FolderJob, JobState
 __all__ = ["FinishedJob", "FunctionJob"]
 
 _TAIL_LINES = 5
+_SHOWN = 16
 
 
 class FunctionJob:
@@ -95,20 +96,16 @@ class FunctionJob:
 
     def _values(self) -> list[Any]:
         folder = self._job.attempts[-1]
-        # A launch command may start other ranks than were asked for.
-        known = read_json(folder / "pid.rank0.json") or {}
-        values = []
-        for rank in range(int(known.get("world_size", self.ranks))):
-            try:
-                values.append(load_value(_value(folder, rank)))
-            except FileNotFoundError:
-                raise RankFailedError(
-                    f"rank {rank} ended well, but left no value in {folder}: did the function end its process?",
-                    rank=rank,
-                    exit_code=0,
-                    logs=str(folder),
-                ) from None
-        return values
+        missing = [rank for rank in range(self.ranks) if not _value(folder, rank).exists()]
+        if missing:
+            which = f"rank {', '.join(map(str, missing))}" if len(missing) <= _SHOWN else f"{len(missing)} of {self.ranks} ranks"
+            raise RankFailedError(
+                f"{which} ended well, but left no value in {folder}: did the function end its process?",
+                rank=missing[0],
+                exit_code=0,
+                logs=str(folder),
+            )
+        return [load_value(_value(folder, rank)) for rank in range(self.ranks)]
 
     def _last_words(self) -> str:
         """Of the batch script and the launchers; they tell where no rank could."""

@@ -21,7 +21,7 @@ from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local import path_without_launcher, rank_environment
 from echelon.launcher.nodes import free_port
 from echelon.launcher.placement import bound
-from echelon.launcher.worker import Start, run_program
+from echelon.launcher.worker import Start, output_to, run_program
 
 __all__ = ["run_here"]
 
@@ -50,7 +50,7 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
     pid, before = os.getpid(), signal.getsignal(signal.SIGUSR1)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # until `run_program` has a handler
     limit = _TimeLimit(job.stop_after_s, job.grace_s, lambda: write_exit(run.exit_json, REQUEUE)) if job.stop_after_s else None
-    with open(log, "a", encoding="utf-8", errors="backslashreplace", buffering=1) as copy:
+    with output_to(log) as copy:
         out, err = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = _Tee(out, copy), _Tee(err, copy)
         try:
@@ -120,19 +120,31 @@ class _TimeLimit(threading.Thread):
 
 
 class _Tee:
-    """A text stream that also writes to a log; everything else is the terminal's own."""
+    """A stream that also writes to a log, and whose reader may go away; everything else is the terminal's own."""
 
     def __init__(self, stream: Any, log: Any) -> None:
         self._stream, self._log = stream, log
 
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError, ValueError):  # a full disk; or a logger that outlives the program and its log
-            self._log.write(text)
-        return int(self._stream.write(text))
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(ValueError):  # a logger that outlives the program and its log
+            self._log.write(data)
+            if isinstance(data, bytes):
+                self._log.flush()
+        with contextlib.suppress(OSError):  # `| head -1`, a terminal that has gone: the run goes on, and its log has it all
+            self._stream.write(data)
+        return len(data)
 
-    def writelines(self, lines: Iterable[str]) -> None:
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def writelines(self, lines: Iterable[Any]) -> None:
         for line in lines:
             self.write(line)
+
+    @property
+    def buffer(self) -> _Tee:
+        return _Tee(self._stream.buffer, self._log.buffer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+from echelon.contracts.asked import Asked
 from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import write_json
@@ -26,6 +27,7 @@ from echelon.launcher.worker import Start, end, leave_value, run_recorded
 __all__ = ["VARIABLE", "Place", "place"]
 
 VARIABLE = "ECHELON_CALL"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -92,14 +94,37 @@ def run_call(at: Place, name: str, function: Callable[[], Any]) -> NoReturn:
 
     def program() -> None:
         # From here on the node's launcher can ask this rank to save and end: it has a handler now.
-        sizes = {"world_size": info.world_size, "local_world_size": info.local_world_size}
-        about = {"rank": info.rank, **sizes, "node": at.node, "pid": os.getpid()}
-        write_json(folder / f"pid.rank{info.rank}.json", about)
-        leave_value(function, str(start.result), name)
+        about = {"rank": info.rank, "local_world_size": info.local_world_size, "pid": os.getpid()}
+        write_json(folder / f"pid.node{at.node}.rank{info.rank}.json", about)
+        asked = Asked.from_env()
+        if asked is None:
+            leave_value(function, str(start.result), name)
+            return
+        asked.check(info)
+        Asked.forget()
+        leave_value(lambda: _in_one_world(function(), asked), str(start.result), name)
 
     code = run_recorded(start, program)
     # A rank that saved to go on later has done its work: with 75, torchrun would kill the others, who are about to save.
     end(0 if code == REQUEUE else code)
+
+
+def _in_one_world(value: T, asked: Asked) -> T:
+    """The function's value, unless what it joined was smaller than the job: a library has a view of its own of the environment.
+
+    Raises:
+        LauncherEnvironmentError: this rank trained with fewer others than were asked for.
+    """
+    joined: dict[str, int] = {}
+    dist, accelerate = sys.modules.get("torch.distributed"), sys.modules.get("accelerate.state")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        joined["torch.distributed"] = dist.get_world_size()
+    if accelerate is not None and accelerate.is_initialized():
+        joined["Accelerate"] = accelerate.PartialState().num_processes
+    for library, size in joined.items():
+        if size != asked.ranks:
+            raise asked.error(f"{library} had joined {size} rank{'s' if size > 1 else ''} here when the function returned")
+    return value
 
 
 def _log_to(path: Path) -> None:

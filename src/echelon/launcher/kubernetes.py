@@ -26,6 +26,7 @@ from echelon.launcher.conclude import conclude, refuse
 from echelon.launcher.job import JobSpec
 from echelon.launcher.node import run_node, start_of
 from echelon.launcher.protocol import FolderJob, JobState, write_spec
+from echelon.launcher.worker import forgive_output
 
 __all__ = ["KubernetesJob", "main", "render"]
 
@@ -118,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if node == 0:
             run = RunDir.create(run.path.parent, run.name, begin=False)
+            run.hold(who=f"job {env['SLURM_JOB_ID']}", patience_s=_LAST_EXIT_S)  # the pods before these may still be ending
             write_spec(run, spec, launcher="kubernetes", id=env["SLURM_JOB_ID"], cwd=os.getcwd())
         said = run.path / "job" / "job.json"
         _until(lambda: (read_json(said) or {}).get("id") == env["SLURM_JOB_ID"], f"{hosts[0]} to write {said}: do all see it?")
@@ -156,4 +158,5 @@ def _has_address(host: str) -> bool:
 
 
 if __name__ == "__main__":
+    forgive_output()
     sys.exit(main())

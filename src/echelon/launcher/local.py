@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,8 @@ from echelon.launcher.relay import PlainScreen, Relay, Screen
 from echelon.launcher.server import ForkServer
 
 __all__ = ["path_without_launcher", "rank_environment", "run_local"]
+
+_DESCRIPTORS = 1 << 16
 
 
 def rank_environment(
@@ -83,7 +86,7 @@ def run_local(
 
         quiet_elastic_logs()
         own = contextlib.closing(ForkServer.fork_self()) if server is None else contextlib.nullcontext(server)
-        with own as forks:
+        with own as forks, _many_descriptors():
             relay = Relay(screen or PlainScreen())
             starts = _Starts(job, run, given, meeting, start_fields or {}, relay, timed=timeout_s is not None)
             starts.agent = ForkAgent(job, forks, starts.begin, starts.fields, run.name, requests, timeout_s, meeting)
@@ -94,6 +97,24 @@ def run_local(
                 relay.stop()
         starts.record(run, outcome.exit_code, outcome.failure)
     return outcome
+
+
+@contextlib.contextmanager
+def _many_descriptors() -> Iterator[None]:
+    """As many open files as this process may have: whoever connects to the store's port, and says nothing, holds one.
+
+    The ranks, whose server was started before, keep the user's own limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        yield
+        return
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def _until_ended(starts: _Starts) -> Outcome:
@@ -159,7 +180,8 @@ class _Starts:
         self.record(here.at_attempt(here.attempt - 1), first.exit_code if first else 1, first)
         before = render(first, self.job.ranks) if first else "echelon: ranks of another node failed"
         how = f" with {plan.ranks} ranks: {plan.why}" if plan.why else ""
-        sys.stderr.write(f"{before}\nechelon: restart {number} of {self.job.max_restarts}{how}\n")
+        with contextlib.suppress(OSError):  # a terminal that has gone
+            sys.stderr.write(f"{before}\nechelon: restart {number} of {self.job.max_restarts}{how}\n")
 
     def record(self, here: RunDir, code: int, first: Failure | None, stopped: str | None = None) -> None:
         path = self.meeting.exit_path(here) if self.meeting is not None else here.exit_json

@@ -23,8 +23,11 @@ from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec, Outcome
 from echelon.launcher.nodes import Meeting, meet
 from echelon.launcher.protocol import read_spec
+from echelon.launcher.worker import forgive_output
 
 __all__ = ["main", "run_node", "start_of"]
+
+_STALE_LOCK_S = 120.0  # NFS takes 90 s to give up the locks of a machine that it no longer hears of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,6 +66,7 @@ def run_node(run: RunDir, env: Mapping[str, str], call_sha256: str | None = None
         0 also when they are to be started again, which is no bad exit for which srun would kill the others.
     Raises:
         LauncherEnvironmentError: as many nodes as were asked for are not there.
+        UsageError: another launcher has this run's folder.
     """
     # Until the launcher listens, a request to save and end would kill this process without a word; then it is delivered.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -77,6 +81,10 @@ def run_node(run: RunDir, env: Mapping[str, str], call_sha256: str | None = None
         os.chdir(str(said.get("cwd", ".")))
     except OSError as error:
         raise LauncherEnvironmentError(f"{socket.gethostname()} cannot go to {said['cwd']}: {error.strerror}.") from error
+    if node == 0:
+        # A start that was requeued may come before a shared file system has let go of the lock of a node that was lost.
+        again = env.get("SLURM_RESTART_COUNT", "0") != "0"
+        run.hold(who=f"job {env['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in env else "", patience_s=_STALE_LOCK_S if again else 1.0)
     meeting = meet(run, start_of(env), node, hosts)
     here = run.at_attempt(meeting.attempt)
 
@@ -103,4 +111,5 @@ def _run(spec: JobSpec, here: RunDir, meeting: Meeting, call_sha256: str | None,
 
 
 if __name__ == "__main__":
+    forgive_output()
     sys.exit(main())

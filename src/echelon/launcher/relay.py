@@ -34,7 +34,7 @@ class PlainScreen:
     def write(self, stream: str, data: bytes) -> None:
         target = sys.stdout if stream == "stdout" else sys.stderr
         buffer: IO[bytes] | None = getattr(target, "buffer", None)
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):  # nobody reads it any more
             if buffer is not None:
                 target.flush()
                 buffer.write(data)

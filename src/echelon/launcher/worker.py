@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.redact import redacted
-from echelon.contracts.run_dir import write_json
+from echelon.contracts.run_dir import FULL_DISK, write_json
 from echelon.contracts.stopping import REQUEUE, SIGNALS, leave
 from echelon.launcher.calls import load_call, write_value
 
@@ -37,8 +37,10 @@ __all__ = [
     "STACK_SIGNAL",
     "Start",
     "end",
+    "forgive_output",
     "in_library",
     "leave_value",
+    "output_to",
     "run",
     "run_program",
     "run_recorded",
@@ -133,18 +135,59 @@ def _redirect(log: str | None, fds: Sequence[int]) -> None:
         for fd in fds:
             os.close(fd)
     elif log:
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        fd = _open_log(log)
         os.dup2(fd, 1)
         os.dup2(fd, 2)
         os.close(fd)
     # New objects: the server's may hold another encoding or buffer. Lines are flushed, so a kill loses none.
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
+    forgive_output()
+
+
+def forgive_output() -> None:
+    """From here on, what cannot be written to standard output and error does not end this process."""
     sys.stdout = sys.__stdout__ = _line_writer(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _line_writer(2)  # type: ignore[misc]
 
 
-def _line_writer(fd: int) -> io.TextIOWrapper:
-    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+class _Output(io.FileIO):
+    """A descriptor to write to whose trouble is not the program's: a full disk costs lines of output, never the run.
+
+    What could not be written is counted, and said where writing goes on.
+    """
+
+    _lost = 0
+
+    def write(self, data: Any, /) -> int:
+        size = memoryview(data).nbytes
+        try:
+            if self._lost:
+                super().write(f"\n(echelon: {self._lost} bytes of output could not be written here)\n".encode())
+                self._lost = 0
+            written = super().write(data)
+        except OSError:
+            self._lost += size
+            return size
+        return size if written is None else written  # None: a pipe that is full and does not block
+
+
+def _open_log(path: str | Path) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+def output_to(log: Path) -> io.TextIOWrapper:
+    """The log of this process's rank, to write to."""
+    return _line_writer(_open_log(log), closes=True)
+
+
+def _line_writer(fd: int, *, closes: bool = False) -> io.TextIOWrapper:
+    raw = io.BufferedWriter(_Output(fd, "w", closefd=closes))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def _fresh_state() -> None:

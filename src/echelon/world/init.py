@@ -19,6 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from echelon.contracts.asked import Asked
 from echelon.contracts.errors import LauncherEnvironmentError
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.world.device import device_of, set_threads
@@ -82,10 +83,13 @@ def init_from_env(
     Returns:
         The device.
     Raises:
-        LauncherEnvironmentError: variables are missing or contradict each other, or the port is taken.
+        LauncherEnvironmentError: variables are missing or contradict each other, or the port is taken; or a launch command
+            started another number of ranks than the job asked of it.
         UsageError: the device type does not exist here.
     """
     info = RankInfo.from_env()
+    if (asked := Asked.from_env()) is not None:
+        asked.check(info)
     device = device_of(info, device_type)
     if device.type == "cuda":
         torch.cuda.set_device(device)

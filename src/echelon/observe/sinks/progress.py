@@ -24,6 +24,8 @@ PLAIN_EVERY_S = 5.0
 LIVE_EVERY_S = 0.2
 # Of a batch of records only the last so many can still be seen in a smoothed number.
 _SMOOTHED = 50
+# A line that is longer passes as it comes, and the live one waits for its end: else each piece of it would cost all before it.
+_LONG_LINE = 65536
 
 
 class ProgressModel:
@@ -149,6 +151,7 @@ class _Painter:
         self._live: Live | None = None
         self._draw_next = 0.0
         self._printed = ("", 0.0)
+        self._aside = False
 
     def line(self, text: str) -> None:
         if self._live is not None:
@@ -163,7 +166,7 @@ class _Painter:
     def progress(self, model: ProgressModel, *, final: bool = False) -> None:
         """Redraw if it is time; `final` shows the last state even if it is not."""
         now = time.monotonic()
-        if model.step == 0 and model.loss is None:
+        if self._aside or (model.step == 0 and model.loss is None):
             return
         if self.is_live:
             if final or now >= self._draw_next:
@@ -196,6 +199,16 @@ class _Painter:
             row.add_row(Text(model.line()))
         self._live.update(row, refresh=True)
 
+    def step_aside(self) -> None:
+        """Take the live line away until `go_on`: something else has begun a line."""
+        self._aside = True
+        if self._live is not None:
+            self._live.transient = True
+            self.close()
+
+    def go_on(self) -> None:
+        self._aside = False
+
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
@@ -224,6 +237,13 @@ class ProgressSink:
         self._painter.close()
 
 
+def _through(target: TextIO, data: bytes) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        target.flush()
+        target.buffer.write(data)
+        target.buffer.flush()
+
+
 class RunScreen:
     """The launcher's terminal: rank 0's output as it comes, and progress read from the run folder."""
 
@@ -234,24 +254,36 @@ class RunScreen:
         self._metrics = LineReader(run.metrics, from_end=True)
         self._attempt = -1
         self._events: LineReader | None = None
-        self._partial: dict[str, bytes] = {}
+        self._partial: dict[str, list[bytes]] = {}
         self._partial_since = 0.0
+        self._long = ""  # the stream whose line is too long to wait for its end
 
     def write(self, stream: str, data: bytes) -> None:
         """A live line may only be interrupted by whole lines; without one, bytes pass through untouched."""
         target = sys.stdout if stream == "stdout" else sys.stderr
         if not (self._painter.is_live and target.isatty()):
-            with contextlib.suppress(BrokenPipeError):
-                target.flush()
-                target.buffer.write(data)
-                target.buffer.flush()
+            _through(target, data)
             return
-        *lines, rest = (self._partial.pop(stream, b"") + data).split(b"\n")
-        for line in lines:
-            self._painter.line(line.decode("utf-8", "replace"))
+        if self._long:
+            end = data.find(b"\n") + 1 if stream == self._long else 0
+            _through(target, data[:end] if end else data)
+            if not end:
+                return
+            self._long, data = "", data[end:]
+            self._painter.go_on()
+        head, end_of_line, rest = data.rpartition(b"\n")
+        if end_of_line:
+            whole = b"".join((*self._partial.pop(stream, ()), head))
+            for line in whole.split(b"\n"):
+                self._painter.line(line.decode("utf-8", "replace"))
         if rest:
-            self._partial[stream] = rest
+            parts = self._partial.setdefault(stream, [])
+            parts.append(rest)
             self._partial_since = time.monotonic()
+            if sum(map(len, parts)) > _LONG_LINE:
+                self._painter.step_aside()
+                _through(target, b"".join(self._partial.pop(stream)))
+                self._long = stream
 
     def tick(self) -> None:
         if self._partial and time.monotonic() - self._partial_since > 0.5:
@@ -276,8 +308,8 @@ class RunScreen:
                 self._painter.line(line)
 
     def _flush_partial(self) -> None:
-        for data in self._partial.values():
-            self._painter.line(data.decode("utf-8", "replace"))
+        for parts in self._partial.values():
+            self._painter.line(b"".join(parts).decode("utf-8", "replace"))
         self._partial.clear()
 
     def close(self) -> None:

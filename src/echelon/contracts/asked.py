@@ -1,0 +1,90 @@
+"""How many ranks a launch command was given to start, for the ranks to compare with what they find themselves in.
+
+The launcher of a node says it in one variable. A command that starts fewer, or a world of its own on every node, would else train
+as many independent models, whose results look whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from echelon.contracts.errors import LauncherEnvironmentError
+from echelon.contracts.rank import RankInfo
+
+__all__ = ["Asked"]
+
+_VARIABLE = "ECHELON_ASKED"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a job asked of its launch command.
+
+    Args:
+        ranks, nodes: of the whole job; every node has equally many ranks.
+        command: its words as they were given, with their placeholders.
+    """
+
+    ranks: int
+    nodes: int
+    command: str
+
+    def to_env(self) -> dict[str, str]:
+        return {_VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_env(cls) -> Asked | None:
+        """None where no launch command started this process.
+
+        Raises:
+            LauncherEnvironmentError: the variable cannot be read.
+        """
+        text = os.environ.get(_VARIABLE)
+        if not text:
+            return None
+        try:
+            said = json.loads(text)
+            return cls(int(said["ranks"]), int(said["nodes"]), str(said["command"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise LauncherEnvironmentError(
+                f"{_VARIABLE}={text!r} cannot be read: {error}. The launcher sets it; unset it."
+            ) from error
+
+    @staticmethod
+    def forget() -> None:
+        """What this process starts by itself from now on is its own affair."""
+        os.environ.pop(_VARIABLE, None)
+
+    def check(self, info: RankInfo, env: Mapping[str, str] | None = None) -> None:
+        """
+        Raises:
+            LauncherEnvironmentError: this rank is in another world than was asked for.
+        """
+        env = os.environ if env is None else env
+        if info.world_size != self.ranks:
+            raise self.error(f"rank {info.rank} is in a world of {info.world_size}")
+        # Only torchrun's variable says it; without, it is derived.
+        if env.get("LOCAL_WORLD_SIZE") and info.local_world_size != self.ranks // self.nodes:
+            raise self.error(f"rank {info.rank} is one of {info.local_world_size} on its node")
+
+    def error(self, found: str) -> LauncherEnvironmentError:
+        """`found` is not what was asked for; with what the command said, and what to write."""
+        per_node = self.ranks // self.nodes
+        shape = f"{self.nodes} nodes x {per_node}" if self.nodes > 1 else "one node"
+        remedy = (
+            "Without all of them in one world, each would train a model of its own. Have the command start them, as with "
+            "`torchrun --nnodes {num_machines} --nproc-per-node "
+            f"{per_node} --node-rank {{machine_rank}} --master-addr {{main_process_ip}} --master-port {{main_process_port}} "
+            "SCRIPT`, or ask for what it starts (num_of_node, tasks_per_node, processes_per_task)."
+        )
+        if "accelerate" in self.command:
+            remedy += (
+                " `accelerate launch` starts several processes with --multi_gpu or --use_fsdp only, on CPUs too, whatever "
+                "--num_processes says."
+            )
+        return LauncherEnvironmentError(
+            f"{found}, but {self.ranks} ranks were asked for ({shape}). The launch command was: {self.command}\n{remedy}"
+        )
