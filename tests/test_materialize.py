@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import importlib.util
 import logging
+import math
 import os
 import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,6 +78,88 @@ class Odd(nn.Module):
             layer.weight.data *= 0.5
 
 
+class Asking(nn.Module):
+    """Asks where its tensors lie, and for their values; mixes them with real ones; keeps tensors that are no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        weight = self.a.weight
+        kinds = {weight.device.type, torch.get_default_device().type, torch.tensor([]).device.type}
+        if (
+            kinds == {"cpu"} and weight.is_cpu and not weight.is_meta and weight.device == CPU
+        ):  # as libraries decide to initialise
+            nn.init.normal_(weight, std=0.02)
+        self.there = nn.Parameter(torch.zeros(3, device=weight.device) + torch.rand(3, device=weight.device, dtype=weight.dtype))
+        self.default = nn.Parameter(torch.randn(3, device=torch.get_default_device()))
+        self.std, self.sum = float(weight.detach().std()), weight.detach().numpy().sum()
+        # Real tensors: from numpy, asked for by name, put into recorded ones, and the other way round.
+        self.register_buffer("table", torch.from_numpy(np.linspace(0, 1, 4)).float())
+        self.scaled = nn.Parameter(torch.ones(4) * self.std)
+        self.scaled.data.copy_(self.table)
+        self.scaled.data += torch.ones(4, device="cpu")
+        self.table[:2] = self.scaled[:2].detach()
+        self.embedding = nn.Embedding(5, 4)
+        self.embedding.weight.data = torch.from_numpy(np.arange(20.0).reshape(5, 4).astype(np.float32))
+        # Shapes that depend on values, and an array that changes afterwards.
+        self.positive = nn.Parameter(weight.data[weight.data > 0].clone())
+        self.unique = nn.Parameter(torch.unique(torch.randint(0, 3, (9,))).float())
+        with torch.no_grad():
+            self.embedding.weight[torch.tensor([True, False, False, False, True])] = 7.0
+        array = np.ones(3, dtype=np.float32)
+        self.from_array = nn.Parameter(torch.tensor(array))
+        array[:] = 9
+        # Plain attributes.
+        self.frequencies = torch.polar(torch.ones(4), torch.arange(4.0))
+        self.more, self.alias = [torch.rand(2), {"x": (torch.rand(2),)}], [weight]
+        self.to("cpu").cpu()
+
+
+class Initialising(nn.Module):
+    """Initialisers on parts, through apply, as timm writes them, through parametrizations and a state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.joined = nn.Linear(4, 12), nn.Parameter(torch.empty(12, 4))
+        for i in range(3):
+            nn.init.xavier_uniform_(self.qkv.weight[i * 4 : (i + 1) * 4])
+            nn.init.constant_(self.qkv.bias.view(3, 4)[i], i)
+            nn.init.orthogonal_(self.joined[i * 4 : (i + 1) * 4])
+        parametrizations = nn.utils.parametrizations
+        kinds = (parametrizations.weight_norm, parametrizations.orthogonal, parametrizations.spectral_norm)
+        self.parametrized = nn.ModuleList(kind(nn.Linear(4, 4)) for kind in kinds)
+        self.truncated = nn.Parameter(torch.empty(5, 5))
+        self._trunc_normal(self.truncated, 0.02, 0.04)
+        positions = torch.zeros(7, 4)
+        angles = torch.arange(7).unsqueeze(1).float() * torch.exp(torch.arange(0, 4, 2).float() * (-math.log(1e4) / 4))
+        positions[:, 0::2], positions[:, 1::2] = torch.sin(angles), torch.cos(angles)
+        self.register_buffer("positions", positions)
+        self.apply(self._initialise)
+        self.loaded = nn.Linear(4, 12)
+        self.loaded.load_state_dict(self.qkv.state_dict())
+        self.real = nn.Linear(2, 2)
+        self.real.load_state_dict({"weight": torch.ones(2, 2, device="cpu"), "bias": torch.zeros(2)})
+        self.real.weight = nn.Parameter(self.real.weight.detach().clone() * torch.rand(2, 2))
+        self.lstm, self.attention = nn.LSTM(3, 4), nn.MultiheadAttention(4, 2)
+        for name, parameter in self.lstm.named_parameters():
+            if "bias" in name:
+                parameter.data.chunk(4)[1].fill_(1.0)
+        self.q = nn.Parameter(torch.linalg.qr(torch.randn(4, 4))[0])
+        self.shuffled = nn.Parameter(torch.arange(6.0)[torch.randperm(6)])
+        self.chosen = nn.Parameter(torch.multinomial(torch.ones(6), 3).float())
+
+    @staticmethod
+    @torch.no_grad()
+    def _trunc_normal(tensor: torch.Tensor, std: float, limit: float) -> None:
+        edge = math.erf(limit / std / math.sqrt(2))
+        tensor.uniform_(-edge, edge).erfinv_().mul_(std * math.sqrt(2)).clamp_(min=-limit, max=limit)
+
+    def _initialise(self, layer: nn.Module) -> None:
+        if isinstance(layer, nn.Linear):
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
+
+
 def _all(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
 
@@ -87,7 +171,7 @@ def _differing(got: nn.Module, want: nn.Module) -> list[str]:
     return [n for n, t in theirs.items() if full[n].dtype != t.dtype or not torch.equal(full[n], t)]
 
 
-@pytest.mark.parametrize("make", [Odd, Net, _gpt], ids=["odd", "net", "gpt"])
+@pytest.mark.parametrize("make", [Odd, Asking, Initialising, Net, _gpt], ids=["odd", "asking", "initialising", "net", "gpt"])
 def test_values_and_streams_are_those_of_a_plain_build(make: Any) -> None:
     torch.manual_seed(0)
     want = make()
@@ -96,11 +180,72 @@ def test_values_and_streams_are_those_of_a_plain_build(make: Any) -> None:
     with ech.on_meta():
         got = make()
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.is_meta for p in got.parameters())
+    if make is not Asking:
+        assert all(p.is_meta for p in got.parameters())
     materialize(got, CPU)
     assert _differing(got, want) == [] and torch.equal(torch.get_rng_state(), state)
     if make is Odd:
         assert got.tied.weight is got.a.weight and got.rates == want.rates and torch.equal(got.drawn, want.drawn)
+
+
+def test_tensors_that_are_plain_attributes_get_their_values() -> None:
+    torch.manual_seed(0)
+    want = Asking()
+    torch.manual_seed(0)
+    with ech.on_meta():
+        got = Asking()
+    materialize(got, CPU)
+    assert torch.equal(got.frequencies, want.frequencies) and torch.equal(got.more[0], want.more[0])
+    assert torch.equal(got.more[1]["x"][0], want.more[1]["x"][0]) and got.alias[0] is got.a.weight
+    assert (got.std, got.sum) == (want.std, want.sum)
+
+
+def test_a_block_within_a_block_and_one_after_the_other_are_one_recording() -> None:
+    torch.manual_seed(0)
+    with ech.on_meta():
+        with ech.on_meta():
+            got = nn.Linear(3, 3)
+        got.weight.data.mul_(2)
+    with ech.on_meta():
+        got.weight.data.add_(torch.rand(3, 3))
+    materialize(got, CPU)
+    torch.manual_seed(0)
+    want = nn.Linear(3, 3)
+    assert torch.equal(got.weight, want.weight * 2 + torch.rand(3, 3))
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.empty(4))
+        self.token.data[0] = 1
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["torch.empty", "made before"])
+def test_what_is_set_in_part_is_an_error_with_its_name(before: bool) -> None:
+    if before:
+        with torch.device("meta"):
+            module: nn.Module = nn.ParameterDict({"token": nn.Parameter(torch.ones(4))})
+        with ech.on_meta():
+            module.token.data.mul_(2)
+    else:
+        with ech.on_meta():
+            module = Half()
+    with pytest.raises(UsageError, match=r"token \(4,\) was made by torch.empty, or before on_meta began, and a part"):
+        materialize(module, CPU)
+
+
+def _numpys_numbers() -> str:
+    with ech.on_meta():
+        module = nn.Linear(2, 2)
+        module.weight.data.mul_(float(np.random.default_rng(dist.get_rank()).normal()))
+    with pytest.raises(ech.EchelonError) as caught:
+        ech.prepare_module(module, CPU, strategy="fsdp")
+    return str(caught.value)
+
+
+def test_ranks_that_numpy_initialises_differently_are_refused_not_mixed(ranks: Ranks) -> None:
+    assert all("the numbers that initialise the model" in text for text in ranks(2, _numpys_numbers))
 
 
 class Tied(nn.Module):

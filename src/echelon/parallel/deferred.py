@@ -4,23 +4,49 @@
 also draw, into memory that is freed at once: so the generator moves exactly as in a plain build, and its state before each
 draw is known. A tensor's value is the replay of the functions that it depends on, in order, with these states.
 
+Code that asks a recorded tensor where it lies hears "cpu", as in a plain build: libraries leave out their initialisation on the
+meta device. Where values are needed at once (`item()`, a mask as an index, a tensor that is not on meta) they are computed.
+
 Built on the public `torch.overrides.TorchFunctionMode`, which sees what Python code calls; torch's own layers included.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
 from echelon.contracts.errors import EchelonError
+from echelon.parallel.deferred_calls import (
+    DEFAULT,
+    HERE,
+    META,
+    as_bytes,
+    asks_for_meta,
+    changes_real,
+    copied,
+    is_meta,
+    leaves,
+    mapped,
+    mark,
+    not_away,
+    on_cpu,
+    on_meta_device,
+    reach,
+    refuse_loading,
+    tensors_in,
+    written_to,
+)
 
-__all__ = ["Recording", "Value", "on_meta"]
+__all__ = ["Recording", "Value", "on_meta", "recording"]
 
 
 @contextlib.contextmanager
@@ -30,9 +56,33 @@ def on_meta() -> Iterator[None]:
     Pass the model to a strategy: each rank then computes its own shards, one parameter at a time, with the values that a plain
     build gives here, to the bit. Whatever changes values after construction, a loop of initialisers or `model.double()`,
     belongs inside the block too. It takes as long as a plain build, and the memory of one parameter.
+
+    Raises:
+        UsageError: inside, a `from_pretrained` that builds on the meta device by itself; it loads the whole model.
     """
-    with Recording(), torch.device("meta"):
+    with recording():
         yield
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Context in which tensors are made on the meta device and what gives them values is written down. One lies in no other."""
+    if _inside.now:
+        yield
+        return
+    _inside.now = True
+    try:
+        with Recording(), DEFAULT:
+            yield
+    finally:
+        _inside.now = False
+
+
+class _Inside(threading.local):
+    now = False
+
+
+_inside = _Inside()
 
 
 @dataclass(frozen=True)
@@ -59,14 +109,24 @@ class Value:
         """Whether anything gave it a value: `torch.empty` does not."""
         return any(self.recording.calls[i].sets for i in self.recording.writers[self.storage])
 
+    @property
+    def may_be_unset(self) -> bool:
+        """Whether it began without values, so that a nan may stand for none."""
+        first = self.recording.writers[self.storage][:1]
+        return not first or not self.recording.calls[first[0]].sets or self.recording.calls[first[0]].made.get(0) != self.storage
+
     def compute(self) -> torch.Tensor:
-        """The tensor, in host memory. Uses the memory of what it depends on, as a rule only itself."""
+        """The tensor, in host memory. Uses the memory of what it depends on, as a rule only itself.
+
+        What nothing set is nan, if it is of a floating type.
+        """
         return self.within(self.recording.replay(self.storage))
 
     def within(self, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
         if self.storage not in storages:  # made before the recording began
-            elements = self.offset + _reach(self.size, self.stride)
+            elements = self.offset + reach(self.size, self.stride)
             storages[self.storage] = torch.UntypedStorage(elements * self.dtype.itemsize)
+            mark(torch.empty(0, dtype=self.dtype).set_(storages[self.storage]))
         return torch.empty(0, dtype=self.dtype).set_(storages[self.storage], self.offset, self.size, self.stride)
 
 
@@ -89,7 +149,12 @@ class _Call:
 _origins: WeakKeyDictionary[torch.UntypedStorage, tuple[Recording, int]] = WeakKeyDictionary()
 
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
-_READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "equal", "allclose"}
+_IS_CPU = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
+_DEVICE = torch.Tensor.device.__get__
+_READS = {
+    *("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__format__"),
+    *("__contains__", "is_nonzero", "equal", "allclose"),
+}
 _NO_VALUES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 _DRAWS = {
     *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial"),
@@ -105,12 +170,14 @@ class Recording(TorchFunctionMode):
     Attributes:
         calls: in order.
         writers: by storage, which of them made or changed it.
+        sources: earlier recordings of what was changed in this one.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] = []
         self.writers: dict[int, list[int]] = {}
+        self.sources: list[Recording] = []
         self._scratch = torch.UntypedStorage(0)
 
     def __exit__(self, *error: Any) -> None:
@@ -119,26 +186,69 @@ class Recording(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func == _IS_META:
-            return False  # initialisers skip meta tensors; a plain build would have none
         name = getattr(func, "__name__", "")
-        if name in _READS and any(_is_meta(t) for t in _tensors((args, kwargs))):
-            with torch.no_grad():
-                return func(*self._computed(args), **self._computed(kwargs))
+        if func in (_DEVICE, _IS_META, _IS_CPU, torch.device, torch.Tensor.data_ptr):
+            return self._where(func, args, kwargs)
+        if asks_for_meta(kwargs.get("device")):  # its maker's own business, as in a plain build
+            refuse_loading()
+            return func(*args, **kwargs)
+        tensors = list(tensors_in((args, kwargs)))
+        metas = [t for t in tensors if is_meta(t)]
+        if metas and (name in _READS or (len(metas) < len(tensors) and changes_real(func, name, args, kwargs))):
+            return self._at_once(func, args, kwargs)
+        if name in ("to", "cpu") and metas and metas[0] is args[0]:  # it is there already, as in a plain build
+            if name == "cpu":
+                return args[0]
+            args, kwargs = mapped(not_away, args), mapped(not_away, kwargs)
+        if metas and len(metas) < len(tensors):
+            args, kwargs = mapped(self._lifted, args), mapped(self._lifted, kwargs)
+        written = written_to(name, args, kwargs)
         # The meta device has no generators.
-        given = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Generator)}
-        written = _written(func, name, args, kwargs)
-        result = func(*args, **given)
+        given = {k: on_meta_device(v) for k, v in kwargs.items() if not isinstance(v, torch.Generator)}
+        try:
+            result = func(*mapped(on_meta_device, args), **mapped(on_meta_device, given))
+        except RuntimeError as error:
+            if not metas:
+                raise
+            if not written:  # the result's shape depends on values
+                return self._at_once(func, args, kwargs)
+            if not isinstance(error, NotImplementedError):
+                raise
+            result = None if name == "__setitem__" else written[0]
         if name == "__deepcopy__":  # its memo belongs to the caller
             func, args, kwargs = torch.clone, args[:1], {}
-        if any(_is_meta(t) for t in _tensors((args, kwargs, result))):
+        if metas or any(is_meta(t) for t in tensors_in(result)):
             self._note(func, name, args, kwargs, result, written)
         return result
 
+    def _where(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What code that asks for devices and addresses hears: of recorded tensors, what a plain build would say."""
+        if func is torch.device:
+            return args[0] if len(args) == 1 and args[0] is HERE else func(*args, **kwargs)
+        tensor = args[0]
+        if not is_meta(tensor) or tensor.untyped_storage() not in _origins:
+            return func(*args, **kwargs)
+        if func == torch.Tensor.data_ptr:  # all are 0 on meta, which looks as if all were tied
+            return ((self._number(tensor) + 1) << 40) + int(tensor.storage_offset()) * tensor.dtype.itemsize
+        return HERE if func == _DEVICE else func == _IS_CPU
+
+    @torch.no_grad()
+    def _at_once(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call it with values: its result is no tensor, or has a shape that depends on them, or it changes a real tensor."""
+        return func(*mapped(on_cpu, self._computed(args)), **mapped(on_cpu, self._computed(kwargs)))
+
+    def _lifted(self, leaf: Any) -> Any:
+        """A recorded tensor in place of a real one, which has its value of now."""
+        if not isinstance(leaf, torch.Tensor) or is_meta(leaf):
+            return leaf
+        lifted = leaf.detach().to(META)
+        self._begin(lifted, leaf.detach().clone(), is_set=True)
+        return lifted
+
     def _note(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any, written: list[torch.Tensor]) -> None:
-        reads = {self._number(t) for t in _tensors((args, kwargs)) if _is_meta(t)}
-        outputs = list(_tensors(result))
-        made = {i: t for i, t in enumerate(outputs) if _is_meta(t) and t.untyped_storage() not in _origins}
+        reads = {self._number(t) for t in tensors_in((args, kwargs)) if is_meta(t)}
+        outputs = list(tensors_in(result))
+        made = {i: t for i, t in enumerate(outputs) if is_meta(t) and t.untyped_storage() not in _origins}
         if not made and not written:
             return  # a view, or a question
         generator = kwargs.get("generator") or torch.default_generator
@@ -156,29 +266,45 @@ class Recording(TorchFunctionMode):
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
-        if storage not in _origins or _origins[storage][0] is not self:
+        origin = _origins.get(storage)
+        if origin is None:
             _origins[storage] = (self, len(self.writers))
             self.writers[len(self.writers)] = []
+        elif origin[0] is not self:  # it goes on from what another recording made of it
+            elements = storage.nbytes() // tensor.dtype.itemsize
+            before = Value(*origin, tensor.dtype, (elements,), (1,), 0)
+            del _origins[storage]
+            self._begin(tensor, before, is_set=before.is_set)
+            self.sources.append(origin[0])
         return _origins[storage][1]
 
+    def _begin(self, tensor: torch.Tensor, value: torch.Tensor | Value, *, is_set: bool) -> None:
+        """Note a tensor's storage as one that begins with a value."""
+        number = self._number(tensor)
+        self.writers[number].append(len(self.calls))
+        made = _Call(
+            copied, (value,), {}, frozenset(), {0: number}, is_set, torch.get_default_dtype(), torch.default_generator, None
+        )
+        self.calls.append(made)
+
     def _values(self, tree: Any) -> Any:
-        """Meta tensors as `Value`s, other tensors as they are now, and "cpu" for the meta device."""
+        """Meta tensors as `Value`s, other tensors and arrays as they are now, and "cpu" for this recording's device."""
 
         def kept(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
-                return Value.of(leaf) if _is_meta(leaf) else leaf.detach().clone()
-            return torch.device("cpu") if leaf == torch.device("meta") or leaf == "meta" else leaf
+                return Value.of(leaf) if is_meta(leaf) else leaf.detach().clone()
+            return leaf.copy() if isinstance(leaf, np.ndarray) else on_cpu(leaf)
 
-        return _mapped(kept, tree)
+        return mapped(kept, tree)
 
     def _computed(self, tree: Any) -> Any:
         def value(leaf: Any) -> Any:
-            if not _is_meta(leaf):
+            if not is_meta(leaf):
                 return leaf
             known = Value.of(leaf)
             return known.compute() if known is not None else leaf
 
-        return _mapped(value, tree)
+        return mapped(value, tree)
 
     @torch.no_grad()
     def _draw(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> None:
@@ -190,15 +316,13 @@ class Recording(TorchFunctionMode):
 
         def stand_in(leaf: Any) -> Any:
             if id(leaf) in targets:
-                size = _reach(leaf.size(), leaf.stride()) * leaf.dtype.itemsize
+                size = reach(leaf.size(), leaf.stride()) * leaf.dtype.itemsize
                 if self._scratch.nbytes() < size:
                     self._scratch = torch.UntypedStorage(size)
                 return torch.empty(0, dtype=leaf.dtype).set_(self._scratch, 0, leaf.size(), leaf.stride())
-            if isinstance(leaf, torch.Tensor):
-                return self._computed(leaf)
-            return torch.device("cpu") if leaf == torch.device("meta") or leaf == "meta" else leaf
+            return self._computed(leaf) if isinstance(leaf, torch.Tensor) else on_cpu(leaf)
 
-        func(*_mapped(stand_in, args), **_mapped(stand_in, kwargs))
+        func(*mapped(stand_in, args), **mapped(stand_in, kwargs))
 
     # --- afterwards
 
@@ -208,7 +332,9 @@ class Recording(TorchFunctionMode):
         storages: dict[int, torch.UntypedStorage] = {}
 
         def real(leaf: Any) -> Any:
-            return leaf.within(storages) if isinstance(leaf, Value) else leaf
+            if not isinstance(leaf, Value):
+                return leaf
+            return leaf.within(storages) if leaf.recording is self else leaf.compute()
 
         default = torch.get_default_dtype()
         try:
@@ -217,7 +343,9 @@ class Recording(TorchFunctionMode):
                 before = call.generator.get_state()
                 if call.state is not None:
                     call.generator.set_state(call.state)
-                outputs = list(_tensors(call.func(*_mapped(real, call.args), **_mapped(real, call.kwargs))))
+                outputs = list(tensors_in(call.func(*mapped(real, call.args), **mapped(real, call.kwargs))))
+                if not call.sets:
+                    mark(*outputs)
                 if call.state is not None:
                     call.generator.set_state(before)
                 elif not torch.equal(before, call.generator.get_state()):
@@ -231,6 +359,14 @@ class Recording(TorchFunctionMode):
         finally:
             torch.set_default_dtype(default)
         return storages
+
+    def digest(self, start: int = 0) -> int:
+        """A checksum of what was called with which numbers, whatever the generators gave."""
+        for call in self.calls:
+            start = zlib.crc32(getattr(call.func, "__name__", "").encode(), start)
+            for leaf in leaves((call.args, call.kwargs)):
+                start = zlib.crc32(as_bytes(leaf), start)
+        return start
 
     def _needed(self, storage: int) -> list[_Call]:
         """The calls that a storage's final content depends on: its writers, and before each, those of what it reads."""
@@ -248,41 +384,3 @@ class Recording(TorchFunctionMode):
                         until[read] = index
                         waiting.append(read)
         return [self.calls[i] for i in sorted(needed)]
-
-
-def _reach(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from a tensor's first to its last in memory."""
-    return 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "meta"
-
-
-def _written(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The meta tensors that a function changes, by torch's conventions of naming."""
-    changed: list[torch.Tensor] = list(_tensors(kwargs.get("out")))
-    in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    if in_place or name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__",)):
-        first = args[0] if args else next((kwargs[k] for k in ("tensor", "input", "self") if k in kwargs), None)
-        changed += list(_tensors(first))
-    return [t for t in changed if _is_meta(t)]
-
-
-def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
-    if type(tree) in (list, tuple):
-        return type(tree)(_mapped(change, leaf) for leaf in tree)
-    if type(tree) is dict:
-        return {key: _mapped(change, leaf) for key, leaf in tree.items()}
-    return change(tree)
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for leaf in tree:
-            yield from _tensors(leaf)
-    elif type(tree) is dict:
-        for leaf in tree.values():
-            yield from _tensors(leaf)

@@ -13,8 +13,9 @@ parameter depends on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.deferred import Recording, Value
+from echelon.parallel.deferred import Value, recording
 from echelon.parallel.gradients import local
 from echelon.world import agree
 
@@ -37,14 +38,28 @@ class _Origin:
 
     names: list[str]
     value: Value
+    holder: nn.Module | None = None  # of a tensor that is a plain attribute, or lies within one
+
+    def computed(self) -> torch.Tensor:
+        """
+        Raises:
+            UsageError: nothing gives a value to a part of it.
+        """
+        value = self.value.compute()
+        if self.value.may_be_unset and value.is_floating_point() and bool(value.isnan().any()):
+            raise UsageError(
+                f"{self.names[0]} {tuple(value.shape)} was made by torch.empty, or before on_meta began, and a part of it is "
+                "given no value, or nan. In a plain build it would be whatever lies in memory. Initialise all of it."
+            )
+        return value
 
 
 _remembered: WeakKeyDictionary[nn.Module, list[_Origin]] = WeakKeyDictionary()
 
 
 def on_meta_tensors(module: nn.Module) -> bool:
-    """Whether a parameter or buffer has no values."""
-    return any(tensor.is_meta for _, tensor in _named(module))
+    """Whether a parameter, a buffer or a tensor among the attributes has no values."""
+    return any(tensor.is_meta for _, tensor in _named(module)) or any(True for _ in _attributes(module))
 
 
 def remember(module: nn.Module) -> None:
@@ -73,6 +88,12 @@ def remember(module: nn.Module) -> None:
                 "submodule that holds it a method reset_parameters()."
             )
         origins.append(_Origin(names[key], value))
+    for holder, name, tensor in list(_attributes(module)):
+        attribute = Value.of(tensor)
+        if tensor.grad_fn is not None:  # as the older weight_norm leaves one: its graph would hold the parameters as they are now
+            _exchanged(holder, lambda t: t.detach() if t.grad_fn is not None else t)
+        if id(tensor) not in tensors and attribute is not None and attribute.is_set:
+            origins.append(_Origin([name], attribute, holder))
     _remembered[module] = origins
 
 
@@ -104,7 +125,11 @@ def materialize(
         for name, tensor in kept.items():
             _fill(targets[name], tensor)
         for origin in origins:
-            _fill(targets[origin.names[0]], origin.value.compute())
+            if origin.holder is None:
+                _fill(targets[origin.names[0]], origin.computed())
+            else:  # on the CPU, where a plain build leaves it
+                value = origin.computed()
+                _exchanged(origin.holder, lambda t, o=origin, v=value: v if Value.of(t) == o.value else t)  # type: ignore[misc]
         for buffer in module.buffers():
             buffer.data = buffer.data.to(buffers or device)
     return module
@@ -113,6 +138,46 @@ def materialize(
 def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Recorded tensors that modules have as plain attributes, alone or in lists, tuples and dicts: tables of positions, say."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in _MODULES_OWN:
+                for tensor in _within(value):
+                    yield part, f"{path}.{name}" if path else name, tensor
+
+
+# In which nn.Module keeps what `_named` finds, and what is no tensor.
+_MODULES_OWN = {"_parameters", "_buffers", "_modules"}
+
+
+def _within(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.is_meta and Value.of(value) is not None:
+            yield value
+    elif type(value) in (list, tuple):
+        for each in value:
+            yield from _within(each)
+    elif type(value) is dict:
+        for each in value.values():
+            yield from _within(each)
+
+
+def _exchanged(holder: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change the recorded tensors among a module's plain attributes, wherever they lie in these."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return change(value) if value.is_meta and Value.of(value) is not None else value
+        if type(value) in (list, tuple):
+            return type(value)(changed(each) for each in value)
+        return {key: changed(each) for key, each in value.items()} if type(value) is dict else value
+
+    for name, value in list(vars(holder).items()):
+        if name not in _MODULES_OWN and any(True for _ in _within(value)):
+            vars(holder)[name] = changed(value)
 
 
 def _record_resets(module: nn.Module) -> None:
@@ -128,7 +193,7 @@ def _record_resets(module: nn.Module) -> None:
         reset = getattr(layer, "reset_parameters", None) or getattr(layer, "_reset_parameters", None)
         if callable(reset) and any(t.is_meta and Value.of(t) is None for t in own):
             resets.append(reset)
-    with Recording(), torch.device("meta"), torch.no_grad():
+    with recording(), torch.no_grad():
         for reset in resets:
             reset()
 
@@ -140,13 +205,27 @@ def _innermost_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _agree_on_streams(origins: list[_Origin]) -> None:
-    """Rank 0's generator states for all: a few kilobytes a draw instead of the values."""
+    """Rank 0's generator states for all: a few kilobytes a draw instead of the values.
+
+    Raises:
+        RanksDisagreeError: the ranks initialise otherwise than by torch's generators, and differently.
+    """
     if not agree.is_joined():
         return
-    recordings = dict.fromkeys(origin.value.recording for origin in origins)
-    draws = [call for recording in recordings for call in recording.calls if call.state is not None]
+    recordings = list(dict.fromkeys(origin.value.recording for origin in origins))
+    for each in recordings:  # which grows
+        recordings += [source for source in each.sources if source not in recordings]
+    draws = [call for each in recordings for call in each.calls if call.state is not None]
     states = [call.state for call in draws if call.state is not None]
     agree.same_on_all("the number of random initialisations of the model", len(states), "Build the same model on every rank.")
+    digest = 0
+    for each in recordings:
+        digest = each.digest(digest)
+    agree.same_on_all(
+        "the numbers that initialise the model",
+        digest,
+        "What numpy, random or a file gave must be the same on every rank: seed them alike (echelon.seed does).",
+    )
     if not states:
         return
     common = torch.stack(states)
