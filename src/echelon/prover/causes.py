@@ -7,7 +7,8 @@ in the micro-batches and random streams themselves; they fail a row as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ CAUSES = {
     "identical data on two ranks": "two ranks train on the same samples",
     "a sampler that ignores the rank": "the loader gives every rank all samples: use echelon.Loader or a DistributedSampler",
     "identical dropout": "data-parallel ranks draw the same random numbers: when the model is built, seed each by its rank",
+    "identical augmentation": "ranks change their samples by the same random numbers: seed each by its rank",
+    "random numbers that nobody can repeat": "the forward pass draws from a source that prove cannot find, or keeps state",
+    "modules in evaluation mode on some ranks": "dropout and batch norm are off there: call train() on every rank",
     "unsynchronised buffers": "buffers differ between ranks",
     "an untracked or stale optimizer parameter": "the optimizer does not hold it: make the optimizer after the module is sharded",
     "batch norm over the local batch": "its statistics are those of a micro-batch: use SyncBatchNorm, or another normalisation",
@@ -31,17 +35,25 @@ CAUSES = {
     "clipping on each rank": "every rank clips its own gradient: reduce first, then clip",
     "a wrong scale": "all gradients are a constant times what they should be",
     "different initial parameters": "the model is not built from the same seed, or is changed before it is made parallel",
+    "a loss that depends on the rank": "the same samples have another loss on another rank, or with another number of ranks",
     "an operation over the whole batch": "the loss of a batch is not the mean of the losses of its parts",
 }
 
 
-def from_records(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Causes that the ranks' own records show, each with what was seen. Right numbers do not excuse them."""
+def from_records(records: list[dict[str, Any]], per_sample: Callable[[], set[str] | None]) -> list[tuple[str, str]]:
+    """Causes that the ranks' own records show, each with what was seen. Right numbers do not excuse them.
+
+    Args:
+        per_sample: tells the random streams from which more samples draw more; None if that is not known. Others may be alike
+            on all ranks: they make the choices that ranks have to make together.
+    """
     found = []
     data_ranks = [r for r in records if not r["is_replica"]]
     if len(data_ranks) > 1:
         found += _same_data(data_ranks)
-        found += _same_streams(data_ranks)
+        found += _same_streams(data_ranks, per_sample)
+        found += _same_reading(data_ranks)
+    found += _modes_apart(records)
     found += _differing(records)
     stale = [r for r in records if r["strangers"]]
     held = set().union(*(r["held"] for r in records))
@@ -74,16 +86,38 @@ def _same_data(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [("identical data on two ranks", f"ranks {a} and {b} got the same micro-batches in every update")]
 
 
-def _same_streams(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    drew = [any(m.stream is not None for u in r["updates"] for m in u) or r["dropouts"] > 0 for r in records]
-    for a in range(len(records)):
-        for b in range(a + 1, len(records)):
-            before, after = (x == y for x, y in zip(records[a]["streams"], records[b]["streams"], strict=True))
-            if drew[a] and drew[b] and (before or after):
+def _same_streams(records: list[dict[str, Any]], per_sample: Callable[[], set[str] | None]) -> list[tuple[str, str]]:
+    """Dropout of a step of one's own is switched off here, so that nobody can try what it would draw."""
+    for a, b in combinations(records, 2):
+        for name in a["streams"].keys() & b["streams"].keys():
+            before, after = (x == y for x, y in zip(a["streams"][name], b["streams"][name], strict=True))
+            if not (before or after):
+                continue
+            more = None if name == "torch" and a["dropouts"] else per_sample()
+            if more is None or name in more or not before:
                 when = "began with" if before else "came out of their first forward pass with"
-                return [
-                    ("identical dropout", f"ranks {records[a]['rank']} and {records[b]['rank']} {when} the same random stream")
-                ]
+                which = "random stream" if name == "torch" else f"random stream of {name}"
+                return [("identical dropout", f"ranks {a['rank']} and {b['rank']} {when} the same {which}")]
+    return []
+
+
+def _same_reading(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    for a, b in combinations(records, 2):
+        for name in a["reading"].keys() & b["reading"].keys():
+            if a["reading"][name] == b["reading"][name]:
+                seen = f"ranks {a['rank']} and {b['rank']} read their first samples with the same random stream of {name}"
+                return [("identical augmentation", seen)]
+    return []
+
+
+def _modes_apart(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    for k, resting in enumerate(zip(*(r["resting"] for r in records), strict=False)):
+        for record, names in zip(records, resting, strict=True):
+            alone = [n for n in names if any(n not in others for others in resting)]
+            if alone:
+                module = alone[0] or "the model"
+                seen = f"update {k}: {module} is in evaluation mode on rank {record['rank']}, and not on all"
+                return [("modules in evaluation mode on some ranks", seen)]
     return []
 
 
@@ -172,7 +206,15 @@ def from_mistakes(
         if way.startswith("rank ") and explains(way):
             found.append(("missing all-reduce", f"the gradients are those of {way}"))
             break
-    return found or _wrong_scale(mine, right, gap)
+    return found or _by_rank(mistakes, batch_norms) or _wrong_scale(mine, right, gap)
+
+
+def _by_rank(mistakes: Mapping[str, Any], batch_norms: list[str]) -> list[tuple[str, str]]:
+    """Micro-batches whose rank had another loss for them than one process has, at the same parameters."""
+    for rank, loss, recorded in mistakes["weighted"]["losses"] if not batch_norms else ():
+        if recorded is not None and abs(loss - recorded) > 1e-5 * abs(loss):
+            return [("a loss that depends on the rank", f"rank {rank}: {recorded:.6g}, one process on its samples: {loss:.6g}")]
+    return []
 
 
 def _of_parts(mistakes: Mapping[str, Any], right: Mapping[str, Any], gap: float, batch_norms: list[str]) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from echelon.prover.reference import AutoReference, OwnReference, Reference, Val
 from echelon.prover.streams import NotJoinable, join
 from echelon.prover.values import named_values, parameters_of
 
-__all__ = ["mistakes_of"]
+__all__ = ["mistakes_of", "tried"]
 
 
 @dataclass
@@ -23,6 +23,7 @@ class _Part:
     weight: float
     loss: float
     gradients: Values
+    recorded: float | None = None  # the loss that the rank itself had
 
 
 def mistakes_of(reference: Reference, k: int) -> dict[str, dict[str, Any]]:
@@ -45,6 +46,7 @@ def mistakes_of(reference: Reference, k: int) -> dict[str, dict[str, Any]]:
     mistakes = {way: {**_combined(parts, shares, limit), "shares": shares} for way, shares in ways.items()}
     if isinstance(reference, AutoReference):
         mistakes.update(_micro_batch_of_all_ranks(reference, k, limit))
+    mistakes["weighted"]["losses"] = [(p.rank, p.loss, p.recorded) for p in parts]
     mistakes["weighted"]["norms"] = [_norm(p.gradients) for p in parts]
     return mistakes
 
@@ -56,8 +58,8 @@ def _of_auto(reference: AutoReference, k: int) -> tuple[list[_Part], Values]:
     for record in reference.records:
         for micro in record["updates"][k]:
             if micro.weight > 0:
-                loss = reference.backward([(micro.data, 1.0, micro.stream)])
-                parts.append(_Part(record["rank"], micro.weight, loss, reference.gradients()))
+                loss = reference.backward([(micro.data, 1.0, micro.streams)])
+                parts.append(_Part(record["rank"], micro.weight, loss, reference.gradients(), micro.loss))
                 module.zero_grad()
     reference.backward_of_all(k)
     right = reference.gradients()
@@ -70,13 +72,13 @@ def _of_own(reference: OwnReference, k: int) -> tuple[list[_Part], Values]:
     parts = []
     for record in reference.records:
         micros = record["updates"][k]
-        loss, gradients = _tried(reference, [m.data for m in micros])
+        loss, gradients = tried(reference, [m.data for m in micros])
         parts.append(_Part(record["rank"], sum(m.weight for m in micros), loss, gradients))
     whole = [reference.whole_batch([m.data for m in same]) for same in by_index(reference.records, k)]
-    return parts, _tried(reference, whole)[1]
+    return parts, tried(reference, whole)[1]
 
 
-def _tried(reference: OwnReference, batches: list[Any]) -> tuple[float, Values]:
+def tried(reference: OwnReference, batches: list[Any]) -> tuple[float, Values]:
     """Mean loss and gradients of steps that are then undone."""
     tensors = {**dict(parameters_of(reference.unit)), **named_values(reference.unit)}
     before = {n: t.detach().clone() for n, t in tensors.items()}
@@ -100,7 +102,7 @@ def _micro_batch_of_all_ranks(reference: AutoReference, k: int, limit: float | N
             batch = join([m.data for m in same if m.weight > 0])
         except (NotJoinable, IndexError):
             return {}
-        loss = reference.backward([(batch, 1.0, None)])
+        loss = reference.backward([(batch, 1.0, {})])
         parts.append(_Part(0, sum(m.weight for m in same), loss, reference.gradients()))
         reference.module.zero_grad()
     total = sum(p.weight for p in parts)

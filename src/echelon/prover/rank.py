@@ -5,14 +5,19 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import inspect
+import random
 import sys
+import time
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import echelon
@@ -28,11 +33,17 @@ from echelon.parallel.tensor import TPStrategy
 from echelon.parallel.zero import ZeROStrategy
 from echelon.prover.matrix import Row
 from echelon.prover.mistakes import mistakes_of
+from echelon.prover.probe import probe
 from echelon.prover.record import Enough, Recorder
-from echelon.prover.reference import How, reference_of
+from echelon.prover.reference import How, Reference, Shake, reference_of
+from echelon.prover.samples import checksums
+from echelon.prover.sources import GLOBAL
+from echelon.prover.streams import on_host, plain, widened
 from echelon.world import streams
 
-__all__ = ["Target", "run_reference", "run_row", "with_options_of"]
+__all__ = ["Target", "run_epoch", "run_mistakes", "run_probe", "run_reference", "run_row", "with_options_of"]
+
+_EPOCH_S = 10.0  # for counting what one process sees in an epoch
 
 
 @dataclass(frozen=True)
@@ -112,12 +123,12 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
 
     def watch(unit: Any, dataloader: Any) -> list[Any]:
         _adapt(unit, row)
-        recorder.attach(unit, dataloader, unseeded=torch.initial_seed() == _torch_seed(seed))
+        recorder.attach(unit, dataloader, unseeded=set(GLOBAL) - seeded)
         recorder.record.overridable = noted is not None and noted.used
         recorder.record.has_plan |= noted is not None and noted.has_plan
         return [recorder]
 
-    with _in_place_of_training(watch, decided, dtype, seed):
+    with _in_place_of_training(watch, decided, dtype, seed) as seeded:
         try:
             target.run()
         except Enough:
@@ -136,31 +147,84 @@ def run_reference(
     dtype: torch.dtype,
     seed: int,
     how: How = "right",
-    diagnose: int | None = None,
+    shake: Shake | None = None,
 ) -> dict[str, Any]:
     """Train the target's unit in plain PyTorch, in this one process, on the micro-batches that `data` holds.
 
     Args:
         row: its optimizer is used.
         data: files of the ranks whose data it is.
-        how: see `prover/reference.py`.
-        diagnose: an update at which to compute what likely mistakes would give, instead of all updates' values.
+        how, shake: see `prover/reference.py`.
     """
+    return _with_reference(target, row, data, folder, dtype, seed, lambda reference: reference.run(), how, shake)
+
+
+def run_mistakes(
+    target: Target, row: Row, data: Sequence[str], folder: str, dtype: torch.dtype, seed: int, k: int
+) -> dict[str, Any]:
+    """What likely mistakes would give at update k."""
+
+    def work(reference: Reference) -> dict[str, Any]:
+        reference.run_until(k)
+        return mistakes_of(reference, k)
+
+    return _with_reference(target, row, data, folder, dtype, seed, work)
+
+
+def run_probe(target: Target, row: Row, data: Sequence[str], folder: str, dtype: torch.dtype, seed: int) -> dict[str, Any]:
+    """See `prover/probe.py`."""
+    return _with_reference(target, row, data, folder, dtype, seed, probe)
+
+
+def run_epoch(target: Target, row: Row, dtype: torch.dtype, seed: int) -> dict[str, Any]:
+    """`rows`: how often one process sees each row in an epoch, by checksum; not there if it has no end in sight."""
+
+    def count(unit: Any, dataloader: Any) -> dict[str, Any]:
+        counts: Counter[int] = Counter()
+        ends = time.monotonic() + _EPOCH_S
+        for batch in dataloader:
+            counts.update(checksums(plain(widened(on_host(batch), dtype))))
+            if time.monotonic() > ends:
+                return {}
+        return {"rows": counts}
+
+    return _instead_of_training(target, row, dtype, seed, count)
+
+
+def _with_reference(
+    target: Target,
+    row: Row,
+    data: Sequence[str],
+    folder: str,
+    dtype: torch.dtype,
+    seed: int,
+    work: Callable[[Reference], dict[str, Any]],
+    how: How = "right",
+    shake: Shake | None = None,
+) -> dict[str, Any]:
+    def with_unit(unit: Any, dataloader: Any) -> dict[str, Any]:
+        records = [torch.load(path, weights_only=False) for path in data]
+        return work(reference_of(unit, records, Path(folder), dtype, how, shake or Shake()))
+
+    return _instead_of_training(target, row, torch.float64 if how == "wide" else dtype, seed, with_unit)
+
+
+def _instead_of_training(
+    target: Target,
+    row: Row,
+    dtype: torch.dtype,
+    seed: int,
+    work: Callable[[Any, Any], dict[str, Any]],
+) -> dict[str, Any]:
+    """Run the target up to its first `train` or `fit`, and return what `work(unit, dataloader)` does there."""
     found: dict[str, Any] = {}
 
     def replace_training(unit: Any, dataloader: Any) -> list[Any]:
         _adapt(unit, row)
-        records = [torch.load(path, weights_only=False) for path in data]
-        reference = reference_of(unit, records, Path(folder), dtype, how)
-        if diagnose is None:
-            found.update(reference.run())
-        else:
-            reference.run_until(diagnose)
-            found.update(mistakes_of(reference, diagnose))
+        found.update(work(unit, dataloader))
         raise Enough
 
-    computed_in = torch.float64 if how == "wide" else dtype
-    with _in_place_of_training(replace_training, Overrides("noop", "fp32", 1, False, None, observes=True), computed_in, seed):
+    with _in_place_of_training(replace_training, Overrides("noop", "fp32", 1, False, None, observes=True), dtype, seed):
         try:
             target.run()
         except Enough:
@@ -171,8 +235,11 @@ def run_reference(
 @contextlib.contextmanager
 def _in_place_of_training(
     watch: Callable[[Any, Any], list[Any]], decided: Overrides, dtype: torch.dtype, seed: int
-) -> Iterator[None]:
-    """Call `watch(unit, dataloader)` when the script begins to train; the callbacks that it returns are added to the script's."""
+) -> Iterator[set[str]]:
+    """Call `watch(unit, dataloader)` when the script begins to train; the callbacks that it returns are added to the script's.
+
+    Yields the global random streams that the script has seeded itself so far.
+    """
     originals = {name: getattr(entry_points, name) for name in ("train", "fit")}
 
     def wrapped(original: Callable[..., None]) -> Callable[..., None]:
@@ -196,13 +263,58 @@ def _in_place_of_training(
     streams.seed(seed)  # a script that seeds itself does so again
     torch.manual_seed(_torch_seed(seed))
     starts = {"launch": echelon.launch, "spawn": echelon.spawn}
+    seeded: set[str] = set()
+    stack = contextlib.ExitStack()
+    stack.enter_context(_noting_seeds(seeded))
+    stack.enter_context(_without_autocast())
     install({name: wrapped(original) for name, original in originals.items()}, dict.fromkeys(starts, _refuse_ranks))
     try:
-        yield
+        yield seeded
     finally:
+        stack.close()
         install(originals, starts)
         torch.set_default_dtype(before)
         impose(None)
+
+
+@contextlib.contextmanager
+def _noting_seeds(seeded: set[str]) -> Iterator[None]:
+    """Add "torch", "numpy" or "python" to `seeded` when the script seeds that stream itself."""
+    places = {"torch": (torch, "manual_seed"), "numpy": (np.random, "seed"), "python": (random, "seed")}
+    originals = {stream: getattr(*place) for stream, place in places.items()}
+
+    def noting(stream: str) -> Callable[..., Any]:
+        @functools.wraps(originals[stream])
+        def seed(*args: Any, **options: Any) -> Any:
+            seeded.add(stream)
+            return originals[stream](*args, **options)
+
+        return seed
+
+    for stream, place in places.items():
+        setattr(*place, noting(stream))
+    try:
+        yield
+    finally:
+        for stream, place in places.items():
+            setattr(*place, originals[stream])
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Also where a script casts by itself: a type with few digits would hide what a strategy does to them."""
+    original = torch.autocast.__init__
+    signature = inspect.signature(original)
+
+    def disabled(self: Any, *args: Any, **options: Any) -> None:
+        given = signature.bind(self, *args, **options).arguments
+        original(**{**given, "enabled": False})
+
+    torch.autocast.__init__ = disabled  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = original  # type: ignore[method-assign]
 
 
 def _refuse_ranks(*args: Any, **options: Any) -> None:

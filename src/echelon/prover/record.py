@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -28,6 +30,8 @@ from echelon.loop.state import ActivePhase, State
 from echelon.parallel.partition import Partition
 from echelon.parallel.sharded_ddp import ShardedDataParallel
 from echelon.prover.peak import PeakMemory
+from echelon.prover.samples import Plan, Reading, plan_of
+from echelon.prover.sources import Sources, drawn_between
 from echelon.prover.streams import Micro, digest, widened
 from echelon.prover.values import (
     flattened,
@@ -78,7 +82,12 @@ class RankRecord:
     flattened: bool = False  # in the older FullyShardedDataParallel: gradients cannot be seen whole
     batch_norms: list[str] = field(default_factory=list)
     dropouts: int = 0
-    streams: tuple[int, int] = (0, 0)  # checksums of the random stream before and after the first forward pass that drew
+    streams: dict[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  # checksums before and after the first pass that drew, by name
+    resting: list[list[str]] = field(default_factory=list)  # by update: modules in evaluation mode as it begins
+    reading: dict[str, tuple[int, int]] = field(default_factory=dict)  # as `streams`, of reading the first samples
+    plan: Plan | None = None  # which samples the first epoch has for this rank, if the loader tells
     rates: list[list[float]] = field(default_factory=list)  # learning rates of the first optimizer's groups, by update
     step_s: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
@@ -163,26 +172,28 @@ class Recorder(Callback):
         self._micros: list[Micro] = []
         self._norm: float | None = None
         self._began = self._spent = 0.0
+        self._sources: Sources | None = None
+        self._loader: Any = None
+        self._reading = Reading()
 
     # --- before training
 
-    def attach(self, unit: Any, dataloader: Any, *, unseeded: bool) -> None:
+    def attach(self, unit: Any, dataloader: Any, *, unseeded: set[str]) -> None:
         """Look at the unit before its first step, and listen from now on. Collective if anything is sharded.
 
         Args:
-            unseeded: the script did not seed torch itself.
+            unseeded: the global streams that the script did not seed itself.
         """
         if self._unit is not None:
             raise Enough  # the script trains once more, after fewer updates than were asked for
         if not isinstance(unit, units.TrainUnit):
             raise UsageError(f"{type(unit).__name__} is not a TrainUnit: there is no training to compare.")
-        self._unit = unit
+        self._unit, self._sources, self._loader = unit, Sources(unit), dataloader
         self._describe(unit, dataloader)
+        self._unlike_others(unit, unseeded)
         if isinstance(unit, AutoUnit):
             self._watch_auto(unit)
         else:
-            if unseeded:  # its ranks would not draw alike if prove had not seeded them alike
-                streams.separate(self.rank)
             self.record.dropouts = switch_off_dropout(unit)
             self._watch_own(unit)
         for _, module in modules_of(unit):
@@ -193,6 +204,19 @@ class Recorder(Callback):
         self._gradients = GradientWatch(unit)
         self._gradients.pause = self._paused
         self._gradients.looks = self._looks
+        self._reading = Reading.watch(dataloader)
+
+    def _unlike_others(self, unit: Any, unseeded: set[str]) -> None:
+        """Streams that a script does not seed would not be alike on its ranks if prove had not seeded them alike."""
+        rank = unit.prepared.dp_rank if isinstance(unit, AutoUnit) else self.rank
+        if not rank:
+            return
+        if "torch" in unseeded and not isinstance(unit, AutoUnit):  # which sees to it by itself
+            streams.separate(rank)
+        if "numpy" in unseeded:
+            np.random.seed(int(np.random.randint(2**31)) ^ rank)
+        if "python" in unseeded:
+            random.seed(random.getrandbits(62) ^ rank)
 
     def _describe(self, unit: Any, dataloader: Any) -> None:
         record = self.record
@@ -216,11 +240,11 @@ class Recorder(Callback):
             if state.active_phase is not ActivePhase.TRAIN:
                 return compute_loss(state, data)
             data = widened(data, self.dtype, unit.device)
-            stream = torch.get_rng_state()
+            before = self._states()
             made = compute_loss(state, data)
             feed = state.train_state.feed if state.train_state is not None else None
             silent = record_is_replica or (feed is not None and feed.is_padding)
-            self._take(data, 0.0 if silent else float(unit.weight(data)), made[0], stream, unit.train_progress)
+            self._take(data, 0.0 if silent else float(unit.weight(data)), made[0], before, unit.train_progress)
             return made
 
         def watched_clip(*args: Any, **options: Any) -> torch.Tensor:
@@ -240,21 +264,41 @@ class Recorder(Callback):
         @functools.wraps(step)
         def watched_step(state: State, data: Any) -> Any:
             data = widened(data, self.dtype)
-            stream = torch.get_rng_state()
+            before = self._states()
             result = step(state, data)
-            self._take(data, float(rows(data)), loss_in(result), stream, unit.train_progress)
+            self._take(data, float(rows(data)), loss_in(result), before, unit.train_progress)
             return result
 
         unit.train_step = watched_step
 
-    def _take(self, data: Any, weight: float, loss: Any, stream: torch.Tensor, progress: Any) -> None:
-        after = torch.get_rng_state()
-        drew = not torch.equal(stream, after)
-        if self.record.streams == (0, 0) and (drew or self.record.dropouts):
-            self.record.streams = digest(stream), digest(after)
-        self._micros.append(Micro.of(data, weight, number_in(loss), stream if drew else None, progress.num_epochs_completed))
+    def _states(self) -> dict[str, Any]:
+        """Of all random streams, before and after each micro-batch."""
+        assert self._sources is not None
+        with self._paused():
+            if len(self.record.resting) == len(self.record.updates):
+                self.record.resting.append(
+                    [
+                        prefix + plain_name(n)
+                        for prefix, m in modules_of(self._unit)
+                        for n, i in m.named_modules()
+                        if not i.training
+                    ]
+                )
+            return self._sources.states()
+
+    def _take(self, data: Any, weight: float, loss: Any, before: dict[str, Any], progress: Any) -> None:
+        after = self._states()
+        drawn = drawn_between(before, after)
+        known = self.record.streams
+        for name in drawn if not self.record.dropouts else {*drawn, "torch"}:
+            known.setdefault(name, (digest(before[name]), digest(after[name])))
+        self._micros.append(Micro.of(data, weight, number_in(loss), drawn, progress.num_epochs_completed))
 
     # --- during training
+
+    def on_train_epoch_start(self, state: State, unit: Any) -> None:
+        if self.record.plan is None and not self.record.updates:
+            self.record.plan = plan_of(self._loader)
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
         self._began = time.perf_counter()
@@ -309,6 +353,8 @@ class Recorder(Callback):
 
     def close(self) -> dict[str, Any]:
         """Write this rank's part; returns what fits into a message."""
+        self._reading.undo()
+        self.record.reading = self._reading.drawn
         if self._gradients is not None:
             self._gradients.remove()
             self.record.held, self.record.strangers = self._gradients.held, self._gradients.strangers

@@ -1,19 +1,21 @@
 """The reference: the user's loss and optimizer in plain PyTorch, one process, one forward pass over each global batch.
 
-Nothing of echelon's loop, window, loader or strategies runs here. It is computed twice, each time in a process of its own:
-once in the precision of the comparison, and once more to learn what rounding alone does to each tensor, which is what the
-tolerance is made of. The second time is one of
+Nothing of echelon's loop, window, loader or strategies runs here. It is computed once in the precision of the comparison, and
+again, each time in a process of its own, to learn what rounding alone does to each tensor, which is what the tolerance is made
+of. Again is one of
 
     wide      in float64;
-    shaken    in the same precision, every initial parameter moved by one rounding: for what cannot run in float64, and for
-              forward passes that draw other random numbers in float64. To move the inputs of a sum by roundings does to it
-              what rounding its terms does (backward error analysis: Higham 2002, section 3.1).
+    shaken    in the same precision, every parameter moved by one rounding before every update, each sample in directions of its
+              own: for what cannot run in float64, or draws other random numbers there, and in float64 itself. To move the
+              inputs of a sum by roundings does to it what rounding its terms does (backward error analysis: Higham 2002,
+              section 3.1). Batches are not moved: a label or a mask in a batch of floats is an exact value.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ from echelon.contracts.errors import UsageError
 from echelon.loop.auto import AutoUnit
 from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.prover.record import GradientWatch, rates_of
+from echelon.prover.sources import Sources
 from echelon.prover.streams import Micro, NotJoinable, digest, join, widened
 from echelon.prover.values import (
     loss_in,
@@ -35,12 +38,12 @@ from echelon.prover.values import (
     whole_parameters,
 )
 
-__all__ = ["AGAIN", "AutoReference", "How", "OwnReference", "Reference", "by_index", "micros_in_order", "reference_of"]
+__all__ = ["AGAIN", "AutoReference", "How", "OwnReference", "Reference", "Shake", "by_index", "micros_in_order", "reference_of"]
 
 Values = dict[str, torch.Tensor]
 How = Literal["right", "wide", "shaken"]
 
-AGAIN = "again"  # folder in the reference's, with the values of the second time
+AGAIN = "again"  # how the folders in the reference's begin that hold the values of the other times
 
 
 def micros_in_order(records: list[dict[str, Any]]) -> list[list[Micro]]:
@@ -55,10 +58,23 @@ def by_index(records: list[dict[str, Any]], k: int) -> list[list[Micro]]:
     return [[r[m] for r in of_ranks if m < len(r)] for m in range(max(map(len, of_ranks)))]
 
 
-def reference_of(unit: Any, records: list[dict[str, Any]], folder: Path, dtype: torch.dtype, how: How) -> Reference:
+def reference_of(unit: Any, records: list[dict[str, Any]], folder: Path, dtype: torch.dtype, how: How, shake: Shake) -> Reference:
     """The reference for this kind of unit."""
     kind = AutoReference if isinstance(unit, AutoUnit) else OwnReference
-    return kind(unit, records, folder, dtype, how)
+    return kind(unit, records, folder, dtype, how, shake)
+
+
+@dataclass(frozen=True)
+class Shake:
+    """How "shaken" moves parameters.
+
+    Args:
+        sample: which of several.
+        rounding: relative; at least one of the parameter's own type. None: of the comparison's type.
+    """
+
+    sample: int = 0
+    rounding: float | None = None
 
 
 class Reference(ABC):
@@ -69,26 +85,29 @@ class Reference(ABC):
         records: of all ranks of the row whose data it is.
         folder: where the values of each update go.
         dtype: it computes in this; float64 if `how` is "wide".
-        how: see above.
+        how, shake: see above.
     """
 
-    def __init__(self, unit: Any, records: list[dict[str, Any]], folder: Path, dtype: torch.dtype, how: How) -> None:
-        self.unit, self.records, self.how = unit, records, how
-        self.folder = folder if how == "right" else folder / AGAIN
+    def __init__(
+        self, unit: Any, records: list[dict[str, Any]], folder: Path, dtype: torch.dtype, how: How, shake: Shake
+    ) -> None:
+        self.unit, self.records, self.how, self.shake = unit, records, how, shake
+        self.folder = folder if how == "right" else folder / f"{AGAIN}-{how}-{shake.sample}"
+        self.sources = Sources(unit)
         self.dtype = torch.float64 if how == "wide" else dtype
         self.updates = micros_in_order(records)
         self.device = unit.device if isinstance(unit, AutoUnit) else torch.device("cpu")
         self.joined = True
         self.held: set[str] = set()
         self.rates: list[list[float]] = []  # as in RankRecord
-        self.draws: list[int] = []  # checksums of the random stream after every forward pass that drew
+        self.draws: list[int] = []  # checksums of the random streams after every forward pass that drew
         self.state = State(entry_point=EntryPoint.TRAIN, train_state=PhaseState(dataloader=[]))
         self._epoch: int | None = None
 
     @property
     def drew(self) -> bool:
         """Whether the forward passes are repeated with the ranks' random streams."""
-        return any(m.stream is not None for u in self.updates for m in u)
+        return any(m.streams for u in self.updates for m in u)
 
     # --- what kinds of units differ in
 
@@ -106,6 +125,8 @@ class Reference(ABC):
         """Write the values of every update."""
         self.begin()
         for k in range(len(self.updates)):
+            if self.how == "shaken" and k:
+                self._shake(k)
             values = self.update(k)
             torch.save({**values, **self._state_of_unit()}, self.folder / f"update-{k:03d}.pt")
         facts = ("joined", "drew", "held", "rates", "draws")
@@ -127,7 +148,7 @@ class Reference(ABC):
         if self.how == "wide":
             self._copy_initial(torch.load(self.folder.parent / "initial.pt", weights_only=True))
         elif self.how == "shaken":
-            self._shake()
+            self._shake(0)
         if write:
             torch.save(self._state_of_unit(), self.folder / "initial.pt")
         self.unit.on_train_start(self.state)
@@ -156,14 +177,14 @@ class Reference(ABC):
             for name, buffer in named_values(self.unit).items():
                 buffer.copy_(values["buffers"][name])
 
-    def _shake(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        rounding = torch.finfo(self.dtype).eps
+    def _shake(self, k: int) -> None:
+        generator = torch.Generator().manual_seed(1000 * self.shake.sample + k)
+        rounding = self.shake.rounding or torch.finfo(self.dtype).eps
         with torch.no_grad():
             for _, parameter in parameters_of(self.unit):
-                mine = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                signs = torch.randint(0, 2, mine.shape, generator=generator).to(mine) * 2 - 1
-                mine.mul_(1 + signs * rounding)
+                if parameter.is_floating_point():
+                    signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter) * 2 - 1
+                    parameter.mul_(1 + signs * max(rounding, torch.finfo(parameter.dtype).eps))
 
     # --- values
 
@@ -219,7 +240,7 @@ class AutoReference(Reference):
         micros = self.updates[k]
         if not self.drew and self.joined:
             try:
-                return self.backward([(join([m.data for m in micros]), 1.0, None)])
+                return self.backward([(join([m.data for m in micros]), 1.0, {})])
             except NotJoinable:
                 self.joined = False
             except Exception:  # such as lists of images, or too much for the memory of one process
@@ -228,17 +249,17 @@ class AutoReference(Reference):
                 self.joined = False
                 self.module.zero_grad()
         total = sum(m.weight for m in micros)
-        return self.backward([(m.data, m.weight / total, m.stream) for m in micros])
+        return self.backward([(m.data, m.weight / total, m.streams) for m in micros])
 
-    def backward(self, pieces: Sequence[tuple[Any, float, torch.Tensor | None]]) -> float:
-        """Add up the gradients of (data, share of the mean, random stream before it); returns the mean loss."""
+    def backward(self, pieces: Sequence[tuple[Any, float, Mapping[str, Any]]]) -> float:
+        """Add up the gradients of (data, share of the mean, random streams before it); returns the mean loss."""
         mean = 0.0
-        for data, share, stream in pieces:
-            if stream is not None:
-                torch.set_rng_state(stream)
+        for data, share, streams in pieces:
+            self.sources.restore(streams)
             loss, _ = self.unit.compute_loss(self.state, widened(data, self.dtype, self.device))
-            if stream is not None:
-                self.draws.append(digest(torch.get_rng_state()))
+            if streams:
+                after = self.sources.states()
+                self.draws.append(digest({name: after.get(name) for name in streams}))
             (loss * share).backward()
             mean += float(loss.detach()) * share
         return mean

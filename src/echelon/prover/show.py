@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 from echelon.prover.causes import CAUSES
-from echelon.prover.prove import Proof, Result
+from echelon.prover.proof import Proof, Result
 
 __all__ = ["HEADER", "details", "line", "page", "summary"]
 
@@ -60,9 +60,10 @@ def details(result: Result) -> list[str]:
         )
     for cause, seen in result.causes:
         lines += [f"likely cause: {cause}", f"  seen: {seen}", f"  {CAUSES[cause]}"]
-    if result.first is not None and not result.causes:
+    if result.verdict == "DIFFERS" and result.first is not None and not result.causes:
         lines.append("no cause of the catalogue explains it")
-    if result.verdict in ("failed", "not possible"):
+    lines += [f"note: {note}" for note in result.notes]
+    if result.message:
         lines += _without_libraries(result.message.strip().splitlines())[:_MESSAGE_LINES]
     return lines
 
@@ -91,7 +92,7 @@ def summary(proof: Proof) -> list[str]:
         )
     bad = [r for r in proof.results if not r.agrees]
     refused = sum(r.verdict == "not possible" for r in proof.results)
-    compared = sum(r.verdict in ("agrees", "bit-equal") for r in proof.results)
+    compared = sum(r.is_equal for r in proof.results)
     if bad:
         lines.append(f"{len(bad)} of {len(proof.results)} rows do not train as one process does.")
     elif not proof.holds:

@@ -14,7 +14,7 @@ import torch
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["Micro", "NotJoinable", "digest", "join", "on_host", "widened"]
+__all__ = ["Micro", "NotJoinable", "digest", "join", "on_host", "plain", "widened"]
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Micro:
         packed: the batch itself, pickled, with numbers in place of its tensors. tensors: those.
         weight: what it counts; 0 is padding, or a rank for which another one speaks.
         loss: its mean loss; None if the unit does not tell.
-        stream: the state of the random stream before its forward pass, if the pass drew from it.
+        streams: by name (`sources.py`), the states before its forward pass of the random streams that the pass drew from.
         epoch: of the loader.
     """
 
@@ -35,11 +35,11 @@ class Micro:
     tensors: list[torch.Tensor]
     weight: float
     loss: float | None
-    stream: torch.Tensor | None
+    streams: dict[str, Any]
     epoch: int
 
     @classmethod
-    def of(cls, data: Any, weight: float, loss: float | None, stream: torch.Tensor | None, epoch: int) -> Micro:
+    def of(cls, data: Any, weight: float, loss: float | None, streams: dict[str, Any], epoch: int) -> Micro:
         """
         Raises:
             UsageError: the batch cannot be pickled.
@@ -53,7 +53,7 @@ class Micro:
                 f"a batch of type {type(data).__name__} cannot be taken to the process that repeats it ({error}): define its "
                 "classes at the top level of a module."
             ) from error
-        return cls(_plain(data), file.getvalue(), packer.tensors, weight, loss, stream, epoch)
+        return cls(plain(data), file.getvalue(), packer.tensors, weight, loss, streams, epoch)
 
     @property
     def data(self) -> Any:
@@ -82,20 +82,20 @@ class _Unpacker(pickle.Unpickler):
         return self.tensors[pid]
 
 
-def _plain(data: Any) -> Any:
+def plain(data: Any) -> Any:
     """The same batch for comparison: tensors in dicts, lists and tuples; of any other object a checksum."""
     if data is None or isinstance(data, (torch.Tensor, str, bytes, int, float)):
         return data
     if isinstance(data, np.ndarray):
         return torch.from_numpy(data.copy()) if data.dtype.kind in "biuf" else data.tolist()
     if isinstance(data, Mapping):
-        return {k if isinstance(k, (str, int)) else repr(k): _plain(v) for k, v in data.items()}
+        return {k if isinstance(k, (str, int)) else repr(k): plain(v) for k, v in data.items()}
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return dict(zip(data._fields, map(_plain, data), strict=True))
+        return dict(zip(data._fields, map(plain, data), strict=True))
     if isinstance(data, (tuple, list)):
-        return [_plain(v) for v in data]
+        return [plain(v) for v in data]
     if is_dataclass(data) and not isinstance(data, type):
-        return {f.name: _plain(getattr(data, f.name)) for f in fields(data)}
+        return {f.name: plain(getattr(data, f.name)) for f in fields(data)}
     return f"{type(data).__qualname__} {zlib.crc32(pickle.dumps(data))}"
 
 
@@ -190,7 +190,7 @@ def widened(data: Any, dtype: torch.dtype, device: torch.device | None = None) -
 
 def digest(data: Any) -> int:
     """A checksum of all that a batch holds: tensors by their bytes, other values by their representation."""
-    return _folded(_plain(data), 0)
+    return _folded(plain(data), 0)
 
 
 def _folded(data: Any, value: int) -> int:

@@ -93,7 +93,8 @@ def plain_name(name: str) -> str:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host, gathered if it is sharded: collective then."""
     full = getattr(tensor, "full_tensor", None)
-    return (full() if full is not None else tensor).detach().cpu().clone()
+    copy = (full() if full is not None else tensor).detach().cpu().clone()
+    return copy.to_dense() if copy.is_sparse else copy
 
 
 def loss_in(result: Any) -> Any:

@@ -1,0 +1,87 @@
+"""What trying the forward pass a few times tells about it: how precise it is, whether it can be repeated, how it draws.
+
+A process of its own tries, since a unit may count its calls; a reference must call it as often as training does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from echelon.prover.mistakes import tried
+from echelon.prover.reference import AutoReference, OwnReference, Reference, by_index
+from echelon.prover.streams import Micro, NotJoinable, digest, join, widened
+from echelon.prover.values import named_values
+
+__all__ = ["probe"]
+
+
+def probe(reference: Reference) -> dict[str, Any]:
+    """Facts about the first forward pass.
+
+    Returns:
+        `narrowest`: the floating-point type with the fewest digits in which anything was kept for the backward pass, None if
+        that cannot be known; `repeatable`: whether the same random numbers give the same loss again; `per_sample`: of the
+        streams that are in the same state on two ranks, those from which more samples draw more.
+    """
+    reference.begin(write=False)
+    reference.enter_epoch(reference.updates[0][0].epoch)
+    facts: dict[str, Any] = {"narrowest": None, "repeatable": True, "per_sample": _per_sample(reference)}
+    if isinstance(reference, AutoReference):
+        micro = reference.updates[0][0]
+        seen: list[torch.dtype] = []
+
+        def kept(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_floating_point():
+                seen.append(tensor.dtype)
+            return tensor
+
+        with contextlib.suppress(RuntimeError), torch.autograd.graph.saved_tensors_hooks(kept, lambda t: t):
+            _pass(reference, micro.data, micro.streams)
+        facts["narrowest"] = max(seen, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+        now = reference.sources.states()
+        first, second = (_pass(reference, micro.data, now) for _ in range(2))
+        facts["repeatable"] = abs(first - second) <= 1e-4 * abs(first) or first != first
+    return facts
+
+
+def _pass(reference: Reference, data: Any, streams: Mapping[str, Any]) -> float:
+    """The loss of a forward pass; buffers stay as they were."""
+    buffers = named_values(reference.unit)
+    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    reference.sources.restore(streams)
+    if isinstance(reference, AutoReference):
+        loss, _ = reference.unit.compute_loss(reference.state, widened(data, reference.dtype, reference.device))
+        value = float(loss.detach())
+    else:
+        assert isinstance(reference, OwnReference)
+        value = tried(reference, [data])[0]
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.copy_(before[name])
+    return value
+
+
+def _per_sample(reference: Reference) -> set[str]:
+    for same in by_index(reference.records, 0):
+        drawing = [m for m in same if m.weight > 0 and m.streams]
+        if len(drawing) > 1:
+            return _drawn_more(reference, *drawing[:2])
+    return set()
+
+
+def _drawn_more(reference: Reference, one: Micro, other: Micro) -> set[str]:
+    """Streams that are alike in front of both, and come to another end if their samples go through together."""
+    alike = {n for n in one.streams.keys() & other.streams.keys() if digest(one.streams[n]) == digest(other.streams[n])}
+    ends = []
+    try:
+        for data in (one.data, join([one.data, other.data])):
+            _pass(reference, data, one.streams)
+            after = reference.sources.states()
+            ends.append({name: digest(after[name]) for name in alike if name in after})
+    except (NotJoinable, RuntimeError, ValueError):
+        return alike
+    return {name for name in alike if ends[0].get(name) != ends[1].get(name)}

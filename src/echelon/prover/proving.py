@@ -1,0 +1,445 @@
+"""The rows of one proof: run, held against their references, and looked at more closely where float32 cannot tell.
+
+What differs in float32, or cannot be compared in it, is run again in float64, which has the last word: a flipped gate differs by
+a whole activation in float32 and does not flip in float64; a mistake is as large as before. Where float64 cannot be had, more
+references take its place (`judge.py`), and it is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from echelon.contracts.errors import RankFailedError, UsageError
+from echelon.launcher.function import launch
+from echelon.prover import causes
+from echelon.prover.judge import SMALL_SHARE, Verdict, compare, larger, mean_loss
+from echelon.prover.matrix import AS_WRITTEN, Row
+from echelon.prover.proof import IN_FLOAT64, Proof, Result
+from echelon.prover.rank import Target, run_epoch, run_mistakes, run_probe, run_reference, run_row
+from echelon.prover.reference import Shake, by_index, micros_in_order
+from echelon.prover.samples import note_on
+from echelon.prover.streams import Micro, NotJoinable, digest, join
+
+__all__ = ["Proving"]
+
+_SHAKES = 3
+_NEVER_ROUNDING = 1e3  # times its tolerance: no further sample of rounding would change that
+_MOST_EXCUSED = 0.5  # of all elements, in float64, where an excuse means a gradient of nothing
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """A row that was run: where its values are, and what its ranks wrote down."""
+
+    row: Row
+    folder: Path
+    records: list[dict[str, Any]]
+    dtype: torch.dtype
+
+    @property
+    def files(self) -> list[str]:
+        return [str(self.folder / f"rank{r}.pt") for r in range(self.row.ranks)]
+
+    @property
+    def is_auto(self) -> bool:
+        return bool(self.records[0]["kind"] != "TrainUnit")
+
+
+@dataclass
+class _Reference:
+    """The reference of rows with the same data. `facts` are its own, `probed` those of the forward pass once it was tried."""
+
+    folder: Path
+    facts: dict[str, Any]
+    probed: dict[str, Any] | None = None
+    shaken: int = 0
+
+
+@dataclass
+class _Judged:
+    """A row against its reference, in one precision."""
+
+    ran: _Ran
+    reference: _Reference
+    verdict: Verdict
+
+
+class Proving:
+    """What was run so far, and the references, by the data that they trained on."""
+
+    def __init__(
+        self,
+        target: Target,
+        folder: Path,
+        updates: int,
+        dtype: torch.dtype,
+        seed: int,
+        timeout_s: float | None,
+        logs: Path | None,
+    ) -> None:
+        self.target, self.folder, self.updates, self.dtype, self.seed = target, folder, updates, dtype, seed
+        self.timeout_s, self.logs = timeout_s, logs
+        self.proof = Proof(str(dtype).removeprefix("torch."))
+        self.kind = ""
+        self.overridable = True
+        self.has_plan = False
+        self._references: dict[Any, _Reference] = {}
+        self._batches: dict[Any, Any] = {}
+        self._bitwise: dict[str, dict[str, torch.Tensor]] = {}
+        self._epochs: dict[str, Counter[int] | None] = {}
+        self._count = 0
+
+    def fitting(self, rows: list[Row]) -> Iterator[Row]:
+        """The rows as far as this script allows: one that wraps its module by hand can only be run as written."""
+        first, rest = rows[0], rows[1:]
+        yield first
+        if self.overridable or not self.kind:
+            own = self.kind == "TrainUnit"  # accumulates by itself, and makes its own optimizer
+            yield from (
+                row
+                for row in rest
+                if (self.has_plan or not row.needs_plan) and not (own and (row.optimizer == "sgd" or (row.accumulation or 1) > 1))
+            )
+            return
+        self.proof.notes.append(
+            "The script makes its module parallel itself, or has no strategy to choose: "
+            "it was run as written, on each number of ranks."
+        )
+        for ranks in sorted({row.ranks for row in rest} - {first.ranks}):
+            yield Row(AS_WRITTEN, ranks)
+
+    def row(self, row: Row) -> Result:
+        """Run one row, find or compute its reference, and compare."""
+        self._count += 1
+        here = self.folder / f"row-{self._count}"
+        result = Result(row.label, row.ranks)
+        try:
+            ran = self._run(row, here, self.dtype)
+        except RankFailedError as error:
+            result.verdict, result.message = self._failed(error)
+            return result
+        try:
+            self._compare(row, result, ran)
+        except RankFailedError as error:
+            result.verdict, why = self._failed(error)
+            result.message = f"the reference in plain PyTorch could not be computed: {why}"
+        for folder in (here, _in_float64(here)):
+            shutil.rmtree(folder, ignore_errors=True)
+        return result
+
+    # --- running
+
+    def _run(self, row: Row, here: Path, dtype: torch.dtype) -> _Ran:
+        here.mkdir()
+        self._launch(run_row, row.ranks, self.target, row, str(here), self.updates, dtype, self.seed)
+        return _Ran(row, here, [torch.load(here / f"rank{r}.pt", weights_only=False) for r in range(row.ranks)], dtype)
+
+    def _launch(self, fn: Callable[..., dict[str, Any]], ranks: int, *args: Any) -> dict[str, Any]:
+        """Run on ranks, and return rank 0's value. Logs are left only if it fails."""
+        logs = self.folder / "logs"
+        shutil.rmtree(logs, ignore_errors=True)
+        found: dict[str, Any] = launch(fn, ranks=ranks, args=args, quiet=True, timeout_s=self.timeout_s, run_dir=logs)[0]
+        return found
+
+    def _failed(self, error: RankFailedError) -> tuple[str, str]:
+        """The verdict and the error's text; the logs that it names are put where they stay."""
+        if isinstance(error.__cause__, UsageError):
+            return "not possible", str(error.__cause__)
+        logs = self.folder / "logs"
+        kept = Path(tempfile.mkdtemp(prefix="echelon-")) if self.logs is None else self.logs / f"row-{self._count}"
+        shutil.copytree(logs, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.pkl"))
+        return "failed", str(error).replace(str(logs), str(kept))
+
+    # --- references
+
+    def _reference(self, ran: _Ran) -> _Reference:
+        key = ran.dtype, *_data_of(ran.row, ran.records)
+        if key not in self._references:
+            folder = self.folder / f"reference-{len(self._references)}"
+            folder.mkdir()
+            self._references[key] = self._computed(ran, folder)
+        if ran.dtype is self.dtype:
+            self._note(ran, self._references[key].facts)
+            self._check_order(ran, key)
+        return self._references[key]
+
+    def _computed(self, ran: _Ran, folder: Path) -> _Reference:
+        """The reference, and in float32 a first sample of what rounding does to it."""
+        arguments = (self.target, ran.row, ran.files, str(folder), ran.dtype, self.seed)
+        reference = _Reference(folder, self._launch(run_reference, 1, *arguments))
+        if ran.dtype is torch.float64:
+            return reference
+        if ran.is_auto:  # a unit with a step of its own may have wrapped its module in something with float32 built in
+            with contextlib.suppress(RankFailedError):  # so may a forward pass
+                if self._launch(run_reference, 1, *arguments, "wide")["draws"] == reference.facts["draws"]:
+                    return reference
+            for other in folder.glob("again-wide-*"):
+                shutil.rmtree(other)
+        self._shake(ran, reference, 1, None)
+        return reference
+
+    def _shake(self, ran: _Ran, reference: _Reference, samples: int, narrowest: torch.dtype | None) -> None:
+        """See to it that there are so many shaken references, by the rounding of the narrowest type if one is given."""
+        arguments = (self.target, ran.row, ran.files, str(reference.folder), ran.dtype, self.seed, "shaken")
+        rounding = torch.finfo(narrowest).eps if narrowest is not None else None
+        for sample in range(0 if narrowest is not None else reference.shaken, samples):
+            self._launch(run_reference, 1, *arguments, Shake(sample, rounding))
+        reference.shaken = max(samples, reference.shaken)
+
+    def _probed(self, ran: _Ran, reference: _Reference) -> dict[str, Any]:
+        if reference.probed is None:
+            reference.probed = {"narrowest": None, "repeatable": True, "per_sample": None}
+            with contextlib.suppress(RankFailedError):
+                arguments = (self.target, ran.row, ran.files, str(self.folder), ran.dtype, self.seed)
+                reference.probed = self._launch(run_probe, 1, *arguments)
+        return reference.probed
+
+    def _note(self, ran: _Ran, facts: dict[str, Any]) -> None:
+        if facts["drew"]:
+            self._say(
+                "Random numbers are drawn in the forward pass: "
+                "the reference repeats each rank's draws, micro-batch by micro-batch."
+            )
+        elif not facts["joined"]:
+            self._say("Micro-batches cannot be joined into one batch: the reference adds them up by their weights.")
+        if ran.records[0]["updates"][-1][-1].epoch == 0:
+            self._say(
+                f"The {len(ran.records[0]['updates'])} updates end within the first epoch: its last batch, and what changes from "
+                "one epoch to the next, were not compared. With more --updates they are."
+            )
+        untrained = sorted(ran.records[0]["trainable"] - facts["held"])
+        if untrained and not ran.records[0]["flattened"]:
+            more = f" ({len(untrained) - 3} more)" if len(untrained) > 3 else ""
+            self._say(f"To be trained, but in no optimizer, in one process either: {', '.join(untrained[:3])}{more}.")
+
+    def _say(self, note: str) -> None:
+        if note not in self.proof.notes:
+            self.proof.notes.append(note)
+
+    def _check_order(self, ran: _Ran, key: Any) -> None:
+        """Rule of truth 1: an echelon.Loader gives the same global batches however they are split."""
+        known = self._batches.setdefault(ran.row.optimizer, key)
+        if key != known and ran.records[0]["global_batch"] is None:
+            self._say(
+                "The global batch depends on the number of ranks or on the split: every row was compared with one process on "
+                "its own batches. With echelon.Loader, which is given the global batch, they would be the same."
+            )
+
+    # --- judging
+
+    def _compare(self, row: Row, result: Result, ran: _Ran) -> None:
+        records = ran.records
+        self.kind, self.has_plan = records[0]["kind"], self.has_plan or records[0]["has_plan"]
+        if row.strategy is not None and self.kind and not records[0]["overridable"]:
+            self.overridable = False
+            result.label = Row(AS_WRITTEN, row.ranks, None, row.accumulation, row.optimizer).label
+        if not records[0]["updates"]:
+            what = "no optimizer took a step before it ended" if self.kind else "it never called echelon's train or fit"
+            result.verdict, result.message = "failed", f"there is nothing to compare: {what}."
+            return
+        times = records[0]["step_s"][1:] or records[0]["step_s"]
+        result.step_s = median(times) if times else None
+        result.peak_bytes = max((r["peak_bytes"] for r in records if r["peak_bytes"] is not None), default=None)
+        reference = self._reference(ran)
+        seen = _Judged(ran, reference, compare(ran.folder, reference.folder, records, ran.dtype))
+        if seen.verdict.meaningless is not None:
+            _show(result, seen.verdict)
+            result.verdict, result.message = "failed", seen.verdict.meaningless
+            return
+        result.causes = causes.from_records(records, lambda: self._probed(ran, reference)["per_sample"])
+        self._decide(result, seen)
+        if row.parts and result.is_equal:
+            result.verdict = "bit-equal" if self._same_bits(ran, seen.verdict) else "DIFFERS"
+        self._note_on_samples(result, ran)
+
+    def _decide(self, result: Result, seen: _Judged) -> None:
+        """The verdict, with causes if it is a bad one."""
+        final, unconfirmed = seen, ""
+        if not seen.verdict.clear and not result.causes:  # what the records show is no rounding
+            final, unconfirmed = self._closer(seen)
+        verdict = final.verdict
+        limit = _MOST_EXCUSED if final.ran.dtype is torch.float64 else SMALL_SHARE
+        _show(result, verdict)
+        differs = verdict.first is not None and (verdict.first.update < verdict.resolved or not verdict.resolved)
+        if result.causes or differs:
+            result.verdict, result.message = "DIFFERS", unconfirmed
+            self._explain(result, final)
+            return
+        said = [_in_words(seen)] if final.ran.dtype is not self.dtype else []
+        if verdict.blind or verdict.excused > limit:
+            said += [_blindness(final), unconfirmed]
+        result.message, result.first = "; ".join(filter(None, said)), None
+        if not verdict.resolved or verdict.excused > limit:
+            result.verdict = "undecided"
+            self._explain(result, final)
+            return
+        result.updates = verdict.resolved
+        if final.ran.dtype is not self.dtype:
+            result.verdict = IN_FLOAT64
+        else:
+            result.verdict = "bit-equal" if verdict.bit_equal and verdict.resolved == verdict.updates else "agrees"
+
+    def _closer(self, seen: _Judged) -> tuple[_Judged, str]:
+        """The same row in float64, or if that cannot be, with more references; and why it is not float64."""
+        why = ""
+        if seen.ran.dtype is not torch.float64:
+            try:
+                wide = self._run(seen.ran.row, _in_float64(seen.ran.folder), torch.float64)
+                reference = self._reference(wide)
+                final = _Judged(wide, reference, compare(wide.folder, reference.folder, wide.records, wide.dtype))
+                why = self._settled(final) or ""
+                if not why:
+                    return final, ""
+            except RankFailedError as error:
+                text = str(error.__cause__ or error).strip().splitlines()
+                why = f"it fails there ({text[0] if text else type(error).__name__})"
+        else:
+            why = self._settled(seen) or ""
+            if not why:
+                return seen, ""
+        narrowest = self._probed(seen.ran, seen.reference)["narrowest"]
+        self._shake(seen.ran, seen.reference, _SHAKES, narrowest)
+        verdict = compare(seen.ran.folder, seen.reference.folder, seen.ran.records, seen.ran.dtype, narrowest)
+        return _Judged(seen.ran, seen.reference, verdict), f"not confirmed in float64 because {why}"
+
+    def _settled(self, final: _Judged) -> str | None:
+        """Measure rounding in float64, where one tolerance for all did not do. Returns why float64 cannot tell, if so."""
+        ran, reference = final.ran, final.reference
+        for samples in (0, 1, _SHAKES):
+            if samples:
+                self._shake(ran, reference, samples, None)
+                final.verdict = compare(ran.folder, reference.folder, ran.records, ran.dtype)
+            if final.verdict.clear:
+                return None
+            narrowest = self._probed(ran, reference)["narrowest"] if samples else None
+            if narrowest is not None and torch.finfo(narrowest).eps > torch.finfo(ran.dtype).eps:
+                return f"the forward pass computes in {str(narrowest).removeprefix('torch.')}"
+            if samples and final.verdict.first is not None and final.verdict.used > _NEVER_ROUNDING:
+                return None
+        return None
+
+    # --- saying why
+
+    def _explain(self, result: Result, final: _Judged) -> None:
+        """Add the causes that numbers and records show."""
+        ran, reference, verdict = final.ran, final.reference, final.verdict
+        known = {name for name, _ in result.causes}
+
+        def add(found: list[tuple[str, str]]) -> None:
+            result.causes += [cause for cause in found if cause[0] not in known]
+
+        if result.causes and verdict.first is not None and "identical dropout" in known:
+            return
+        if not result.causes and not self._probed(ran, reference)["repeatable"]:
+            add([("random numbers that nobody can repeat", "the first forward pass gave another loss when it was run again")])
+            return
+        if not ran.is_auto and not result.causes and any(m.streams for r in ran.records for u in r["updates"] for m in u):
+            result.verdict, result.first = "not possible", None
+            result.message = (
+                "its own train_step draws random numbers, on each rank for its own samples; one process draws for all at once: "
+                "there is nothing to compare with. The draws of an AutoUnit can be repeated micro-batch by micro-batch."
+            )
+            return
+        if verdict.first is not None:
+            add(causes.from_verdict(verdict, ran.records, reference.facts))
+            if verdict.first.phase in ("forward", "gradient"):
+                add(self._mistakes(final))
+
+    def _mistakes(self, final: _Judged) -> list[tuple[str, str]]:
+        ran, verdict = final.ran, final.verdict
+        assert verdict.first is not None
+        k = verdict.first.update
+        try:
+            mistakes = self._launch(run_mistakes, 1, self.target, ran.row, ran.files, str(self.folder), ran.dtype, self.seed, k)
+        except RankFailedError:  # the row differs whether or not it can be said why
+            return []
+        folders = ran.folder, final.reference.folder
+        mine, right = (torch.load(folder / f"update-{k:03d}.pt", weights_only=False) for folder in folders)
+        mine["loss"], mine["norm"] = mean_loss(micros_in_order(ran.records)[k]), ran.records[0]["norms"][k]
+        return causes.from_mistakes(verdict, mine, right, mistakes, ran.records[0]["batch_norms"])
+
+    def _note_on_samples(self, result: Result, ran: _Ran) -> None:
+        ranks = [r for r in ran.records if not r["is_replica"]]
+        if len(ranks) < 2 or {"identical data on two ranks", "a sampler that ignores the rank"} & {n for n, _ in result.causes}:
+            return
+
+        def of_one_process() -> Counter[int] | None:
+            if "rows" not in self._epochs:
+                self._epochs["rows"] = None
+                with contextlib.suppress(RankFailedError):
+                    self._epochs["rows"] = self._launch(run_epoch, 1, self.target, ran.row, ran.dtype, self.seed).get("rows")
+            return self._epochs["rows"]
+
+        note = note_on(ranks, of_one_process)
+        if note is not None:
+            result.notes.append(note)
+
+    def _same_bits(self, ran: _Ran, verdict: Verdict) -> bool:
+        """Whether this row's last parameters have the very bits of the first row of the bit-equal mode."""
+        last = torch.load(ran.folder / f"update-{verdict.updates - 1:03d}.pt", weights_only=False)["parameters"]
+        known = self._bitwise.setdefault(ran.row.optimizer, last)
+        return known is last or all(torch.equal(last[n], known[n]) for n in known)
+
+
+def _in_float64(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-float64")
+
+
+def _show(result: Result, verdict: Verdict) -> None:
+    result.loss, result.gradient, result.parameter = verdict.loss, larger(verdict.gradient, verdict.norm), verdict.parameter
+    result.of_tolerance, result.updates = verdict.used, verdict.updates
+    result.first, result.undetermined = verdict.first, verdict.undetermined
+
+
+def _in_words(seen: _Judged) -> str:
+    """What float32 showed, where float64 decided."""
+    first = seen.verdict.first
+    if first is not None:
+        return f"float32: update {first.update}, {first.phase}, {first.tensor} differs by {first.relative:.1e}"
+    return f"float32: {_blindness(seen)}"
+
+
+def _blindness(judged: _Judged) -> str:
+    """What could not be compared."""
+    verdict, said = judged.verdict, []
+    if verdict.blind:
+        b = verdict.blind[0]
+        said.append(f"update {b.update}, {b.phase}, {b.tensor}: rounding alone may change it by {b.tolerance:.1e}")
+    if verdict.resolved < verdict.updates:
+        said.append(f"compared as far as update {verdict.resolved - 1}" if verdict.resolved else "nothing else could be compared")
+    if verdict.excused > SMALL_SHARE:
+        said.append(f"{verdict.excused:.0%} of all elements have no gradient beyond rounding")
+    return "; ".join(said)
+
+
+def _data_of(row: Row, records: list[dict[str, Any]]) -> tuple[Any, ...]:
+    """What the reference of a row depends on. Rows with the same share it.
+
+    As a rule the samples of each update alone. Dropped units depend on the micro-batches and on the random streams in front of
+    them; a step of one's own, which may accumulate, on which micro-batches came at the same time.
+    """
+    updates = range(len(micros_in_order(records)))
+    epochs = tuple(records[0]["updates"][k][0].epoch for k in updates)
+    if records[0]["kind"] == "TrainUnit":
+        return row.optimizer, epochs, tuple(tuple(map(_digest_of_samples, by_index(records, k))) for k in updates)
+    merged = micros_in_order(records)
+    if any(m.streams for u in merged for m in u):
+        return row.optimizer, epochs, tuple(tuple((digest(m.plain), digest(m.streams)) for m in u) for u in merged)
+    return row.optimizer, epochs, tuple(map(_digest_of_samples, merged))
+
+
+def _digest_of_samples(micros: list[Micro]) -> Any:
+    try:
+        return digest(join([m.plain for m in micros]))
+    except NotJoinable:
+        return tuple(digest(m.plain) for m in micros)
