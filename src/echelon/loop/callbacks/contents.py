@@ -61,8 +61,8 @@ def take(
     taken = snapshot(states, own, planned)
     monitored = _monitored(best.monitored_metric, state, unit) if best is not None else {}
     config = changes.facts(unit, loader)
-    # Whose position it is, where progress alone does not tell it.
-    config["position"] = type(loader).__name__ if position and not isinstance(loader, Placed) else None
+    if position and not isinstance(loader, Placed):  # where progress alone does not tell it
+        config["position"] = type(loader).__name__
     facts = {"config": config, "host": socket.gethostname(), "metrics": monitored}
     return taken, facts
 
