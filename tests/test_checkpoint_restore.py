@@ -178,7 +178,7 @@ def test_another_optimizer_is_refused_unless_allowed(tmp_path: Path, caplog: pyt
     with pytest.raises(CheckpointMismatchError, match=r"optimizer\s+AdamW\s+SGD\s+NOT harmless"):
         Saver.restore_from_latest(tmp_path, unit)
     with caplog.at_level(logging.WARNING):
-        Saver.restore_from_latest(tmp_path, unit, restore_options=Options(allow_changes=("optimizer",)))
+        Saver.restore_from_latest(tmp_path, unit, restore_options=Options(allow_changes=("optimizer", "lr_scheduler")))
     assert largest_difference(whole(unit.module), want) == 0 and not unit.optimizer.state
     assert "allowed" in caplog.text
 

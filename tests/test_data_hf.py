@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -65,3 +66,37 @@ def test_a_streamed_table_goes_on_where_it_was_left(table: Any) -> None:
     second = loader()
     second.load_state_dict(first.state_dict())
     assert seen + [b["y"].tolist() for b in second] == [list(range(i, i + 8)) for i in range(0, 40, 8)]
+
+
+def test_the_samples_that_a_shuffle_buffer_would_lose_are_told_at_the_save_and_at_the_restart(
+    table: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Notices if the stages of a streamed dataset are called otherwise."""
+
+    class Sees(ech.TrainUnit[Any]):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[int] = []
+
+        def train_step(self, state: ech.State, data: Any) -> None:
+            self.seen += data["y"].tolist()
+
+    def run(buffer: int, steps: int, resume: bool) -> list[int]:
+        stream = table.to_iterable_dataset(num_shards=4).shuffle(seed=1, buffer_size=buffer).map(lambda row: row).take(40)
+        unit, loader = Sees(), ech.StreamLoader(stream, 8)
+        folder = tmp_path / str(buffer)
+        if resume:
+            ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
+        saver = ech.DistributedCheckpointSaver(folder) if not resume else None
+        ech.train(unit, loader, max_epochs=1, max_steps=steps, callbacks=[saver] if saver is not None else [])
+        return unit.seen
+
+    for buffer in (1, 10):
+        caplog.clear()
+        first = run(buffer, 2, resume=False)
+        at_save = caplog.text
+        caplog.clear()
+        rest = run(buffer, 5, resume=True)
+        told = "misses up to 10 samples of each stream"
+        lost = sorted(set(range(40)) - {*first, *rest})
+        assert (told in at_save) == (told in caplog.text) == bool(lost) == (buffer > 1)

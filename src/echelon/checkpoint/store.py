@@ -296,8 +296,10 @@ def compare(
         [[k, saved.shape(k), list(v.size())] for k, v in both.items() if saved.shape(k) != list(v.size())],
         [k for k in of_asked if k not in wanted],
         [[k, saved.index[k]["dtype"], str(v.dtype)] for k, v in both.items() if saved.index[k]["dtype"] != str(v.dtype)],
+        list(over),
     ]
     told = agree.gather(mine)
+    over = sorted({name for each in told for name in each[4]})
     missing = sorted({k for each in told for k in each[0]} | {name for name in states if name not in rest})
     shapes = {k: (a, b) for each in told for k, a, b in each[1]}
     unexpected = sorted(set(told[0][2]).intersection(*(each[2] for each in told[1:]))) + list(over)

@@ -17,6 +17,7 @@ from echelon.contracts.errors import EchelonError
 from echelon.data.loader import Loader
 from echelon.data.parts import Padding, Parts
 from echelon.data.stream import StreamLoader, of_all_ranks
+from echelon.world import streams
 from echelon.world.device import record_stream
 
 __all__ = ["Feed", "known_length", "restored_state"]
@@ -62,7 +63,9 @@ class Feed(Iterator[Any]):
         move: puts a batch on the device; None leaves it where it is.
         stream: side stream for the copies; with it, one batch is read and copied ahead.
         parts: pieces of a micro-batch, see `Loader.in_parts`; other loaders give 1 only.
-        resumed: the loader goes on in mid-epoch by a state of its own; its length is still that of a whole epoch.
+        resumed: the loader goes on by a state of its own after so many batches of the epoch; its length is still that of a whole
+            one. Until these should have come nothing is read ahead, so that random numbers are drawn in the order in which
+            they would have been without the break; then only its end tells whether they were all.
     Attributes:
         is_last: whether the batch handed out last is the epoch's last, or the last that `limit` allows.
         is_padding: whether it weighs nothing.
@@ -78,22 +81,26 @@ class Feed(Iterator[Any]):
         move: Callable[[Any, bool], Any] | None = None,
         stream: torch.cuda.Stream | None = None,
         parts: int = 1,
-        resumed: bool = False,
+        resumed: int = 0,
     ) -> None:
         if parts > 1 and move is not None:
             move = partial(_each, move)
         self._loader, self._limit, self._move, self._stream = loader, limit, move, stream
         self._start = loader.start if isinstance(loader, (Loader, StreamLoader)) else 0
         self._epoch = loader.epoch if isinstance(loader, Loader) else 0
-        self.length = None if resumed else known_length(loader)
+        length = known_length(loader)
+        self.length = None if resumed else length
+        self._expected = length - resumed if resumed and length is not None else 0
         total = self.length if limit is None else (limit if self.length is None else min(limit, self.length))
         self.total = total
         # Reading ahead tells the last batch when no length does.
         self._ahead = stream is not None or self.length is None
+        before = streams.states() if resumed else None
         self._iterator = loader.in_parts(parts) if parts > 1 and isinstance(loader, Loader) else iter(loader)
+        if before is not None:
+            streams.put_back(before)  # what an iterator draws at its beginning was drawn before the break
         self._next: Any = None
         self._state_before: Any = None
-        self._started = False
         self.is_last = self.is_padding = False
         self.used = 0
 
@@ -116,8 +123,7 @@ class Feed(Iterator[Any]):
         return self._next_ahead()
 
     def _next_ahead(self) -> Any:
-        if not self._started:
-            self._started = True
+        if self._next is None:
             self._next = self._read()
         current = self._next
         if current is _END:
@@ -129,6 +135,8 @@ class Feed(Iterator[Any]):
             record_stream(batch, torch.cuda.current_stream())
         if self.used == self.total:
             self._next = _END
+        elif self.used < self._expected and self._stream is None:
+            self._next = None
         else:
             self._next = self._read()
         self.is_last = self._next is _END
@@ -158,7 +166,7 @@ class Feed(Iterator[Any]):
             return self._loader.state_at(self._start + self.used, self._epoch)
         if isinstance(self._loader, StreamLoader):
             return of_all_ranks(self._loader.state_at(self._start + self.used))
-        if self._ahead and self._started and self._next is not _END:
+        if self._ahead and self._next is not None and self._next is not _END:
             return self._state_before  # type: ignore[no-any-return]
         state = getattr(self._loader, "state_dict", None)
         return state() if state is not None else None

@@ -10,8 +10,10 @@ run goes on at the same numbers only.
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import io
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,12 +23,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from echelon.contracts.errors import DataError, UsageError
+from echelon.data.lossy import shuffle_buffer
 from echelon.data.place import Placed
 from echelon.data.reader import Failure
 from echelon.data.workers import Board, named, said, seed_worker
 from echelon.world import agree
+from echelon.world import streams as random_streams
 
 __all__ = ["StreamLoader", "of_all_ranks"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,16 @@ class StreamLoader(Placed):
             if board is not None:
                 board.done()
 
+    def inexact(self) -> str | None:
+        """Why a run cannot go on, or not exactly, from where the latest iteration stands; None if it can."""
+        kind = type(self.dataset).__name__
+        if _has_no_state(self._latest[-1]):
+            return f"{kind} has no state: a run cannot go on from here. {_REMEDY}"
+        buffer = shuffle_buffer(self.dataset)
+        if buffer and self._latest[-1].position:
+            return _loses(kind, buffer)
+        return None
+
     def _check(self, begin: _Stand) -> None:
         kind, count = type(self.dataset).__name__, self.dp[1] * len(begin.streams)
         if count > 1 and self.shards is None:
@@ -160,11 +176,13 @@ class StreamLoader(Placed):
                 f"{kind} has no set_place(index, count), so all {count} streams (data ranks x workers) would read the same. "
                 "Give it one, or say shards='stride' or shards='itself'."
             )
-        if any(s is not None and not s.get("ended") and s["own"] is None for s in begin.streams):
+        if _has_no_state(begin):
             raise UsageError(
                 f"{kind} cannot go on in the middle of an epoch: neither it nor its iterator has state_dict and "
-                "load_state_dict. Give it both, or save at the end of epochs."
+                f"load_state_dict. {_REMEDY}"
             )
+        if begin.position and (buffer := shuffle_buffer(self.dataset)):
+            logger.warning("%s", _loses(kind, buffer))
 
     def _in_workers(self, made: _Streams, board: Board) -> DataLoader[Any]:
         return DataLoader(
@@ -226,6 +244,20 @@ class StreamLoader(Placed):
         self._latest, self._loaded = deque([self._begin], maxlen=2), None
 
 
+_REMEDY = "Give it, or its iterator, state_dict and load_state_dict, or save at the end of epochs."
+
+
+def _loses(kind: str, buffer: int) -> str:
+    return (
+        f"{kind} shuffles through a buffer, which is not in its state: a run that goes on in mid-epoch misses up to {buffer} "
+        "samples of each stream in that epoch. Shuffle only its shards (buffer_size=1), or save at the end of epochs."
+    )
+
+
+def _has_no_state(stand: _Stand) -> bool:
+    return any(s is not None and not s.get("ended") and s["own"] is None for s in stand.streams)
+
+
 def of_all_ranks(state: dict[str, Any]) -> dict[str, Any]:
     """A state that holds every data rank's part. Collective."""
     buffer = io.BytesIO()
@@ -264,28 +296,48 @@ class _Streams(IterableDataset[Any]):
         state, index, count = self._begin.streams[stream], self._dp[0] * streams + stream, self._dp[1] * streams
         # Past its end a stream has nothing to load: its state says only that.
         ended = isinstance(state, dict) and state.get("ended", False)
-        samples = iter(()) if ended else self._samples(state, index, count)
+        with self._drawing(index, -1):
+            samples = iter(()) if ended else self._samples(state, index, count)
         read = 0 if state is None else int(state["read"])
         while True:
-            if self._board is not None:
-                seed_worker(self._epoch, index, read)
-            batch = []
-            try:
-                for sample in samples:
-                    batch.append(sample)
-                    read += 1
-                    if self._board is not None:
-                        self._board.reading(read)
-                    if len(batch) == self._size:
-                        break
-            except Exception as error:
-                raise DataError(f"sample {read} of stream {index}{self._where} could not be read: {said(error)}") from error
-            if len(batch) == self._size:
-                yield True, self._collated(batch, index, read), {"read": read, "own": self._state()}
-            elif batch and self._keep:  # past its end a dataset may say that it stands at its beginning
-                yield True, self._collated(batch, index, read), {"read": read, "ended": True}
-            else:
-                yield False, None, {"read": read, "ended": True}
+            with self._drawing(index, read):
+                batch = self._read(samples, read, index)
+                read += len(batch)
+                given = len(batch) == self._size or bool(batch and self._keep)
+                collated = self._collated(batch, index, read) if given else None
+            # Past its end a dataset may say that it stands at its beginning.
+            more = {"own": self._state()} if len(batch) == self._size else {"ended": True}
+            yield given, collated, {"read": read, **more}
+
+    @contextlib.contextmanager
+    def _drawing(self, index: int, read: int) -> Iterator[None]:
+        """Context in which what a stream draws depends on where it stands: what is read again after a restart draws the same.
+
+        In the rank's own process its streams are afterwards as before: a reader may be ahead of the training that draws, too.
+        """
+        before = random_streams.states() if self._board is None else None
+        seed_worker(self._epoch, index, read)
+        try:
+            yield
+        finally:
+            if before is not None:
+                random_streams.put_back(before)
+
+    def _read(self, samples: Iterator[Any], read: int, index: int) -> list[Any]:
+        """The samples of a micro-batch; fewer at the stream's end."""
+        batch: list[Any] = []
+        try:
+            for sample in samples:
+                batch.append(sample)
+                if self._board is not None:
+                    self._board.reading(read + len(batch))
+                if len(batch) == self._size:
+                    break
+        except Exception as error:
+            raise DataError(
+                f"sample {read + len(batch)} of stream {index}{self._where} could not be read: {said(error)}"
+            ) from error
+        return batch
 
     def _collated(self, batch: list[Any], index: int, read: int) -> Any:
         try:

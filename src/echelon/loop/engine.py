@@ -387,6 +387,7 @@ class Run:
                 progress.num_steps_completed_in_epoch,
                 type(loader).__name__,
             )
+        goes_on_after = progress.num_steps_completed_in_epoch if by_its_state else 0
         self._call(hooks.iter_start)
         move, stream = self.unit.placement(phase)
         if move is not None:
@@ -396,7 +397,7 @@ class Run:
                 return to_device(state, batch, non_blocking)
 
         limit, parts = max(0, min(limits)) if limits else None, self.unit.parts_of_step(phase)
-        here.feed = feed = Feed(loader, limit=limit, move=move, stream=stream, parts=parts, resumed=by_its_state)
+        here.feed = feed = Feed(loader, limit=limit, move=move, stream=stream, parts=parts, resumed=goes_on_after)
         self._call(hooks.iter_end)
         return feed
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import socket
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.checkpoint.snapshot import Planned, Snapshot, snapshot
+from echelon.data.lossy import shuffle_buffer
 from echelon.data.place import Placed
 from echelon.data.prefetch import restored_state
+from echelon.data.stream import StreamLoader
 from echelon.loop.callbacks import changes, restoring
 from echelon.loop.callbacks.trained import Frozen
 from echelon.loop.metrics import share_of
@@ -51,6 +54,8 @@ def take(
         position = feed.loader_state()
     elif unit.train_progress.num_steps_completed_in_epoch:  # restored in mid-epoch, and nothing read since
         position = restored_state(loader)
+    if unit.train_progress.num_steps_completed_in_epoch:
+        _warn_if_inexact(state, loader, position)
     if not isinstance(loader, Placed) and restoring.differs_by_rank(position):
         own["train_dataloader"], position = position, restoring.BY_RANK
     # Empty after an epoch's end, and for a loader without a state.
@@ -61,12 +66,35 @@ def take(
     taken = snapshot(states, own, planned)
     monitored = _monitored(best.monitored_metric, state, unit) if best is not None else {}
     config = changes.facts(unit, loader)
-    # Whose position it is, where progress alone does not tell it.
-    config["position"] = type(loader).__name__ if position and not isinstance(loader, Placed) else None
+    if position and not isinstance(loader, Placed):  # where progress alone does not tell it
+        config["position"] = type(loader).__name__
     facts = {"config": config, "host": socket.gethostname(), "metrics": monitored}
     if left:
         facts["frozen"] = left
     return taken, facts
+
+
+# Runs in which it was said.
+_told: weakref.WeakSet[State] = weakref.WeakSet()
+
+
+def _warn_if_inexact(state: State, loader: Any, position: Any) -> None:
+    """Once in a run, at its first save in mid-epoch: one that goes on from there will not have the samples that this one has."""
+    if loader is None or state in _told:
+        return
+    kind, why = type(loader).__name__, None
+    if isinstance(loader, StreamLoader):
+        why = loader.inexact()
+    elif position is None:
+        why = f"{kind} has no state: a run that goes on from here begins the epoch anew, with samples that it has seen. "
+        why += "echelon.Loader goes on."
+    elif buffer := shuffle_buffer(getattr(loader, "dataset", None)):
+        why = f"the dataset of the {kind} shuffles through a buffer, which is not in its state: a run that goes on from here "
+        why += f"misses up to {buffer} samples of each stream in this epoch."
+    if why is not None:
+        _told.add(state)
+        if agree.is_rank0():
+            logger.warning("saved in the middle of an epoch, but %s", why)
 
 
 def _monitored(name: str, state: State, unit: TrainUnit[Any]) -> dict[str, float]:
