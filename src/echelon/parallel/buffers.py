@@ -30,7 +30,7 @@ class Buffers:
 
     def __init__(self, groups: Sequence[dist.ProcessGroup | None]) -> None:
         self._groups = list(groups)
-        self._seen: dict[str, tuple[int, int]] = {}  # what a buffer was when the ranks last agreed: identity and version
+        self._seen: dict[str, list[float]] = {}  # checksums of when the ranks last looked
         self._changing: dict[str, None] = {}
         self._passes = 0
         self._due = False
@@ -45,7 +45,7 @@ class Buffers:
         if module in cls._all or all(dist.get_world_size(g) == 1 for g in groups) or not any(True for _ in module.buffers()):
             return
         made = cls._all[module] = cls(groups)
-        made._seen = _versions(module)
+        made._seen = _checksums(module)
         if begin:
             made._changing = dict.fromkeys(made._seen)
             made._send(module)
@@ -72,8 +72,8 @@ class Buffers:
 
     def _agree(self, module: nn.Module) -> None:
         """On which buffers change. What one rank alone has changed counts, too. Collective."""
-        now = _versions(module)
-        names = [n for n, version in now.items() if n not in self._changing and version != self._seen.get(n)]
+        now = _checksums(module)
+        names = [n for n, checksum in now.items() if n not in self._changing and checksum != self._seen.get(n)]
         for group in self._groups:
             names = list(dict.fromkeys(n for each in agree.gather(names, group) for n in each))
         self._changing |= dict.fromkeys(names)
@@ -99,5 +99,14 @@ class Buffers:
                 start += buffer.numel()
 
 
-def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    return {name: (id(b), b._version) for name, b in module.named_buffers()}
+@torch.no_grad()
+def _checksums(module: nn.Module) -> dict[str, list[float]]:
+    """Two numbers for each buffer, of which one depends on the order. Versions tell nothing: batch norm does not count them up."""
+    named = {n: b for n, b in module.named_buffers() if b.numel() and not b.is_meta}
+    sums: dict[str, list[float]] = {}
+    for name, buffer in named.items():
+        flat = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+        flat = flat.reshape(-1).double()
+        ramp = torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)
+        sums[name] = torch.stack([flat.sum(), flat @ ramp]).tolist()
+    return sums
