@@ -115,8 +115,9 @@ def _options(strategy: Any) -> dict[str, torch.Tensor]:
         ech.DDPStrategy(static_graph=True, find_unused_parameters=True, bucket_cap_mb=1),
         ech.FSDPStrategy(forward_prefetch=True, limit_all_gathers=True),
         ech.FSDPStrategy(reshard_after_forward=False),
+        ech.DDPStrategy(device_ids=[CPU.index], output_device=CPU.index),  # as TorchTNT's page has it, on a CPU
     ],
-    ids=["ddp", "ddp static", "fsdp", "fsdp whole parameters"],
+    ids=["ddp", "ddp static", "fsdp", "fsdp whole parameters", "ddp device_ids"],
 )
 def test_options_change_no_number(ranks: Ranks, strategy: Any) -> None:
     want, _, _ = plain_training([[batch(4, 0), batch(4, 1)]])

@@ -107,7 +107,8 @@ class Planned:
         """The pieces that this rank writes, and the index of all. Collective.
 
         Args:
-            listing: name, offsets, sizes, type, shape of each piece that this rank could write.
+            listing: name, offsets, sizes, type, shape of each piece that this rank could write, and whether ranks may hold other
+                values, of which the first rank's count.
         """
         if agree.any_rank(listing != self._listing):
             self._mine, self._index = self._spread(agree.gather(listing))
@@ -117,14 +118,17 @@ class Planned:
     def _spread(self, listings: list[list[Any]]) -> tuple[set[Piece], dict[str, Any]]:
         """Of equal pieces, one is written; large ones first, each by the rank that has least to write so far."""
         holders: dict[Piece, tuple[list[int], Any]] = {}
+        leading = set()
         for rank, listing in enumerate(listings):
-            for name, offsets, sizes, dtype, shape in listing:
+            for name, offsets, sizes, dtype, shape, leads in listing:
                 holders.setdefault((name, tuple(offsets)), ([], (sizes, dtype, shape)))[0].append(rank)
+                if leads:
+                    leading.add(name)
         load, mine = [0] * len(listings), set[Piece]()
         index: dict[str, Any] = {}
         me, _ = this_rank()
         for piece, (ranks, (sizes, dtype, shape)) in sorted(holders.items(), key=lambda each: (-_bytes(each[1][1]), each[0])):
-            writer = min(ranks, key=lambda r: (load[r], r))
+            writer = ranks[0] if piece[0] in leading else min(ranks, key=lambda r: (load[r], r))
             load[writer] += _bytes((sizes, dtype, shape))
             if writer == me:
                 mine.add(piece)
@@ -150,6 +154,7 @@ def snapshot(states: dict[str, Stateful], rank_state: dict[str, Any], planned: P
     rest: dict[str, Any] = {}
     failure: str | None = None
     cause: Exception | None = None
+    of_first: set[str] = set()
     for name, stateful in states.items():
         try:
             values = stateful.state_dict()
@@ -160,6 +165,7 @@ def snapshot(states: dict[str, Stateful], rank_state: dict[str, Any], planned: P
             cause, values = error, {}
         if isinstance(stateful, NamedState):
             tensors |= {f"{name}.{k}": v for k, v in values.items() if isinstance(v, torch.Tensor)}
+            of_first |= {f"{name}.{k}" for k in getattr(stateful, "of_first_rank", ())}
             rest[name] = {k: v for k, v in values.items() if not isinstance(v, torch.Tensor)}
         else:
             rest[name] = values
@@ -176,7 +182,8 @@ def snapshot(states: dict[str, Stateful], rank_state: dict[str, Any], planned: P
         offsets = tuple(data.chunk.offsets)
         items[item.index.fqn, offsets] = item
         dtype = str(data.properties.dtype)
-        listing.append([item.index.fqn, list(offsets), list(data.chunk.sizes), dtype, list(data.size)])
+        leads = item.index.fqn in of_first
+        listing.append([item.index.fqn, list(offsets), list(data.chunk.sizes), dtype, list(data.size), leads])
     mine, index = (planned or Planned()).assign(listing)
     pieces: dict[str, Any] = {in_file(*piece): planner.resolve_data(item) for piece, item in items.items() if piece in mine}
     encoded = []

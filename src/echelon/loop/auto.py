@@ -289,8 +289,10 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
             check_accumulation(loader, self.gradient_accumulation_steps)
             if self._bitwise is None:  # whose streams belong to samples, not to ranks
                 streams.separate(self.prepared.dp_rank)
-        elif phase in ("eval", "test"):
-            self._evaluation.mean.reset()
+        else:
+            self.prepared.before_evaluation()
+            if phase != "predict":
+                self._evaluation.mean.reset()
 
     def _check_optimizer(self) -> None:
         """At every start of training, whoever made it: it may have been assigned, or been given more parameters."""

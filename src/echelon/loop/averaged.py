@@ -165,6 +165,11 @@ class AveragedWeights:
         with self.applied():
             return self._prepared.module(*args, **kwargs)
 
+    @property
+    def of_first_rank(self) -> list[str]:
+        """Averages of buffers, which each rank makes of its own: rank 0's count."""
+        return [name for name in self._averages if name.startswith("buffers.")]
+
     def state_dict(self) -> dict[str, Any]:
         """
         Raises:

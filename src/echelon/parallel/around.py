@@ -11,7 +11,6 @@ Where the backward pass is the user's own, nothing can come between; then `watch
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
@@ -155,5 +154,5 @@ def _has_closure(args: Any, kwargs: Any) -> bool:
 def _digest(gradient: torch.Tensor) -> str:
     """The same for the same bits, and, for all that happens, other bits for others."""
     flat = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-    total = flat.double().abs().sum().item(), flat.double().sum().item()
-    return " ".join("nan" if math.isnan(t) else t.hex() for t in total)
+    wide = flat.to(torch.complex128 if flat.is_complex() else torch.float64)
+    return f"{float(wide.abs().sum()).hex()} {float(wide.real.sum()).hex()}"

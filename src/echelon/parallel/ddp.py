@@ -68,6 +68,13 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         """Before a forward, rank 0's buffers go to all, in evaluations too."""
         return bool(self.module.broadcast_buffers) and any(True for _ in self.module.buffers())
 
+    def before_evaluation(self) -> None:
+        # torch sends none after a forward pass that only accumulated: in the middle of a window each rank would have its own.
+        self.module.require_forward_param_sync = True
+
+    def parameters_written(self) -> None:
+        self.before_evaluation()  # averages have taken the place of the buffers, too
+
     def fix_order(self) -> None:
         super().fix_order()
         try:
@@ -91,7 +98,7 @@ class DDPStrategy(Strategy):
         comm_hook, comm_state: replaces the all-reduce of a bucket, as `register_comm_hook` describes.
         check_reduction: torch accepts it and has not used it for years.
         sync_batchnorm: batch norm over the global batch.
-        device_ids: accepted from scripts that wrap by hand; must be this rank's device.
+        device_ids: accepted from scripts that wrap by hand; must be this rank's device: `[device.index]`, on a CPU `[None]`.
         mixed_precision: refused; a precision is the unit's.
     """
 
@@ -168,7 +175,8 @@ class DDPStrategy(Strategy):
             raise UsageError("DDPStrategy(mixed_precision=...): the precision is the unit's: AutoUnit(precision='bf16').")
         if self.process_group is not None and self.device_mesh is not None:
             raise UsageError("DDPStrategy: process_group and device_mesh both say which ranks. Give one of them.")
-        mine = [world.device, world.device.index] if world.device.type == "cuda" else []
+        # [device.index], as TorchTNT's page writes it, is [None] where there are no devices to choose from.
+        mine = [world.device, world.device.index] if world.device.type == "cuda" else [None, world.device]
         if self.device_ids is not None and (len(self.device_ids) > 1 or any(d not in mine for d in self.device_ids)):
             raise UsageError(
                 f"DDPStrategy(device_ids={list(self.device_ids)}): this rank computes on {world.device}. Leave it out; for one "

@@ -18,10 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
 from echelon.parallel.activation import ActivationCheckpointParams, recompute
+from echelon.parallel.buffers import Buffers
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.fsdp import FSDPStrategy
+from echelon.parallel.fsdp1 import FSDP1Prepared
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.replaced import note
+from echelon.parallel.sharding import FSDPPrepared
 from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy, resolve
 from echelon.parallel.zero import ZeROPrepared
 from echelon.world.init import World
@@ -131,6 +134,8 @@ def parallelize(
             "Pass the plain module, or no strategy."
         )
     recipe.compile(recipe.recompute(given.plain))
+    if isinstance(given, (FSDPPrepared, FSDP1Prepared)):
+        Buffers.keep_equal(given.module, given.data_groups, begin=True)
     return given
 
 

@@ -5,6 +5,7 @@ Splitting a parameter makes another one. Nobody else knows the old one then; her
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Mapping
 
@@ -26,7 +27,11 @@ def note(before: Iterable[tuple[str, nn.Parameter]], after: Mapping[str, nn.Para
     for name, parameter in before:
         if after.get(name) is not parameter:
             key = id(parameter)
-            _names[key] = weakref.ref(parameter, lambda _, key=key: _names.pop(key, None)), name
+            _names[key] = weakref.ref(parameter, functools.partial(_forget, key)), name
+
+
+def _forget(key: int, _: object) -> None:
+    _names.pop(key, None)
 
 
 def name_before(parameter: nn.Parameter) -> str | None:

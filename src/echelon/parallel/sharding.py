@@ -21,6 +21,7 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.blocks import Blocks, blocks_to_shard, without_shared
+from echelon.parallel.buffers import Buffers
 from echelon.parallel.fixed_order import TreeReduceScatter
 from echelon.parallel.loose import AfterEachBackward
 from echelon.parallel.materialize import materialize, remember
@@ -96,6 +97,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         for module in self.module.modules():  # the root stays gathered after an evaluation
             if isinstance(module, FSDPModule):
                 module.reshard()
+        Buffers.expire(self.module)  # averages may have taken their place
 
 
 def _refuse_copies(module: nn.Module) -> None:
@@ -191,7 +193,7 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
     ignored = set(how.ignored)
     ranks = how.mesh.mesh.flatten().tolist()
     _refuse_loose(module, ignored, len(ranks))
-    ignored |= (scalars := _scalars(module))
+    ignored |= (whole := _unsplittable(module))
     blocks = _blocks(module, how.blocks, world)
     module = recipe.compile(recipe.recompute(module))
     options: dict[str, Any] = {
@@ -215,17 +217,21 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
         for (_, block), (_, following) in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     materialize(module, torch.device("cpu") if how.offload else world.device, buffers=world.device)
-    for scalar in scalars:  # is never offloaded
-        scalar.data = scalar.data.to(world.device)
-    trained = [p for p in module.parameters() if p in scalars and p.requires_grad]
+    for parameter in whole:  # is never offloaded
+        parameter.data = parameter.data.to(world.device)
+    trained = [p for p in module.parameters() if p in whole and p.requires_grad]
+    groups = [how.mesh.get_group(axis) for axis in range(how.mesh.ndim)]
     if trained and len(ranks) > 1:
-        AfterEachBackward(module, trained, [how.mesh.get_group(axis) for axis in range(how.mesh.ndim)])
+        AfterEachBackward(module, trained, groups)
+    Buffers.keep_equal(module, groups)
     return FSDPPrepared(module, world, ranks.index(world.rank), len(ranks))
 
 
-def _scalars(module: nn.Module) -> set[nn.Parameter]:
-    """What `fully_shard` cannot split: it stays whole on every rank, and `parallel/loose` averages its gradient."""
-    return {p for p in module.parameters() if p.dim() == 0}
+def _unsplittable(module: nn.Module) -> set[nn.Parameter]:
+    """Scalars and empty tensors, which `fully_shard` refuses or breaks on. They stay whole on every rank, and their gradients are
+    averaged by `parallel/loose`.
+    """
+    return {p for p in module.parameters() if p.dim() == 0 or p.numel() == 0}
 
 
 def _blocks(module: nn.Module, chosen: Blocks | None, world: World) -> Blocks:

@@ -10,7 +10,7 @@ import functools
 import logging
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from echelon.world import agree
 __all__ = ["ModuleState", "OptimizerState", "states_by_name"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=torch.Tensor)
 
 # What a checkpoint holds: (type, shape) of tensors by their name in it.
 Saved = Mapping[str, tuple[torch.dtype, list[int]]]
@@ -58,6 +60,13 @@ class ModuleState:
             self._module.load_state_dict(state_dict)
             return
         set_model_state_dict(self._module, state_dict)
+
+    @property
+    def of_first_rank(self) -> list[str]:
+        """Buffers, which a forward pass changes on every rank by itself before the next one makes them equal: rank 0's count."""
+        return [
+            name for name, buffer in _plainly(self._module, self._module.named_buffers()) if not hasattr(buffer, "device_mesh")
+        ]
 
     def tied(self) -> list[list[str]]:
         """Names of one and the same parameter, for each that has several."""
@@ -293,12 +302,17 @@ def _keep_types(loaded: Any, given: Mapping[str, Any]) -> None:
 
 def plain_names(module: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters by the names that the module's author gave them; of a tied one the first, or every one."""
+    yield from _plainly(module, module.named_parameters(remove_duplicate=not every_name))
+
+
+def _plainly(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """Without what wrappers put into the names."""
     kinds = (DataParallel, DistributedDataParallel, ShardedDataParallel)
     wrappers = {name for name, m in module.named_modules() if isinstance(m, kinds)}
-    for name, parameter in module.named_parameters(remove_duplicate=not every_name):
+    for name, tensor in named:
         parts = name.split(".")
         kept = [p for i, p in enumerate(parts) if p not in _WRAPPED and not (p == "module" and ".".join(parts[:i]) in wrappers)]
-        yield ".".join(kept), parameter
+        yield ".".join(kept), tensor
 
 
 def _plain(name: str) -> str:

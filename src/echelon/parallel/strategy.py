@@ -157,6 +157,9 @@ class Prepared(Generic[M]):
             UsageError: this kind of module cannot forget.
         """
 
+    def before_evaluation(self) -> None:
+        """The ranks are about to evaluate, in step if `forward_is_collective`: they do so with the same buffers."""
+
     def scale_grads(self, factor: float | torch.Tensor) -> None:
         """Multiply every gradient in place. Per rank; `factor` is the same on all."""
         gradients.scale_((*self.module.parameters(), *self.others), factor)
