@@ -35,6 +35,7 @@ class RestoreOptions:
         strict: False leaves alone what the checkpoint does not have, and what it has and nobody asks for; both are logged.
         init_optim_states: TorchTNT's; always done where it is needed.
         allow_changes: names of changes that are not harmless, such as "global_batch", and are meant.
+        show_changes: log a table of what changed since it was saved, harmless changes too.
     """
 
     restore_modules: bool = True
@@ -47,6 +48,7 @@ class RestoreOptions:
     init_optim_states: bool = True
     allow_changes: tuple[str, ...] = ()
     restore_metrics: bool = True
+    show_changes: bool = True
 
     @classmethod
     def weights_only(cls, *, strict: bool = True) -> RestoreOptions:
@@ -113,7 +115,7 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
     allowed = options.allow_changes
     seeks = loader is not None and hasattr(loader, "load_state_dict")
     table, meant = changes.check(manifest.get("config", {}), unit, loader, optimizers=options.restore_optimizers, allowed=allowed)
-    if table and _speaks():
+    if table and options.show_changes and _speaks():
         logger.warning("since %s was saved, changed:\n%s", path, table)  # harmless ones, too: a lower lr that is not used
     if meant & set(manifest.get("config", {}).get("optimizers", {})):
         chosen = {name: value for name, value in chosen.items() if name not in meant}
