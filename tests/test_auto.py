@@ -349,7 +349,7 @@ def test_a_nan_on_one_rank_is_named_on_all_and_reaches_no_parameter(ranks: Ranks
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps 0"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be a whole number of at least 1, got 0"),
         ({"step_lr_interval": "batch"}, "step_lr_interval 'batch'"),
         ({"clip_grad_norm": 0.0}, "clip_grad_norm 0.0"),
         ({"clip_grad_value": -1.0}, "clip_grad_value -1.0"),
@@ -462,3 +462,41 @@ def test_a_mean_counts_in_double_whatever_its_weights_are(kind: torch.dtype) -> 
     for _ in range(1000):
         mean.update(torch.ones(()), torch.tensor(100.0, dtype=kind))
     assert mean.compute() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            lambda o, s: (o, {"scheduler": s, "interval": "step"}),
+            r"Lightning's dict for a scheduler. Write\n    return optimizer, scheduler\nthere, and step_lr_interval='step'",
+        ),
+        (lambda o, s: (o, {"scheduler": s}), "step_lr_interval='epoch'"),
+        (lambda o, s: {"optimizer": o, "lr_scheduler": s}, "returned dict with 'optimizer', 'lr_scheduler'; return the pair"),
+        (lambda o, s: ([o], [s]), "a list in the optimizer's place. Return the pair of one optimizer"),
+        (lambda o, s: (o, [s]), "a list in the scheduler's place"),
+        (lambda o, s: o, "returned SGD; return the pair"),
+        (lambda o, s: (o, 0.1), r"a scheduler of type float, which has no step\(\)"),
+    ],
+)
+def test_what_lightning_returns_for_a_scheduler_is_answered_with_the_lines_to_write(made: Any, message: str) -> None:
+    class Foreign(Regression):
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+            return made(*super().configure_optimizers_and_lr_scheduler(module))
+
+    with pytest.raises(UsageError, match=message):
+        ech.train(Foreign(schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)), [batch(2, 0)], max_epochs=1)
+
+
+def test_a_module_that_is_frozen_as_a_whole_is_not_blamed_on_detach() -> None:
+    unit = Regression(module=net().requires_grad_(False))
+    with pytest.raises(LossError, match=r"all are frozen \(requires_grad=False\)"):
+        ech.train(unit, [batch(2, 0)], max_epochs=1)
+
+
+@pytest.mark.parametrize("strategy", [{"name": "ddp"}, ["ddp"], 3])
+def test_a_strategy_that_is_no_name_is_refused(strategy: Any) -> None:
+    with pytest.raises(UsageError, match="known are 'noop'"):
+        Regression(strategy=strategy)
+    with pytest.raises(UsageError, match="known are 'noop'"):
+        ech.prepare_module(net(), torch.device("cpu"), strategy=strategy)

@@ -136,17 +136,26 @@ def test_updates_are_counted_and_not_micro_batches() -> None:
     assert (unit.swa_model.passed, unit.swa_model.n_averaged) == (UPDATES, 2)  # of the updates 3 and 6
 
 
-def test_by_epoch() -> None:
-    unit = Regression(swa_params=ech.SWAParams(1, 1, averaging_method="swa"))  # step_lr_interval="epoch"
-    ends = []
+def test_updates_are_counted_where_the_learning_rate_goes_by_epochs() -> None:
+    unit = Regression(swa_params=ech.SWAParams(4, 2, averaging_method="swa"))  # step_lr_interval="epoch"
+    after = []
 
     class Note(ech.Callback):
-        def on_train_epoch_end(self, state: ech.State, unit: Any) -> None:
-            ends.append({n: _whole(p) for n, p in unit.module.named_parameters()})
+        def on_train_step_end(self, state: ech.State, unit: Any) -> None:
+            after.append({n: _whole(p) for n, p in unit.module.named_parameters()})
 
     ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=3, callbacks=[Note()])
-    want = {n: (ends[1][n] + ends[2][n]) / 2 for n in ends[0]}
+    want = {n: (after[4][n] + after[6][n] + after[8][n]) / 3 for n in after[0]}
     assert largest_difference(_averages(unit), want) < 1e-12
+
+
+@pytest.mark.parametrize(("warmup", "warned"), [(5, False), (6, True), (100, True)])
+def test_training_that_ends_before_the_averages_began_says_so(warmup: int, warned: bool, caplog: Any) -> None:
+    unit = Regression(swa_params=ech.SWAParams(warmup, 1))
+    ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=2)
+    said = [r.getMessage() for r in caplog.records if "before the averages of the weights began" in r.getMessage()]
+    assert bool(said) == warned
+    assert all("after 6 updates" in each and f"warmup_steps_or_epochs={warmup}" in each for each in said)
 
 
 class Evaluated(Regression):

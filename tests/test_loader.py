@@ -221,3 +221,16 @@ def test_text_that_is_missing_or_too_little_is_named(tmp_path: Any) -> None:
     (tmp_path / "a.txt").write_text("ab")
     with pytest.raises(UsageError, match="no window of 9 bytes"):
         ByteText([tmp_path / "a.txt"], context=8)
+
+
+def test_arguments_of_torchs_loader_are_answered_with_ours() -> None:
+    with pytest.raises(UsageError, match="Loader has no batch_size: it takes global_batch"):
+        ech.Loader(range(8), batch_size=4)  # type: ignore[call-arg, arg-type]
+    with pytest.raises(UsageError, match='Loader has no drop_last: write tail="drop"'):
+        ech.Loader(range(8), 4, drop_last=True)  # type: ignore[call-arg, arg-type]
+
+
+def test_a_global_batch_may_be_a_whole_float() -> None:
+    assert [len(each) for each in ech.Loader(range(8), 8 / 2)] == [4, 4]  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"global_batch must be a whole number of at least 1, got 2\.5"):
+        ech.Loader(range(8), 2.5)  # type: ignore[arg-type]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import RanksDisagreeError, UnitError, UsageError
+from echelon.loop.callbacks.early_stopping import EarlyStopping
+from echelon.loop.timer import Timer
 from echelon.loop.unit import Stateful
 from tests.conftest import Ranks
 from tests.models import batch, net
@@ -71,6 +76,53 @@ def test_fit_evaluates_inside_the_epoch_after_the_step() -> None:
     unit = Plain(log)
     ech.fit(unit, [1, 2, 3, 4], [1], max_epochs=1, evaluate_every_n_steps=2, evaluate_every_n_epochs=None)
     assert log == ["unit.train_step"] * 2 + ["unit.eval_step"] + ["unit.train_step"] * 2 + ["unit.eval_step"]
+
+
+def _evaluated(length: int, **options: Any) -> list[int]:
+    """After how many training steps evaluations came."""
+    at = []
+
+    class Note(ech.Callback):
+        def on_eval_end(self, state: ech.State, unit: Any) -> None:
+            at.append(unit.train_progress.num_steps_completed)
+
+    ech.fit(Plain(), list(range(length)), [1], callbacks=[Note()], **options)
+    return at
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "at"),
+    [
+        (100, {"max_steps": 7}, [7]),  # within the first epoch
+        (4, {"max_steps": 10}, [4, 8, 10]),
+        (4, {"max_steps": 8}, [4, 8]),  # not twice
+        (4, {"max_steps": 8, "evaluate_every_n_epochs": 3}, [8]),
+        (100, {"max_steps": 7, "evaluate_every_n_steps": 3, "evaluate_every_n_epochs": None}, [3, 6, 7]),
+        (100, {"max_steps": 6, "evaluate_every_n_steps": 3}, [3, 6]),
+        (iter(range(100)), {"max_steps": 7}, [7]),  # a loader without a length
+        (100, {"max_steps": 7, "evaluate_every_n_epochs": None}, []),  # nobody asked for any
+        (4, {"max_epochs": 3, "evaluate_every_n_epochs": 2}, [8]),  # epochs: as the interval says
+        (100, {"max_steps": 0}, []),
+    ],
+)
+def test_fit_that_max_steps_ends_is_evaluated_at_its_end(length: Any, options: dict[str, Any], at: list[int]) -> None:
+    if isinstance(length, int):
+        assert _evaluated(length, **options) == at
+    else:
+        log: list[str] = []
+        ech.fit(Plain(log), length, [1], **options)
+        assert log == ["unit.train_step"] * 7 + ["unit.eval_step"]
+
+
+def test_a_stop_of_the_scripts_own_is_not_evaluated() -> None:
+    class Stops(ech.Callback):
+        def on_train_step_end(self, state: ech.State, unit: Any) -> None:
+            if unit.train_progress.num_steps_completed == 7:
+                state.stop()
+
+    log: list[str] = []
+    ech.fit(Plain(log), [1] * 100, [1], max_steps=9, callbacks=[Stops()])
+    assert log == ["unit.train_step"] * 7
 
 
 def test_an_epochs_last_step_is_evaluated_once_though_both_intervals_end() -> None:
@@ -374,16 +426,170 @@ def test_sampler_epochs_are_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    "value", [-1, 1.5, True, "10", math.nan, np.float64(2.5), np.bool_(True), torch.tensor(True), torch.ones(2), [1]]
+)
+@pytest.mark.parametrize("name", ["max_epochs", "max_steps", "max_steps_per_epoch"])
+def test_limits_that_make_no_sense_are_refused(name: str, value: Any) -> None:
+    limits = {"max_epochs": 1} | {name: value}
+    with pytest.raises(UsageError, match=f"Invalid value provided for {name}: .* must be a whole number of at least 0, or None"):
+        ech.train(Plain(), [1], **limits)
+
+
+@pytest.mark.parametrize("value", [0, 0.5, False])
+def test_an_evaluation_after_every_zeroth_step_is_refused(value: Any) -> None:
+    with pytest.raises(UsageError, match="evaluate_every_n_steps must be a whole number of at least 1, or None for never"):
+        ech.fit(Plain(), [1], [1], max_epochs=1, evaluate_every_n_steps=value)
+
+
+@pytest.mark.parametrize("value", [2, 2.0, 6 / 3, np.int64(2), np.float32(2), np.array(2), torch.tensor(2), torch.tensor(2.0)])
+def test_whole_numbers_are_limits_however_they_are_written(value: Any) -> None:
+    for limits, steps in (
+        ({"max_steps": value}, 2),
+        ({"max_epochs": value}, 6),
+        ({"max_epochs": 1, "max_steps_per_epoch": value}, 2),
+    ):
+        unit = Plain()
+        ech.train(unit, [1, 2, 3], **limits)
+        assert unit.train_progress.num_steps_completed == steps
+    assert _evaluated(6, max_epochs=1, evaluate_every_n_steps=value) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("limits", [{"max_epochs": 0}, {"max_steps": 0}, {"max_steps": 0.0, "max_epochs": math.inf}])
+def test_nothing_to_do_is_done_without_a_step(limits: Any) -> None:
+    unit = Plain()
+    ech.train(unit, [1, 2], **limits)
+    assert unit.seen == [] and unit.train_progress.num_epochs_completed == 0
+
+
+def test_training_without_an_end_must_be_asked_for() -> None:
+    class Stops(ech.Callback):
+        def on_train_step_end(self, state: ech.State, unit: Any) -> None:
+            if unit.train_progress.num_steps_completed == 5:
+                state.stop()
+
+    for call in (ech.train, lambda unit, loader, **more: ech.fit(unit, loader, [1], **more)):
+        with pytest.raises(UsageError, match=r"needs max_epochs or max_steps.*max_epochs=math\.inf"):
+            call(Plain(), [1, 2])
+        unit = Plain()
+        call(unit, [1, 2], max_epochs=math.inf, callbacks=[Stops()])
+        assert unit.train_progress.num_steps_completed == 5
+
+
+def test_arguments_in_anothers_place_are_named() -> None:
+    loader = [1, 2]
+    with pytest.raises(UnitError, match=r"train\(list, Plain\): the unit comes first, then the loader"):
+        ech.train(loader, Plain(), max_epochs=1)  # type: ignore[arg-type, type-var]
+    with pytest.raises(UnitError, match=r"fit\(list, Plain\): the unit comes first"):
+        ech.fit(loader, Plain(), loader, max_epochs=1)
+    with pytest.raises(UnitError, match=r"evaluate\(list, Plain\): the unit comes first"):
+        ech.evaluate(loader, Plain())  # type: ignore[arg-type, type-var]
+    with pytest.raises(UnitError, match=r"train\(\) was given the class Plain. Give it an object: Plain\(...\)"):
+        ech.train(Plain, loader, max_epochs=1)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"the dataloader of train.* must be an iterable of batches, got int"):
+        ech.train(Plain(), 3, max_epochs=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
     [
-        (lambda: ech.train(Plain(), [1], max_epochs=-1), "max_epochs: -1"),
-        (lambda: ech.train(Plain(), [1], max_steps=1.5), "max_steps: 1.5"),  # type: ignore[arg-type]
-        (lambda: ech.fit(Plain(), [1], [1], max_epochs=1, evaluate_every_n_steps=0), "evaluate_every_n_steps: 0"),
+        ([ech.Callback], r"callbacks\[0\] is the class Callback. Give an object: Callback\(...\)"),
+        (ech.Callback(), r"callbacks must be a list, got Callback"),
+        (ech.Callback, r"callbacks must be a list, got Callback"),
+        ([ech.Callback(), None], r"callbacks\[1\] must be a Callback, or have a hook.*got NoneType"),
+        ([print], r"callbacks\[0\] must be a Callback.*got builtin_function_or_method"),
     ],
 )
-def test_limits_that_make_no_sense_are_refused(call: Any, message: str) -> None:
+def test_what_is_no_callback_is_refused_before_a_step(given: Any, message: str) -> None:
+    unit = Plain()
     with pytest.raises(UsageError, match=message):
-        call()
+        ech.train(unit, [1], max_epochs=1, callbacks=given)
+    assert unit.seen == []
+
+
+def test_mocks_and_whatever_has_a_hook_are_callbacks() -> None:
+    with_spec, without, of_subclass = MagicMock(spec=ech.Callback), MagicMock(), MagicMock(spec=EarlyStopping)
+
+    class Duck:
+        steps = 0
+
+        def on_train_step_end(self, state: ech.State, unit: Any) -> None:
+            self.steps += 1
+
+    class Fails(Exception): ...
+
+    duck, own, seen = Duck(), ech.Callback(), []
+    own.on_train_end = lambda state, unit: seen.append(unit)  # type: ignore[method-assign]
+    unit = Plain()
+    ech.fit(unit, [1, 2], [1], max_epochs=1, callbacks=[with_spec, without, of_subclass, duck, own])
+    for mock in (with_spec, without, of_subclass):
+        assert mock.on_train_step_end.call_count == 2 and mock.on_eval_end.call_count == 1 and not mock.on_exception.called
+    assert duck.steps == 2 and seen == [unit]
+    without.on_train_start.side_effect = Fails()
+    with pytest.raises(Fails):
+        ech.train(unit, [1], max_epochs=2, callbacks=[without, with_spec, duck, own])
+    assert with_spec.on_exception.call_count == 1
+
+
+def _with_mocks() -> tuple[int, int, list[str]]:
+    callback, log = MagicMock(spec=ech.Callback), []
+    unit = Plain(log)
+    ech.fit(unit, [1, 2], [1, 2], max_epochs=2, callbacks=[callback])
+    return callback.on_train_step_end.call_count, callback.on_eval_step_end.call_count, log
+
+
+def test_mocks_are_callbacks_on_several_ranks(ranks: Ranks) -> None:
+    want = (["unit.train_step"] * 2 + ["unit.eval_step"] * 2) * 2
+    assert ranks(2, _with_mocks) == [(4, 4, want)] * 2
+
+
+def test_a_mock_of_a_unit_is_trained_and_evaluated() -> None:
+    for unit in (MagicMock(spec=Plain), MagicMock(spec=Plain())):
+        with pytest.raises(UnitError, match=r"set its train_progress = Progress\(\)"):
+            ech.train(unit, [1], max_epochs=1)
+        unit.train_progress, unit.eval_progress = ech.Progress(), ech.Progress()
+        ech.fit(unit, [1, 2], [3], max_epochs=2)
+        assert [call.args[1] for call in unit.train_step.call_args_list] == [1, 2, 1, 2]
+        assert [call.args[1] for call in unit.eval_step.call_args_list] == [3, 3]
+        assert unit.on_train_start.call_count == 1 and unit.on_train_epoch_end.call_count == 2
+
+
+def test_a_unit_that_lacks_what_it_must_define_is_told_what() -> None:
+    class NoLoss(ech.AutoUnit[Any]):
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any: ...
+
+    class NoStep(ech.TrainUnit[Any]): ...
+
+    with pytest.raises(UnitError, match=r"NoLoss must define compute_loss\(self, state.*, data.*\)"):
+        NoLoss(module=net())  # type: ignore[abstract]
+    with pytest.raises(UnitError, match=r"NoStep must define train_step\(self, state"):
+        NoStep()  # type: ignore[abstract]
+
+
+def test_a_timer_has_waits_hooks_and_evaluations_in_its_table() -> None:
+    class Named(ech.Callback):
+        name = "mine"
+
+        def on_train_step_end(self, state: ech.State, unit: Any) -> None: ...
+
+        def on_eval_end(self, state: ech.State, unit: Any) -> None: ...
+
+    class Hooked(Plain):
+        def on_train_epoch_end(self, state: ech.State) -> None: ...
+
+    timer = Timer()
+    ech.fit(Hooked(), [1, 2, 3], [1, 2], max_epochs=2, timer=timer, callbacks=[Named()])
+    counts = {name: len(each) for name, each in timer.recorded_durations.items()}
+    assert counts == {
+        "train.iter(dataloader)": 2,
+        "train.next(data_iter)": 6,
+        "Hooked.train_step": 6,
+        "callback.mine.on_train_step_end": 6,
+        "Hooked.on_train_epoch_end": 2,
+        "eval.iter(dataloader)": 2,
+        "eval.next(data_iter)": 4,
+        "Hooked.eval_step": 4,
+        "callback.mine.on_eval_end": 2,
+    }
 
 
 def test_a_unit_without_the_step_of_its_entry_point_is_named() -> None:

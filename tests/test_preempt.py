@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -49,7 +50,9 @@ class Interrupted(Regression):
         if not self.module.training:
             if self.moment == "evaluation" and step == 6 and self.eval_progress.num_steps_completed_in_epoch == 1:
                 self.send()
-        elif step == 5 and self.moment == "forward":
+            if self.moment == "last evaluation" and step == STEPS and self.eval_progress.num_steps_completed_in_epoch == 1:
+                self.send()
+        elif step == {"forward": 5, "last step": STEPS - 1}.get(self.moment):
             self.send()
         elif step == 5 and self.moment == "backward":
             out.register_hook(self.send)
@@ -126,7 +129,12 @@ MOMENTS = [
     ("fsdp", "evaluation", signal.SIGUSR1, 0),
     ("fsdp", "save", signal.SIGTERM, None),
     ("ddp", "any", signal.SIGTERM, None),
+    ("ddp", "last step", signal.SIGUSR1, 1),
+    ("ddp", "last evaluation", signal.SIGTERM, 0),
+    ("fsdp", "last evaluation", signal.SIGUSR1, None),
 ]
+
+ENDS = {"last step": {STEPS}, "last evaluation": {STEPS}, "any": set(range(STEPS + 1))}
 
 
 @pytest.mark.parametrize(("strategy", "moment", "number", "only"), MOMENTS)
@@ -138,7 +146,7 @@ def test_a_signal_at_any_moment_is_agreed_on_saved_and_leaves_no_trace(
     ended = ranks(2, _stopped, tmp_path / "c", strategy, moment, number, only)
     assert {code for code, _, _ in ended} == {REQUEUE}
     steps = {step for _, step, _ in ended}
-    assert len(steps) == 1 and (moment == "any" or steps <= {5, 6, 7})
+    assert len(steps) == 1 and steps <= ENDS.get(moment, {5, 6, 7})
     assert commit.latest(tmp_path / "c") == tmp_path / "c" / f"step-{steps.pop():08d}"
     got, after = ranks(2, _went_on, tmp_path / "c", strategy)[0]
     assert largest_difference(got, want) == 0
@@ -146,7 +154,8 @@ def test_a_signal_at_any_moment_is_agreed_on_saved_and_leaves_no_trace(
 
 
 def _asked_before(folder: Path) -> tuple[int | None, int]:
-    stop._asked = "SIGTERM"  # during a restore, say
+    with stop.listening(lambda: None):
+        os.kill(os.getpid(), signal.SIGTERM)  # as the loop before this one ended
     unit = Interrupted("ddp")
     return _fit(unit, folder), unit.train_progress.num_steps_completed
 
@@ -159,13 +168,84 @@ def _at_the_end() -> int | None:
     unit = Interrupted("ddp")
     unit.on_train_end = unit.send  # type: ignore[method-assign]
     unit.number = signal.SIGTERM
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    assert before[0] is signal.SIG_DFL and before[1] is leave
     code = _fit(unit, None)
-    assert signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, leave)  # put back
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before  # nobody called init_from_env
     return code
 
 
 def test_a_signal_after_the_last_step_does_not_make_a_complete_run_incomplete(ranks: Ranks) -> None:
     assert ranks(2, _at_the_end) == [None, None]
+
+
+def _outside(moment: str, number: int, only: int | None) -> list[str]:
+    """What was reached, in order; the last word is how it ended."""
+    reached = []
+
+    def send(*_: Any) -> None:
+        if only is None or only == dist.get_rank():
+            os.kill(os.getpid(), number)
+
+    def at(name: str) -> None:
+        reached.append(name)
+        if moment == name:
+            send()
+
+    class Stops(ech.Callback):
+        def on_train_step_end(self, state: ech.State, unit: Any) -> None:
+            if unit.train_progress.num_steps_completed == 2 and moment == "stopped by its script":
+                send()
+                state.stop()
+
+        def on_train_end(self, state: ech.State, unit: Any) -> None:
+            at("last save")
+
+        def on_eval_step_end(self, state: ech.State, unit: Any) -> None:
+            at("evaluate")
+
+        def on_predict_step_end(self, state: ech.State, unit: Any) -> None:
+            at("predict")
+
+        def on_test_step_end(self, state: ech.State, unit: Any) -> None:
+            at("test")
+
+    try:
+        ech.init_from_env("cpu")
+        at("joined")
+        unit, loader = Regression(strategy="ddp"), ech.Loader(DATA, 8, seed=1)
+        at("before training")
+        ech.train(unit, loader, max_steps=3, callbacks=[Stops()])
+        at("between")
+        for run in (ech.evaluate, ech.predict, ech.test):
+            if moment == run.__name__ or moment == "last save":
+                data = EVAL.tensors[0] if run is ech.predict else EVAL
+                run(unit, ech.Loader(data, 8, shuffle=False), callbacks=[Stops()])  # type: ignore[arg-type]
+        at("after")
+        ech.train(unit, loader, max_steps=6, callbacks=[])
+        reached.append("trained again")
+    except SystemExit as end:
+        return [*reached, str(end.code)]
+    return [*reached, "end"]
+
+
+OUTSIDE = {
+    ("joined", None): ["joined", "75"],
+    ("before training", None): ["joined", "before training", "75"],
+    ("between", None): ["joined", "before training", "last save", "between", "75"],
+    ("evaluate", None): ["joined", "before training", "last save", "between", "evaluate", "75"],
+    ("predict", None): ["joined", "before training", "last save", "between", "predict", "75"],
+    ("test", None): ["joined", "before training", "last save", "between", "test", "75"],
+    # That training is complete, but what follows of ours does not begin; the signal of one rank is known to all.
+    ("last save", 1): ["joined", "before training", "last save", "between", "75"],
+    ("stopped by its script", 1): ["joined", "before training", "last save", "between", "after", "75"],
+}
+
+
+def test_from_init_from_env_on_a_signal_ends_the_rank_with_75_wherever_it_comes(ranks: Ranks) -> None:
+    numbers = itertools.cycle([signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM])
+    for (moment, only), want in OUTSIDE.items():
+        assert ranks(2, _outside, moment, next(numbers), only) == [want] * 2, moment
 
 
 def test_handlers_of_the_users_own_and_ignored_signals_stay() -> None:
@@ -255,8 +335,63 @@ def test_a_signal_during_a_restore_ends_the_run_at_once_and_costs_nothing(tmp_pa
         time.sleep(0.05)
     second.send_signal(signal.SIGTERM)
     second.communicate(timeout=90)  # before the grace time is over
-    assert second.returncode == 128 + signal.SIGTERM
+    assert second.returncode == REQUEUE
     commit.verify(tmp_path / "c" / "step-00000003")
     third = start("quickly", "6")
     output = third.communicate(timeout=60)[0]
     assert third.returncode == 0 and "begins at 3" in output, output
+
+
+ALONE = """
+    import os, signal, sys
+    from pathlib import Path
+
+    import torch
+
+    import echelon as ech
+    from tests.test_preempt import DATA, EVAL
+    from tests.units import Regression
+
+    def own(number, frame):
+        print("my own", flush=True)
+
+    moment, number = sys.argv[1], int(sys.argv[2])
+
+    class Unit(Regression):
+        def eval_step(self, state, data):
+            if moment == "evaluation" and not Path("sent").exists():
+                Path("sent").touch()
+                os.kill(os.getpid(), number)
+            return super().eval_step(state, data)
+
+    if moment == "own":
+        signal.signal(number, own)
+    ech.seed(0)
+    ech.init_from_env()
+    if moment in ("joined", "own"):
+        os.kill(os.getpid(), number)
+    unit, loader = Unit(), ech.Loader(DATA, 8, seed=1)
+    saver = ech.DistributedCheckpointSaver("c")
+    saver.restore_from_latest("c", unit, train_dataloader=loader)
+    ech.fit(unit, loader, ech.Loader(EVAL, 8), max_steps=4, callbacks=[saver])
+    print("after fit:", unit.train_progress.num_steps_completed, unit.eval_loss == unit.eval_loss)
+"""
+
+
+def _alone(folder: Path, *args: str) -> tuple[int, str]:
+    root = Path(__file__).resolve().parents[1]
+    (folder / "train.py").write_text(f"import sys; sys.path.insert(0, {str(root)!r})\n" + textwrap.dedent(ALONE))
+    ran = subprocess.run(
+        [sys.executable, "train.py", *args], cwd=folder, capture_output=True, text=True, timeout=120, env=clean_environment()
+    )
+    return ran.returncode, ran.stdout
+
+
+def test_plain_python_leaves_with_75_too_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    assert _alone(tmp_path, "evaluation", str(int(signal.SIGUSR1))) == (REQUEUE, "")
+    assert _alone(tmp_path, "evaluation", str(int(signal.SIGUSR1))) == (0, "after fit: 4 True\n")
+
+
+def test_plain_python_before_training_and_with_a_handler_of_its_own(tmp_path: Path) -> None:
+    assert _alone(tmp_path, "joined", str(int(signal.SIGTERM))) == (REQUEUE, "")
+    assert _alone(tmp_path, "own", str(int(signal.SIGTERM))) == (0, "my own\nafter fit: 4 True\n")

@@ -186,6 +186,12 @@ def test_an_evaluation_that_the_older_state_was_saved_before_comes_again_at_its_
     assert got["lr"] == want["lr"] and largest_difference(got["module"], want["module"]) == 0
 
 
+def test_an_evaluation_that_is_due_at_a_step_left_out_is_made(tmp_path: Path) -> None:
+    """It decides the learning rate: one fewer would be seen."""
+    for skipped in ([(3, 4)], [(7, 8)], [(10, 12)], [(2, 9)]):
+        assert _with_evaluations(None, skipped)["evaluated"] == [4, 8, 12]
+
+
 def test_an_overflow_that_the_scaler_leaves_out_is_no_divergence(tmp_path: Path) -> None:
     unit = Regression(
         precision=ech.Precision(torch.float16, init_scale=2.0**40), module=net(dtype=torch.float32), clip_grad_norm=1.0

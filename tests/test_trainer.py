@@ -76,6 +76,27 @@ def test_two_ranks_train_as_one_process_does_and_the_weights_come_back(tmp_path:
     assert str(os.getpid()) not in {words[3] for words in said}
 
 
+def test_minus_one_epoch_is_without_an_end() -> None:
+    class Stops(ech.Callback):
+        def on_train_step_end(self, state: ech.State, unit: Any) -> None:
+            if unit.train_progress.num_steps_completed == 6:
+                state.stop()
+
+    unit = Regression()
+    ech.Trainer(max_epochs=-1, callbacks=[Stops()]).fit(unit, loader())
+    assert unit.train_progress.num_steps_completed == 6
+
+
+def test_the_way_to_the_ranks_and_back_is_no_change_to_be_told_of(tmp_path: Path, caplog: Any, capfd: Any) -> None:
+    unit = Regression()
+    trainer = ech.Trainer(devices=2, strategy="ddp", max_epochs=1, default_root_dir=tmp_path)
+    trainer.fit(unit, loader())
+    trainer.max_epochs = 2
+    trainer.fit(unit, loader())
+    told = caplog.text + "".join(capfd.readouterr()) + "".join(log.read_text() for log in tmp_path.rglob("rank*.log"))
+    assert "harmless" not in told and "was saved, changed" not in told
+
+
 def test_a_second_fit_goes_on_with_the_optimizer_of_the_first() -> None:
     unit = Regression()
     ech.Trainer(devices=2, max_epochs=1).fit(unit, loader())

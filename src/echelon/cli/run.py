@@ -15,6 +15,7 @@ import time
 import warnings
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.events import read_lines
@@ -118,7 +119,12 @@ def execute(arguments: argparse.Namespace) -> int:
         _say(f"echelon: {outcome.note}")
     if outcome.exit_code == REQUEUE and outcome.failure is None:
         same = "the same command" if arguments.name is not None else f"the same command and --name {run.name}"
-        _say(f"echelon: stopped{_where(run)}; go on with {same}{'' if not job.restart else ', without --restart'}")
+        stopped = _stopped(run)
+        where = f" after step {stopped['step']}" if "step" in stopped else ""
+        if "step" in stopped and not stopped.get("saved", True):
+            _say(f"echelon: stopped{where}, and nothing was saved (no DistributedCheckpointSaver): {same} begins anew")
+        else:
+            _say(f"echelon: stopped{where}; go on with {same}{'' if not job.restart else ', without --restart'}")
     _finish(run, outcome.exit_code)
     return outcome.exit_code
 
@@ -196,13 +202,11 @@ def _git(folder: Path) -> dict[str, object] | None:
     return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}
 
 
-def _where(run: RunDir) -> str:
-    """The step at which training stopped, as rank 0 wrote it into its events; nothing if it did not get so far."""
+def _stopped(run: RunDir) -> dict[str, Any]:
+    """The event with which training stopped, as rank 0 wrote it; empty if it did not get so far."""
     attempts = sorted((run.path / "attempts").glob("[0-9]*"))
-    steps = (
-        [e.get("step") for e in read_lines(attempts[-1] / run.events(0).name) if e.get("event") == "stopped"] if attempts else []
-    )
-    return f" after step {steps[-1]}" if steps else ""
+    events = read_lines(attempts[-1] / run.events(0).name) if attempts else []
+    return next((event for event in reversed(list(events)) if event.get("event") == "stopped"), {})
 
 
 def _finish(run: RunDir, exit_code: int) -> None:

@@ -5,7 +5,7 @@ EchelonError
  │    └── LauncherEnvironmentError        half-set or contradictory RANK, WORLD_SIZE, ...
  ├── UnitError (TypeError)                a unit without what its entry point needs
  ├── LossError (TypeError)                a loss that cannot be differentiated
- ├── NonFiniteError (FloatingPointError)  inf or nan where detection was asked for
+ ├── NonFiniteError (FloatingPointError)  losses or gradients that stay inf or nan
  ├── DivergedError (ArithmeticError)      a loss that grew or was lost again and again, in spite of going back
  ├── DataError (RuntimeError)             a sample that cannot be read, or a worker that died reading
  ├── RanksDisagreeError (RuntimeError)    ranks hold different values for what must be one
@@ -65,7 +65,7 @@ class LossError(EchelonError, TypeError):
 
 
 class NonFiniteError(EchelonError, FloatingPointError):
-    """A loss or a gradient is inf or nan, and the user asked for detection."""
+    """Losses or gradients were inf or nan for too many updates in a row, or once where `detect_anomaly` was asked for."""
 
 
 class DivergedError(EchelonError, ArithmeticError):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 from types import FrameType
+from typing import Any
 
-__all__ = ["REQUEUE", "SIGNALS", "leave"]
+__all__ = ["REQUEUE", "SIGNALS", "is_ours", "leave"]
 
 # EX_TEMPFAIL of sysexits.h: "try again later". The run has saved what it had and is not complete.
 REQUEUE = 75
@@ -15,8 +16,16 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def leave(number: int, frame: FrameType | None) -> None:
-    """What SIGUSR1 does to a rank that does not train yet: it ends, with nothing to save. Installed by the launcher.
+    """What SIGUSR1 does to a rank from its first line on: it ends, with nothing to save. Installed by the launcher.
 
-    While it trains, `echelon.world.stop` puts a handler in its place.
+    From `init_from_env` on, `echelon.world.stop` has a handler in its place, for SIGTERM as well.
     """
     raise SystemExit(REQUEUE)
+
+
+leave.ends_with_75 = True  # type: ignore[attr-defined]
+
+
+def is_ours(handler: Any) -> bool:
+    """Whether a signal's handler is one of echelon's, and not the program's own."""
+    return getattr(handler, "ends_with_75", False) is True

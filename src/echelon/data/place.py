@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils.data import default_collate
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.numbers import whole
 from echelon.contracts.overrides import overrides
 from echelon.contracts.run_dir import note_loader
 from echelon.data.resume import cannot_divide
 from echelon.world.init import World
 
 __all__ = ["Placed"]
+
+
+# Arguments of torch's DataLoader, and what is written here in their place.
+_TORCHS = {
+    "batch_size": "it takes global_batch, the samples of an update over all ranks, that is batch_size x ranks x accumulation",
+    "drop_last": 'write tail="drop" or tail="keep"',
+}
 
 
 class Placed(ABC):
@@ -25,6 +33,11 @@ class Placed(ABC):
     """
 
     _fixed_ranks = False  # whether a run can only go on with as many ranks
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        for name in kwargs.keys() & _TORCHS.keys():
+            raise UsageError(f"{cls.__name__} has no {name}: {_TORCHS[name]}.")
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -42,6 +55,7 @@ class Placed(ABC):
             raise UsageError(f"tail {tail!r}: 'keep' or 'drop'.")
         if global_batch < 1 or accumulation < 1:
             raise UsageError(f"global_batch {global_batch}, accumulation {accumulation}: both at least 1.")
+        global_batch = whole("global_batch", global_batch, at_least=1)
         if (dp_rank is None) != (dp_size is None):
             raise UsageError("give both dp_rank and dp_size, or neither.")
         if num_workers < 0 or timeout_s <= 0:

@@ -15,7 +15,7 @@ from typing import Any
 
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir, read_json
-from echelon.contracts.stopping import REQUEUE
+from echelon.contracts.stopping import REQUEUE, SIGNALS
 from echelon.launcher.attempt import write_exit
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local import path_without_launcher, rank_environment
@@ -47,7 +47,7 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
         log=str(log.absolute()),
         record=str(record.absolute()),
     )
-    pid, before = os.getpid(), signal.getsignal(signal.SIGUSR1)
+    pid, before = os.getpid(), {number: signal.getsignal(number) for number in SIGNALS}
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # until `run_program` has a handler
     limit = _TimeLimit(job.stop_after_s, job.grace_s, lambda: write_exit(run.exit_json, REQUEUE)) if job.stop_after_s else None
     with output_to(log) as copy:
@@ -61,7 +61,8 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
             sys.stdout, sys.stderr = out, err
     if limit is not None:
         limit.lift()
-    signal.signal(signal.SIGUSR1, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
     failure = Failure.from_record(0, code, 0, read_json(record) or {}, log) if code not in (0, REQUEUE) else None
     write_exit(run.exit_json, code, [failure] if failure else [], failure)
     return Outcome(code, failure)

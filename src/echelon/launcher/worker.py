@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.redact import redacted
 from echelon.contracts.run_dir import FULL_DISK, write_json
-from echelon.contracts.stopping import REQUEUE, SIGNALS, leave
+from echelon.contracts.stopping import REQUEUE, SIGNALS, is_ours, leave
 from echelon.launcher.calls import load_call, write_value
 
 __all__ = [
@@ -247,7 +247,8 @@ def run_recorded(start: Start, program: Callable[[], None]) -> int:
 
 @contextlib.contextmanager
 def _leaving_when_asked() -> Iterator[None]:
-    """SIGUSR1 ends the program with exit code 75 at any moment of it, and does nothing once it has ended.
+    """SIGUSR1 ends the program with exit code 75 at any moment of it, SIGTERM from `init_from_env` on; and neither does
+    anything once it has ended.
 
     Whoever starts a rank blocks `SIGNALS` before: what came while it had no handler yet is delivered here instead of lost.
     """
@@ -257,7 +258,9 @@ def _leaving_when_asked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         yield
     finally:  # what comes in this very line is raised by it, and caught like the rest
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        for number in SIGNALS:
+            if number == signal.SIGUSR1 or is_ours(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_IGN)
 
 
 def _run_script(script: str) -> None:

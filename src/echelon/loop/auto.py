@@ -21,16 +21,25 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from echelon.contracts.errors import LossError, NonFiniteError, UsageError
+from echelon.contracts.errors import LossError, NonFiniteError
+from echelon.contracts.numbers import whole
 from echelon.contracts.overrides import overrides
 from echelon.data.parts import Parts
-from echelon.loop.auto_checks import check_accumulation, check_options, check_own_names, check_plateau, check_trainable
+from echelon.loop.auto_checks import (
+    check_accumulation,
+    check_made,
+    check_options,
+    check_own_names,
+    check_plateau,
+    check_trainable,
+)
 from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.averaged import AveragedWeights, SWAParams, swa_scheduler
 from echelon.loop.bitwise import BitEqual
+from echelon.loop.finite import FiniteWatch
 from echelon.loop.loss import pass_zeros, problem_with, rows
 from echelon.loop.metrics import Mean
-from echelon.loop.optimizer_checks import check_made, look_at_first_update, not_the_modules
+from echelon.loop.optimizer_checks import check_holds, look_at_first_update, not_the_modules
 from echelon.loop.parts import in_order, mean_loss, parts_for
 from echelon.loop.rebuild import Built
 from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
@@ -108,6 +117,9 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
             many micro-batches a global batch has then, over all ranks.
         zero_grad_at_train_step_start: clear gradients before an update's first micro-batch instead of after the update, so
             that hooks can look at them.
+        stop_after_nonfinite_losses: end the run with NonFiniteError after so many updates in a row whose loss over the global
+            batch is inf or nan; None goes on regardless. 10 is more than a few bad batches, which fp16's scaler leaves out and a
+            run may survive, and few enough to lose nothing. A run without one finite loss ends so, too, however short it is.
     """
 
     # What `weight` counts; names the throughput in metrics.jsonl: "<weight_unit>_per_s".
@@ -140,9 +152,11 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         enable_prefetch: bool = True,
         zero_grad_at_train_step_start: bool = False,
         deterministic: Literal["bitwise"] | None = None,
+        stop_after_nonfinite_losses: int | None = 10,
     ) -> None:
         given, before = dict(locals()), set(vars(self))
-        check_options(gradient_accumulation_steps, step_lr_interval, clip_grad_norm, clip_grad_value)
+        gradient_accumulation_steps = whole("gradient_accumulation_steps", gradient_accumulation_steps, at_least=1)
+        check_options(step_lr_interval, clip_grad_norm, clip_grad_value, stop_after_nonfinite_losses)
         super().__init__(
             module=module,
             device=device,
@@ -173,6 +187,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         self._evaluation = _EvalLoss()
         self._parts_of_step = 1
         self._reduces = False  # whether windows are summed over ranks
+        self._finite = FiniteWatch(stop_after_nonfinite_losses)
         self.latest_update: tuple[Any, Any] = (None, None)  # loss over the global batch and gradient norm, if it is clipped
         self._given_strategy = strategy
         self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")
@@ -234,12 +249,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         if not self.training or self.__dict__.get("optimizer") is not None:
             return  # None is what TorchTNT scripts may have set
         made = self.prepared.optimizer(self.configure_optimizers_and_lr_scheduler)
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise UsageError(
-                f"{type(self).__name__}.configure_optimizers_and_lr_scheduler returned {type(made).__name__}; "
-                "return the pair (optimizer, scheduler or None)."
-            )
-        check_made(self, made[0])
+        check_made(type(self).__name__, made)
+        check_holds(self, made[0])
         self.optimizer, self.lr_scheduler = made
         plateau = isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         self._plateau = plateau and not _overrides(self, AutoUnit, "step_lr_scheduler")
@@ -275,6 +286,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
             check_trainable(self, together=self._reduces or not agree.is_joined(), has_strategy=self._given_strategy is not None)
             self.configure()
             self._check_optimizer()
+            if self._finite.is_long:  # of an earlier call; the caller has caught it
+                self._finite.forget()
             if self._plateau:
                 check_plateau(state)
             if self.grad_scaler is not None:
@@ -296,7 +309,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
 
     def _check_optimizer(self) -> None:
         """At every start of training, whoever made it: it may have been assigned, or been given more parameters."""
-        check_made(self, self.optimizer)
+        check_holds(self, self.optimizer)
         others = not_the_modules(self, self.optimizer)
         if others and self._bitwise is not None:
             raise UsageError(
@@ -327,9 +340,17 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         elif phase == "test":
             self.test_loss = self._evaluation.mean.compute()
 
+    def phase_ended(self, state: State, phase: str) -> None:
+        if not state.should_stop or state.stopped_by_script:  # the same on all ranks; else it goes on later
+            self._finite.finish(self.window.updates, together=self._reduces)
+            if self.swa_model is not None and agree.is_rank0():
+                self.swa_model.warn_if_unused()
+
     def train_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
         """One micro-batch, and an update if it ends its window. Returns the detached loss and the outputs."""
         window, prepared = self.window, self.prepared
+        if self._finite.is_long:  # here: callbacks such as RollBack have seen the update before, and may have gone back
+            self._finite.raise_if_long(together=self._reduces)
         phase = state.train_state
         feed = phase.feed if phase is not None else None
         last = window.open(feed is not None and feed.is_last)
@@ -395,7 +416,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         return made
 
     def _refuse(self, made: Any) -> None:
-        problem = problem_with(made)
+        problem = problem_with(made, self.module)
         if problem is not None:
             raise LossError(f"{type(self).__name__}.compute_loss returned {problem}")
 
@@ -428,7 +449,9 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
 
     def _update(self, state: State) -> torch.Tensor | None:
         window, prepared, scaler, optimizer = self.window, self.prepared, self.grad_scaler, self.optimizer
+        micro_batches = window.count
         weight, loss, stop = window.close()
+        self._finite.take(loss, window.own_loss, window.updates - 1, micro_batches, self.train_progress)
         if stop:
             state.agree_to_stop()
         if scaler is not None:
@@ -448,10 +471,13 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         if scaler is not None:
             assert self._shards is not None
             updated = self._shards.update_with(scaler)
+            self._finite.take_skip(not updated, scaler)
         else:
             optimizer.step()
         if not self.zero_grad_at_train_step_start:
             self.zero_grad(state)
+        if updated and self.swa_model is not None:
+            self.swa_model.step()
         if updated and self.step_lr_interval == "step":
             self._advance()
         if state.recorder is not None:
@@ -459,9 +485,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         return norm
 
     def _advance(self) -> None:
-        """After an update or an epoch, as `step_lr_interval` says: the averages, and the schedule."""
-        averaging = self.swa_model is not None and self.swa_model.step()
-        if averaging and self.swa_scheduler is not None:
+        """After an update or an epoch, as `step_lr_interval` says: the schedule, or the averages' own once these have begun."""
+        if self.swa_scheduler is not None and self.swa_model is not None and self.swa_model.begun:
             self.swa_scheduler.step()
         else:
             self.step_lr_scheduler()
@@ -495,6 +520,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
     def restored(self) -> None:
         """After a checkpoint: steps are micro-batches, of which an update has another number if the accumulation changed."""
         self.window.rescale(self.train_progress)
+        self._finite.forget()
 
 
 class _EvalLoss:

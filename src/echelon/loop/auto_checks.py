@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.numbers import whole
 from echelon.loop.window import Window
 from echelon.parallel.precision import Precision
 from echelon.parallel.strategy import Prepared
@@ -13,17 +14,42 @@ if TYPE_CHECKING:
     from echelon.loop.auto import AutoUnit
     from echelon.loop.state import State
 
-__all__ = ["check_accumulation", "check_options", "check_own_names", "check_plateau", "check_trainable"]
+__all__ = ["check_accumulation", "check_made", "check_options", "check_own_names", "check_plateau", "check_trainable"]
 
 
-def check_options(accumulation: int, interval: str, norm: float | None, value: float | None) -> None:
-    if accumulation < 1:
-        raise UsageError(f"gradient_accumulation_steps {accumulation}: at least 1.")
+def check_options(interval: str, norm: float | None, value: float | None, losses: int | None) -> None:
     if interval not in ("step", "epoch"):
         raise UsageError(f"step_lr_interval {interval!r}: 'step' or 'epoch'.")
     for name, limit in (("clip_grad_norm", norm), ("clip_grad_value", value)):
         if limit is not None and not limit > 0:
             raise UsageError(f"{name} {limit}: more than 0; None does not clip.")
+    if losses is not None:
+        whole("stop_after_nonfinite_losses", losses, at_least=1, or_none="to go on regardless")
+
+
+def check_made(unit: str, made: Any) -> None:
+    """What `configure_optimizers_and_lr_scheduler` returned, if it is not what AutoUnit asks for; Lightning's forms by name."""
+    where = f"{unit}.configure_optimizers_and_lr_scheduler returned"
+    if not isinstance(made, tuple) or len(made) != 2:
+        keys = f" with {', '.join(map(repr, made))}" if isinstance(made, dict) else ""
+        raise UsageError(f"{where} {type(made).__name__}{keys}; return the pair (optimizer, scheduler or None).")
+    optimizer, scheduler = made
+    for what, thing in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if isinstance(thing, (list, tuple)):
+            raise UsageError(
+                f"{where} a {type(thing).__name__} in the {what}'s place. Return the pair of one optimizer and one scheduler or "
+                "None; several optimizers are a TrainUnit's business."
+            )
+    if isinstance(scheduler, dict):
+        interval = scheduler.get("interval", "epoch")
+        raise UsageError(
+            f"{where} Lightning's dict for a scheduler. Write\n    return optimizer, scheduler\nthere, and "
+            f"step_lr_interval={interval!r} among AutoUnit's arguments."
+        )
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise UsageError(
+            f"{where} a scheduler of type {type(scheduler).__name__}, which has no step(). None is for no scheduler."
+        )
 
 
 def check_own_names(unit: AutoUnit[Any]) -> None:

@@ -8,6 +8,7 @@ rank's parts, without communication.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,13 +21,15 @@ from echelon.parallel.strategy import Prepared, local
 
 __all__ = ["AveragedWeights", "SWALRParams", "SWAParams", "swa_scheduler"]
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class SWALRParams:
     """The learning rate while averaging: torch's SWALR.
 
     Args:
-        anneal_steps_or_epochs: over how many updates (or epochs, as `step_lr_interval` says) the rate goes to `swa_lrs`.
+        anneal_steps_or_epochs: over how many updates, or epochs, as `step_lr_interval` says, the rate goes to `swa_lrs`.
         anneal_strategy: "linear" or "cos".
         swa_lrs: the rate in the end; a list has one for each parameter group.
     """
@@ -42,11 +45,12 @@ class SWALRParams:
 
 @dataclass(frozen=True)
 class SWAParams:
-    """Which weights are averaged, and how. "Steps" are updates of the parameters; AutoUnit's `step_lr_interval` chooses.
+    """Which weights are averaged, and how. The names are TorchTNT's; what is counted is always updates of the parameters,
+    whatever AutoUnit's `step_lr_interval` says of the learning rate. For epochs, multiply by the updates of one.
 
     Args:
-        warmup_steps_or_epochs: how many pass before the first is averaged. The average begins as a copy of that one.
-        step_or_epoch_update_freq: every how many one is averaged.
+        warmup_steps_or_epochs: how many updates pass before the first is averaged. The average begins as a copy of that one.
+        step_or_epoch_update_freq: every how many updates one is averaged.
         use_buffers: average buffers such as running statistics, too; False keeps them as the module's are. Whole numbers, such as
             a count of batches, are always kept as they are.
         averaging_method: "ema" weighs older ones ever less, "swa" all alike.
@@ -85,7 +89,7 @@ class AveragedWeights:
 
     Attributes:
         n_averaged: how many have been averaged.
-        passed: updates, or epochs, since the beginning.
+        passed: updates since the beginning.
     """
 
     keyed_by_name = True
@@ -108,13 +112,27 @@ class AveragedWeights:
         """What is averaged, as it is now: modules may replace a buffer."""
         return {**self._parameters, **{f"buffers.{n}": b for n, b in self._prepared.plain.named_buffers()}}
 
-    def step(self) -> bool:
-        """After an update (or an epoch): average if it is due. Returns whether the warm-up is over."""
+    @property
+    def begun(self) -> bool:
+        """Whether the warm-up is over."""
+        return self.passed > self.params.warmup_steps_or_epochs
+
+    def step(self) -> None:
+        """After an update: average if it is due."""
         since = self.passed - self.params.warmup_steps_or_epochs
         self.passed += 1
         if since >= 0 and since % self.params.step_or_epoch_update_freq == 0:
             self.update()
-        return since >= 0
+
+    def warn_if_unused(self) -> None:
+        """At the end of training."""
+        if self.passed and not self.begun:
+            logger.warning(
+                "training ends after %s updates, before the averages of the weights began: "
+                "SWAParams(warmup_steps_or_epochs=%s) counts updates. swa_model holds the weights of the beginning.",
+                self.passed,
+                self.params.warmup_steps_or_epochs,
+            )
 
     @torch.no_grad()
     def update(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import EchelonError, UnitError, UsageError
+from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.redact import redacted
 from echelon.contracts.stopping import REQUEUE
@@ -25,12 +25,13 @@ from echelon.data.place import Placed
 from echelon.data.prefetch import Feed, known_length
 from echelon.data.workers import explain
 from echelon.loop import agreements
+from echelon.loop.accept import KINDS, callbacks_of, check_unit, inner_of, is_real, keeps, overrides
 from echelon.loop.callback import Callback
-from echelon.loop.hooks import KINDS, Hook, Hooks, overrides
+from echelon.loop.hooks import Hook, Hooks
 from echelon.loop.optimizer_checks import check_tracked
 from echelon.loop.progress import Progress
 from echelon.loop.record import Recorder
-from echelon.loop.state import ActivePhase, EntryPoint, PhaseState, State
+from echelon.loop.state import ActivePhase, EntryPoint, PhaseState, State, TimerProtocol
 from echelon.loop.unit import TrainUnit, wants_iterator
 from echelon.observe.sinks.folder import default_sinks
 from echelon.world import agree, stop
@@ -49,9 +50,10 @@ class Run:
     def __init__(self, state: State, unit: Any, callbacks: list[Callback] | None, phases: list[str]) -> None:
         entry = state.entry_point.name.lower()
         for phase in phases:
-            _check_unit(unit, phase, entry)
-        self.state, self.unit, self.callbacks = state, unit, list(callbacks or [])
-        self.hooks = {phase: Hooks(phase, unit, self.callbacks) for phase in phases}
+            check_unit(unit, phase, entry, getattr(state, f"{phase}_state").dataloader)
+        self.state, self.unit, self.callbacks = state, unit, callbacks_of(callbacks)
+        self._inner = inner_of(unit)
+        self.hooks = {phase: Hooks(phase, unit, self.callbacks, state.timer) for phase in phases}
         state.alone = not agree.is_joined()
         if state.alone and (launched := RankInfo().world_size) > 1:
             logger.warning(
@@ -65,14 +67,17 @@ class Run:
     def train(self) -> None:
         state, progress, phase = self.state, self.unit.train_progress, self.state.train_state
         assert phase is not None
-        if phase.max_epochs is None and phase.max_steps is None:
-            logger.warning("training without max_epochs and max_steps runs until something calls state.stop()")
-        with stop.listening(state.stop), self._running(), torch.enable_grad(), self._mode("train"):
+        if phase.max_epochs is None and phase.max_steps is None and not phase.endless:
+            raise UsageError(
+                f"{state.entry_point.name.lower()}() needs max_epochs or max_steps: without both it would never end. Give "
+                "max_epochs=math.inf for a run that ends when something calls state.stop()."
+            )
+        with stop.listening(state.stop_for_signal), self._running(), torch.enable_grad(), self._mode("train"):
             if stop.asked() is not None:  # before this loop began
-                state.stop()
+                state.stop_for_signal()
             agreements.on_limits(phase, progress)
             self._begin("train")
-            check_tracked(self.unit)
+            check_tracked(self._inner)
             self._agree_on_agreeing()
             self._agree_to_stop()
             self._event("train_start", total_steps=self._total_steps(), step=progress.num_steps_completed)
@@ -82,36 +87,43 @@ class Run:
                     break
             if state.recorder is not None:
                 state.recorder.flush()
+            by_script = state.stopped_by_script = state.should_stop and agree.any_rank(state.stopped_by_script)
+            self._inner.phase_ended(state, "train")
             self._call(self.hooks["train"].end)
             self._event("train_end", step=progress.num_steps_completed)
-            leaves = self._leaves(phase, progress)
+            leaves = self._leaves(phase, progress, by_script)
         if leaves:
             raise SystemExit(REQUEUE)
 
-    def _leaves(self, phase: PhaseState, progress: Progress) -> bool:
-        """Whether this run was asked to stop by a signal, on any rank, and is not complete."""
-        if self._complete(phase, progress) or not agree.any_rank(stop.asked() is not None):
+    def _leaves(self, phase: PhaseState, progress: Progress, by_script: bool) -> bool:
+        """Whether this run was asked to stop by a signal, on any rank, before it was complete or ended by its own script."""
+        heard = next((signal for signal in agree.gather(stop.asked()) if signal is not None), None)
+        if heard is None:
+            return False
+        stop.asked_elsewhere(heard)
+        if by_script or self._complete(phase, progress):
             return False
         stop.leaving()
-        step = progress.num_steps_completed
-        self._event("stopped", step=step, signal=stop.asked())
-        saved = "" if any(c.saves for c in self.callbacks) else ", nothing saved: there is no DistributedCheckpointSaver"
-        logger.warning("%s: stopped after step %s%s; exit code %s asks to be started again", stop.asked(), step, saved, REQUEUE)
+        step, saved = progress.num_steps_completed, any(getattr(c, "saves", False) is True for c in self.callbacks)
+        self._event("stopped", step=step, signal=heard, saved=saved)
+        but = "" if saved else ", nothing saved: there is no DistributedCheckpointSaver"
+        logger.warning("%s: stopped after step %s%s; exit code %s asks to be started again", heard, step, but, REQUEUE)
         return True
 
     def once(self, phase: str) -> None:
         """One epoch of a phase other than training."""
-        with self._running():
+        stop.leave_if_asked()
+        with stop.listening(), self._running():
             self._evaluation(phase)
 
     def _evaluation(self, phase: str) -> None:
         within_fit = self.state.entry_point is EntryPoint.FIT
         # Sharded parameters that were touched under inference_mode can never be trained again.
-        plain = within_fit or self.unit.forward_is_collective or phase != "predict"
+        plain = within_fit or self._inner.forward_is_collective or phase != "predict"
         with torch.no_grad() if plain else torch.inference_mode(), self._mode("eval"):
             self._event("eval_start", phase=phase, within_fit=within_fit)
             self._begin(phase)
-            with self.unit.evaluating():
+            with self._inner.evaluating():
                 self._epoch(phase)
             self._call(self.hooks[phase].end)
             loss = getattr(self.unit, "eval_loss", None) if phase == "eval" else None
@@ -141,7 +153,7 @@ class Run:
         state, rank = self.state, dist.get_rank() if agree.is_joined() else 0
         sinks = default_sinks() if rank == 0 else []
         if sinks:
-            state.recorder = Recorder(sinks, getattr(self.unit, "weight_unit", "samples"))
+            state.recorder = Recorder(sinks, getattr(self._inner, "weight_unit", "samples"))
         try:
             yield
         except BaseException as error:
@@ -155,10 +167,15 @@ class Run:
 
     def _tell(self, error: BaseException) -> None:
         """Everyone who wants to know of the error. What fails meanwhile is logged and hides neither the error nor the rest."""
+        leaves = isinstance(error, SystemExit) and error.code == REQUEUE and stop.asked() is not None
         told: list[Callable[[], None]] = [
-            lambda: self._event("exception", kind=type(error).__name__, message=redacted(str(error))),
+            lambda: (
+                self._event("stopped", signal=stop.asked(), saved=False)
+                if leaves
+                else self._event("exception", kind=type(error).__name__, message=redacted(str(error)))
+            ),
             lambda: self.unit.on_exception(self.state, error),
-            *(partial(c.on_exception, self.state, self.unit, error) for c in self.callbacks),
+            *(partial(c.on_exception, self.state, self.unit, error) for c in self.callbacks if overrides(c, "on_exception")),
             self._close_sinks,
         ]
         for tell in told:
@@ -175,9 +192,9 @@ class Run:
     @contextlib.contextmanager
     def _mode(self, mode: str) -> Iterator[None]:
         """Modules in train or eval mode, and put back as they were, each submodule by itself, whatever happens."""
-        modules = [m for root in self.unit.tracked_modules().values() for m in root.modules()]
+        modules = [m for root in self._inner.tracked_modules().values() for m in root.modules()]
         before = [(m, m.training) for m in modules]
-        for root in self.unit.tracked_modules().values():
+        for root in self._inner.tracked_modules().values():
             root.train(mode == "train")
         try:
             yield
@@ -186,14 +203,14 @@ class Run:
                 module.training = training
 
     def _begin(self, phase: str) -> None:
-        self.unit.phase_started(self.state, phase)
+        self._inner.phase_started(self.state, phase)
         self._place_loader(phase)
         self._call(self.hooks[phase].start)
 
     def _place_loader(self, phase: str) -> None:
         """Ranks that compute the same samples together, as with tensor parallelism, must be given the same."""
         loader = getattr(self.state, f"{phase}_state").dataloader
-        place = self.unit.data_place
+        place = self._inner.data_place
         if isinstance(loader, (Placed, MultiDataLoader)) and place is not None:
             loader.place(*place)
 
@@ -209,8 +226,8 @@ class Run:
 
     def _epoch(self, phase: str) -> bool:
         """Run one epoch; False if a stop or max_steps cut it short."""
-        unit, state, hooks = self.unit, self.state, self.hooks[phase]
-        progress: Progress = getattr(unit, f"{phase}_progress")
+        state, hooks = self.state, self.hooks[phase]
+        progress: Progress = getattr(self.unit, f"{phase}_progress")
         within_fit = state.entry_point is EntryPoint.FIT
         if phase != "train":
             progress.num_steps_completed_in_epoch = 0  # an evaluation that was interrupted begins anew
@@ -226,14 +243,18 @@ class Run:
             if not whole:
                 progress.abandon_epoch()
         if not whole:
+            if within_fit and phase == "train" and progress.evaluation_due:  # max_steps ended the training
+                self._agree_to_stop()
+                self._evaluate_within_fit()
+                self._agree_to_stop()
             return False
         if progress.num_steps_completed_in_epoch == 0:
             self._warn_of_nothing(phase)
         progress.increment_epoch()
-        unit.epoch_closed(state, phase)
+        self._inner.epoch_closed(state, phase)
         if within_fit:
             if phase == "eval":
-                unit.train_progress.evaluation_due = False
+                self.unit.train_progress.evaluation_due = False
             elif self._evaluates_after_epoch(progress):
                 progress.evaluation_due = True  # before a checkpoint is written at the epoch's end
         self._call(hooks.epoch_end)
@@ -243,6 +264,17 @@ class Run:
                 self._evaluate_within_fit()
                 self._agree_to_stop()
         return True
+
+    def _marks_due(self, here: PhaseState, progress: Progress) -> bool:
+        """Note an evaluation that belongs after this step, before a checkpoint is written at it; True if it comes at once.
+
+        The last step of all that `max_steps` allows is evaluated, too: where it ends an epoch, once that is closed.
+        """
+        steps, done = here.evaluate_every_n_steps, progress.num_steps_completed
+        at_once = steps is not None and done % steps == 0
+        if at_once or (done == here.max_steps and (steps or here.evaluate_every_n_epochs)):
+            progress.evaluation_due = True
+        return at_once
 
     def _evaluates_after_epoch(self, progress: Progress) -> bool:
         here = self.state.train_state
@@ -261,7 +293,7 @@ class Run:
 
     def _steps(self, phase: str, progress: Progress) -> bool:
         """The steps of one epoch; True if it came to its end."""
-        unit, state, hooks = self.unit, self.state, self.hooks[phase]
+        unit, inner, state, hooks = self.unit, self._inner, self.state, self.hooks[phase]
         here = state.active_phase_state()
         assert here is not None
         feed = self._feed(phase, here, progress)
@@ -269,15 +301,15 @@ class Run:
         before_step = hooks.next_end + hooks.step_start
         waits, durations = here.iteration_timer.series("data_wait_time"), here.iteration_timer.series(f"{phase}_iteration_time")
         clock = time.perf_counter
-        in_step = unit.forward_is_collective or any(c.meets_in_steps for c in self.callbacks)
+        in_step = self._inner.forward_is_collective or any(getattr(c, "meets_in_steps", False) is True for c in self.callbacks)
         in_step = in_step or getattr(here.dataloader, "meets_in_steps", False)
         agrees = not state.alone and (phase == "train" or in_step)
         per_step_agreement = phase == "train" and self._agree_each_step
-        evaluate_every = here.evaluate_every_n_steps if state.eval_state is not None and phase == "train" else None
+        may_evaluate = phase == "train" and state.eval_state is not None
         unsized = agreements.on_lengths(phase, feed, self.unit) if agrees else False
         given_up = False
         cuts = agreements.cuts_evaluation(state, together=in_step) if phase == "eval" else None
-        while not (state.should_stop and (unit.at_boundary or phase != "train")) and (cuts is None or not cuts.asked()):
+        while not (state.should_stop and (inner.at_boundary or phase != "train")) and (cuts is None or not cuts.asked()):
             for hook in hooks.next_start:
                 hook(state, unit)
             start = clock()
@@ -292,6 +324,9 @@ class Run:
                 agreements.on_end(phase, feed.used, ended=False)
             if progress.skipped and phase == "train" and progress.skips:
                 self._skip(progress, feed, batch)
+                if may_evaluate and self._marks_due(here, progress):
+                    self._evaluate_within_fit()
+                    self._agree_to_stop()
                 continue
             fetched = clock()
             waits.append(fetched - start)
@@ -307,17 +342,16 @@ class Run:
                 break
             progress.num_steps_completed += 1
             progress.num_steps_completed_in_epoch += 1
-            if evaluate_every and progress.num_steps_completed % evaluate_every == 0:
-                progress.evaluation_due = True  # before a checkpoint is written at this step
+            evaluates = may_evaluate and self._marks_due(here, progress)
             durations.append(clock() - fetched)
             for hook in hooks.step_end:
                 hook(state, unit)
             here.step_output = None
             if state.went_back:
                 break
-            if per_step_agreement and unit.at_boundary:
+            if per_step_agreement and inner.at_boundary:
                 self._agree_to_stop()
-            if evaluate_every and progress.evaluation_due:
+            if evaluates:
                 self._evaluate_within_fit()
                 self._agree_to_stop()
         if cuts is not None:
@@ -340,17 +374,13 @@ class Run:
         fetch: Callable[[], Any] = feed.__next__
         if wants_iterator(step):
             fetch = partial(_itself, feed)
-        elif not _keeps(unit, method, KINDS[phase]):
+        elif is_real(unit) and not keeps(unit, method, KINDS[phase]):
             fetch = partial(getattr(unit, method), state, feed)
-        timer = state.timer
-        if timer is None:
+        if state.timer is None:
             return step, fetch
-
-        def timed(state: State, batch: Any) -> Any:
-            with timer.time(f"{type(unit).__name__}.{phase}_step"):
-                return step(state, batch)
-
-        return timed, fetch
+        own = fetch.func is _itself if isinstance(fetch, partial) else False  # a step that waits for its own batches
+        step = _timed(state.timer, f"{type(unit).__name__}.{phase}_step", step)
+        return step, fetch if own else _timed(state.timer, f"{phase}.next(data_iter)", fetch)
 
     def _ended(self, here: PhaseState, feed: Feed, progress: Progress) -> bool:
         """Whether the epoch came to its end, rather than being cut short by a stop or by max_steps."""
@@ -389,20 +419,22 @@ class Run:
             )
         goes_on_after = progress.num_steps_completed_in_epoch if by_its_state else 0
         self._call(hooks.iter_start)
-        move, stream = self.unit.placement(phase)
+        move, stream = self._inner.placement(phase)
         if move is not None:
             state, to_device = self.state, move
 
             def move(batch: Any, non_blocking: bool) -> Any:
                 return to_device(state, batch, non_blocking)
 
-        limit, parts = max(0, min(limits)) if limits else None, self.unit.parts_of_step(phase)
-        here.feed = feed = Feed(loader, limit=limit, move=move, stream=stream, parts=parts, resumed=goes_on_after)
+        limit, parts = max(0, min(limits)) if limits else None, self._inner.parts_of_step(phase)
+        timer = self.state.timer
+        make: Callable[..., Feed] = Feed if timer is None else _timed(timer, f"{phase}.iter(dataloader)", Feed)
+        here.feed = feed = make(loader, limit=limit, move=move, stream=stream, parts=parts, resumed=goes_on_after)
         self._call(hooks.iter_end)
         return feed
 
     def _check_tail(self, phase: str, loader: Loader) -> None:
-        if not self.unit.weighs_padding and (loader.pads or (phase == "train" and loader.is_uneven)):
+        if not self._inner.weighs_padding and (loader.pads or (phase == "train" and loader.is_uneven)):
             raise UsageError(
                 f"the last global batch ({loader.order.length % loader.global_batch} samples) cannot be shared evenly by "
                 f"{loader.dp[1]} ranks, and only AutoUnit weighs shares by their size. Use Loader(..., tail='drop')."
@@ -414,8 +446,10 @@ class Run:
         """Find out once whether a stop can come from a hook; only then do the ranks agree after every step."""
         state = self.state
         if not state.alone:
-            stoppers = any(c.may_stop and any(overrides(c, hook) for hook in _STEP_HOOKS) for c in self.callbacks)
-            self._agree_each_step = agree.any_rank(stoppers or not self.unit.agrees_to_stop)
+            stoppers = any(
+                getattr(c, "may_stop", True) and any(overrides(c, hook) for hook in _STEP_HOOKS) for c in self.callbacks
+            )
+            self._agree_each_step = agree.any_rank(stoppers or not self._inner.agrees_to_stop)
 
     def _agree_to_stop(self) -> None:
         state = self.state
@@ -425,9 +459,13 @@ class Run:
     # --- limits
 
     def _done(self, phase: PhaseState, progress: Progress) -> bool:
-        return self.state.should_stop or self._complete(phase, progress)
+        return self.state.should_stop or self._reached(phase, progress)
 
     def _complete(self, phase: PhaseState, progress: Progress) -> bool:
+        """Whether nothing is left to do, an evaluation included that belongs to the last step."""
+        return self._reached(phase, progress) and not (self.state.eval_state is not None and progress.evaluation_due)
+
+    def _reached(self, phase: PhaseState, progress: Progress) -> bool:
         if phase.max_epochs is not None and progress.num_epochs_completed >= phase.max_epochs:
             return True
         return phase.max_steps is not None and progress.num_steps_completed >= phase.max_steps
@@ -448,19 +486,13 @@ class Run:
         return min(bounds, default=None)
 
 
+def _timed(timer: TimerProtocol, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        with timer.time(name):
+            return call(*args, **kwargs)
+
+    return timed
+
+
 def _itself(feed: Feed) -> Feed:
     return feed
-
-
-def _keeps(unit: Any, method: str, base: type) -> bool:
-    return method not in vars(unit) and getattr(type(unit), method) is getattr(base, method)
-
-
-def _check_unit(unit: Any, phase: str, entry: str) -> None:
-    kind, name = KINDS[phase], type(unit).__name__
-    if not isinstance(unit, kind):
-        raise UnitError(
-            f"{entry}() needs {phase}_step, but {name} is no {kind.__name__}. Let it inherit from {kind.__name__} too."
-        )
-    if not hasattr(unit, f"{phase}_progress"):
-        raise UnitError(f"{name} has no {phase}_progress: call super().__init__() in its __init__.")

@@ -5,32 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from echelon.loop.callback import Callback
-from echelon.loop.state import State
-from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit, Unit
+from echelon.loop.accept import KINDS, is_real, keeps, overrides
+from echelon.loop.state import State, TimerProtocol
 
-__all__ = ["KINDS", "Hook", "Hooks", "overrides"]
+__all__ = ["Hook", "Hooks"]
 
 Hook = Callable[[State, Any], None]
 
-KINDS: dict[str, type[Unit]] = {"train": TrainUnit, "eval": EvalUnit, "predict": PredictUnit, "test": TestUnit}
-
 
 class Hooks:
-    """One phase's hooks, looked up once: only those that somebody overrides, the unit's before the callbacks'."""
+    """One phase's hooks, looked up once: only those that somebody overrides, the unit's before the callbacks'.
 
-    def __init__(self, phase: str, unit: Any, callbacks: list[Callback]) -> None:
+    Args:
+        timer: times each of them, under "MyUnit.on_train_start" and "callback.MyCallback.on_train_start".
+    """
+
+    def __init__(self, phase: str, unit: Any, callbacks: list[Any], timer: TimerProtocol | None = None) -> None:
         base = KINDS[phase]
 
         def of(name: str, *, with_unit: bool = True) -> tuple[Hook, ...]:
             hook = f"on_{phase}_{name}"
             found: list[Hook] = []
-            own = getattr(unit, hook, None) if with_unit else None
-            if own is not None and (hook in vars(unit) or getattr(type(unit), hook) is not getattr(base, hook)):
-                found.append(_as_callback(own))
+            if with_unit and hasattr(base, hook) and not keeps(unit, hook, base):
+                found.append(_timed(timer, f"{type(unit).__name__}.{hook}", _as_callback(getattr(unit, hook))))
             for callback in callbacks:
                 if overrides(callback, hook):
-                    found.append(getattr(callback, hook))
+                    found.append(_timed(timer, f"callback.{_name_of(callback)}.{hook}", getattr(callback, hook)))
             return tuple(found)
 
         self.start, self.end = of("start"), of("end")
@@ -41,13 +41,24 @@ class Hooks:
         self.next_end = of("get_next_batch_end", with_unit=False)
         self.step_start = of("step_start", with_unit=False)
         # AutoUnit calls its own, with more arguments, from inside its step.
-        self.step_end = of("step_end", with_unit=not unit.reports_own_steps)
-
-
-def overrides(callback: Callback, hook: str) -> bool:
-    """Whether a callback does something in a hook: by a method, or by an attribute of its own."""
-    return hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook)
+        self.step_end = of("step_end", with_unit=not (is_real(unit) and unit.reports_own_steps))
 
 
 def _as_callback(own: Callable[[State], None]) -> Hook:
     return lambda state, unit: own(state)
+
+
+def _timed(timer: TimerProtocol | None, name: str, hook: Hook) -> Hook:
+    if timer is None:
+        return hook
+
+    def timed(state: State, unit: Any) -> None:
+        with timer.time(name):
+            hook(state, unit)
+
+    return timed
+
+
+def _name_of(callback: Any) -> str:
+    name = getattr(callback, "name", None)
+    return name if isinstance(name, str) else type(callback).__name__

@@ -12,8 +12,8 @@ from echelon.contracts.errors import UsageError
 __all__ = ["count_tokens", "pass_zeros", "problem_with", "rows", "weighted"]
 
 
-def problem_with(made: Any) -> str | None:
-    """What is wrong with the value of `compute_loss`; None if nothing is."""
+def problem_with(made: Any, module: torch.nn.Module) -> str | None:
+    """What is wrong with the value of `compute_loss` of this module; None if nothing is."""
     if not isinstance(made, tuple) or len(made) != 2:
         return f"{type(made).__name__}; return the pair (loss, outputs)."
     loss = made[0]
@@ -21,6 +21,11 @@ def problem_with(made: Any) -> str | None:
         return f"a loss of type {type(loss).__name__}; it must be a scalar tensor."
     if loss.dim():
         return f"a loss of shape {tuple(loss.shape)}; it must be a scalar: take its mean."
+    if not loss.requires_grad and not any(p.requires_grad for p in module.parameters()):
+        return (
+            "a loss without a gradient, since no parameter of the module has one: all are frozen (requires_grad=False), or there "
+            "are none. Unfreeze what is to be trained before the unit is built."
+        )
     if not loss.requires_grad:
         return "a loss without a gradient: was it detached, or computed under no_grad?"
     return None

@@ -28,12 +28,12 @@ from echelon.world.init import World
 if TYPE_CHECKING:
     from echelon.loop.auto import AutoUnit
 
-__all__ = ["check_made", "check_tracked", "look_at_first_update", "not_the_modules"]
+__all__ = ["check_holds", "check_tracked", "look_at_first_update", "not_the_modules"]
 
 _REMEDY = "Nothing would be trained. Make the optimizer after the module is made parallel, from the parameters that it has then"
 
 
-def check_made(unit: AutoUnit[Any], optimizer: Any) -> None:
+def check_holds(unit: AutoUnit[Any], optimizer: Any) -> None:
     """An AutoUnit's optimizer, as `configure_optimizers_and_lr_scheduler` gave it or as it was assigned.
 
     Raises:

@@ -32,9 +32,9 @@ def train(
     train_unit: TrainUnit[T],
     train_dataloader: Iterable[T],
     *,
-    max_epochs: int | None = None,
-    max_steps: int | None = None,
-    max_steps_per_epoch: int | None = None,
+    max_epochs: float | None = None,
+    max_steps: float | None = None,
+    max_steps_per_epoch: float | None = None,
     callbacks: list[Callback] | None = None,
     timer: TimerProtocol | None = None,
 ) -> None:
@@ -43,12 +43,16 @@ def train(
     Args:
         train_unit: its progress goes on where it stands, so a restored unit continues.
         train_dataloader: any iterable of batches; iterated anew in every epoch.
-        max_epochs, max_steps: stop after so many, counted over the unit's whole life. Without both it runs for ever.
+        max_epochs, max_steps: stop after so many, counted over the unit's whole life. One of them is needed; math.inf means
+            without an end, for a run that ends when something calls `state.stop()`. Whole numbers may be floats, as 10.0.
         max_steps_per_epoch: use only so many batches of each epoch.
         callbacks: called in order.
-        timer: times the stages, on top of the durations that are always kept in `state.train_state.iteration_timer`.
+        timer: times the waits for data ("train.next(data_iter)"), the unit's steps, all hooks of unit and callbacks, and within
+            `fit` the same of evaluations; on top of the durations that are always kept in `state.train_state.iteration_timer`.
     Raises:
+        SystemExit: with code 75: a signal asked the run to stop before it was complete (docs/checkpoints.md).
         UnitError: the unit has no training step.
+        UsageError: no limit, or one that is no whole number; what is no callback.
         RanksDisagreeError: the ranks' loaders have different lengths.
     """
     phase = PhaseState(
@@ -61,7 +65,7 @@ def evaluate(
     eval_unit: EvalUnit[T],
     eval_dataloader: Iterable[T],
     *,
-    max_steps_per_epoch: int | None = None,
+    max_steps_per_epoch: float | None = None,
     callbacks: list[Callback] | None = None,
     timer: TimerProtocol | None = None,
 ) -> None:
@@ -74,7 +78,7 @@ def predict(
     predict_unit: PredictUnit[T],
     predict_dataloader: Iterable[T],
     *,
-    max_steps_per_epoch: int | None = None,
+    max_steps_per_epoch: float | None = None,
     callbacks: list[Callback] | None = None,
     timer: TimerProtocol | None = None,
 ) -> None:
@@ -88,7 +92,7 @@ def test(
     test_unit: TestUnit[T],
     test_dataloader: Iterable[T],
     *,
-    max_steps_per_epoch: int | None = None,
+    max_steps_per_epoch: float | None = None,
     callbacks: list[Callback] | None = None,
     timer: TimerProtocol | None = None,
 ) -> None:
@@ -105,16 +109,19 @@ def fit(
     train_dataloader: Iterable[Any],
     eval_dataloader: Iterable[Any],
     *,
-    max_epochs: int | None = None,
-    max_steps: int | None = None,
-    max_train_steps_per_epoch: int | None = None,
-    max_eval_steps_per_epoch: int | None = None,
-    evaluate_every_n_steps: int | None = None,
-    evaluate_every_n_epochs: int | None = 1,
+    max_epochs: float | None = None,
+    max_steps: float | None = None,
+    max_train_steps_per_epoch: float | None = None,
+    max_eval_steps_per_epoch: float | None = None,
+    evaluate_every_n_steps: float | None = None,
+    evaluate_every_n_epochs: float | None = 1,
     callbacks: list[Callback] | None = None,
     timer: TimerProtocol | None = None,
 ) -> None:
-    """Train, and evaluate after every n-th step or epoch. `unit` is a TrainUnit and an EvalUnit; the rest is as in `train`."""
+    """Train, and evaluate after every n-th step or epoch. `unit` is a TrainUnit and an EvalUnit; the rest is as in `train`.
+
+    Where `max_steps` ends the training, the last step is evaluated, too, unless both intervals are None.
+    """
     train_state = PhaseState(
         dataloader=train_dataloader,
         max_epochs=max_epochs,

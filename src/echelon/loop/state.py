@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -10,6 +11,8 @@ from contextlib import AbstractContextManager
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol
 
+from echelon.contracts.errors import UsageError
+from echelon.contracts.numbers import whole
 from echelon.data.prefetch import Feed
 
 if TYPE_CHECKING:
@@ -82,30 +85,31 @@ class PhaseState:
         self,
         *,
         dataloader: Iterable[Any],
-        max_epochs: int | None = None,
-        max_steps: int | None = None,
-        max_steps_per_epoch: int | None = None,
-        evaluate_every_n_steps: int | None = None,
-        evaluate_every_n_epochs: int | None = None,
+        max_epochs: float | None = None,
+        max_steps: float | None = None,
+        max_steps_per_epoch: float | None = None,
+        evaluate_every_n_steps: float | None = None,
+        evaluate_every_n_epochs: float | None = None,
     ) -> None:
-        for name, value in list(locals().items()):
-            if name not in ("self", "dataloader"):
-                _check_limit(name, value)
         self.dataloader = dataloader
-        self.max_epochs, self.max_steps, self.max_steps_per_epoch = max_epochs, max_steps, max_steps_per_epoch
-        self.evaluate_every_n_steps, self.evaluate_every_n_epochs = evaluate_every_n_steps, evaluate_every_n_epochs
+        # A run without an end, asked for in so many words.
+        self.endless = any(isinstance(limit, float) and limit == math.inf for limit in (max_epochs, max_steps))
+        self.max_epochs, self.max_steps = _limit("max_epochs", max_epochs), _limit("max_steps", max_steps)
+        self.max_steps_per_epoch = _limit("max_steps_per_epoch", max_steps_per_epoch)
+        self.evaluate_every_n_steps = _limit("evaluate_every_n_steps", evaluate_every_n_steps, at_least=1)
+        self.evaluate_every_n_epochs = _limit("evaluate_every_n_epochs", evaluate_every_n_epochs, at_least=1)
         self.step_output: Any = None
         self.iteration_timer = IterationTimer()
         self.feed: Feed | None = None
 
 
-def _check_limit(name: str, value: Any) -> None:
-    from echelon.contracts.errors import UsageError
-
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < (1 if name.startswith("evaluate") else 0):
-        raise UsageError(f"Invalid value provided for {name}: {value!r}. Give a whole number, or None for no limit.")
+def _limit(name: str, value: Any, *, at_least: int = 0) -> int | None:
+    if value is None or (isinstance(value, float) and value == math.inf):
+        return None
+    try:
+        return whole(name, value, at_least=at_least, or_none="for no limit" if at_least == 0 else "for never")
+    except UsageError as error:  # in TorchTNT's words first
+        raise UsageError(f"Invalid value provided for {name}: {value!r}. {error}") from None
 
 
 class State:
@@ -134,6 +138,7 @@ class State:
         self.recorder: Recorder | None = None
         self.alone = True  # a world of one; the loop knows better
         self.stop_requested = False  # by this rank
+        self.stopped_by_script = False  # on this rank: not by a signal, so that the run is to end and not to go on later
         self.should_stop = False  # on all ranks alike: the loop will stop
         self.went_back = False  # on all ranks alike: a callback restored an older state, from which the loop goes on
 
@@ -142,6 +147,11 @@ class State:
 
         With accumulation, the update that is under way is finished first.
         """
+        self.stopped_by_script = True
+        self.stop_for_signal()
+
+    def stop_for_signal(self) -> None:
+        """As `stop`, for a run that is to go on later. Only sets flags."""
         self.stop_requested = True
         if self.alone:
             self.should_stop = True

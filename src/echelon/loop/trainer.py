@@ -27,7 +27,7 @@ from echelon.loop.auto import AutoUnit
 from echelon.loop.callback import Callback
 from echelon.loop.callbacks.saver import DistributedCheckpointSaver
 from echelon.loop.rebuild import pack, recall
-from echelon.loop.trainer_rank import Work, in_order, save, work_here, work_in_rank
+from echelon.loop.trainer_rank import BETWEEN_PROCESSES, Work, in_order, save, work_here, work_in_rank
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel.precision import Precision
 from echelon.parallel.strategy import Strategy, resolve
@@ -250,7 +250,7 @@ class Trainer:
                     unit.prepared.plain.to(unit.device)
             if isinstance(unit, AutoUnit):
                 if work.phase == "fit":
-                    DistributedCheckpointSaver.restore_from_latest(folder / "after", unit)
+                    DistributedCheckpointSaver.restore_from_latest(folder / "after", unit, restore_options=BETWEEN_PROCESSES)
                 recall(unit, done[0].unit)
             for mine, theirs in zip(self.callbacks, done[0].callbacks, strict=True):
                 recall(mine, theirs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -18,7 +19,7 @@ from echelon.data.place import Placed
 from echelon.loop import trainer_options as options
 from echelon.loop.auto import AutoUnit
 from echelon.loop.callback import Callback
-from echelon.loop.callbacks.saver import DistributedCheckpointSaver
+from echelon.loop.callbacks.saver import DistributedCheckpointSaver, RestoreOptions
 from echelon.loop.rebuild import Parcel, own_attributes, rebuild, remembered, unpack
 from echelon.loop.run import evaluate, fit, predict, test, train
 from echelon.loop.state import EntryPoint, State
@@ -32,9 +33,12 @@ from echelon.world.init import World, init_from_env
 if TYPE_CHECKING:
     from echelon.loop.trainer import Trainer
 
-__all__ = ["Done", "Work", "in_order", "save", "shared", "work_here", "work_in_rank"]
+__all__ = ["BETWEEN_PROCESSES", "Done", "Work", "in_order", "save", "shared", "work_here", "work_in_rank"]
 
 logger = logging.getLogger(__name__)
+
+# The unit's way to the ranks and back, not a run that goes on elsewhere: what differs is as it should be.
+BETWEEN_PROCESSES = RestoreOptions(show_changes=False)
 
 _METRICS = {"validate": "eval_loss", "test": "test_loss"}
 _NONE = object()
@@ -96,7 +100,7 @@ def work_in_rank(trainer: Trainer, work: Work) -> Done:
     if isinstance(work.unit, Parcel):
         unit = unpack(work.unit, **changes_for(trainer, work.unit.arguments))
         if work.before is not None:
-            DistributedCheckpointSaver.restore(work.before, unit)
+            DistributedCheckpointSaver.restore(work.before, unit, restore_options=BETWEEN_PROCESSES)
         metrics, outputs = _run(trainer, work, unit)
         if work.phase == "fit":
             save(unit, Path(work.after))
@@ -183,14 +187,15 @@ def _fit(trainer: Trainer, unit: Any, train_loader: Any, eval_loader: Any, callb
     if steps is not None:
         accumulation = getattr(unit, "gradient_accumulation_steps", 1)
         steps = options.updates_to_steps(steps, accumulation, range(limit) if limit else train_loader)
+    epochs = math.inf if trainer.max_epochs is None and trainer._endless else trainer.max_epochs
     if eval_loader is None:
-        train(unit, train_loader, max_epochs=trainer.max_epochs, max_steps=steps, max_steps_per_epoch=limit, callbacks=callbacks)
+        train(unit, train_loader, max_epochs=epochs, max_steps=steps, max_steps_per_epoch=limit, callbacks=callbacks)
         return
     fit(
         unit,
         train_loader,
         eval_loader,
-        max_epochs=trainer.max_epochs,
+        max_epochs=epochs,
         max_steps=steps,
         max_train_steps_per_epoch=limit,
         max_eval_steps_per_epoch=trainer.limits["val"],

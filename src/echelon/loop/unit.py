@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, get_origin, get_type_hints, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, get_origin, get_type_hints, runtime_checkable
 
 import torch
 from torch import nn
 
+from echelon.contracts.errors import UnitError
 from echelon.loop.progress import Progress
 from echelon.parallel.strategy import Prepared
 from echelon.world.init import World
@@ -122,6 +124,13 @@ class Unit(AppStateMixin):
     # State that an option makes, and that a run without the option goes on without.
     may_lack: tuple[str, ...] = ()
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        missing = sorted(getattr(cls, "__abstractmethods__", ()))
+        if missing:
+            named = ", ".join(f"{name}{inspect.signature(getattr(cls, name))}" for name in missing)
+            raise UnitError(f"{cls.__name__} must define {named}.")
+        return super().__new__(cls)
+
     def on_exception(self, state: State, exc: BaseException) -> None:
         """The run ends with this exception. No collective here: the other ranks may not have it."""
 
@@ -129,6 +138,8 @@ class Unit(AppStateMixin):
     def phase_started(self, state: State, phase: str) -> None: ...
 
     def epoch_closed(self, state: State, phase: str) -> None: ...
+
+    def phase_ended(self, state: State, phase: str) -> None: ...
 
     def restored(self) -> None: ...
 

@@ -37,6 +37,7 @@ class Window:
         updates: updates so far in the run.
         reference: W0.
         latest_loss: this rank's mean loss of the latest micro-batch, without its graph.
+        own_loss: this rank's part of the latest update's loss: the mean of its one micro-batch, or the weighted sum of several.
     """
 
     def __init__(self, size: int, *, fixed: bool = False) -> None:
@@ -45,6 +46,7 @@ class Window:
         self.count = self.updates = 0
         self.reference: float | None = None
         self.latest_loss: Any = None
+        self.own_loss: Any = None
         self._weight: Any = 0
         self._loss: Any = None  # the mean of the one micro-batch so far, or the weighted sum of several
         self._is_sum = False
@@ -98,6 +100,7 @@ class Window:
         Weight and loss are floats where no device has to be waited for, else 0-dim tensors.
         """
         weight, loss, stop = self._weight, self._loss, False
+        self.own_loss = loss
         if self._reduction is not None:
             weight, loss, stop = self._reduction.wait()
             self._is_sum, self._reduction = True, None

@@ -238,7 +238,7 @@ def resolve(strategy: Strategy | str | None) -> Strategy | None:
 
     if strategy is None or isinstance(strategy, Strategy):
         return strategy
-    if strategy not in STRATEGIES:
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise UsageError(
             f"strategy {strategy!r}: known are {', '.join(map(repr, STRATEGIES))}, or a Strategy such as DDPStrategy(...)."
         )

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from echelon.contracts.asked import Asked
 from echelon.contracts.errors import LauncherEnvironmentError
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
+from echelon.world import stop
 from echelon.world.device import device_of, set_threads
 
 __all__ = ["World", "ensure_group", "init_from_env"]
@@ -73,7 +74,8 @@ def init_from_env(
     """Pick this rank's device and join the process group that the launcher's environment describes.
 
     Every rank calls it, once, before anything that uses the device or the group; a second call returns the device again.
-    Without a launcher this is a world of one and no group is started.
+    Without a launcher this is a world of one and no group is started. From here on SIGTERM and SIGUSR1 end this process with
+    exit code 75, where the program has no handlers of its own; while a loop trains, it saves first (docs/checkpoints.md).
 
     Args:
         device_type: "cpu" or "cuda"; by default cuda if there is a device, else cpu.
@@ -95,14 +97,15 @@ def init_from_env(
         torch.cuda.set_device(device)
     if float32_matmul_precision is not None:
         torch.set_float32_matmul_precision(float32_matmul_precision)
-    if not dist.is_available() or dist.is_initialized():
-        return device
-    set_threads(info)
-    if info.world_size == 1 and "RANK" not in os.environ:
-        logger.debug("no launcher: a world of one, without a process group")
-        return device
-    backend = pg_backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    _join(info, backend, pg_timeout or timeout, device)
+    if dist.is_available() and not dist.is_initialized():
+        set_threads(info)
+        if info.world_size == 1 and "RANK" not in os.environ:
+            logger.debug("no launcher: a world of one, without a process group")
+        else:
+            backend = pg_backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+            _join(info, backend, pg_timeout or timeout, device)
+    # Not before: who waits for others inside torch cannot run a handler, and would not end.
+    stop.hear_from_now_on()
     return device
 
 

@@ -1,4 +1,7 @@
-"""A request to stop that comes as a signal only sets a flag: the loop agrees on a step, saves, and ends the rank.
+"""A request to stop that comes as a signal: SIGTERM or SIGUSR1.
+
+    while a loop trains        a flag is set: the loop agrees on a step, saves, and ends the rank with exit code 75
+    before, between and after  the rank ends at once with exit code 75: there is nothing to save
 
 Work inside a handler would meet the ranks at different places: one in a collective, one in a save, and all would wait.
 """
@@ -6,6 +9,7 @@ Work inside a handler would meet the ranks at different places: one in a collect
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -13,17 +17,27 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from echelon.contracts.stopping import SIGNALS, leave
+from echelon.contracts.stopping import REQUEUE, SIGNALS, leave
 
-__all__ = ["asked", "leaving", "listening"]
+__all__ = ["asked", "asked_elsewhere", "hear_from_now_on", "leave_if_asked", "leaving", "listening"]
+
+logger = logging.getLogger(__name__)
 
 _asked: str | None = None
 _leaving = False
+_tell: Callable[[], None] | None = None  # of the loop that trains
+_heard_by: int | None = None  # the process that this module's state is about
 
 
 def asked() -> str | None:
-    """The name of the signal that asked this rank to stop, as soon as there was one."""
+    """The name of the signal that asked this rank to stop, as soon as there was one; of another rank's, once that is agreed."""
     return _asked
+
+
+def asked_elsewhere(number: str) -> None:
+    """The ranks have found that one of them was asked to stop: what this one begins from now on ends like theirs."""
+    global _asked
+    _asked = _asked or number
 
 
 def leaving() -> None:
@@ -32,31 +46,57 @@ def leaving() -> None:
     _leaving = True
 
 
-@contextlib.contextmanager
-def listening(tell: Callable[[], None]) -> Iterator[None]:
-    """Context in which SIGTERM and SIGUSR1 are heard: each calls `tell`, which may only set flags, and is remembered.
+def _hear(number: int, frame: FrameType | None) -> None:
+    global _asked
+    if os.getpid() != _heard_by:  # a child that was forked meanwhile: it has nothing to save
+        if number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        return
+    _asked = signal.Signals(number).name
+    if _tell is not None:
+        _tell()
+    elif not _leaving:
+        raise SystemExit(REQUEUE)
+
+
+_hear.ends_with_75 = True  # type: ignore[attr-defined]  # see contracts/stopping.py
+
+
+def hear_from_now_on() -> dict[signal.Signals, Any]:
+    """From here to the end of this process SIGTERM and SIGUSR1 mean what this module says. Returns the handlers replaced.
 
     A handler of the user's own stays, and so does an ignored signal. Outside the main thread nothing can be installed.
     """
-    own = os.getpid()
+    global _heard_by, _asked, _leaving, _tell
+    if _heard_by is not None and _heard_by != os.getpid():  # forked since: what the parent was told is not this one's business
+        _asked, _leaving, _tell = None, False, None
+    _heard_by = os.getpid()
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.signal(number, _hear) for number in SIGNALS if signal.getsignal(number) in (signal.SIG_DFL, leave)}
 
-    def hear(number: int, frame: FrameType | None) -> None:
-        global _asked
-        if os.getpid() != own:  # a child that was forked meanwhile: it has nothing to save
-            if number == signal.SIGTERM:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            return
-        _asked = signal.Signals(number).name
-        tell()
 
-    before: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:
-            if signal.getsignal(number) in (signal.SIG_DFL, leave):
-                before[number] = signal.signal(number, hear)
+def leave_if_asked() -> None:
+    """Before work that is not training begins: who was asked to stop meanwhile begins nothing."""
+    if _asked is not None and _tell is None and not _leaving:
+        logger.warning("%s came before this began: exit code %s asks to be started again", _asked, REQUEUE)
+        raise SystemExit(REQUEUE)
+
+
+@contextlib.contextmanager
+def listening(tell: Callable[[], None] | None = None) -> Iterator[None]:
+    """Context in which SIGTERM and SIGUSR1 are heard, if nobody else hears them.
+
+    Args:
+        tell: called at a signal; it may only set flags. None ends the rank at once, unless this is within another's context.
+    """
+    global _tell
+    before, outer = hear_from_now_on(), _tell
+    _tell = tell or outer
     try:
         yield
     finally:
+        _tell = outer
         for number, handler in before.items() if not _leaving else ():
             signal.signal(number, handler)

@@ -39,6 +39,7 @@ class RestoreOptions:
             checkpoint has and the unit has no more, to leave out.
         rename: what is called otherwise now: the beginning of a name in the checkpoint, and its name here, such as
             `{"module.encoder": "module.backbone"}`. An optimizer's state follows.
+        show_changes: log a table of what changed since it was saved, harmless changes too.
     """
 
     restore_modules: bool = True
@@ -52,6 +53,7 @@ class RestoreOptions:
     allow_changes: tuple[str, ...] = ()
     restore_metrics: bool = True
     rename: Mapping[str, str] = field(default_factory=dict)
+    show_changes: bool = True
 
     @classmethod
     def weights_only(cls, *, strict: bool = True) -> RestoreOptions:
@@ -119,7 +121,7 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
     seeks = loader is not None and hasattr(loader, "load_state_dict")
     config = changes.renamed(manifest.get("config", {}), options.rename)
     table, meant = changes.check(config, unit, loader, optimizers=options.restore_optimizers, allowed=allowed)
-    if table and _speaks():
+    if table and options.show_changes and _speaks():
         logger.warning("since %s was saved, changed:\n%s", path, table)  # harmless ones, too: a lower lr that is not used
     if meant & set(config.get("optimizers", {})):
         chosen = {name: value for name, value in chosen.items() if name not in meant}

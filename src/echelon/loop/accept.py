@@ -1,0 +1,87 @@
+"""What the loops accept as unit and callbacks, and in which words they refuse the rest.
+
+Mocks are accepted: an instance is asked what it has, not only its type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from echelon.contracts.errors import UnitError, UsageError
+from echelon.loop.callback import Callback
+from echelon.loop.progress import Progress
+from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit, Unit
+
+__all__ = ["KINDS", "callbacks_of", "check_unit", "inner_of", "is_real", "keeps", "overrides"]
+
+KINDS: dict[str, type[Unit]] = {"train": TrainUnit, "eval": EvalUnit, "predict": PredictUnit, "test": TestUnit}
+
+_HOOKS = [name for name in dir(Callback) if name.startswith("on_")]
+
+
+def check_unit(unit: Any, phase: str, entry: str, dataloader: Any) -> None:
+    """
+    Raises:
+        UnitError: what is no unit for this phase; or an argument in another's place, or a class in an object's.
+    """
+    kind, name = KINDS[phase], type(unit).__name__
+    if isinstance(unit, type):
+        raise UnitError(f"{entry}() was given the class {unit.__name__}. Give it an object: {unit.__name__}(...).")
+    if not isinstance(unit, Unit) and isinstance(dataloader, Unit):
+        raise UnitError(f"{entry}({name}, {type(dataloader).__name__}): the unit comes first, then the loader.")
+    if not isinstance(unit, kind):
+        raise UnitError(
+            f"{entry}() needs {phase}_step, but {name} is no {kind.__name__}. Let it inherit from {kind.__name__} too."
+        )
+    if not isinstance(getattr(unit, f"{phase}_progress", None), Progress):
+        remedy = "call super().__init__() in its __init__" if is_real(unit) else f"set its {phase}_progress = Progress()"
+        raise UnitError(f"{name} has no {phase}_progress: {remedy}.")
+    if isinstance(dataloader, Unit):
+        raise UnitError(f"{entry}() was given two units and no loader: {name}, {type(dataloader).__name__}.")
+    if not hasattr(dataloader, "__iter__") and not hasattr(dataloader, "__getitem__"):
+        raise UsageError(f"the dataloader of {entry}() must be an iterable of batches, got {type(dataloader).__name__}.")
+
+
+def is_real(unit: Any) -> bool:
+    """Whether a unit is one, and does not only say so, as a mock with a spec does."""
+    return issubclass(type(unit), Unit)
+
+
+def inner_of(unit: Any) -> Unit:
+    """What the loop asks of a unit beside its steps and hooks; for a mock, what a plain unit answers."""
+    return unit if is_real(unit) else Unit()
+
+
+def callbacks_of(given: Iterable[Any] | None) -> list[Any]:
+    """
+    Raises:
+        UsageError: what has no hook, or is a class; before any hook runs.
+    """
+    if given is None:
+        return []
+    if isinstance(given, (Callback, type)) or not isinstance(given, Iterable):
+        name = given.__name__ if isinstance(given, type) else type(given).__name__
+        raise UsageError(f"callbacks must be a list, got {name}. Write callbacks=[...].")
+    found = list(given)
+    for i, callback in enumerate(found):
+        if isinstance(callback, type):
+            raise UsageError(f"callbacks[{i}] is the class {callback.__name__}. Give an object: {callback.__name__}(...).")
+        if not any(callable(getattr(callback, hook, None)) for hook in _HOOKS):
+            raise UsageError(
+                f"callbacks[{i}] must be a Callback, or have a hook of one such as on_train_step_end(state, unit), "
+                f"got {type(callback).__name__}."
+            )
+    return found
+
+
+def overrides(callback: Any, hook: str) -> bool:
+    """Whether a callback does something in a hook: by a method, or by an attribute of its own."""
+    own = getattr(callback, hook, None)
+    return callable(own) and getattr(own, "__func__", own) is not getattr(Callback, hook)
+
+
+def keeps(unit: Any, name: str, base: type) -> bool:
+    """Whether a unit leaves a method as `base` has it, or has none."""
+    own = getattr(unit, name, None)
+    return own is None or getattr(own, "__func__", own) is getattr(base, name)

@@ -1,0 +1,186 @@
+"""Losses that stay inf or nan: a run that has come to that trains nothing any more, and should not go on for days.
+
+The loss over the global batch is the same number on every rank, so that every rank comes to the same end at the same update
+without a message. On a CPU it is looked at as it comes. On a GPU nothing waits for it: `_AT_ONCE` of them are copied together
+beside the computation, and read when so many more have been computed; at fixed updates, and not when the copy has arrived,
+which would be another one on each rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from echelon.contracts.errors import NonFiniteError
+from echelon.loop.progress import Progress
+from echelon.world import agree
+
+__all__ = ["FiniteWatch"]
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 16
+
+# Half precision ends at 2**16: below this scale only gradients beyond 2**32 overflow, and those are inf or nan themselves.
+_NO_SCALE = 2.0**-16
+
+
+@dataclass(frozen=True)
+class _Where:
+    """An update, and its micro-batches among those of its epoch; all counted from 0."""
+
+    update: int
+    epoch: int
+    first: int
+    last: int
+    step: int
+
+    def __str__(self) -> str:
+        batches = f"batch {self.first}" if self.first == self.last else f"batches {self.first} to {self.last}"
+        return f"update {self.update} (step {self.step}: {batches} of epoch {self.epoch}, counted from 0)"
+
+
+class FiniteWatch:
+    """Counts the updates in a row whose loss is not finite, and those that a gradient scaler has left out.
+
+    Args:
+        limit: how many in a row are too many; None counts nothing.
+    Attributes:
+        is_long: there were too many. The same on all ranks that train one model.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.forget()
+
+    def forget(self) -> None:
+        """After going back to an older state: what was seen is not what will be."""
+        self.is_long = False
+        self._row = self._skipped = 0
+        self._scale: float | None = None
+        self._first: _Where | None = None
+        self._own = math.nan  # this rank's own loss of that update
+        self._pending: list[tuple[_Where, torch.Tensor, torch.Tensor]] = []
+        self._copied: tuple[list[_Where], torch.Tensor, torch.cuda.Event | None] | None = None
+
+    def take(self, loss: Any, own: torch.Tensor, update: int, micro_batches: int, progress: Progress) -> None:
+        """After an update, before its last step is counted.
+
+        Args:
+            loss: over the global batch, a number or a 0-dim tensor.
+            own: this rank's part of it.
+        """
+        if self.limit is None:
+            return
+        if isinstance(loss, torch.Tensor) and _is_elsewhere(loss):
+            self._pending.append((_where(update, micro_batches, progress), loss, own))
+            if len(self._pending) == _AT_ONCE:
+                self._read()
+                self._copied, self._pending = _to_host(self._pending), []
+            return
+        value = float(loss)
+        if math.isfinite(value):
+            self._row = 0
+        else:
+            self._count(_where(update, micro_batches, progress), float(own))
+
+    def _count(self, where: _Where, own: float) -> None:
+        if self._row == 0:
+            self._first, self._own = where, own
+        self._row += 1
+        self.is_long = self.is_long or self._row >= (self.limit or math.inf)
+
+    def _read(self) -> None:
+        if self._copied is None:
+            return
+        places, values, arrival = self._copied
+        self._copied = None
+        if arrival is not None:
+            arrival.synchronize()
+        for where, (value, own) in zip(places, values.T.tolist(), strict=True):
+            if math.isfinite(value):
+                self._row = 0 if not self.is_long else self._row
+            else:
+                self._count(where, own)
+
+    def take_skip(self, skipped: bool, scaler: torch.amp.GradScaler) -> None:
+        """After an update with a gradient scaler: was it left out? A smaller scale mends an overflow, and no nan."""
+        self._skipped = self._skipped + 1 if skipped else 0
+        if self.limit is not None and self._skipped >= self.limit and (scale := scaler.get_scale()) < _NO_SCALE:
+            self._scale, self.is_long = scale, True
+
+    def raise_if_long(self, *, together: bool) -> None:
+        """Collective if `together`, and then only where `is_long`.
+
+        Raises:
+            NonFiniteError: with update, step, batches, and each rank's own loss.
+        """
+        if not self.is_long:
+            return
+        off = "AutoUnit(stop_after_nonfinite_losses=None) goes on regardless."
+        if self._first is None or (self._scale is not None and self._row < (self.limit or 0)):
+            raise NonFiniteError(
+                f"the gradients were inf or nan in {self._skipped} updates in a row, though the gradient scaler is down to "
+                f"{self._scale:g}: nothing is trained any more. The losses are finite, so look at what has an infinite slope, "
+                f"such as sqrt(0) or a division by a norm; detect_anomaly=True names it. {off}"
+            )
+        owns = agree.gather(str(self._own)) if together else [str(self._own)]
+        bad = [f"rank {r}: {v}" for r, v in enumerate(owns) if v in ("nan", "inf", "-inf")] if together else owns
+        raise NonFiniteError(
+            f"the loss was not finite in {self._row} updates in a row, the first of them {self._first} "
+            f"({', '.join(bad) or 'of no rank by itself, but of their sum'}). Checkpoints up to step {self._first.step} are from "
+            "before. Look at those batches, lower the learning rate, or clip; RollBack goes back and leaves such batches out by "
+            f"itself. {off}"
+        )
+
+    def finish(self, updates: int, *, together: bool) -> None:
+        """At the end of training: what was not read yet, and runs that are shorter than a row.
+
+        Args:
+            updates: of the whole run so far.
+        Raises:
+            NonFiniteError: as above; also if no update at all had a finite loss.
+        """
+        self._read()
+        if self._pending:
+            self._copied, self._pending = _to_host(self._pending), []
+            self._read()
+        self.is_long = self.is_long or (self.limit is not None and 0 < updates <= self._row)
+        self.raise_if_long(together=together)
+        if self._row and agree.is_rank0():
+            logger.warning(
+                "training ends with a loss that is not finite: so it was in the last %s updates, from %s on. Are the weights?",
+                self._row,
+                self._first,
+            )
+
+
+def _where(update: int, micro_batches: int, progress: Progress) -> _Where:
+    last = progress.num_steps_completed_in_epoch
+    first = last - micro_batches + 1
+    return _Where(update, progress.num_epochs_completed, first, last, progress.num_steps_completed - micro_batches + 1)
+
+
+def _is_elsewhere(loss: torch.Tensor) -> bool:
+    return loss.device.type != "cpu"
+
+
+def _to_host(
+    pending: list[tuple[_Where, torch.Tensor, torch.Tensor]],
+) -> tuple[list[_Where], torch.Tensor, torch.cuda.Event | None]:
+    """Start copying losses, in two rows, the ranks' and this one's; the event tells when they are there."""
+    there = torch.stack(
+        [torch.stack([loss for _, loss, _ in pending]).double(), torch.stack([own for *_, own in pending]).double()]
+    )
+    places = [where for where, *_ in pending]
+    if not there.is_cuda:
+        return places, there, None
+    here = torch.empty(there.shape, dtype=torch.float64, pin_memory=True)
+    here.copy_(there, non_blocking=True)
+    arrival = torch.cuda.Event()
+    arrival.record()
+    return places, here, arrival
