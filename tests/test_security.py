@@ -41,6 +41,7 @@ from tests.conftest import clean_environment
 
 SOURCE = Path(echelon.__file__).parent
 CANARY = "canary-7f3a"
+NOBODY = 65534
 
 
 def _used() -> Iterator[tuple[Path, ast.AST, str]]:
@@ -226,3 +227,36 @@ def test_a_run_name_is_no_path() -> None:
     for name in ("../a", "a/b", ".", "..", "/a"):
         with pytest.raises(UsageError):
             RunDir.check_name(name)
+
+
+def _of_nobody(*paths: Path) -> None:
+    """Another user's, as far as this process can make it so."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user: run the tests as root, as CI does")
+    for path in paths:
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+
+
+PLANTED = "import os\nopen(os.environ['EVIDENCE'], 'w').close()\nfrom importlib import import_module\n"
+CALLER = """
+import operator
+from echelon import launch
+if __name__ == "__main__":
+    print(launch(operator.add, ranks=2, args=(1, 2)))
+"""
+
+
+def test_launch_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    """Also what the server imports long after it has begun: psutil, when its last rank has ended."""
+    here, elsewhere = tmp_path / "shared", tmp_path / "mine"
+    here.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "program.py").write_text(CALLER)
+    for name in ("psutil", "torch", "echelon", "operator", "numpy"):
+        (here / f"{name}.py").write_text(PLANTED)
+    env = {**clean_environment(), "EVIDENCE": str(tmp_path / "it-ran")}
+    said = subprocess.run(
+        [sys.executable, str(elsewhere / "program.py")], cwd=here, env=env, capture_output=True, text=True, timeout=90
+    )
+    assert said.stdout == "[3, 3]\n", said.stderr
+    assert not (tmp_path / "it-ran").exists()
