@@ -22,6 +22,7 @@ from echelon.contracts.overrides import Overrides
 from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
+from echelon.contracts.terminal import printable
 from echelon.launcher.job import JobSpec, parse_duration, parse_rank_range
 
 __all__ = ["add_arguments", "check_module", "check_script", "decided", "describe", "execute"]
@@ -198,7 +199,7 @@ def _git(folder: Path) -> dict[str, object] | None:
 
 def _where(run: RunDir) -> str:
     """The step at which training stopped, as rank 0 wrote it into its events; nothing if it did not get so far."""
-    attempts = sorted((run.path / "attempts").glob("[0-9]*"))
+    attempts = run.attempts()
     steps = (
         [e.get("step") for e in read_lines(attempts[-1] / run.events(0).name) if e.get("event") == "stopped"] if attempts else []
     )
@@ -222,4 +223,4 @@ def _finish(run: RunDir, exit_code: int) -> None:
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may have gone, and the run with it
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)

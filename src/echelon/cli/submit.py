@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 import shutil
-import stat
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +16,11 @@ from typing import TYPE_CHECKING
 
 from echelon.cli.run import check_module, check_script, decided, describe
 from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.files import private_folder
+from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir, write_json
+from echelon.contracts.terminal import printable
+from echelon.contracts.trust import check_parents, doubt
 from echelon.launcher.job import JobSpec, parse_duration
 from echelon.launcher.protocol import FolderJob
 
@@ -159,8 +162,14 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--{other[0]} is for Slurm. Kubernetes' own word for it can be added to what is printed.")
     spec, mem = _spec(arguments, arguments.script), arguments.mem
     shape = {"cpus_per_rank": arguments.cpus_per_rank, "gpus": arguments.gpus_per_node, "mem": mem}
+    if redacted_words(spec.args) != list(spec.args):
+        _warn("an argument looks like a secret, and will be in the manifest for all who can read it: use a Secret of Kubernetes'")
     print(render(spec, arguments.name, image=arguments.image, volume=arguments.volume, **shape), end="")
     return 0
+
+
+def _warn(text: str) -> None:
+    print(printable(f"echelon: {text}"), file=sys.stderr)
 
 
 def parse_sweep(given: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
@@ -189,21 +198,24 @@ def _folder(arguments: argparse.Namespace) -> tuple[RunDir, bool]:
     named = Path(arguments.runs) / arguments.name if arguments.name else None
     new = named is None or not named.exists()
     run = RunDir.create(arguments.runs, arguments.name, stem=_stem(arguments), begin=False)
-    if run.path.stat().st_mode & stat.S_IWOTH:
-        raise UsageError(
-            f"everybody can write to {run.path}, and so change what the job runs: chmod o-w it, and check your umask."
-        )
+    check_parents(run.path)
+    if why := doubt(run.path, run.path.stat()):
+        raise UsageError(why)
     if not new:
         if tasks_of(run.path) or arguments.sweep:
             raise UsageError(f"run {run.name} exists, and a sweep cannot go on. Give another --name.")
-        if (run.path / "job" / "job.json").exists():
+        if os.path.lexists(run.path / "job" / "job.json"):
             job = job_of(run)
+            job.believed()
             if not job.state().has_ended:
                 raise UsageError(
                     f"run {run.name} has not ended: job {job.id} is {job.state().value}. `echelon cancel {run.name}`?"
                 )
             (run.path / "job" / "cancelled").unlink(missing_ok=True)
-    (run.path / "job").mkdir(mode=0o700, exist_ok=True)
+    try:
+        private_folder(run.path / "job", 0o700)
+    except OSError as error:
+        raise UsageError(f"{error.filename} {error.strerror}. Take another --name.") from error
     return run, new
 
 
@@ -251,7 +263,7 @@ def _dry_run(launcher: SlurmLauncher, spec: JobSpec, sweep: Sequence[object], ar
     print(script, end="")
     sys.stdout.flush()
     if commands.available():
-        print(f"echelon: Slurm: {commands.would_start(script)}", file=sys.stderr)
+        print(printable(f"echelon: Slurm: {commands.would_start(script)}"), file=sys.stderr)
     else:
         print("echelon: there is no sbatch here to ask; the script is as it would be submitted", file=sys.stderr)
     return 0
@@ -261,7 +273,7 @@ def _say_where(run: RunDir, jobs: Sequence[FolderJob], arguments: argparse.Names
     where = "" if arguments.runs == "runs" else f" --runs {arguments.runs}"
     number = jobs[0].id.partition("_")[0]
     many = f", {len(jobs)} runs" if len(jobs) > 1 else ""
-    print(f"job {number}{many}: {run.path}")
+    print(printable(f"job {number}{many}: {run.path}"))
     follow = f"echelon logs{where} {run.name} --follow\n" if len(jobs) == 1 else ""
-    print(f"{follow}echelon jobs{where}\nechelon cancel{where} {run.name}", file=sys.stderr)
+    print(printable(f"{follow}echelon jobs{where}\nechelon cancel{where} {run.name}"), file=sys.stderr)
     return 0

@@ -13,14 +13,16 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from echelon.contracts.files import open_to_append
 from echelon.contracts.rank import RankInfo
-from echelon.contracts.run_dir import RunDir, read_json
+from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.attempt import write_exit
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local import path_without_launcher, rank_environment
 from echelon.launcher.nodes import free_port
 from echelon.launcher.placement import bound
+from echelon.launcher.records import rank_record
 from echelon.launcher.worker import Start, run_program
 
 __all__ = ["run_here"]
@@ -50,7 +52,7 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
     pid, before = os.getpid(), signal.getsignal(signal.SIGUSR1)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # until `run_program` has a handler
     limit = _TimeLimit(job.stop_after_s, job.grace_s, lambda: write_exit(run.exit_json, REQUEUE)) if job.stop_after_s else None
-    with open(log, "a", encoding="utf-8", errors="backslashreplace", buffering=1) as copy:
+    with open(open_to_append(log), "a", encoding="utf-8", errors="backslashreplace", buffering=1) as copy:
         out, err = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = _Tee(out, copy), _Tee(err, copy)
         try:
@@ -62,7 +64,7 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
     if limit is not None:
         limit.lift()
     signal.signal(signal.SIGUSR1, before)
-    failure = Failure.from_record(0, code, 0, read_json(record) or {}, log) if code not in (0, REQUEUE) else None
+    failure = Failure.from_record(0, code, 0, rank_record(record) or {}, log) if code not in (0, REQUEUE) else None
     write_exit(run.exit_json, code, [failure] if failure else [], failure)
     return Outcome(code, failure)
 

@@ -356,13 +356,13 @@ class _Proving:
             mistakes = self._launch(run_reference, 1, *arguments)
         except RankFailedError:  # the row differs whether or not it can be said why
             return []
-        mine, right = (torch.load(folder / f"update-{k:03d}.pt", weights_only=False) for folder in (ran.folder, reference))
+        mine, right = (torch.load(folder / f"update-{k:03d}.pt", weights_only=True) for folder in (ran.folder, reference))
         mine["loss"], mine["norm"] = mean_loss(micros_in_order(ran.records)[k]), ran.records[0]["norms"][k]
         return causes.from_mistakes(verdict, mine, right, mistakes, ran.records[0]["batch_norms"])
 
     def _same_bits(self, ran: _Ran, verdict: Verdict) -> bool:
         """Whether this row's last parameters have the very bits of the first row of the bit-equal mode."""
-        last = torch.load(ran.folder / f"update-{verdict.updates - 1:03d}.pt", weights_only=False)["parameters"]
+        last = torch.load(ran.folder / f"update-{verdict.updates - 1:03d}.pt", weights_only=True)["parameters"]
         known = self._bitwise.setdefault(ran.row.optimizer, last)
         return known is last or all(torch.equal(last[n], known[n]) for n in known)
 
