@@ -257,7 +257,7 @@ def test_a_call_that_was_tampered_with_is_not_loaded(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="only with --call-sha256"):
         job.result(60)
     assert not evidence.exists()
-    calls.load_value(file)  # and it would have run
+    pickle.loads(file.read_bytes())  # and it would have run
     assert evidence.exists()
 
 
@@ -269,27 +269,52 @@ class _Touches:
         return os.mkdir, (self.path,)
 
 
+KEY = "ab" * 32
+
+
+def test_a_value_is_loaded_only_with_the_seal_of_its_job_and_place(tmp_path: Path) -> None:
+    """A pickle of the user's own, such as a downloaded one, can be moved to where a value is expected."""
+    evidence, (first, second) = tmp_path / "it-ran", (tmp_path / "attempt" / f"value.rank{n}.pkl" for n in range(2))
+    first.parent.mkdir()
+    planted = (
+        lambda: first.write_bytes(pickle.dumps(_Touches(str(evidence)))),
+        lambda: first.write_bytes(bytes(32) + pickle.dumps(_Touches(str(evidence)))),
+        lambda: write_value(_Touches(str(evidence)), first, "cd" * 32),  # of another job
+        lambda: (write_value(_Touches(str(evidence)), second, KEY), second.rename(first)),  # of another rank
+    )
+    for plant in planted:
+        first.unlink(missing_ok=True)
+        plant()
+        first.chmod(0o600)
+        with pytest.raises(EchelonError, match="was not written by a rank of this job"):
+            load_value(first, KEY)
+        assert calls.load_exception(first, KEY) is None
+    assert not evidence.exists()
+    write_value([1.5, "x"], first, KEY)
+    assert load_value(first, KEY) == [1.5, "x"]
+
+
 def test_values_come_from_files_that_only_the_user_can_have_written(tmp_path: Path) -> None:
     path, other = tmp_path / "value.pkl", tmp_path / "other.pkl"
-    write_value(7, path)
-    assert load_value(path) == 7 and stat.S_IMODE(path.stat().st_mode) == 0o600 and os.listdir(tmp_path) == ["value.pkl"]
+    write_value(7, path, KEY)
+    assert load_value(path, KEY) == 7 and stat.S_IMODE(path.stat().st_mode) == 0o600 and os.listdir(tmp_path) == ["value.pkl"]
     other.symlink_to(path)
     with pytest.raises(OSError):
-        load_value(other)
+        load_value(other, KEY)
     for mode in (0o620, 0o602):
         path.chmod(mode)
         with pytest.raises(EchelonError, match="only you can write"):
-            load_value(path)
+            load_value(path, KEY)
     path.chmod(0o600)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(EchelonError, match="only you can write"):
-        load_value(tmp_path / "pipe")
+        load_value(tmp_path / "pipe", KEY)
     if os.geteuid() == 0:
         os.chown(path, 65534, -1)
         with pytest.raises(EchelonError, match="only you can write"):
-            load_value(path)
+            load_value(path, KEY)
     with pytest.raises(Exception, match="pickle"):
-        write_value(lambda: 0, path)
+        write_value(lambda: 0, path, KEY)
     assert sorted(os.listdir(tmp_path)) == ["other.pkl", "pipe", "value.pkl"]
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from echelon.contracts.errors import EchelonError
 from echelon.contracts.run_dir import RunDir
+from echelon.contracts.terminal import printable
+from echelon.launcher.protocol import FolderJob
 
 __all__ = ["add_arguments", "execute"]
 
@@ -19,12 +22,22 @@ def execute(arguments: argparse.Namespace) -> int:
     from echelon.launcher.jobs import find_run, job_of, tasks_of
 
     path = find_run(arguments.run, Path(arguments.runs))
+    bad = 0
     for each in tasks_of(path) or [path]:
-        job = job_of(RunDir(each))
-        state = job.state()
-        if state.has_ended:
-            print(f"job {job.id} has ended: {state.value}")
-        else:
-            job.cancel()
-            print(f"job {job.id} is cancelled")
-    return 0
+        try:
+            said = _cancel(job_of(RunDir(each)))
+        except EchelonError as error:
+            if each == path:
+                raise
+            bad, said = 1, f"{each}: {error}"  # one damaged run of a sweep does not keep the others running
+        print(printable(said))
+    return bad
+
+
+def _cancel(job: FolderJob) -> str:
+    job.believed()  # before anything is made of its id
+    state = job.state()
+    if state.has_ended:
+        return f"job {job.id} has ended: {state.value}"
+    job.cancel()
+    return f"job {job.id} is cancelled"

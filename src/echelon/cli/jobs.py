@@ -7,11 +7,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from echelon.contracts.errors import EchelonError
+from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.files import parse_object, read_end
 from echelon.contracts.run_dir import RunDir
+from echelon.contracts.terminal import printable
 from echelon.launcher.protocol import FolderJob
 
 __all__ = ["add_arguments", "execute"]
+
+_WIDEST = 300
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,57 +24,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from echelon.launcher.jobs import find_run, job_of, jobs_below, tasks_of
+    from echelon.launcher.jobs import find_run, folders_below, tasks_of
 
     root = Path(arguments.runs)
     if arguments.run is None:
-        jobs = list(jobs_below(root))
+        paths = list(folders_below(root))
     else:
         path = find_run(arguments.run, root)
-        jobs = [job_of(RunDir(task)) for task in tasks_of(path) or [path]]
-    if not jobs:
-        print(f"no job was submitted into {root}", file=sys.stderr)
+        paths = tasks_of(path) or [path]
+    if not paths:
+        print(printable(f"no job was submitted into {root}"), file=sys.stderr)
         return 0
-    keys = list(dict.fromkeys(key for job in jobs for key, _ in job.said.get("sweep", ())))
+    jobs = [_job(path) for path in paths]
+    if arguments.run is not None and len(jobs) == 1 and isinstance(jobs[0], str):
+        raise UsageError(jobs[0])
+    keys = list(dict.fromkeys(key for job in jobs if not isinstance(job, str) for key, _ in job.said.get("sweep", ())))
     shown = [["run", "job", "state", "ranks", "starts", *keys, "step", "loss", ""]]
-    print("\n".join(_aligned([*shown, *(_row(job, keys) for job in jobs)])))
+    shown += [_row(path, job, keys) for path, job in zip(paths, jobs, strict=True)]
+    print("\n".join(_aligned([[_cell(text) for text in row] for row in shown])))
     return 0
 
 
-def _row(job: FolderJob, keys: Sequence[str]) -> list[str]:
+def _job(path: Path) -> FolderJob | str:
+    """The job of a folder; or why there is none, so that one bad folder does not hide the others."""
+    from echelon.launcher.jobs import job_of
+
+    try:
+        return job_of(RunDir(path))
+    except (EchelonError, OSError) as error:
+        return str(error)
+
+
+def _row(path: Path, job: FolderJob | str, keys: Sequence[str]) -> list[str]:
+    name = f"{path.parents[1].name}/{path.name}" if path.parent.name == "tasks" else path.name
+    if isinstance(job, str):
+        return [name, "", "?", "", "", *("" for _ in keys), "", "", job]
     values = dict(job.said.get("sweep", ()))
     try:
         state, why = job.state().value, job.why()
-    except EchelonError as error:  # a controller that does not answer: the folder still tells the rest
+    except (EchelonError, OSError) as error:  # a controller that does not answer: the folder still tells the rest
         state, why = "?", str(error)
     last = _last_record(job.run)
-    path = job.run.path
-    name = f"{path.parents[1].name}/{path.name}" if path.parent.name == "tasks" else path.name
     ranks = f"{job.spec.nodes}x{job.spec.ranks}" if job.spec.nodes > 1 else str(job.spec.ranks)
     loss = last.get("loss")
     shown = f"{loss:.6g}" if isinstance(loss, float) else ""
     row = [name, job.id, state, ranks, str(len(job.attempts)), *(str(values.get(key, "")) for key in keys)]
-    row += [str(last.get("step", "")), shown, "" if state == "done" else why]
-    return ["".join(c if c.isprintable() else "?" for c in cell) for cell in row]  # the files may be another's: no escapes
+    return [*row, str(last.get("step", "")), shown, "" if state == "done" else why]
+
+
+def _cell(text: str) -> str:
+    """In one line, of a sensible length: the files may be another's."""
+    text = printable(text).replace("\n", "?").replace("\t", "?")
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
 
 
 def _last_record(run: RunDir) -> dict[str, object]:
     """The newest training record of metrics.jsonl, read from its end: the file may be large."""
     try:
-        with open(run.metrics, "rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - 65536))
-            tail = file.read()
+        tail = read_end(run.metrics)
     except OSError:
         return {}
-    import json
-
     for line in reversed(tail.splitlines()):
-        try:
-            record = json.loads(line)
-        except ValueError:  # cut off at either end
-            continue
-        if isinstance(record, dict) and "loss" in record:
+        record = parse_object(line)  # none where it is cut off, at either end
+        if record is not None and "loss" in record:
             return record
     return {}
 

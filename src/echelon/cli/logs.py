@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import re
+import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.files import open_file
 from echelon.contracts.run_dir import RunDir
+from echelon.contracts.terminal import OutputFilter, printable
 from echelon.launcher.protocol import FolderJob
 
 __all__ = ["add_arguments", "execute"]
 
 _ASK_EVERY_S = 2.0
-# What would do more to a terminal than show text: everything but colours, tabs, line ends and carriage returns.
-_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]|\x1b(?!\[[0-9;:]*m)|\xc2[\x80-\x9f]")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,40 +43,69 @@ def execute(arguments: argparse.Namespace) -> int:
 
     if arguments.follow:
         return _follow(job, file)
-    if not file().exists():
+    if not os.path.lexists(file()):
         raise UsageError(f"job {job.id} is {job.state().value} and has written no {file()} yet. --follow waits for it.")
-    _copy(file(), 0)
+    screen = _Screen()
+    screen.copy(file(), 0)
+    screen.end()
     return 0
 
 
 def _follow(job: FolderJob, file: Callable[[], Path]) -> int:
     """Show what comes until the job has ended; a new start begins a new file."""
-    at, offset, ask_at = file(), 0, 0.0
+    at, offset, ask_at, screen = file(), 0, 0.0, _Screen()
     while True:
         ended = False
         if time.monotonic() > ask_at:
             ended = job.state().has_ended
             ask_at = time.monotonic() + _ASK_EVERY_S
-        offset = _copy(at, offset)
+        offset = screen.copy(at, offset)
         if (newest := file()) != at:
-            _copy(at, offset)
-            print(f"echelon: {newest}", file=sys.stderr)
+            screen.copy(at, offset)
+            screen.end()
+            print(printable(f"echelon: {newest}"), file=sys.stderr)
             at, offset = newest, 0
         elif ended:
+            screen.end()
             return 0
         else:
             time.sleep(0.2)
 
 
-def _copy(path: Path, offset: int) -> int:
-    """Show a file from `offset` on; where it ended."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(offset)
-            while block := file.read(1 << 20):
-                sys.stdout.buffer.write(_CONTROL.sub(b"?", block) if sys.stdout.isatty() else block)
-                offset += len(block)
-    except FileNotFoundError:
+class _Screen:
+    """Standard output: as the ranks wrote it into a file or a pipe; on a terminal, without what would do more than show text."""
+
+    def __init__(self) -> None:
+        self._filter = OutputFilter() if sys.stdout.isatty() else None
+
+    def copy(self, path: Path, offset: int) -> int:
+        """Show a file from `offset` on; where it ended.
+
+        Raises:
+            UsageError: it is not a file that can be read.
+        """
+        try:
+            with open(open_file(path), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(offset)
+                while offset < size and (block := file.read(min(1 << 20, size - offset))):
+                    self._show(block)
+                    offset += len(block)
+        except FileNotFoundError:
+            return offset
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise UsageError(f"{path} cannot be shown: it is a link, no file, or another user's ({error.strerror}).") from error
         return offset
-    sys.stdout.flush()
-    return offset
+
+    def _show(self, block: bytes) -> None:
+        sys.stdout.buffer.write(block if self._filter is None else self._filter.feed(block).encode())
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """A file has been shown."""
+        if self._filter is not None:
+            sys.stdout.buffer.write(self._filter.end().encode())
+            sys.stdout.flush()
+            self._filter = OutputFilter()

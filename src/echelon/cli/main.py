@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(verb: str, arguments: Sequence[str]) -> int:
     from echelon.cli.parser import Parser
     from echelon.contracts.errors import EchelonError, UsageError
+    from echelon.contracts.terminal import printable
 
     if verb == "--version":
         from importlib.metadata import version
@@ -73,13 +74,13 @@ def _run(verb: str, arguments: Sequence[str]) -> int:
     try:
         return int(module.execute(parser.parse_args(arguments[1:])))
     except EchelonError as error:
-        print(f"echelon: {error}", file=sys.stderr)
+        print(printable(f"echelon: {error}"), file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except OSError as error:
         if error.errno not in FULL_DISK:
             raise
         what = error.filename or ("a file" if flush_streams() is None else "standard output")
-        print(f"echelon: {what} cannot be written: {error.strerror}", file=sys.stderr)
+        print(printable(f"echelon: {what} cannot be written: {error.strerror}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before or after the ranks: while they run, the launcher hears it itself
         print("echelon: stopped by SIGINT", file=sys.stderr)

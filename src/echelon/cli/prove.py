@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.files import write_whole
 from echelon.contracts.run_dir import RunDir, write_json
 
 __all__ = ["add_arguments", "execute"]
@@ -71,7 +72,7 @@ def execute(arguments: argparse.Namespace) -> int:
         run.path / "logs",
     )
     write_json(run.path / "prove.json", proof.to_json())
-    (run.path / "prove.html").write_text(show.page(proof, f"echelon prove {script.name}"), encoding="utf-8")
+    write_whole(run.path / "prove.html", show.page(proof, f"echelon prove {script.name}"))
     if arguments.json:
         print(json.dumps(proof.to_json(), indent=2))
     else:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.run_dir import RunDir
+from echelon.contracts.terminal import printable
 
 __all__ = ["add_arguments", "execute"]
 
@@ -21,5 +22,5 @@ def execute(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.run)
     if not folder.is_dir():
         raise UsageError(f"{folder} is no run folder.")
-    print(report.write(RunDir(folder)))
+    print(printable(str(report.write(RunDir(folder)))))
     return 0

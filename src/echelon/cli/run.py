@@ -23,6 +23,7 @@ from echelon.contracts.overrides import Overrides
 from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
+from echelon.contracts.terminal import printable
 from echelon.launcher.job import JobSpec, parse_duration, parse_rank_range
 
 __all__ = ["add_arguments", "check_module", "check_script", "decided", "describe", "execute"]
@@ -204,7 +205,7 @@ def _git(folder: Path) -> dict[str, object] | None:
 
 def _stopped(run: RunDir) -> dict[str, Any]:
     """The event with which training stopped, as rank 0 wrote it; empty if it did not get so far."""
-    attempts = sorted((run.path / "attempts").glob("[0-9]*"))
+    attempts = run.attempts()
     events = read_lines(attempts[-1] / run.events(0).name) if attempts else []
     return next((event for event in reversed(list(events)) if event.get("event") == "stopped"), {})
 
@@ -226,4 +227,4 @@ def _finish(run: RunDir, exit_code: int) -> None:
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may have gone, and the run with it
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)

@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import shutil
-import stat
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,11 @@ from typing import TYPE_CHECKING
 
 from echelon.cli.run import check_module, check_script, decided, describe
 from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.files import private_folder
+from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir, write_json
+from echelon.contracts.terminal import printable
+from echelon.contracts.trust import check_parents, doubt
 from echelon.launcher.job import JobSpec, parse_duration
 from echelon.launcher.protocol import FolderJob
 
@@ -160,8 +163,14 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--{other[0]} is for Slurm. Kubernetes' own word for it can be added to what is printed.")
     spec, mem = _spec(arguments, arguments.script), arguments.mem
     shape = {"cpus_per_rank": arguments.cpus_per_rank, "gpus": arguments.gpus_per_node, "mem": mem}
+    if redacted_words(spec.args) != list(spec.args):
+        _warn("an argument looks like a secret, and will be in the manifest for all who can read it: use a Secret of Kubernetes'")
     print(render(spec, arguments.name, image=arguments.image, volume=arguments.volume, **shape), end="")
     return 0
+
+
+def _warn(text: str) -> None:
+    print(printable(f"echelon: {text}"), file=sys.stderr)
 
 
 def parse_sweep(given: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
@@ -193,16 +202,18 @@ def _folder(arguments: argparse.Namespace) -> Iterator[tuple[RunDir, bool]]:
     named = Path(arguments.runs) / arguments.name if arguments.name else None
     made = named is None or not named.exists()
     run = RunDir.create(arguments.runs, arguments.name, stem=_stem(arguments), begin=False)
-    if run.path.stat().st_mode & stat.S_IWOTH:
-        raise UsageError(
-            f"everybody can write to {run.path}, and so change what the job runs: chmod o-w it, and check your umask."
-        )
+    check_parents(run.path)
+    if why := doubt(run.path, run.path.stat()):
+        raise UsageError(why)
     with run.submitting():
         # Another submission may have made its job since we looked whether there is a folder.
         new = made and not (run.path / "job").exists() and not (run.path / "attempts").exists()
         if not new:
             _refuse_unless_ended(run, arguments)
-        (run.path / "job").mkdir(mode=0o700, exist_ok=True)
+        try:
+            private_folder(run.path / "job", 0o700)
+        except OSError as error:
+            raise UsageError(f"{error.filename} {error.strerror}. Take another --name.") from error
         yield run, new
 
 
@@ -211,8 +222,9 @@ def _refuse_unless_ended(run: RunDir, arguments: argparse.Namespace) -> None:
 
     if tasks_of(run.path) or arguments.sweep:
         raise UsageError(f"run {run.name} exists, and a sweep cannot go on. Give another --name.")
-    if (run.path / "job" / "job.json").exists():
+    if os.path.lexists(run.path / "job" / "job.json"):
         job = job_of(run)
+        job.believed()
         if not job.state().has_ended:
             raise UsageError(f"run {run.name} has not ended: job {job.id} is {job.state().value}. `echelon cancel {run.name}`?")
         (run.path / "job" / "cancelled").unlink(missing_ok=True)
@@ -263,7 +275,7 @@ def _dry_run(launcher: SlurmLauncher, spec: JobSpec, sweep: Sequence[object], ar
     print(script, end="")
     sys.stdout.flush()
     if commands.available():
-        print(f"echelon: Slurm: {commands.would_start(script)}", file=sys.stderr)
+        print(printable(f"echelon: Slurm: {commands.would_start(script)}"), file=sys.stderr)
     else:
         print("echelon: there is no sbatch here to ask; the script is as it would be submitted", file=sys.stderr)
     return 0
@@ -275,6 +287,6 @@ def _say_where(run: RunDir, jobs: Sequence[FolderJob], arguments: argparse.Names
     many = f", {len(jobs)} runs" if len(jobs) > 1 else ""
     follow = f"echelon logs{where} {run.name} --follow\n" if len(jobs) == 1 else ""
     with contextlib.suppress(OSError):  # the job is submitted, whether or not anybody reads of it
-        print(f"job {number}{many}: {run.path}", flush=True)
-        print(f"{follow}echelon jobs{where}\nechelon cancel{where} {run.name}", file=sys.stderr)
+        print(printable(f"job {number}{many}: {run.path}"), flush=True)
+        print(printable(f"{follow}echelon jobs{where}\nechelon cancel{where} {run.name}"), file=sys.stderr)
     return 0

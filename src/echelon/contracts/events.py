@@ -13,16 +13,19 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+from echelon.contracts.files import open_file, open_to_append, parse_object
+
+__all__ = ["EventLog", "LineReader", "encode", "read_lines", "survey"]
 
 logger = logging.getLogger(__name__)
 
 # Bytes of lines that wait for a disk to have room again.
 _KEPT = 4 << 20
-
-__all__ = ["EventLog", "LineReader", "encode", "read_lines"]
 
 
 # Made once: json.dumps with options makes an encoder for every call.
@@ -61,7 +64,7 @@ class EventLog:
     def __init__(self, path: Path, **common: Any) -> None:
         self.path, self._common = path, common
         self._owed, self._lost, self._in_trouble = b"", 0, False
-        self._file: IO[bytes] | None = open(path, "ab", buffering=0)
+        self._file: IO[bytes] | None = open(open_to_append(path, 0o666), "ab", buffering=0)
 
     def emit(self, event: str, **fields: Any) -> None:
         """Append one event at once, so that it survives a kill of this process."""
@@ -100,37 +103,88 @@ class EventLog:
             logger.warning("%s lacks %d lines, which could not be written", self.path, lost)
 
 
+# A line that is longer is none of ours, and is left out.
+_LONGEST = 4 << 20
+_AT_ONCE = 64 << 20
+# Of a file that is read whole: its last so many bytes and records. A run of a million updates has fewer.
+_MOST_BYTES = 512 << 20
+_MOST_RECORDS = 4_000_000
+
+
 class LineReader:
-    """Follows a growing JSON-lines file: each call of `read` gives the records that were completed since the last."""
+    """Follows a growing JSON-lines file: each call of `read` gives the records that were completed since the last.
+
+    Attributes:
+        bad: lines so far that are no records.
+        rest: what follows the last whole line.
+    """
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
-        self.path = path
-        self._position = path.stat().st_size if from_end and path.exists() else 0
-        self._rest = b""
+        self.path, self.bad, self.rest = path, 0, b""
+        self._position = path.lstat().st_size if from_end and path.exists() else 0
+        self._skips = False
 
     def read(self) -> list[dict[str, Any]]:
+        """
+        Returns:
+            the records; none if there is no such file, or none that can be read.
+        """
         try:
-            with open(self.path, "rb") as file:
-                file.seek(self._position)
-                chunk = file.read()
-        except FileNotFoundError:
+            with open(open_file(self.path), "rb") as file:
+                return list(self.records_of(file))
+        except OSError:
             return []
-        self._position += len(chunk)
-        lines = (self._rest + chunk).split(b"\n")
-        self._rest = lines.pop()
-        return list(_decode(lines))
+
+    def records_of(self, file: IO[bytes], until: int | None = None) -> Iterator[dict[str, Any]]:
+        """The records up to a position, or the end."""
+        file.seek(self._position)
+        while chunk := file.read(_AT_ONCE if until is None else min(_AT_ONCE, max(0, until - self._position))):
+            self._position += len(chunk)
+            lines = (self.rest + chunk).split(b"\n")
+            self.rest = lines.pop()
+            if self._skips and lines:
+                self._skips = False
+                del lines[0]
+            if len(self.rest) > _LONGEST:
+                self.bad += not self._skips
+                self.rest, self._skips = b"", True
+            for line in lines:
+                record = parse_object(line) if len(line) <= _LONGEST else None
+                if record is not None:
+                    yield record
+                else:  # two attempts may have met in the middle of a line
+                    self.bad += 1
+
+    def start_at(self, position: int) -> None:
+        """Begin with the first whole line after this position."""
+        self._position, self._skips = position, position > 0
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All whole records of a file; a last line cut off by a kill is left out. An absent file has none."""
-    return LineReader(Path(path)).read()
+    try:
+        return list(survey(path)[0])
+    except OSError:
+        return []
 
 
-def _decode(lines: list[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        try:
-            value = json.loads(line)
-        except ValueError:  # two attempts may have met in the middle of a line
-            continue
-        if isinstance(value, dict):
-            yield value
+def survey(path: str | os.PathLike[str]) -> tuple[Sequence[dict[str, Any]], list[str]]:
+    """The whole records of a file, of a very large one the last, and a few words on everything that is not among them.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    reader, notes = LineReader(Path(path)), []
+    with open(open_file(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MOST_BYTES:
+            reader.start_at(size - _MOST_BYTES)
+            notes.append(f"it has {size} bytes, of which only the last {_MOST_BYTES} were read.")
+        records = deque(reader.records_of(file, size), maxlen=_MOST_RECORDS)  # not what comes meanwhile, without end
+    if len(records) == _MOST_RECORDS:
+        notes.append(f"only the last {_MOST_RECORDS} records were read.")
+    if reader.rest:
+        notes.append("the last line is not whole and was left out.")
+    if reader.bad:
+        notes.append(f"{reader.bad} unreadable {'line was' if reader.bad == 1 else 'lines were'} left out.")
+    return records, notes

@@ -8,7 +8,28 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["usable_cores", "visible_devices"]
+__all__ = ["boot_id", "started_at", "usable_cores", "visible_devices"]
+
+
+def boot_id() -> str:
+    """Names this start of this machine; empty where the system has no such name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def started_at(pid: int) -> int | None:
+    """When a process began, in the kernel's ticks since the start of the machine, which no clock changes.
+
+    With `boot_id` and its number this names one process. None if there is none, or it has ended and only waits to be asked for.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.files import open_file, parse_object, private_folder, read_bytes, write_whole
 
 __all__ = [
     "FULL_DISK",
@@ -51,6 +52,7 @@ _ATTEMPT_VARIABLE = "ECHELON_ATTEMPT"
 
 # Names become folder names, job names and shell words: nothing that could be an option, a path or an escape.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+_NUMBER = re.compile(r"[0-9]{3,9}")
 
 
 class RunDir:
@@ -85,7 +87,9 @@ class RunDir:
         try:
             if name is not None:
                 run = cls(root / name)
-                run.path.mkdir(parents=True, exist_ok=True)
+                root.mkdir(parents=True, exist_ok=True)
+                if not run.path.is_dir():  # a user's own link to a folder elsewhere is one
+                    private_folder(run.path)
             else:
                 run = cls._unique(root, re.sub(r"[^A-Za-z0-9_-]", "_", stem)[:40] or "run")
             if begin:
@@ -113,10 +117,11 @@ class RunDir:
     @classmethod
     def _unique(cls, root: Path, stem: str) -> RunDir:
         stamp = time.strftime("%Y%m%d-%H%M%S")
+        root.mkdir(parents=True, exist_ok=True)
         for n in range(1000):
             path = root / (f"{stem}-{stamp}" if n == 0 else f"{stem}-{stamp}-{n}")
             try:
-                path.mkdir(parents=True)
+                path.mkdir(0o755)
                 return cls(path)
             except FileExistsError:  # another run of the same script began in the same second
                 continue
@@ -136,7 +141,9 @@ class RunDir:
     def at_attempt(self, attempt: int) -> RunDir:
         """The same run at another attempt, its folder made."""
         run = RunDir(self.path, attempt)
-        run.attempt_path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
+        private_folder(self.path / "attempts")
+        private_folder(run.attempt_path)
         return run
 
     def hold(self, *, who: str = "", patience_s: float = 1.0) -> None:
@@ -175,7 +182,12 @@ class RunDir:
         kind, until = fcntl.LOCK_EX if told is not None else fcntl.LOCK_SH, time.monotonic() + patience_s
         path = self.path / name
         while True:
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                file = open_file(path, os.O_RDWR | os.O_CREAT)
+            except OSError as error:
+                raise UsageError(
+                    f"run {self.name} cannot be held: {path} {_reason(error)}. Remove it, or give another --name."
+                ) from error
             try:
                 fcntl.lockf(file, kind | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
@@ -208,15 +220,22 @@ class RunDir:
 
     def _claim_attempt(self) -> None:
         """Take the first number after all others; making its folder takes it, so that two launchers never share one."""
-        folder = self.path / "attempts"
-        folder.mkdir(exist_ok=True)
+        private_folder(self.path / "attempts")
         while True:
-            self.attempt = max((int(p.name) for p in folder.iterdir() if p.name.isdigit()), default=-1) + 1
+            self.attempt = max((int(p.name) for p in self.attempts()), default=-1) + 1
             try:
-                self.attempt_path.mkdir()
+                self.attempt_path.mkdir(0o755)
                 return
             except FileExistsError:  # another launcher was faster
                 continue
+
+    def attempts(self) -> list[Path]:
+        """The folders of all attempts, in their order."""
+        try:
+            found = [p for p in (self.path / "attempts").iterdir() if _NUMBER.fullmatch(p.name)]
+        except OSError:
+            return []
+        return sorted(found, key=lambda p: int(p.name))
 
     @property
     def name(self) -> str:
@@ -278,19 +297,20 @@ def _is_at(path: Path, file: int) -> bool:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a small JSON file so that a reader sees the old or the new text, never half of one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=2, default=str) + "\n")
-    temporary.replace(path)
+    """Write a small JSON file for this user alone, so that a reader sees the old or the new text, never half of one."""
+    write_whole(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if it is absent or was cut off by a kill."""
+    """The JSON object in a file; None if there is none that is whole, in a file of a sensible size."""
     try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
+        return parse_object(read_bytes(path))
+    except OSError:
         return None
-    return value if isinstance(value, dict) else None
+
+
+def _reason(error: OSError) -> str:
+    return "is a link" if error.errno == errno.ELOOP else str(error.strerror)
 
 
 def begins_anew() -> bool:
@@ -302,7 +322,7 @@ def note_begun() -> None:
     """For whoever has set aside what earlier runs saved, on one rank: later attempts of this command go on from their own."""
     run = RunDir.current()
     if run is not None and begins_anew():
-        (run.attempt_path / "begun").touch()
+        os.close(open_file(run.attempt_path / "begun", os.O_WRONLY | os.O_CREAT))
 
 
 def has_begun(attempt: Path) -> bool:
@@ -337,4 +357,9 @@ def note_loader(global_batch: int, accumulation: int, *, divisible: int, ranks_p
 def read_loaders(attempt: Path) -> list[dict[str, Any]]:
     """What `note_loader` wrote into the folder of an attempt."""
     found = (read_json(attempt / "loaders.json") or {}).get("loaders", [])
-    return [loader for loader in found if isinstance(loader, dict)] if isinstance(found, list) else []
+    return [loader for loader in found if _is_loader(loader)] if isinstance(found, list) else []
+
+
+def _is_loader(value: Any) -> bool:
+    numbers = ("global_batch", "accumulation", "divisible", "ranks_per_place")
+    return isinstance(value, dict) and all(type(value.get(n)) is int and 0 < value[n] < 1 << 62 for n in numbers)

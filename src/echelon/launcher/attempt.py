@@ -10,9 +10,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from echelon.contracts.run_dir import read_json, write_json
+from echelon.contracts.run_dir import write_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.job import Failure, signal_name
+from echelon.launcher.records import rank_record
 
 __all__ = ["Attempt", "Requests", "write_exit"]
 
@@ -71,7 +72,7 @@ class Attempt:
         status, time_ns = self.ended.get(rank, (None, 0))
         if status == 0 or rank in self.forgiven:
             return None
-        record = read_json(self.record_path(rank)) or {}
+        record = rank_record(self.record_path(rank)) or {}
         if status is None:
             code = int(record.get("exit_code", 0))
             fails = code not in (0, REQUEUE)
@@ -97,7 +98,9 @@ class Attempt:
     def left(self, *, records: bool = True) -> list[int]:
         """The ranks that ended because they were asked to, or are about to: their record already says so, if it is read."""
         codes = self.exit_codes()
-        said = [r for r in self.running if (read_json(self.record_path(r)) or {}).get("exit_code") == REQUEUE] if records else []
+        said = (
+            [r for r in self.running if (rank_record(self.record_path(r)) or {}).get("exit_code") == REQUEUE] if records else []
+        )
         return [rank for rank, code in codes.items() if code == REQUEUE] + said
 
     def failures(self) -> list[Failure]:

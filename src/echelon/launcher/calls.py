@@ -1,13 +1,16 @@
 """A call on its way to other processes, and its values on their way back: pickles, of which only trusted ones are loaded.
 
 A call is loaded only if its file has the checksum that came by another way, such as the command line of a batch script, of
-which Slurm keeps the only copy. Values come back through files that nobody but this user can have written.
+which Slurm keeps the only copy. A value, or a rank's exception, is loaded only if its file is this user's own and is sealed
+with the job's key: a rank of this very job has written it, for this very place. The key comes to a rank over the socket of the
+process that forks it, or in job.json, which only this user reads and whose checksum is in the batch script.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import multiprocessing
 import os
 import pickle
@@ -17,9 +20,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import spawn
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.files import open_file
 
 __all__ = [
     "Call",
@@ -34,6 +38,9 @@ __all__ = [
     "write_call",
     "write_value",
 ]
+
+
+_SEAL_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ def _pickled(call: Any, function: Callable[..., Any]) -> bytes:
 
 def write_call(path: Path, packed: bytes) -> str:
     """Write what `pack` gave, for this user alone; the checksum without which `load_call` loads nothing."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    with open(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(packed)
     return checksum(packed)
 
@@ -143,35 +150,71 @@ def load_call(path: str, sha256: str) -> Call:
     return Call(function, arguments, search, argv)
 
 
-def write_value(value: Any, path: str | Path) -> None:
-    """Write a pickle for this user alone, whole or not at all."""
-    temporary = f"{path}.{os.getpid()}"
+class _Sealed:
+    """A file that is written while its seal is made."""
+
+    def __init__(self, file: IO[bytes], seal: Any) -> None:
+        self._file, self._seal = file, seal
+
+    def write(self, data: Any) -> int:
+        self._seal.update(data)
+        return self._file.write(data)
+
+
+def _seal(path: Path, key: str) -> Any:
+    """Of a file at a place: of another attempt or rank it is another."""
+    seal = hashlib.blake2b(key=bytes.fromhex(key), digest_size=_SEAL_BYTES)
+    seal.update(f"{path.parent.name}/{path.name}\0".encode())
+    return seal
+
+
+def write_value(value: Any, path: str | Path, key: str) -> None:
+    """Write a pickle for this user alone, whole or not at all.
+
+    Args:
+        key: of the job, in hexadecimal digits.
+    """
+    path = Path(path)
+    temporary, seal = path.with_name(f".{path.name}.{os.urandom(8).hex()}"), _seal(path, key)
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            pickle.dump(value, file)
+        with open(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            file.write(bytes(_SEAL_BYTES))
+            pickle.dump(value, _Sealed(file, seal))
+            file.seek(0)
+            file.write(seal.digest())
+        temporary.replace(path)
     except BaseException:
-        os.unlink(temporary)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise
-    os.replace(temporary, path)
 
 
-def load_value(path: Path) -> Any:
+def load_value(path: Path, key: str) -> Any:
     """
     Raises:
-        EchelonError: another user can have written the file.
+        EchelonError: another user can have written the file, or no rank of the job whose key this is has.
         FileNotFoundError: there is none.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         known = os.fstat(file.fileno())
         if not stat.S_ISREG(known.st_mode) or known.st_uid != os.geteuid() or known.st_mode & 0o022:
             raise EchelonError(f"{path} is not a file that only you can write: it is not loaded, since a pickle can run code.")
+        said, seal = file.read(_SEAL_BYTES), _seal(path, key)
+        while block := file.read(1 << 20):
+            seal.update(block)
+        if not hmac.compare_digest(said, seal.digest()):
+            raise EchelonError(
+                f"{path} was not written by a rank of this job, or not for this place: it is not loaded, since a pickle can run "
+                "code. Who can write there?"
+            )
+        file.seek(_SEAL_BYTES)  # of the same open file, which nobody else can write to
         return pickle.load(file)
 
 
-def load_exception(path: Path) -> BaseException | None:
+def load_exception(path: Path, key: str) -> BaseException | None:
     """The exception that a rank left; None if it left none, or none that can be loaded here."""
     with contextlib.suppress(Exception):
-        value = load_value(path)
+        value = load_value(path, key)
         if isinstance(value, BaseException):
             return value
     return None

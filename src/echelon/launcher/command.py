@@ -23,14 +23,17 @@ from typing import Any
 
 from echelon.contracts.asked import Asked
 from echelon.contracts.errors import UsageError
+from echelon.contracts.files import open_to_append, parse_object, read_bytes, read_end
 from echelon.contracts.redact import redacted_words
-from echelon.contracts.run_dir import RunDir, read_json
+from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.attempt import write_exit
+from echelon.launcher.calls import checksum
 from echelon.launcher.inside import Place
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local import rank_environment
 from echelon.launcher.nodes import Meeting, free_port
+from echelon.launcher.records import place_record, rank_record
 from echelon.launcher.server import adopt_orphans, die_with_parent
 
 __all__ = ["PLACEHOLDERS", "parse", "run_command", "substitute"]
@@ -47,6 +50,7 @@ _POLL_S = 0.05
 _CULPRIT_WAIT_S = 5.0
 _LAST_WAIT_S = 5.0
 _TAIL_LINES = 15
+_MOST_LOG = 16 << 20
 
 
 def parse(command: str) -> list[str]:
@@ -79,15 +83,14 @@ def substitute(words: Sequence[str], values: Mapping[str, str | int]) -> list[st
     return [_FIELD.sub(lambda m: str(values.get(m[1], m[0])), word) for word in words]
 
 
-def run_command(spec: JobSpec, here: RunDir, meeting: Meeting, task: int) -> Outcome:
+def run_command(spec: JobSpec, here: RunDir, meeting: Meeting, task: int, key: str) -> Outcome:
     """Run the command on this node until it and its ranks have ended, and write the node's record.
 
     Raises:
         UsageError: there is no such program.
     """
-    of_array = here.path.parents[1] / "job" / "call.json"
-    about: Any = read_json(here.path / "job" / "call.json") or read_json(of_array)
-    at = Place(str(here.attempt_path.absolute()), meeting.node, task=task, **about["call"])
+    about = _about(spec)
+    at = Place(str(here.attempt_path.absolute()), meeting.node, task=task, key=key, **about["call"])
     given = {k: v for k, v in os.environ.items() if not _FOREIGN.fullmatch(k)}
     env = {**rank_environment(spec, here, given, spec.ranks, restart=False, meeting=meeting), **at.to_env()}
     env["ECHELON_SCREEN"] = "launcher"
@@ -109,6 +112,22 @@ def run_command(spec: JobSpec, here: RunDir, meeting: Meeting, task: int) -> Out
     outcome, failures = _Command(spec, here, meeting, asked).run(words, env)
     write_exit(meeting.exit_path(here), outcome.exit_code, failures, outcome.failure)
     return outcome
+
+
+def _about(spec: JobSpec) -> dict[str, Any]:
+    """Which call of the script it is, and the script's own arguments.
+
+    Raises:
+        UsageError: not what was submitted.
+    """
+    try:
+        text = read_bytes(spec.code)
+    except OSError as error:
+        raise UsageError(f"{spec.code} cannot be read: {error.strerror}. Submit again.") from error
+    about = parse_object(text) if checksum(text) == spec.sha256 else None
+    if about is None:
+        raise UsageError(f"{spec.code} is not what was submitted. Who can write there? Submit again.")
+    return about
 
 
 def _program(name: str, env: Mapping[str, str]) -> str:
@@ -150,7 +169,7 @@ class _Command:
         previous = {number: signal.signal(number, hear) for number, hear in self._handlers().items()}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
         try:
-            with open(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w") as log:
+            with open(open_to_append(self.log), "w") as log:
                 process = subprocess.Popen(
                     words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(env), preexec_fn=_before_exec
                 )
@@ -204,17 +223,17 @@ class _Command:
             self._find()
         for rank in [r for r, pid in self.pids.items() if r not in self.ended and not _runs(pid)]:
             self.ended[rank] = time.monotonic_ns()  # and never asked for again: the number may be another process's
-            if (read_json(self._record(rank)) or {}).get("exit_code") == REQUEUE:
+            if (rank_record(self._record(rank)) or {}).get("exit_code") == REQUEUE:
                 self.left.add(rank)
         return [rank for rank in self.pids if rank not in self.ended]
 
     def _find(self) -> None:
         for path in self.folder.glob(f"pid.node{self.meeting.node}.rank*.json"):
-            about = read_json(path)
+            about = place_record(path)
             if about is None:
                 continue
-            rank, pid = int(about["rank"]), int(about["pid"])
-            self.local_world_size = int(about["local_world_size"])
+            rank, pid = about["rank"], about["pid"]
+            self.local_world_size = about["local_world_size"]
             if self.pids.get(rank) != pid:  # also where the command has started its ranks again by itself
                 self.pids[rank] = pid
                 self.ended.pop(rank, None)
@@ -225,11 +244,12 @@ class _Command:
         for rank in running:
             if self.told.get(rank, 0) < self.wishes:
                 self.told[rank] = self.wishes
-                os.kill(self.pids[rank], signal.SIGUSR1)
+                if _descends(self.pids[rank]):  # what a file names may be any process
+                    os.kill(self.pids[rank], signal.SIGUSR1)
 
     def _outcome(self, code: int) -> tuple[Outcome, list[Failure]]:
-        records = {rank: read_json(self._record(rank)) for rank in sorted(self.pids)}
-        codes = [int(record["exit_code"]) if record else None for record in records.values()]
+        records = {rank: rank_record(self._record(rank)) for rank in sorted(self.pids)}
+        codes = [record["exit_code"] if record else None for record in records.values()]
         failures = [self._failure(rank, record) for rank, record in records.items() if not record or _failed(record)]
         left = REQUEUE in codes
         # The command may stumble over its own end, when all that it was for is done.
@@ -259,7 +279,7 @@ class _Command:
 
     def _command_failure(self, code: int, *, began: bool) -> Failure:
         """Nothing of the ranks tells it: the command's own last words do."""
-        lines = self.log.read_text(errors="replace").splitlines()
+        lines = read_end(self.log, _MOST_LOG).decode(errors="replace").splitlines()
         # The ranks' own error comes first; torchrun's summary of it, without a reason, is what the log ends with.
         first = next((n for n, line in enumerate(lines) if line.startswith("Traceback (")), len(lines) - _TAIL_LINES)
         lines = lines[max(0, first) :][:_TAIL_LINES]
@@ -283,10 +303,8 @@ class _Command:
         while time.monotonic() < until:
             found = [
                 Failure.from_record(rank, int(record["exit_code"]), 0, record, self.folder / f"rank{rank}.log")
-                for path in self.folder.glob("exit.rank*.json")
-                if (rank := int(path.name.split(".")[1].removeprefix("rank"))) not in self.pids
-                and (record := read_json(path)) is not None
-                and _failed(record)
+                for path in sorted(self.folder.glob("exit.rank*.json"))
+                if (rank := _rank_of(path)) not in self.pids and (record := rank_record(path)) is not None and _failed(record)
             ]
             if culprits := [f for f in found if not f.is_victim]:
                 return culprits
@@ -294,6 +312,11 @@ class _Command:
                 break
             time.sleep(_POLL_S)
         return []
+
+
+def _rank_of(path: Path) -> int:
+    number = path.name.split(".")[1].removeprefix("rank")
+    return int(number) if number.isascii() and number.isdigit() and len(number) < 10 else -1
 
 
 def _failed(record: Mapping[str, Any]) -> bool:
@@ -313,6 +336,21 @@ def _runs(pid: int) -> bool:
             return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except (OSError, IndexError):
         return False
+
+
+def _descends(pid: int) -> bool:
+    """Whether a process was started by this one, or by one that was; Linux alone tells, and elsewhere it counts as true."""
+    if not os.path.exists("/proc/self/stat"):
+        return True
+    while pid > 1:
+        if pid == os.getpid():
+            return True
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                pid = int(file.read().rpartition(b")")[2].split()[1])
+        except (OSError, IndexError, ValueError):
+            return False
+    return False
 
 
 def _kill_children() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import tempfile
 import threading
@@ -21,7 +22,8 @@ from typing import Any
 from echelon.contracts.errors import RankFailedError, RankTimeoutError, UsageError
 from echelon.contracts.machine import usable_cores
 from echelon.contracts.rank import RankInfo
-from echelon.contracts.run_dir import read_json, write_json
+from echelon.contracts.run_dir import write_json
+from echelon.contracts.terminal import printable
 from echelon.launcher import worker
 from echelon.launcher.calls import load_exception, load_value
 from echelon.launcher.dragon_command import FOLDER_VARIABLE
@@ -29,6 +31,7 @@ from echelon.launcher.failure import render
 from echelon.launcher.group import set_threads
 from echelon.launcher.job import Failure
 from echelon.launcher.nodes import free_port
+from echelon.launcher.records import rank_record
 
 __all__ = ["DragonRanks"]
 
@@ -68,7 +71,8 @@ class DragonRanks:
         self._failed = False
         self._closed, self._closing = threading.Event(), threading.Lock()
         theirs = [_dragons(policy, hosts[rank * len(hosts) // self._ranks]) for rank, policy in enumerate(policies)]
-        call = (str(self._folder), placed, tuple(args), dict(kwargs))
+        self._key = secrets.token_hex(32)
+        call = (str(self._folder), self._key, placed, tuple(args), dict(kwargs))
         try:
             self._group: Any = CollectiveGroup(
                 _run_rank, call, None, hide_stderr=placed.hide_stderr, port=port or free_port(), policies=theirs
@@ -90,12 +94,12 @@ class DragonRanks:
         except Exception as error:  # Dragon's own class, with exit codes and no more
             self._failed = True
             failed = self._failure(str(error))
-            raise failed from load_exception(self._value(failed.rank, ".error"))
+            raise failed from load_exception(self._value(failed.rank, ".error"), self._key)
         if failures := self._reported():
             self._failed = True
             failed = self._error(failures)
-            raise failed from load_exception(self._value(failed.rank, ".error"))
-        return [load_value(self._value(rank)) for rank in range(self._ranks)]
+            raise failed from load_exception(self._value(failed.rank, ".error"), self._key)
+        return [load_value(self._value(rank), self._key) for rank in range(self._ranks)]
 
     def close(self) -> None:
         with self._closing:
@@ -128,7 +132,7 @@ class DragonRanks:
         return self._folder / f"value.rank{rank}.pkl{error}"
 
     def _reported(self) -> list[Failure]:
-        records = {rank: read_json(self._folder / f"exit.rank{rank}.json") for rank in range(self._ranks)}
+        records = {rank: rank_record(self._folder / f"exit.rank{rank}.json") for rank in range(self._ranks)}
         return [
             Failure.from_record(rank, int(record["exit_code"]), 0, record, self._folder / f"rank{rank}")
             for rank, record in records.items()
@@ -162,16 +166,16 @@ class DragonRanks:
     def _error(self, failures: Sequence[Failure]) -> RankFailedError:
         first = Failure.first(failures)
         first = replace(first, log=None)  # Dragon shows what ranks write, as they write it
-        text = f"{render(first, self._ranks)}\n\n{first.traceback}".rstrip()
+        text = f"{render(first, self._ranks)}\n\n{printable(first.traceback)}".rstrip()
         return RankFailedError(text, rank=first.rank, exit_code=first.exit_code)
 
 
-def _run_rank(folder: str, placed: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _run_rank(folder: str, key: str, placed: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """What Dragon starts: torch's variables, the place, the function, and a record of how it ended."""
     info = _known_to_torch(RankInfo())
     record = Path(folder) / f"exit.rank{info.rank}.json"
     try:
-        worker.leave_value(lambda: placed(*args, **kwargs), f"{folder}/value.rank{info.rank}.pkl", placed.__name__)
+        worker.leave_value(lambda: placed(*args, **kwargs), f"{folder}/value.rank{info.rank}.pkl", placed.__name__, key)
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             error = RuntimeError("the function called sys.exit(), which leaves nothing to return. Return instead.")

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
+from echelon.contracts.files import open_to_append
 from echelon.contracts.rank import RankInfo
-from echelon.contracts.run_dir import RunDir, read_json
+from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.attempt import write_exit
 from echelon.launcher.background import LocalLauncher
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.protocol import read_spec
+from echelon.launcher.records import rank_record
 
 __all__ = ["DragonLauncher"]
 
@@ -37,15 +39,19 @@ class DragonLauncher(LocalLauncher):
             raise UsageError("Dragon is not installed: pip install 'echelon[dragon]' (Linux on x86_64, Python 3.11 or later).")
 
 
-def run(run: RunDir) -> int:
-    """Run the job of this folder on a runtime of its own. Returns its exit code, as any launcher does."""
+def run(run: RunDir, sha256: str) -> int:
+    """Run the job of this folder on a runtime of its own. Returns its exit code, as any launcher does.
+
+    Args:
+        sha256: of the folder's job.json, from the command line; every process that reads it compares.
+    """
     from echelon.launcher.dragon_command import run_on_dragon
 
-    spec, _ = read_spec(run)
+    spec, _ = read_spec(run, sha256)
     run.hold()
     here = run.next_attempt()
     # As a module: this folder on the path would hide Dragon's own package behind ours of that name.
-    head = ["-P", "-m", __spec__.name, str(here.path.absolute()), str(here.attempt)]
+    head = ["-P", "-m", __spec__.name, str(here.path.absolute()), "--spec-sha256", sha256, str(here.attempt)]
     code = run_on_dragon(sys.executable, head, nodes=spec.nodes > 1, grace_s=spec.grace_s)
     return conclude(spec, here, code)
 
@@ -53,7 +59,7 @@ def run(run: RunDir) -> int:
 def conclude(spec: JobSpec, here: RunDir, code: int) -> int:
     """Write exit.json from what the ranks left."""
     ranks = spec.ranks * spec.nodes
-    records = {rank: read_json(here.rank_exit(rank)) for rank in range(ranks)}
+    records = {rank: rank_record(here.rank_exit(rank)) for rank in range(ranks)}
     codes = {rank: int(record["exit_code"]) for rank, record in records.items() if record}
     failures = [
         Failure.from_record(rank, codes[rank], 0, record, here.log(rank))
@@ -73,18 +79,18 @@ def conclude(spec: JobSpec, here: RunDir, code: int) -> int:
     return code
 
 
-def head(here: RunDir) -> int:
+def head(here: RunDir, sha256: str) -> int:
     """The head process of the runtime: a group, and its end."""
     from echelon.launcher.group import CollectiveGroup
     from echelon.launcher.system import System
 
-    spec, said = read_spec(here)
+    spec, said = read_spec(here, sha256)
     os.chdir(str(said.get("cwd", ".")))
     ranks = spec.ranks * spec.nodes
     policies = System().gpu_policies() or System().cpu_policies(ranks)
     if len(policies) < ranks:
         raise UsageError(f"{ranks} ranks were asked for, but Dragon's nodes have {len(policies)} GPUs, one for each rank.")
-    group = CollectiveGroup(run_rank, (str(here.path), here.attempt), policies=policies[:ranks])
+    group = CollectiveGroup(run_rank, (str(here.path), here.attempt, sha256), policies=policies[:ranks])
     try:
         group.start()
         group.join()
@@ -95,7 +101,7 @@ def head(here: RunDir) -> int:
     return 0
 
 
-def run_rank(path: str, attempt: int) -> int:
+def run_rank(path: str, attempt: int, sha256: str) -> int:
     """The program, on one rank."""
     from echelon.launcher.local import rank_environment
     from echelon.launcher.nodes import interface_of, local_address_towards
@@ -103,14 +109,14 @@ def run_rank(path: str, attempt: int) -> int:
     from echelon.launcher.worker import Start, run_program
 
     here = RunDir(path, attempt)
-    spec, said = read_spec(here)
+    spec, said = read_spec(here, sha256)
     info = RankInfo()
     given = dict(os.environ)
     if info.local_world_size < info.world_size:  # else it is loopback
         given = {**interfaces(interface_of(local_address_towards(info.master_addr))), **given}
     os.environ.update(rank_environment(spec, here, given, info.local_world_size, restart=spec.restart))
     os.chdir(str(said.get("cwd", ".")))
-    log = os.open(here.log(info.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = open_to_append(here.log(info.rank))
     for stream in (1, 2):
         os.dup2(log, stream)
     signal.signal(signal.SIGINT, _as_a_wish_to_end)
@@ -131,9 +137,9 @@ def _as_a_wish_to_end(number: int, frame: Any) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    path, *attempt = sys.argv[1:] if argv is None else argv
+    path, _, sha256, *attempt = sys.argv[1:] if argv is None else argv
     try:
-        return head(RunDir(path, int(attempt[0]))) if attempt else run(RunDir(Path(path)))
+        return head(RunDir(path, int(attempt[0])), sha256) if attempt else run(RunDir(Path(path)), sha256)
     except EchelonError as error:
         print(f"echelon: {error}", file=sys.stderr)
         return 1

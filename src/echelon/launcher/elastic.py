@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server import SimpleElasticAgent, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -25,8 +26,10 @@ from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from echelon.contracts.errors import RankTimeoutError
+from echelon.contracts.files import read_bytes
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.contracts.stopping import REQUEUE
+from echelon.contracts.terminal import printable
 from echelon.launcher.attempt import Attempt, Requests
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.nodes import Meeting
@@ -212,7 +215,7 @@ class ForkAgent(SimpleElasticAgent):
         stacks = []
         for rank in attempt.pids:
             path = attempt.stacks_path(rank)
-            text = path.read_text().strip() if path.exists() else ""
+            text = _text_of(path)
             state = "ended" if rank not in running else "still running"
             stacks.append(f"--- rank {rank} ({state}) ---\n{text or '(no Python stack)'}")
         raise RankTimeoutError(
@@ -275,6 +278,13 @@ class ForkAgent(SimpleElasticAgent):
             until = time.monotonic() + wait_s
             while len(self.attempt.ended) < len(self.attempt.pids) and time.monotonic() < until:
                 self._note_ends(min(0.1, max(0.001, until - time.monotonic())))
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return printable(read_bytes(path).decode(errors="replace").strip())
+    except OSError:
+        return ""
 
 
 def _say(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from echelon.contracts.terminal import printable
 from echelon.launcher.job import Failure
 
 __all__ = ["render"]
@@ -23,4 +24,4 @@ def render(failure: Failure, ranks: int) -> str:
     lines += text.splitlines() or [failure.kind]
     if failure.log is not None:
         lines.append(f"log: {failure.log}" + (f"   all ranks: {failure.log.parent}" if ranks > 1 else ""))
-    return "\n".join(lines)
+    return printable("\n".join(lines))  # an exception may hold anything, such as what was read from a file

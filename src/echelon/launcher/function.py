@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
-from echelon.contracts.run_dir import RunDir, read_json
+from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
+from echelon.contracts.terminal import printable
 from echelon.launcher.calls import Call, load_exception, load_value, pack, refuse_in_bootstrap, write_call
 from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec, parse_ranks
 from echelon.launcher.local import run_local
+from echelon.launcher.records import rank_record
 from echelon.launcher.relay import SilentScreen
 from echelon.launcher.server import ForkServer
 from echelon.launcher.worker import SLOW_MODULES
@@ -189,25 +192,26 @@ def _launch(
 ) -> list[Any]:
     call = run.path / "call.pkl"
     job = JobSpec(str(call.absolute()), "call", ranks=ranks, max_restarts=max_restarts, grace_s=5.0, env=dict(env or {}))
-    fields = call_fields(write_call(call, payload))
+    key = secrets.token_hex(32)
+    fields = call_fields(write_call(call, payload), key)
     screen = SilentScreen() if quiet else None
     with _one_server(wait=cancel is None) as server, _cancellable(cancel, server):
         server.preload(_needed())
         outcome = run_local(job, run, screen=screen, server=server, start_fields=fields, timeout_s=timeout_s)
-    _loaded_by_ranks.update((read_json(run.rank_exit(0)) or {}).get("loaded", ()))
+    _loaded_by_ranks.update(m for m in (rank_record(run.rank_exit(0)) or {}).get("loaded", ()) if m in SLOW_MODULES)
     results = [run.attempt_path / f"value.rank{rank}.pkl" for rank in range(ranks)]
     if outcome.failure is not None:
         failure = outcome.failure
-        text = f"{render(failure, ranks)}\n\n{failure.traceback}".rstrip()
+        text = f"{render(failure, ranks)}\n\n{printable(failure.traceback)}".rstrip()
         error = RankFailedError(text, rank=failure.rank, exit_code=failure.exit_code, logs=str(run.attempt_path))
-        raise error from load_exception(run.attempt_path / f"value.rank{failure.rank}.pkl.error")
+        raise error from load_exception(run.attempt_path / f"value.rank{failure.rank}.pkl.error", key)
     if outcome.exit_code == REQUEUE:  # the ranks saved and ended as they were asked to: so does their caller
         raise SystemExit(REQUEUE)
     if outcome.exit_code:
         # A signal that was meant for this process: our ranks have ended, now it takes its ordinary course.
         signal.raise_signal(outcome.exit_code - 128)
         raise KeyboardInterrupt
-    return [load_value(path) for path in results]
+    return [load_value(path, key) for path in results]
 
 
 @contextlib.contextmanager
@@ -222,10 +226,14 @@ def _cancellable(cancel: Cancel | None, server: ForkServer) -> Iterator[None]:
         cancel.begun(None)
 
 
-def call_fields(sha256: str, task: int = 0) -> dict[str, Any]:
-    """The fields of `worker.Start` for a call whose file has this checksum; of an array, for one of its tasks."""
+def call_fields(sha256: str, key: str, task: int = 0) -> dict[str, Any]:
+    """The fields of `worker.Start` for a call whose file has this checksum; of an array, for one of its tasks.
+
+    Args:
+        key: seals the values.
+    """
     result = lambda attempt, info: str(attempt.folder.absolute() / f"value.rank{info.rank}.pkl")  # noqa: E731
-    return {"result": result, "sha256": sha256, "task": task}
+    return {"result": result, "sha256": sha256, "task": task, "key": key}
 
 
 def check_environment(env: Mapping[str, str], what: str) -> None:

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.errors import RankFailedError, UsageError
-from echelon.contracts.run_dir import RunDir, read_json
+from echelon.contracts.files import read_end
+from echelon.contracts.run_dir import RunDir
+from echelon.contracts.terminal import printable
 from echelon.launcher.calls import load_exception, load_value
 from echelon.launcher.job import Outcome
 from echelon.launcher.protocol import FolderJob, JobState
+from echelon.launcher.records import exit_record
 
 __all__ = ["FinishedJob", "FunctionJob"]
 
@@ -88,11 +91,18 @@ class FunctionJob:
         else:
             return self._values()
         folder = self._job.attempts[-1] if self._job.attempts else None
-        ended = (read_json(folder / "exit.json") if folder is not None else None) or {}
+        ended = (exit_record(folder / "exit.json") if folder is not None else None) or {}
         if folder is not None and ended.get("first_failure"):
-            raise failed from load_exception(_value(folder, failed.rank, ".error"))
-        text = f"{failed}\n{self._last_words()}".rstrip()
+            raise failed from load_exception(_value(folder, failed.rank, ".error"), self._key)
+        text = f"{failed}\n{printable(self._last_words())}".rstrip()
         raise RankFailedError(text, rank=failed.rank, exit_code=failed.exit_code, logs=failed.logs) from None
+
+    @property
+    def _key(self) -> str:
+        key = str(self._job.believed().get("key", ""))
+        if not key:
+            raise UsageError(f"{self.run.path} was submitted by an earlier version, whose values have no seal: submit again.")
+        return key
 
     def _values(self) -> list[Any]:
         folder = self._job.attempts[-1]
@@ -105,12 +115,12 @@ class FunctionJob:
                 exit_code=0,
                 logs=str(folder),
             )
-        return [load_value(_value(folder, rank)) for rank in range(self.ranks)]
+        return [load_value(_value(folder, rank), self._key) for rank in range(self.ranks)]
 
     def _last_words(self) -> str:
         """Of the batch script and the launchers; they tell where no rank could."""
         try:
-            lines = (self.run.path / "job" / "output.log").read_text(errors="replace").splitlines()
+            lines = read_end(self.run.path / "job" / "output.log").decode(errors="replace").splitlines()
         except OSError:
             return ""
         return "\n".join(lines[-_TAIL_LINES:])

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from echelon.contracts.rank import RankInfo
-from echelon.contracts.run_dir import RunDir, read_json
+from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE, SIGNALS
 from echelon.launcher.attempt import write_exit
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local import path_without_launcher, rank_environment
 from echelon.launcher.nodes import free_port
 from echelon.launcher.placement import bound
+from echelon.launcher.records import rank_record
 from echelon.launcher.worker import Start, output_to, run_program
 
 __all__ = ["run_here"]
@@ -63,7 +64,7 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
         limit.lift()
     for number, handler in before.items():
         signal.signal(number, handler)
-    failure = Failure.from_record(0, code, 0, read_json(record) or {}, log) if code not in (0, REQUEUE) else None
+    failure = Failure.from_record(0, code, 0, rank_record(record) or {}, log) if code not in (0, REQUEUE) else None
     write_exit(run.exit_json, code, [failure] if failure else [], failure)
     return Outcome(code, failure)
 

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from echelon.contracts.asked import Asked
 from echelon.contracts.errors import UsageError
+from echelon.contracts.files import open_to_append
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import write_json
 from echelon.contracts.stopping import REQUEUE, SIGNALS, leave
@@ -41,6 +42,7 @@ class Place:
         function: the name of what it called.
         task: of an array, which.
         earlier: the run folders of the jobs that it had submitted before.
+        key: of the job, for the values.
     """
 
     folder: str
@@ -49,6 +51,7 @@ class Place:
     function: str
     task: int
     earlier: Sequence[Sequence[str]]
+    key: str
 
     def to_env(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
@@ -98,11 +101,11 @@ def run_call(at: Place, name: str, function: Callable[[], Any]) -> NoReturn:
         write_json(folder / f"pid.node{at.node}.rank{info.rank}.json", about)
         asked = Asked.from_env()
         if asked is None:
-            leave_value(function, str(start.result), name)
+            leave_value(function, str(start.result), name, at.key)
             return
         asked.check(info)
         Asked.forget()
-        leave_value(lambda: _in_one_world(function(), asked), str(start.result), name)
+        leave_value(lambda: _in_one_world(function(), asked), str(start.result), name, at.key)
 
     code = run_recorded(start, program)
     # A rank that saved to go on later has done its work: with 75, torchrun would kill the others, who are about to save.
@@ -131,7 +134,7 @@ def _log_to(path: Path) -> None:
     """Standard output and error of this process go to the rank's log, line by line."""
     sys.stdout.flush()
     sys.stderr.flush()
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    fd = open_to_append(path)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.machine import usable_cores, visible_devices
 
-__all__ = ["Failure", "JobSpec", "Outcome", "auto_ranks", "parse_duration", "parse_rank_range", "parse_ranks"]
+__all__ = ["Failure", "JobSpec", "Outcome", "auto_ranks", "parse_duration", "parse_rank_range", "parse_ranks", "spec_of"]
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class JobSpec:
         env: variables set on top of this process's environment.
         own_device: each rank sees one GPU only, by CUDA_VISIBLE_DEVICES (`launcher.placement`).
         nodes: how many machines; more than one is a matter of Slurm's.
-        code: the folder from which a module is imported; empty is the one that the ranks run in.
+        code: the folder from which a module is imported; empty is the one that the ranks run in. Of a command, the file which
+            tells the call of the script that it is.
         bind: give each rank cores of its own (`launcher.placement`), with as many threads.
-        sha256: of the file of a call, which travels in command lines and is believed from there only.
+        sha256: of the file of a call, which travels in command lines and is believed from there only; or of a command's `code`.
     """
 
     target: str
@@ -55,6 +57,37 @@ class JobSpec:
     bind: bool = False
     code: str = ""
     sha256: str | None = None
+
+
+def spec_of(said: Any) -> JobSpec | None:
+    """From what `dataclasses.asdict` gave; None if a field is of another kind than it should be, or lacks."""
+    if not isinstance(said, dict) or not isinstance(said.get("target"), str):
+        return None
+    known = {f.name: said[f.name] for f in fields(JobSpec) if f.name in said}
+    return JobSpec(**known) if all(_FIELDS[name](value) for name, value in known.items()) else None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
+
+
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("target", "code"), lambda value: isinstance(value, str)),
+    **dict.fromkeys(("restart", "own_device", "bind"), lambda value: isinstance(value, bool)),
+    **dict.fromkeys(("ranks", "nodes"), lambda value: _is_count(value) and value > 0),
+    "kind": lambda value: value in ("script", "module", "call", "command"),
+    "args": lambda value: isinstance(value, list) and all(isinstance(word, str) for word in value),
+    "max_restarts": _is_count,
+    "grace_s": _is_number,
+    "min_ranks": lambda value: value is None or _is_count(value),
+    "stop_after_s": lambda value: value is None or _is_number(value),
+    "env": lambda value: isinstance(value, dict) and all(isinstance(each, str) for each in value.values()),
+    "sha256": lambda value: value is None or isinstance(value, str),
+}
 
 
 # What a survivor of a peer's death reports: gloo's and NCCL's words for a connection that went away.

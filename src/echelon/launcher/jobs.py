@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +15,9 @@ from echelon.launcher.kubernetes import KubernetesJob
 from echelon.launcher.protocol import FolderJob, read_spec
 from echelon.launcher.slurm.job import SlurmJob
 
-__all__ = ["find_run", "job_of", "jobs_below", "tasks_of"]
+__all__ = ["find_run", "folders_below", "job_of", "tasks_of"]
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 _LAUNCHERS: dict[str, type[FolderJob]] = {
     "local": LocalJob,
@@ -27,21 +32,28 @@ def job_of(run: RunDir) -> FolderJob:
     Raises:
         UsageError: no job was submitted into this folder.
     """
-    _, said = read_spec(run)
-    return _LAUNCHERS[str(said["launcher"])](run)
+    _, said = read_spec(run, believe=False)
+    kind = _LAUNCHERS.get(str(said.get("launcher")))
+    if kind is None:
+        raise UsageError(f"{run.path} holds no submitted job (job/job.json names no launcher that there is).")
+    return kind(run)
 
 
 def tasks_of(path: Path) -> list[Path]:
     """The run folders of a sweep, in order; none if the folder is not one's."""
-    return sorted((p.parent.parent for p in path.glob("tasks/*/job/job.json")), key=lambda p: int(p.name))
+    found = [p.parents[1] for p in path.glob("tasks/*/job/job.json") if _NUMBER.fullmatch(p.parents[1].name)]
+    return sorted(found, key=lambda p: int(p.name))
 
 
-def jobs_below(root: Path) -> Iterator[FolderJob]:
-    """The jobs of all runs in a folder of runs, those that were submitted last at the end."""
-    found = [p for p in root.glob("*/job") if p.is_dir()]
-    for folder in sorted(found, key=lambda p: p.stat().st_mtime):
-        paths = tasks_of(folder.parent) or ([folder.parent] if (folder / "job.json").exists() else [])
-        yield from (job_of(RunDir(path)) for path in paths)
+def folders_below(root: Path) -> Iterator[Path]:
+    """The run folders of all jobs in a folder of runs, those that were submitted last at the end."""
+    found = []
+    for folder in root.glob("*/job"):
+        with contextlib.suppress(OSError):  # another's, or gone meanwhile
+            if folder.is_dir():
+                found.append((folder.stat().st_mtime, folder))
+    for _, folder in sorted(found):
+        yield from tasks_of(folder.parent) or ([folder.parent] if os.path.lexists(folder / "job.json") else [])
 
 
 def find_run(name: str, root: Path) -> Path:

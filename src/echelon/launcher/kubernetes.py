@@ -22,10 +22,12 @@ from typing import Any
 
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.run_dir import RunDir, read_json
+from echelon.contracts.terminal import printable
 from echelon.launcher.conclude import conclude, refuse
 from echelon.launcher.job import JobSpec
 from echelon.launcher.node import run_node, start_of
 from echelon.launcher.protocol import FolderJob, JobState, write_spec
+from echelon.launcher.records import exit_record
 from echelon.launcher.worker import forgive_output
 
 __all__ = ["KubernetesJob", "main", "render"]
@@ -96,7 +98,7 @@ class KubernetesJob(FolderJob):
     """As far as its folder tells, which does not tell a job that runs from one that was deleted."""
 
     def _ask(self) -> tuple[JobState | None, str]:
-        ended = self.attempts and (self.attempts[-1] / "exit.json").exists()
+        ended = self.attempts and exit_record(self.attempts[-1] / "exit.json") is not None
         return (None, "") if ended else (JobState.RUNNING, f"or gone: kubectl get job {self.run.name}")
 
     def _stop(self) -> None:
@@ -120,13 +122,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if node == 0:
             run = RunDir.create(run.path.parent, run.name, begin=False)
             run.hold(who=f"job {env['SLURM_JOB_ID']}", patience_s=_LAST_EXIT_S)  # the pods before these may still be ending
-            write_spec(run, spec, launcher="kubernetes", id=env["SLURM_JOB_ID"], cwd=os.getcwd())
+            # Only shown: what runs came with the manifest, and the claim may be mounted for everybody to write.
+            write_spec(run, spec, launcher="kubernetes", id=env["SLURM_JOB_ID"], cwd=os.getcwd(), decides=False)
         said = run.path / "job" / "job.json"
         _until(lambda: (read_json(said) or {}).get("id") == env["SLURM_JOB_ID"], f"{hosts[0]} to write {said}: do all see it?")
         _until(lambda: _has_address(hosts[min(1, spec.nodes - 1)]), f"{hosts[min(1, spec.nodes - 1)]} to have an address")
-        code = run_node(run, env)
+        code = run_node(run, env, given=spec)
     except EchelonError as error:
-        print(f"echelon: {error}", file=sys.stderr)
+        print(printable(f"echelon: {error}"), file=sys.stderr)
         code = 1
         if (run.path / "job").is_dir():
             refuse(run, start, node, str(error))
@@ -135,11 +138,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _last_word(run: RunDir, spec: JobSpec, code: int, start: str) -> int:
     """As of the batch script on a cluster: all nodes' ends have been written, or will not be."""
-    newest = max((run.path / "attempts").glob("[0-9]*"), default=run.attempt_path)
+    newest = (run.attempts() or [run.attempt_path])[-1]
     until = time.monotonic() + _LAST_EXIT_S
-    while any(read_json(newest / f"exit.node{n}.json") is None for n in range(1, spec.nodes)) and time.monotonic() < until:
+    while any(exit_record(newest / f"exit.node{n}.json") is None for n in range(1, spec.nodes)) and time.monotonic() < until:
         time.sleep(0.1)
-    return conclude(run, code, start)
+    return conclude(run, code, start, given=spec)
 
 
 def _until(probe: Any, what: str) -> None:

@@ -7,6 +7,7 @@ ranks. Afterwards the batch script has one process read what all nodes left (`la
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from echelon.contracts.errors import EchelonError, LauncherEnvironmentError, Usa
 from echelon.contracts.hostlist import expand_hostlist
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
+from echelon.contracts.terminal import printable
 from echelon.launcher.conclude import conclude, refuse
 from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec, Outcome
@@ -34,20 +36,22 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m echelon.launcher.node")
     parser.add_argument("run", type=Path)
     parser.add_argument("--call-sha256", metavar="HEX", help="of the call to run; another is not loaded")
+    parser.add_argument("--spec-sha256", metavar="HEX", help="of the job.json that was submitted; another is not run")
     parser.add_argument("--task", type=int, default=0, metavar="N", help="which of an array's calls")
     parser.add_argument("--conclude", type=int, metavar="CODE", help="the exit code with which the nodes' launchers ended")
     arguments = parser.parse_args(argv)
     run, start = RunDir(arguments.run), start_of(os.environ)
     try:
         if arguments.conclude is not None:
-            return conclude(run, arguments.conclude, start)
-        return run_node(run, os.environ, arguments.call_sha256, arguments.task)
+            return conclude(run, arguments.conclude, start, arguments.spec_sha256)
+        return run_node(run, os.environ, arguments.call_sha256, arguments.task, spec_sha256=arguments.spec_sha256)
     except EchelonError as error:
-        print(f"echelon: {error}", file=sys.stderr)
+        print(printable(f"echelon: {error}"), file=sys.stderr)
         if arguments.conclude is None and (run.path / "job").is_dir():
-            refuse(run, start, int(os.environ.get("SLURM_NODEID", "0")), str(error))
-            if "SLURM_JOB_ID" not in os.environ:  # a job of this machine has no batch script, which would conclude it
-                return conclude(run, 1, start)
+            with contextlib.suppress(EchelonError, OSError):  # the folder may be the very thing that is wrong
+                refuse(run, start, int(os.environ.get("SLURM_NODEID", "0")), str(error))
+                if "SLURM_JOB_ID" not in os.environ:  # a job of this machine has no batch script, which would conclude it
+                    return conclude(run, 1, start, arguments.spec_sha256)
         return 1
 
 
@@ -56,12 +60,22 @@ def start_of(env: Mapping[str, str]) -> str:
     return f"{env.get('SLURM_JOB_ID', os.getppid())}.{env.get('SLURM_RESTART_COUNT', '0')}"
 
 
-def run_node(run: RunDir, env: Mapping[str, str], call_sha256: str | None = None, task: int = 0) -> int:
+def run_node(
+    run: RunDir,
+    env: Mapping[str, str],
+    call_sha256: str | None = None,
+    task: int = 0,
+    *,
+    spec_sha256: str | None = None,
+    given: JobSpec | None = None,
+) -> int:
     """Run this node's ranks until they end.
 
     Args:
         call_sha256: of the file of the call, if the job is one; from the command line, which nobody can have changed.
         task: which of an array's calls.
+        spec_sha256: of the folder's job.json, likewise.
+        given: what to run, where that did not come through the folder.
     Returns:
         0 also when they are to be started again, which is no bad exit for which srun would kill the others.
     Raises:
@@ -70,7 +84,7 @@ def run_node(run: RunDir, env: Mapping[str, str], call_sha256: str | None = None
     """
     # Until the launcher listens, a request to save and end would kill this process without a word; then it is delivered.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    spec, said = read_spec(run)
+    spec, said = read_spec(run, spec_sha256) if given is None else (given, {})
     hosts = expand_hostlist(env.get("SLURM_STEP_NODELIST", "")) or ["localhost"]
     node = int(env.get("SLURM_NODEID", "0"))
     if len(hosts) != spec.nodes:
@@ -88,17 +102,17 @@ def run_node(run: RunDir, env: Mapping[str, str], call_sha256: str | None = None
     meeting = meet(run, start_of(env), node, hosts)
     here = run.at_attempt(meeting.attempt)
 
-    outcome = _run(spec, here, meeting, call_sha256, task)
+    outcome = _run(spec, here, meeting, call_sha256, task, str(said.get("key", "")))
     if outcome.failure is not None and spec.nodes == 1:
         print(render(outcome.failure, spec.ranks), file=sys.stderr)
     return 0 if outcome.exit_code == REQUEUE else outcome.exit_code
 
 
-def _run(spec: JobSpec, here: RunDir, meeting: Meeting, call_sha256: str | None, task: int) -> Outcome:
+def _run(spec: JobSpec, here: RunDir, meeting: Meeting, call_sha256: str | None, task: int, key: str) -> Outcome:
     if spec.kind == "command":
         from echelon.launcher.command import run_command
 
-        return run_command(spec, here, meeting, task)
+        return run_command(spec, here, meeting, task, key)
     from echelon.launcher.local import run_local
 
     if spec.kind != "call":
@@ -107,7 +121,7 @@ def _run(spec: JobSpec, here: RunDir, meeting: Meeting, call_sha256: str | None,
         raise UsageError("a call is run only with --call-sha256, the checksum of what was submitted.")
     from echelon.launcher.function import call_fields
 
-    return run_local(spec, here, meeting=meeting, start_fields=call_fields(call_sha256, task))
+    return run_local(spec, here, meeting=meeting, start_fields=call_fields(call_sha256, key, task))
 
 
 if __name__ == "__main__":

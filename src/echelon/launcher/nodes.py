@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.contracts.errors import EchelonError, LauncherEnvironmentError
-from echelon.contracts.run_dir import RunDir, read_json, write_json
+from echelon.contracts.run_dir import RunDir, write_json
+from echelon.launcher.records import meeting_record
 
 __all__ = ["Meeting", "free_port", "interface_of", "local_address_towards", "meet"]
 
@@ -66,16 +67,16 @@ def meet(run: RunDir, start: str, node: int, hosts: list[str], timeout_s: float 
     if node == 0:
         return _open(run, path, hosts)
     until = time.monotonic() + timeout_s
-    while (said := read_json(path)) is None:
+    while (said := meeting_record(path)) is None:
         if time.monotonic() > until:
             raise EchelonError(
                 f"the first node, {hosts[0]}, wrote no {path} within {timeout_s:g} s. Does every node see this folder?"
             )
         time.sleep(0.05)
         os.listdir(path.parent)  # has an NFS client look again
-    host, port = str(said["host"]), int(said["port"])
+    host, port = said["host"], said["port"]
     interface = interface_of(local_address_towards(host))
-    return Meeting(node, len(hosts), int(said["attempt"]), host, port, str(said["token"]), interface)
+    return Meeting(node, len(hosts), said["attempt"], host, port, said["token"], interface)
 
 
 def meeting_path(run: RunDir, start: str) -> Path:
@@ -94,11 +95,7 @@ def _open(run: RunDir, path: Path, hosts: list[str]) -> Meeting:
         port = int(listener.getsockname()[1])
     token = secrets.token_hex(16)
     attempt = run.next_attempt().attempt
-    before = os.umask(0o077)
-    try:
-        write_json(path, {"host": host, "port": port, "token": token, "attempt": attempt, "nodes": hosts})
-    finally:
-        os.umask(before)
+    write_json(path, {"host": host, "port": port, "token": token, "attempt": attempt, "nodes": hosts})
     return Meeting(0, len(hosts), attempt, host, port, token, interface_of(host), listener)
 
 

@@ -6,21 +6,27 @@ A job is known by its run folder, so that another process, another day, finds it
 from __future__ import annotations
 
 import enum
+import hashlib
 import json
 import os
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from echelon.contracts.errors import RankFailedError, UsageError
-from echelon.contracts.run_dir import RunDir, read_json
+from echelon.contracts.files import open_file, parse_object, private_folder, write_whole
+from echelon.contracts.run_dir import RunDir, read_json, write_json
+from echelon.contracts.terminal import printable
+from echelon.contracts.trust import check_parents, doubt, read_ours
 from echelon.launcher.failure import render
-from echelon.launcher.job import Failure, JobSpec, Outcome
+from echelon.launcher.job import Failure, JobSpec, Outcome, spec_of
+from echelon.launcher.records import exit_record
 
-__all__ = ["FolderJob", "Job", "JobState", "Launcher", "read_spec", "update_spec", "write_atomically", "write_spec"]
+__all__ = ["FolderJob", "Job", "JobState", "Launcher", "note_submitted", "read_spec", "write_spec"]
 
 
 class JobState(enum.Enum):
@@ -83,26 +89,90 @@ class Launcher(Protocol):
         """Start `spec` in the folder `run`, or have it started later."""
 
 
-def write_spec(run: RunDir, spec: JobSpec, *, launcher: str, **more: Any) -> None:
-    """Keep what was submitted in the run's folder, for the nodes that will run it and the commands that ask for it."""
-    folder = run.path / "job"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    text = json.dumps({"spec": asdict(spec), "launcher": launcher, **more}, indent=2)
-    write_atomically(folder / "job.json", text + "\n")
+def write_spec(run: RunDir, spec: JobSpec, *, launcher: str, decides: bool = True, **more: Any) -> str:
+    """Keep what was submitted in the run's folder, for the nodes that will run it and the commands that ask for it.
 
-
-def read_spec(run: RunDir) -> tuple[JobSpec, Mapping[str, Any]]:
-    """What `write_spec` wrote: the job, and everything else by name.
-
+    Args:
+        decides: what is written decides what runs; otherwise that came another way, and this is only shown.
+        more: plain values to keep with it.
+    Returns:
+        the SHA-256 of what was written, for `read_spec`. It holds a number that nobody can guess, so nobody else can write
+        the same again.
     Raises:
-        UsageError: the folder is not that of a submitted job.
+        UsageError: somebody else could change what the job runs.
     """
-    said = read_json(run.path / "job" / "job.json")
-    if said is None:
-        raise UsageError(f"{run.path} holds no submitted job (no job/job.json in it).")
-    known = {f.name for f in fields(JobSpec)}
-    spec = JobSpec(**{k: v for k, v in said.pop("spec").items() if k in known})
-    return spec, said
+    folder = run.path / "job"
+    try:
+        private_folder(folder, 0o700)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made: {error.strerror}. Take another --name.") from error
+    if decides:
+        check_parents(run.path)
+        for path in (run.path, folder):
+            if why := doubt(path, os.stat(path)):
+                raise UsageError(why)
+    (folder / _SUBMITTED).unlink(missing_ok=True)  # of a job before
+    text = json.dumps({"spec": asdict(spec), "launcher": launcher, **more, "key": secrets.token_hex(32)}, indent=2)
+    write_whole(folder / _JOB, text)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_spec(run: RunDir, sha256: str | None = None, *, believe: bool = True) -> tuple[JobSpec, Mapping[str, Any]]:
+    """What `write_spec` and `note_submitted` wrote: the job, and everything else by name.
+
+    Args:
+        sha256: which `write_spec` returned, and which came here another way: Slurm's copy of the batch script, a command line.
+        believe: what is read decides what runs, or which process is ended; otherwise it is only shown, and `said["doubt"]`
+            tells why it is not to be believed.
+    Raises:
+        UsageError: the folder is not that of a submitted job; or somebody else can have written it.
+    """
+    try:
+        text, why = read_ours(run.path / "job", _JOB, _MOST_BYTES)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            raise UsageError(f"{run.path} holds no submitted job (no job/job.json in it).") from None
+        why = f"job/job.json: {error.strerror}"
+        raise UsageError(
+            f"{run.path} holds no submitted job that can be read ({why}). Remove it, or take another --name."
+        ) from None
+    found = hashlib.sha256(text).hexdigest()
+    if sha256 is not None and found != sha256:
+        raise UsageError(
+            f"{run.path / 'job' / _JOB} is not what was submitted: its SHA-256 begins with {found[:12]}, not {sha256[:12]}. "
+            "Nothing of it was run. Who can write there? Submit again."
+        )
+    if believe:
+        check_parents(run.path)
+        if why:
+            raise UsageError(why)
+    said = parse_object(text)
+    spec = spec_of(said.pop("spec", None)) if said is not None else None
+    if said is None or spec is None or not _is_said(said):
+        raise UsageError(
+            f"{run.path} holds no submitted job that can be read (job/job.json is damaged). Remove it, or take another --name."
+        )
+    known = read_json(run.path / "job" / _SUBMITTED) or {}
+    return spec, {**said, **{k: v for k, v in known.items() if k in _LATER}, "doubt": why}
+
+
+def note_submitted(run: RunDir, **more: Any) -> None:
+    """Under which name the system knows the job, once it does; job.json itself never changes."""
+    write_json(run.path / "job" / _SUBMITTED, more)
+
+
+_JOB, _SUBMITTED = "job.json", "submitted.json"
+_LATER = ("id", "host", "boot", "ticks")
+_MOST_BYTES = 16 << 20
+
+
+def _is_said(said: Mapping[str, Any]) -> bool:
+    sweep = said.get("sweep", [])
+    return (
+        all(isinstance(said.get(name, ""), str) for name in ("launcher", "cwd", "id", "key"))
+        and isinstance(sweep, list)
+        and all(isinstance(each, list) and len(each) == 2 and all(isinstance(word, str) for word in each) for each in sweep)
+    )
 
 
 class FolderJob(ABC):
@@ -110,12 +180,22 @@ class FolderJob(ABC):
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
-        self.spec, self.said = read_spec(run)
+        self.spec, self.said = read_spec(run, believe=False)
         self.id = str(self.said.get("id", ""))
 
     @property
     def ranks(self) -> int:
         return self.spec.ranks * self.spec.nodes
+
+    def believed(self) -> Mapping[str, Any]:
+        """What was said of the job.
+
+        Raises:
+            UsageError: somebody else can have written it.
+        """
+        if why := str(self.said["doubt"]):
+            raise UsageError(why)
+        return self.said
 
     @abstractmethod
     def _ask(self) -> tuple[JobState | None, str]:
@@ -127,7 +207,7 @@ class FolderJob(ABC):
 
     @property
     def attempts(self) -> Sequence[Path]:
-        return sorted((self.run.path / "attempts").glob("[0-9]*"))
+        return self.run.attempts()
 
     def state(self) -> JobState:
         state, _ = self._ask()
@@ -141,7 +221,7 @@ class FolderJob(ABC):
         return self._ask()[1]
 
     def _state_of_folder(self) -> JobState:
-        ended = read_json(self.attempts[-1] / "exit.json") if self.attempts else None
+        ended = exit_record(self.attempts[-1] / "exit.json") if self.attempts else None
         if ended is None:
             return JobState.LOST
         return {0: JobState.DONE, 75: JobState.STOPPED}.get(int(ended["exit_code"]), JobState.FAILED)
@@ -153,8 +233,13 @@ class FolderJob(ABC):
         return newest / f"rank{rank}.log"
 
     def cancel(self) -> None:
+        """
+        Raises:
+            UsageError: somebody else can have written what is to be ended.
+        """
+        self.believed()
         # First: a job that is asked to stop must know that it shall not come back.
-        (self.run.path / "job" / "cancelled").touch(mode=0o600)
+        os.close(open_file(self.run.path / "job" / "cancelled", os.O_WRONLY | os.O_CREAT))
         self._stop()
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
@@ -168,7 +253,7 @@ class FolderJob(ABC):
         return self.outcome(state)
 
     def outcome(self, state: JobState) -> Outcome:
-        ended = (read_json(self.attempts[-1] / "exit.json") if self.attempts else None) or {}
+        ended = (exit_record(self.attempts[-1] / "exit.json") if self.attempts else None) or {}
         first = ended.get("first_failure")
         failure = Failure.from_json(first) if first else None
         usual = {JobState.DONE: 0, JobState.STOPPED: 75, JobState.CANCELLED: 143}.get(state, 1)
@@ -182,20 +267,6 @@ class FolderJob(ABC):
         failure = outcome.failure
         text = render(failure, self.ranks) if failure else f"{outcome.note}. {self.why()}".strip()
         if failure is not None and failure.traceback:
-            text = f"{text}\n{failure.traceback}"
+            text = f"{text}\n{printable(failure.traceback)}"
         logs = str(self.attempts[-1]) if self.attempts else None
         raise RankFailedError(text, rank=failure.rank if failure else 0, exit_code=outcome.exit_code, logs=logs)
-
-
-def write_atomically(path: Path, text: str, mode: int = 0o600) -> None:
-    """A file that only its owner reads, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
-        file.write(text)
-    temporary.replace(path)
-
-
-def update_spec(run: RunDir, **more: Any) -> None:
-    """Add to what `write_spec` wrote."""
-    path = run.path / "job" / "job.json"
-    write_atomically(path, json.dumps({**(read_json(path) or {}), **more}, indent=2) + "\n")

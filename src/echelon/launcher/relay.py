@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from echelon.contracts.files import open_to_append
+
 __all__ = ["PlainScreen", "Relay", "Screen", "SilentScreen"]
 
 
@@ -82,7 +84,7 @@ class Relay:
 
     def open(self, log: Path) -> tuple[int, int]:
         """Two descriptors to write to, for standard output and error; the caller closes them once the rank has them."""
-        file = open(log, "ab", buffering=0)
+        file = open(open_to_append(log), "ab", buffering=0)
         self._logs.append(file)
         writers = []
         with self._lock:

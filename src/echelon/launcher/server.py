@@ -66,8 +66,9 @@ class ForkServer:
         # One thread per library at import: libgomp reads this once, and forking a process with running threads is unsafe.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        # Without -P the first place on its path would be the folder it is started in, which may be anybody's.
         process = subprocess.Popen(
-            [sys.executable, "-c", code], pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL, process_group=0
+            [sys.executable, "-P", "-c", code], pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL, process_group=0
         )
         theirs.close()
         server = cls(ours, process.pid, process)

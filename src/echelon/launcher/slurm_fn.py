@@ -6,6 +6,7 @@ A job is a run folder, as `echelon submit` makes them, so that `echelon jobs`, `
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.files import private_folder, write_whole
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.launcher.background import LocalLauncher
 from echelon.launcher.calls import Call, checksum, main_module, owner_only, pack, refuse_in_bootstrap, write_call
@@ -201,7 +203,7 @@ class ConfiguredFunction(Generic[P, T]):
         with owner_only():
             run = RunDir.create(config.output_path.absolute(), None, stem=self._stem, begin=False)
             try:
-                (run.path / "job").mkdir(mode=0o700, exist_ok=True)
+                private_folder(run.path / "job", 0o700)
                 write_json(run.run_json, self._describe(run))
                 copy = self._copy(run)
                 spec = self._written(calls, run, copy)
@@ -224,8 +226,9 @@ class ConfiguredFunction(Generic[P, T]):
         file = run.path / "job" / "call.pkl"
         if self.config.distributed_launch_command:
             about = {"number": len(_submitted), "function": self._name, "earlier": _submitted}
-            write_json(run.path / "job" / "call.json", {"call": about, "argv": sys.argv[1:]})
-            return self._spec(None, file, copied)
+            text = json.dumps({"call": about, "argv": sys.argv[1:]}).encode()
+            write_whole(file.with_name("call.json"), text)
+            return self._spec(checksum(text), file.with_name("call.json"), copied)
         call = Call(self.function, calls, sys.path, [copied(sys.argv[0]), *sys.argv[1:]])
         return self._spec(write_call(file, pack(call, copied)), file)
 
@@ -236,7 +239,7 @@ class ConfiguredFunction(Generic[P, T]):
         if not config.distributed_launch_command:
             return JobSpec(str(file), "call", sha256=sha256, **common)
         words = [_word(word, copied) for word in parse(config.distributed_launch_command)]
-        return JobSpec(self._name, "command", args=words, **common)
+        return JobSpec(self._name, "command", args=words, code=str(file), sha256=sha256, **common)
 
     def _slurm(self, dependency: str | None = None) -> SlurmLauncher:
         return SlurmLauncher(self.config.options(dependency=dependency, export=exported(list(os.environ))))

@@ -27,7 +27,8 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from echelon.contracts.errors import EchelonError, UsageError
-from echelon.contracts.redact import redacted
+from echelon.contracts.files import open_file, open_to_append
+from echelon.contracts.redact import redacted, secret_values
 from echelon.contracts.run_dir import FULL_DISK, write_json
 from echelon.contracts.stopping import REQUEUE, SIGNALS, is_ours, leave
 from echelon.launcher.calls import load_call, write_value
@@ -60,6 +61,10 @@ SLOW_MODULES = (
 STACK_SIGNAL = signal.SIGUSR2
 
 
+_LONGEST = 1 << 18
+_MOST_FRAMES = 100
+
+
 @dataclass(frozen=True)
 class Start:
     """What a rank is told: who it is, what to run, and where its output and its record go."""
@@ -78,6 +83,7 @@ class Start:
     code: str = ""
     sha256: str | None = None
     task: int = 0
+    key: str = ""
 
 
 def run(start: Start, fds: Sequence[int]) -> NoReturn:
@@ -100,7 +106,9 @@ def _take_on(start: Start, fds: Sequence[int]) -> None:
     _redirect(start.log, fds)
     os.chdir(start.cwd)
     if start.stacks:
-        stacks = open(start.stacks, "w")  # held open for the life of the process
+        stacks = open(
+            open_file(start.stacks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w"
+        )  # held open for the life of the process
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=sys.stderr)
     if start.cores:
@@ -173,7 +181,7 @@ class _Output(io.FileIO):
 
 def _open_log(path: str | Path) -> int:
     try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        return open_to_append(path)
     except OSError as error:
         if error.errno not in FULL_DISK:
             raise
@@ -236,7 +244,10 @@ def run_recorded(start: Start, program: Callable[[], None]) -> int:
         failure = describe(error)
         text = failure["traceback"]
         if start.log:  # the launcher shows the first failure itself; the log has them all, whole
-            with contextlib.suppress(OSError), open(start.log, "a", encoding="utf-8", errors="backslashreplace") as log:
+            with (
+                contextlib.suppress(OSError),
+                open(open_to_append(start.log), "a", encoding="utf-8", errors="backslashreplace") as log,
+            ):
                 log.write(text)
         else:
             sys.stderr.write(text)
@@ -289,7 +300,7 @@ def _system_exit(stop: SystemExit) -> tuple[int, dict[str, Any] | None]:
     if isinstance(stop.code, int):
         code, message = stop.code & 0xFF, ""
     else:
-        code, message = 1, redacted(str(stop.code))
+        code, message = 1, redacted(_cut(str(stop.code)), secret_values(sys.argv, os.environ))
         sys.stderr.write(message + "\n")
     if code == 0:
         return 0, None
@@ -301,15 +312,21 @@ def _system_exit(stop: SystemExit) -> tuple[int, dict[str, Any] | None]:
 def describe(error: BaseException) -> dict[str, Any]:
     """An exception as plain values, its frames in the user's own files apart from those of libraries."""
     trace = _skip_launcher(error.__traceback__)
-    text = redacted("".join(traceback.format_exception(type(error), error, trace)))
+    known = secret_values(sys.argv, os.environ)
+    text = redacted(_cut("".join(traceback.format_exception(type(error), error, trace))), known)
     return {
         "time_ns": time.monotonic_ns(),
         "kind": type(error).__name__,
-        "message": redacted(_text_of(error)),
+        "message": redacted(_cut(_text_of(error)), known),
         "ours": isinstance(error, EchelonError),
-        "user_frames": [redacted(frame) for frame in user_frames(trace)],
+        "user_frames": [redacted(frame, known) for frame in user_frames(trace)[-_MOST_FRAMES:]],
         "traceback": text,
     }
+
+
+def _cut(text: str) -> str:
+    """The beginning and the end: an exception may hold a whole tensor, and whoever reads a record reads no more than a few MB."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}\n[...]\n{text[-_LONGEST // 2 :]}"
 
 
 def _text_of(error: BaseException) -> str:
@@ -377,11 +394,12 @@ def _call(start: Start) -> None:
     _keep_groups()  # before modules are imported, which may take the function by its name
     call = load_call(start.target, start.sha256)
     args, kwargs = call.arguments[start.task]
-    leave_value(lambda: call.function(*args, **kwargs), start.result, getattr(call.function, "__name__", "the function"))
+    name = getattr(call.function, "__name__", "the function")
+    leave_value(lambda: call.function(*args, **kwargs), start.result, name, start.key)
 
 
-def leave_value(function: Callable[[], Any], result: str, name: str) -> None:
-    """Call `function` and write its value, or beside it the exception that it raised.
+def leave_value(function: Callable[[], Any], result: str, name: str, key: str) -> None:
+    """Call `function` and write its value, or beside it the exception that it raised, sealed with the job's key.
 
     Raises:
         UsageError: the value cannot be pickled.
@@ -391,10 +409,10 @@ def leave_value(function: Callable[[], Any], result: str, name: str) -> None:
         value = function()
     except Exception as error:
         with contextlib.suppress(Exception):  # not every exception can be pickled; its text arrives in any case
-            write_value(error, f"{result}.error")
+            write_value(error, f"{result}.error", key)
         raise
     try:
-        write_value(value, result)
+        write_value(value, result, key)
     except Exception as error:
         raise UsageError(
             f"the value that {name} returned, of type {type(value).__name__}, "

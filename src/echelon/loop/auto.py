@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from echelon.contracts.errors import LossError, NonFiniteError
+from echelon.contracts.errors import LossError, NonFiniteError, UsageError
 from echelon.contracts.numbers import whole
 from echelon.contracts.overrides import overrides
 from echelon.data.parts import Parts

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from echelon.contracts.events import read_lines
-from echelon.contracts.run_dir import RunDir, read_json
+from echelon.contracts.events import survey
+from echelon.contracts.files import parse_object, read_bytes
+from echelon.contracts.run_dir import RunDir
 
 __all__ = ["Attempt", "Facts", "Failure", "Status", "children", "get", "number", "read", "word"]
 
@@ -133,7 +134,7 @@ def read(run: RunDir) -> Facts:
     about = _object(run.run_json, "run.json", notes)
     records = _records(run.metrics, "metrics.jsonl", notes)
     attempts: list[Attempt] = []
-    for n in sorted(int(p.name) for p in children(run.path / "attempts") if p.name.isascii() and p.name.isdigit()):
+    for n in (int(p.name) for p in run.attempts() if p.is_dir()):
         there = RunDir(run.path, n)
         label = f"attempts/{there.attempt_path.name}"
         end = _object(there.exit_json, f"{label}/exit.json", notes)
@@ -162,26 +163,27 @@ def _points(records: Sequence[tuple[float, Mapping[str, Any]]], key: str) -> lis
 
 def _object(path: Path, label: str, notes: list[str]) -> Mapping[str, Any] | None:
     try:
-        value = read_json(path)
-    except RecursionError:  # brackets nested a thousand deep
-        value = None
+        value = parse_object(read_bytes(path))
+    except OSError as error:
+        notes.append(f"{label} {_lacks(error)}.")
+        return None
     if value is None:
-        notes.append(f"{label} {'is not a whole JSON object and was left out' if path.is_file() else 'is missing'}.")
+        notes.append(f"{label} is not a whole JSON object and was left out.")
     return value
 
 
-def _records(path: Path, label: str, notes: list[str]) -> list[dict[str, Any]]:
+def _records(path: Path, label: str, notes: list[str]) -> Sequence[dict[str, Any]]:
     try:
-        content = path.read_bytes()
-        records = read_lines(path)  # second: of a file that grows it may give more than `content` has, which is no fault
-    except (OSError, RecursionError) as error:
-        notes.append(f"{label} {'is missing' if isinstance(error, FileNotFoundError) else 'cannot be read'}.")
+        records, said = survey(path)
+    except OSError as error:
+        notes.append(f"{label} {_lacks(error)}.")
         return []
-    if content and not content.endswith(b"\n"):
-        notes.append(f"{label}: the last line is not whole and was left out.")
-    if (bad := content.count(b"\n") - len(records)) > 0:
-        notes.append(f"{label}: {bad} unreadable {'line was' if bad == 1 else 'lines were'} left out.")
+    notes += [f"{label}: {each}" for each in said]
     return records
+
+
+def _lacks(error: OSError) -> str:
+    return "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
 
 
 def children(folder: Path) -> list[Path]:

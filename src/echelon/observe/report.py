@@ -13,11 +13,13 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from statistics import median
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.files import write_whole
+from echelon.contracts.redact import redacted, redacted_words
 from echelon.contracts.run_dir import RunDir
 from echelon.observe import chart
 from echelon.observe.facts import Attempt, Facts, children, get, number, read, word
@@ -29,12 +31,14 @@ _ROWS = 50  # rows of a table, at most
 _TAIL = 10  # records in the final loss
 _SINGLE = 40  # records that are drawn one by one; more have noise worth smoothing
 _NONE = "\N{EN DASH}"
+_MOST_FOLDERS = 10_000  # in one checkpoint, which has a handful
 
-_UNPRINTABLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+# Also what would turn the direction of the text around it.
+_UNPRINTABLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def write(run: RunDir) -> Path:
-    """Write the page to `run.report`, so that a reader sees the old or the new page, never half of one.
+    """Write the page to `run.report` for this user alone, so that a reader sees the old or the new page, never half of one.
 
     Returns:
         The path of the page.
@@ -43,12 +47,7 @@ def write(run: RunDir) -> Path:
     """
     if not run.path.is_dir():
         raise UsageError(f"there is no run folder at {run.path}. Give the path of a folder that a run has written.")
-    temporary = run.report.with_name(f".{run.report.name}.{os.getpid()}")
-    try:
-        temporary.write_text(render(run), encoding="utf-8")
-        temporary.replace(run.report)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(run.report, render(run))
     return run.report
 
 
@@ -59,7 +58,7 @@ def render(run: RunDir) -> str:
     parts = [
         _HEAD.format(title=_text(f"{facts.name}: {status.text}", 300), style=_STYLE + chart.STYLE),
         f'<header><h1>{_text(facts.name, 200)}</h1><p><span class="status {status.kind}">{_text(status.text, 100)}</span> ',
-        f"{_text(status.detail, 300)}{_MORE if status.kind == 'failed' else ''}</p></header>",
+        f"{_text(redacted(status.detail), 300)}{_MORE if status.kind == 'failed' else ''}</p></header>",
         _figures(facts),
         _notes(facts.notes),
         _charts(facts),
@@ -200,8 +199,8 @@ def _failure(attempt: Attempt) -> str:
         body = f"<p>No rank reported why. The output of the ranks is in attempts/{attempt.number:03d}/.</p>"
     else:
         heading = f"Failure on {failure.where()}: {failure.kind or 'unknown kind'}"
-        body = f"<p>{_text(failure.message or 'no message', 4000)}</p>"
-        body += f'<pre tabindex="0">{_text(failure.traceback or "no traceback", 20_000)}</pre>'
+        body = f"<p>{_text(redacted(failure.message or 'no message'), 4000)}</p>"
+        body += f'<pre tabindex="0">{_text(redacted(failure.traceback or "no traceback"), 20_000)}</pre>'
     return f'<section class="failure" id="failure"><h2>{_text(heading, 200)}</h2>{body}</section>'
 
 
@@ -213,7 +212,9 @@ def _attempts_table(attempts: Sequence[Attempt]) -> str:
         step = saved[-1][0] if saved else None
         kept = f"{len(saved)}, last at step {'unknown' if step is None else f'{step:,.12g}'}" if saved else "none"
         result = f"stopped, {status.detail}" if status.kind == "stopped" else status.text
-        rows.append([attempt.number, _when(attempt.span()[0]), took, result, kept, failure.one_line() if failure else _NONE])
+        rows.append(
+            [attempt.number, _when(attempt.span()[0]), took, result, kept, redacted(failure.one_line()) if failure else _NONE]
+        )
     head = ["attempt", "started", "wall time", "result", "checkpoints saved", "first failure"]
     return _table("Attempts", head, rows, "No attempt has left a folder.")
 
@@ -229,7 +230,9 @@ def _checkpoints_table(run: RunDir, facts: Facts) -> str:
         else:
             step, shown = math.nan, _NONE  # nan equals nothing: no event and no evaluation is taken for this folder's
         number_, at = saved.get(step, (_NONE, None))
-        size = _quantity(_size_bytes(folder), 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
+        # A link may lead anywhere, to the root of a file system too.
+        units = (" B", " KiB", " MiB", " GiB", " TiB")
+        size = _NONE if folder.is_symlink() else _quantity(_size_bytes(folder), 1024, units)
         rows.append([shown, folder.name, size, _when(at), number_, f"{losses[step]:.4g}" if step in losses else _NONE])
     head = ["step", "folder", "size", "saved", "in attempt", "eval loss"]
     return _table("Checkpoints", head, rows, "There is none in checkpoints/.")
@@ -237,7 +240,7 @@ def _checkpoints_table(run: RunDir, facts: Facts) -> str:
 
 def _size_bytes(folder: Path) -> int:
     total = 0
-    for place, _, names in os.walk(folder):
+    for place, _, names in islice(os.walk(folder), _MOST_FOLDERS):
         for name in names:
             try:
                 total += os.lstat(os.path.join(place, name)).st_size
@@ -248,7 +251,8 @@ def _size_bytes(folder: Path) -> int:
 
 def _run_table(run: RunDir, about: Mapping[str, object]) -> str:
     command = about.get("command")
-    words = [word(part) or "?" for part in command] if isinstance(command, list) else None
+    # Once more: an earlier version may have written the file.
+    words = redacted_words([word(part) or "?" for part in command]) if isinstance(command, list) else None
     versions, commit, dirty = about.get("versions"), word(get(about, "git", "commit")), get(about, "git", "dirty")
     state = {True: ", with uncommitted changes", False: ", clean"}.get(dirty, "") if isinstance(dirty, bool) else ""
     facts: list[tuple[str, str | None]] = [

@@ -124,7 +124,16 @@ def exported(environment: Sequence[str], more: Sequence[str] = ()) -> tuple[str,
     return tuple(sorted(usual | set(more)))
 
 
-def render(spec: JobSpec, options: SlurmOptions, run: Path, *, python: str, cwd: Path, tasks: int | None = None) -> str:
+def render(
+    spec: JobSpec,
+    options: SlurmOptions,
+    run: Path,
+    *,
+    python: str,
+    cwd: Path,
+    tasks: int | None = None,
+    sha256: Sequence[str] = (),
+) -> str:
     """The batch script.
 
     Args:
@@ -132,13 +141,20 @@ def render(spec: JobSpec, options: SlurmOptions, run: Path, *, python: str, cwd:
         python: the interpreter, on every node.
         cwd: where the job runs.
         tasks: how many runs an array of them has, each in a folder of its own below the sweep's; None is one run.
+        sha256: of job.json, for each task, or the one run: another is not run. None leaves the folder's owner to vouch for it.
     Raises:
         UsageError: a value that cannot be written into a script, or that Slurm could not mean.
     """
     options.check()
     array = "" if tasks is None else "/tasks/$SLURM_ARRAY_TASK_ID"
-    # What the nodes believe of a call comes from here, the one text of which Slurm has a copy of its own.
-    call = f" --call-sha256 {spec.sha256}" if spec.sha256 else ""
+    # What the nodes believe comes from here, the one text of which Slurm has a copy of its own.
+    written, of_tasks = "", ""
+    if tasks is not None and sha256:
+        of_tasks = "spec_sha256=(\n" + "".join(f"{each}\n" for each in sha256) + ")\n"
+        written = ' --spec-sha256 "${spec_sha256[$SLURM_ARRAY_TASK_ID]}"'
+    elif sha256:
+        written = f" --spec-sha256 {sha256[0]}"
+    call = f" --call-sha256 {spec.sha256}" if spec.kind == "call" and spec.sha256 else ""
     task = ' --task "$SLURM_ARRAY_TASK_ID"' if tasks is not None and spec.kind in ("call", "command") else ""
     return _SCRIPT.format(
         header="\n".join(_header(spec, options, run, cwd, tasks)),
@@ -146,6 +162,8 @@ def render(spec: JobSpec, options: SlurmOptions, run: Path, *, python: str, cwd:
         python=_path(Path(python)),
         cpus=_cpus(spec, options),
         setup="".join(f"{line}\n" for line in ("\n# As the submitter wants it.", *options.setup)) if options.setup else "",
+        spec=written,
+        of_tasks=of_tasks,
         words=f"{call}{task}",
         again=_AGAIN if options.requeue else "",
     )
@@ -189,13 +207,13 @@ _SCRIPT = """#!/bin/bash
 run={run}
 python={python}
 umask 077
-trap : TERM  # the nodes are asked to save and end, and this shell waits for them
+{of_tasks}trap : TERM  # the nodes are asked to save and end, and this shell waits for them
 {setup}
 # One launcher on every node starts the node's ranks.
-srun --kill-on-bad-exit=1 --export=ALL --cpus-per-task={cpus} "$python" -P -m echelon.launcher.node "$run"{words}
+srun --kill-on-bad-exit=1 --export=ALL --cpus-per-task={cpus} "$python" -P -m echelon.launcher.node "$run"{spec}{words}
 
 # Names the rank that failed first.
-"$python" -P -m echelon.launcher.node "$run" --conclude $?
+"$python" -P -m echelon.launcher.node "$run"{spec} --conclude $?
 code=$?
 {again}exit $code
 """

@@ -15,6 +15,7 @@ from torch import nn
 from echelon.checkpoint.renamed import moved
 from echelon.checkpoint.store import table
 from echelon.contracts.errors import CheckpointMismatchError
+from echelon.contracts.redact import redacted_fields
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.data import resume
 from echelon.data.loader import Loader
@@ -111,7 +112,9 @@ def _users(unit: Unit) -> dict[str, Any]:
         config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     elif not isinstance(config, Mapping):
         config = getattr(config, "__dict__", {})
-    return {str(key): json.loads(json.dumps(value)) for key, value in config.items() if _is_plain(value)}
+    plain = {str(key): json.loads(json.dumps(value)) for key, value in config.items() if _is_plain(value)}
+    found: dict[str, Any] = redacted_fields(plain)  # whoever reads checkpoints reads it
+    return found
 
 
 def _is_plain(value: Any) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.events import encode
+from echelon.contracts.files import write_whole
 from echelon.contracts.rank import RankInfo
 from echelon.observe.loggers.logger import Scalar, hold, rank, scalar_to_float
 
@@ -181,6 +182,4 @@ def _append_bytes(path: Path, data: bytes) -> None:
 
 def _replace(path: Path, text: str) -> None:
     """A reader sees the old file or the new one."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
-    beside.write_bytes(text.encode())
-    os.replace(beside, path)
+    write_whole(path, text, 0o666)

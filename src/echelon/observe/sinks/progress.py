@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from echelon.contracts.events import LineReader
 from echelon.contracts.run_dir import RunDir
+from echelon.contracts.terminal import printable
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -49,7 +50,8 @@ class ProgressModel:
         if "eval_loss" in record:
             self.eval_loss = _number(record["eval_loss"])
             return
-        step, now = int(record.get("step", self.step)), float(record.get("time", time.time()))
+        step, now = _step(record, self.step), _number(record.get("time"))
+        now = now if now is not None and abs(now) < 1e12 else time.time()
         if self._origin is not None and step > self._origin[1]:
             # The mean since the phase began: compile and warm-up steps fade, a short stall does not swing the estimate.
             self._seconds_per_step = (now - self._origin[0]) / (step - self._origin[1])
@@ -62,7 +64,7 @@ class ProgressModel:
         self.lr = _number(record.get("lr"))
         if self._rate_key not in record:
             self._rate_key = next((k for k in record if k.endswith("_per_s")), "")
-            self.rate_unit = self._rate_key.removesuffix("_per_s")
+            self.rate_unit = printable(self._rate_key.removesuffix("_per_s")[:40])
         rate = _number(record.get(self._rate_key))
         if rate is not None:
             self.rate = rate if self.rate is None else 0.9 * self.rate + 0.1 * rate
@@ -71,8 +73,8 @@ class ProgressModel:
         """Take in one event; returns a line if it is worth one."""
         name = event.get("event", "")
         if name == "train_start":
-            self.phase, self.total_steps = "train", event.get("total_steps")
-            self.step = int(event.get("step") or 0)
+            self.phase, self.total_steps = "train", _step(event, 0, "total_steps") or None
+            self.step = _step(event, 0)
             self._origin, self._seconds_per_step = None, None
             total = f" of {self.total_steps}" if self.total_steps else ""
             return f"training from step {self.step}{total}"
@@ -81,11 +83,11 @@ class ProgressModel:
         elif name == "eval_end":
             self.phase = "train" if event.get("within_fit") else ""
             loss = _number(event.get("eval_loss"))
-            return f"step {event.get('step', self.step)}  eval loss {loss:.4f}" if loss is not None else None
+            return f"step {_step(event, self.step)}  eval loss {loss:.4f}" if loss is not None else None
         elif name == "train_end":
             self.phase = ""
         elif name == "checkpoint_saved":
-            return f"checkpoint {_short(str(event.get('path', '')))}"
+            return printable(f"checkpoint {_short(str(event.get('path', '')))}")
         return None
 
     @property
@@ -117,8 +119,19 @@ class ProgressModel:
 def _number(value: Any) -> float | None:
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
+
+
+def _time_of(said: dict[str, Any]) -> float:
+    time_s = _number(said.get("time"))
+    return time_s if time_s is not None and time_s == time_s else 0.0  # nan has no place in an order
+
+
+def _step(record: dict[str, Any], otherwise: int, name: str = "step") -> int:
+    """A number of steps, of files that may hold anything."""
+    value = record.get(name)
+    return value if type(value) is int and 0 <= value < 1 << 62 else otherwise
 
 
 def _count(value: float) -> str:
@@ -297,7 +310,7 @@ class RunScreen:
             self._events = LineReader(self._run.events(0))
         events = self._events.read() if self._events else []
         # In the order in which they came about: a short run is read whole at once, its beginning after its records.
-        for said in sorted([*self._metrics.read(), *events], key=lambda said: float(said.get("time") or 0)):
+        for said in sorted([*self._metrics.read(), *events], key=_time_of):
             if "event" not in said:
                 self._model.record(said)
                 continue

@@ -1,0 +1,126 @@
+"""Small files in folders where somebody else may write: never through a link, never waiting, never without end.
+
+A name that can be guessed can be taken first: by a link to a file of ours, by a pipe that nobody writes to, by a file of a
+terabyte, by JSON a million brackets deep. Whoever opens by these functions gets a file, or an OSError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+__all__ = ["open_file", "open_to_append", "parse_object", "private_folder", "read_bytes", "read_end", "write_whole"]
+
+Where = str | os.PathLike[str]
+
+_SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+# What launchers and ranks leave for each other is a thousand times smaller.
+_MOST_BYTES = 16 << 20
+_DEEPEST = 64
+
+
+def open_file(path: Where, flags: int = os.O_RDONLY, mode: int = 0o600, *, folder: int | None = None) -> int:
+    """A descriptor of a regular file, or to append of a device, at once.
+
+    Args:
+        flags: as `os.open` takes them.
+        mode: of a file that is made, less the umask.
+        folder: a descriptor of the folder that `path` is in; None is where this process is.
+    Raises:
+        OSError: also for a link, a pipe, a device or a folder.
+    """
+    descriptor = os.open(path, flags | _SAFE, mode, dir_fd=folder)
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind) and not (flags & os.O_APPEND and stat.S_ISCHR(kind)):  # /dev/null is a good place for a log
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is not a regular file", os.fspath(path))
+    return descriptor
+
+
+def open_to_append(path: Where, mode: int = 0o600) -> int:
+    """A descriptor to append to a file, which is made if it is not there."""
+    return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
+
+
+def private_folder(path: Path, mode: int = 0o755) -> None:
+    """Make a folder that nobody else can write to, whatever the umask; one that exists stays as it is.
+
+    Raises:
+        OSError: also where a link, or something else, has the name.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode & ~0o022)
+        return
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "is a link, or no folder", str(path))
+
+
+def read_bytes(path: Where, most: int = _MOST_BYTES, *, folder: int | None = None) -> bytes:
+    """The content of a file.
+
+    Raises:
+        OSError: also if it is longer than `most`.
+    """
+    with open(open_file(path, folder=folder), "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"is larger than {most} bytes", os.fspath(path))
+    return content
+
+
+def read_end(path: Where, most: int = 1 << 16) -> bytes:
+    """The last bytes of a file, which may be large.
+
+    Raises:
+        OSError: as `open_file`.
+    """
+    with open(open_file(path), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+        return file.read(most)
+
+
+def write_whole(path: Path, content: bytes | str, mode: int = 0o600) -> None:
+    """Replace a file, so that a reader sees the old or the new content, never half of one. A link is replaced, not followed.
+
+    Args:
+        mode: of the file, less the umask.
+    """
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")  # not to be guessed, and never one that exists
+    descriptor = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content if isinstance(content, bytes) else content.encode("utf-8", "surrogateescape"))
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def parse_object(text: bytes | str) -> dict[str, Any] | None:
+    """A JSON object; None for anything else, for what is cut off, and for what is nested deeper than anything of ours."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    brackets = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
+    if not isinstance(value, dict) or (sum(map(text.count, brackets)) > _DEEPEST and _is_deep(value)):  # type: ignore[arg-type]
+        return None
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    layer = [value]
+    for _ in range(_DEEPEST):
+        inner: list[Any] = []
+        for each in layer:
+            inner += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+        if not inner:
+            return False
+        layer = inner
+    return True

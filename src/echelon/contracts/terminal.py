@@ -1,0 +1,53 @@
+"""Text that somebody else has written, safe for the terminal of whoever reads it."""
+
+from __future__ import annotations
+
+import codecs
+import re
+
+__all__ = ["OutputFilter", "printable"]
+
+# C0 but the end of a line and the tab, DEL, C1; what turns the direction of the text around it; half of a surrogate pair.
+_MORE_THAN_TEXT = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]",
+)
+_COLOUR = re.compile(r"\x1b\[[0-9;:]{0,64}m")
+# The beginning of a colour, at the end of what is there so far.
+_BEGUN = re.compile(r"\x1b(\[[0-9;:]{0,64})?$")
+
+
+def printable(text: str) -> str:
+    """`text` with a question mark for every character that would do more to a terminal than show itself."""
+    return _MORE_THAN_TEXT.sub("?", text)
+
+
+class OutputFilter:
+    """What a program wrote, in pieces that may end anywhere: its colours stay, and carriage returns, of which bars are made."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self._coloured = False
+
+    def feed(self, data: bytes) -> str:
+        """The text that is whole so far."""
+        text = self._held + self._decoder.decode(data)
+        begun = _BEGUN.search(text)
+        self._held = begun[0] if begun else ""
+        return self._shown(text[: len(text) - len(self._held)])
+
+    def end(self) -> str:
+        """What is left, and an end of the colours."""
+        rest, self._held = self._held + self._decoder.decode(b"", True), ""
+        return self._shown(rest) + ("\x1b[0m" if self._coloured else "")
+
+    def _shown(self, text: str) -> str:
+        shown, at = [], 0
+        for colour in _COLOUR.finditer(text):
+            shown += [_plain(text[at : colour.start()]), colour[0]]
+            at, self._coloured = colour.end(), True
+        return "".join([*shown, _plain(text[at:])])
+
+
+def _plain(text: str) -> str:
+    return "\r".join(printable(part) for part in text.split("\r"))

@@ -1,0 +1,126 @@
+"""What ranks and launchers leave for one another, read as if somebody else had written it.
+
+Whatever is not as expected, in kind or size, is no record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts.run_dir import read_json
+
+__all__ = ["came_to", "exit_record", "meeting_record", "place_record", "rank_record", "refusal_record"]
+
+Check = Callable[[Any], bool]
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _exit_code(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= 255
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_text, value))
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _time(value: Any) -> bool:
+    return _count(value) or (isinstance(value, float) and math.isfinite(value) and abs(value) < 1e11)
+
+
+def _or_none(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _object(must: Mapping[str, Check], may: Mapping[str, Check]) -> Check:
+    """An object that has all that it must, and of the rest nothing of another kind."""
+    known = {**must, **may}
+
+    def check(value: Any) -> bool:
+        return (
+            isinstance(value, dict)
+            and must.keys() <= value.keys()
+            and all(known[name](each) for name, each in value.items() if name in known)
+        )
+
+    return check
+
+
+_SAID = {"user_frames": _texts, "traceback": _text, "ours": _flag}
+_RANK = _object({"exit_code": _exit_code}, {**_SAID, "time_ns": _count, "kind": _text, "message": _text, "loaded": _texts})
+_FAILURE = _object(
+    {"rank": _count, "exit_code": _exit_code, "kind": _text, "message": _text},
+    {**_SAID, "time": _time, "log": _or_none(_text), "reported": _flag},
+)
+_CAME_TO = _object({"steps": lambda steps: isinstance(steps, list)}, {"checkpoint": _or_none(_text)})
+_EXIT = _object(
+    {"exit_code": _exit_code},
+    {
+        "stopped": _or_none(_text),
+        "first_failure": _or_none(_FAILURE),
+        "ranks": lambda ranks: isinstance(ranks, dict) and all(map(_FAILURE, ranks.values())),
+        "ended": _time,
+        "came_to": _or_none(_CAME_TO),
+    },
+)
+_MEETING = _object(
+    {
+        "host": _text,
+        "port": lambda port: _count(port) and port < 1 << 16,
+        "token": lambda token: _text(token) and len(token) == 32 and token.isalnum(),
+        "attempt": lambda attempt: _count(attempt) and attempt < 10**9,
+        "nodes": lambda nodes: _texts(nodes) and bool(nodes),
+    },
+    {},
+)
+_PLACE = _object(dict.fromkeys(("rank", "local_world_size", "pid"), _count), {})
+_REFUSAL = _object({"host": _text, "why": _text}, {})
+
+
+def _read(path: Path, check: Check) -> dict[str, Any] | None:
+    found = read_json(path)
+    return found if check(found) else None
+
+
+def rank_record(path: Path) -> dict[str, Any] | None:
+    """How a rank ended, in its own words: `exit_code`, and of a failure what `worker.describe` says."""
+    return _read(path, _RANK)
+
+
+def exit_record(path: Path) -> dict[str, Any] | None:
+    """How an attempt ended, or a node's part of it, as `attempt.write_exit` wrote it."""
+    return _read(path, _EXIT)
+
+
+def came_to(path: Path) -> dict[str, Any]:
+    """How far an attempt came, as `conclude` wrote it into exit.json; empty if it did not."""
+    return (exit_record(path) or {}).get("came_to") or {}
+
+
+def meeting_record(path: Path) -> dict[str, Any] | None:
+    """Where the nodes of a start meet."""
+    return _read(path, _MEETING)
+
+
+def place_record(path: Path) -> dict[str, Any] | None:
+    """Where a rank is that a launch command started."""
+    found = _read(path, _PLACE)
+    return found if found is not None and found["pid"] > 1 else None
+
+
+def refusal_record(path: Path) -> dict[str, Any] | None:
+    """Why the launcher of a node ended without having begun."""
+    return _read(path, _REFUSAL)
