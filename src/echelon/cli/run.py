@@ -24,7 +24,7 @@ from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.job import JobSpec, parse_duration, parse_rank_range
 
-__all__ = ["add_arguments", "check_module", "check_script", "decided", "describe", "execute"]
+__all__ = ["add_arguments", "add_stall_after", "check_module", "check_script", "decided", "describe", "execute"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop-after", metavar="TIME", help="save and end with exit code 75 after so long, such as 55m; the same command goes on"
     )
+    add_stall_after(parser)
     parser.add_argument(
         "--restart", action="store_true", help="begin anew although the run's folder shows progress, which is set aside"
     )
@@ -63,6 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
     parser.add_argument("script", help="the training script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
+
+
+def add_stall_after(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--stall-after",
+        metavar="TIME",
+        help="without a step for so long, say which rank is behind and where (default: $ECHELON_STALL_AFTER, else 60s; more for "
+        "slow steps, first ones, checkpoints)",
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -91,6 +101,7 @@ def execute(arguments: argparse.Namespace) -> int:
         arguments.restart,
         bind=arguments.bind in ("cores", "both"),
         own_device=arguments.bind in ("devices", "both"),
+        stall_after_s=parse_duration(arguments.stall_after) if arguments.stall_after is not None else None,
     )
     over_its_head = decided(arguments, ranks if least is not None else None)
     if over_its_head != Overrides():

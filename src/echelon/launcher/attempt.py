@@ -60,9 +60,6 @@ class Attempt:
     def record_path(self, rank: int) -> Path:
         return self.folder / f"exit.rank{rank}.json"
 
-    def stacks_path(self, rank: int) -> Path:
-        return self.folder / f"stacks.rank{rank}.txt"
-
     def log_path(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.log"
 

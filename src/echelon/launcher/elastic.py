@@ -33,6 +33,7 @@ from echelon.launcher.nodes import Meeting
 from echelon.launcher.rendezvous import NODES_WAIT_S, NodesRendezvous, OneNodeRendezvous
 from echelon.launcher.server import ForkServer
 from echelon.launcher.shrink import Plan, loaders_of, next_ranks
+from echelon.launcher.watch import Pulses, Seen, Watch, blame, is_stopped, stall_after
 from echelon.launcher.worker import STACK_SIGNAL
 
 __all__ = ["ForkAgent"]
@@ -54,6 +55,7 @@ class ForkAgent(SimpleElasticAgent):
         requests: to stop and go on later; the ranks are asked, and may refuse.
         timeout_s: after so long the stacks of all ranks are collected and `RankTimeoutError` is raised; None never does.
         meeting: with the agents of other nodes; None is alone.
+        say: shows a line beside the ranks' own output.
     Attributes:
         restarts: how many there were.
         plan: how many ranks the present or coming attempt has, and why.
@@ -71,6 +73,7 @@ class ForkAgent(SimpleElasticAgent):
         requests: Requests,
         timeout_s: float | None = None,
         meeting: Meeting | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self._meetings = OneNodeRendezvous(run_id)
         if meeting is not None and meeting.nodes > 1:
@@ -96,11 +99,14 @@ class ForkAgent(SimpleElasticAgent):
         self.failures: list[Failure] = []
         self.plan = Plan(job.ranks, "")
         self.restarts, self.cut_short = 0, False
+        self.pulses = Pulses()
+        self._watch = Watch(stall_after(job.stall_after_s), say or _say, self._ask_stack)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.restarts += self.attempt is not None
         self.attempt, fds = self._begin_attempt(self.restarts)
         self.failures = []
+        self.pulses.close()
         # torchelastic does not count a restart that another node asked for.
         self._remaining_restarts = self._job.max_restarts - self.restarts
         try:
@@ -109,7 +115,9 @@ class ForkAgent(SimpleElasticAgent):
                 request = dict(self._start_fields(self.attempt, info))
                 request["env"] = {**request["env"], **info.to_env(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
                 request["env"][STORE_PREFIX_VARIABLE] = f"{self._token}/{self.restarts}"
-                self.attempt.pids[info.rank] = self._server.fork(request, fds if info.rank == 0 else ())
+                request["pulse"] = True
+                outputs = fds if info.rank == 0 else ()
+                self.attempt.pids[info.rank] = self._server.fork(request, (*outputs, self.pulses.make(info.rank)))
         finally:
             for fd in fds:
                 os.close(fd)
@@ -138,6 +146,8 @@ class ForkAgent(SimpleElasticAgent):
         if looks:
             self._look_at_records_at = time.monotonic() + 1.0
         self._see_to_requests(attempt, looks)
+        if looks:
+            self._watch.look(attempt.pids, attempt.running, self.pulses)
         if (looks and attempt.stuck()) or any(attempt.failure(rank) for rank in attempt.ended):
             failures = self._hear_them_out()
             if (self.cut_short or attempt.left()) and all(f.is_victim for f in failures):
@@ -194,25 +204,40 @@ class ForkAgent(SimpleElasticAgent):
             attempt = self._note_ends(0.05)
             failures = attempt.failures()
             if not all(f.is_victim for f in failures):
-                return _name_stopped(failures, attempt)
+                return _name_stopped(failures, self._seen(attempt))
             if len(attempt.ended) == len(attempt.pids) or time.monotonic() > until:
                 break
         left = [rank for rank, (status, _) in attempt.ended.items() if status == 0]
         if left:
             hint = f"(rank {', '.join(map(str, sorted(left)))} had ended before, with exit code 0: it left while this one waited)"
             failures = [replace(f, message=f"{f.message}\n{hint}") for f in failures]
-        return _name_stopped(failures, attempt)
+        seen = self._seen(attempt)
+        if any(f.waited for f in failures):
+            self._ask_stacks(attempt)
+            running = attempt.running
+            seen = {r: replace(s, where=self.pulses.where(r)) if r in running and not s.stopped else s for r, s in seen.items()}
+        return blame(failures, seen)
+
+    def _seen(self, attempt: Attempt) -> dict[int, Seen]:
+        return {r: Seen(self.pulses.read(r), r in attempt.running and is_stopped(pid)) for r, pid in attempt.pids.items()}
+
+    def _ask_stack(self, rank: int) -> None:
+        assert self.attempt is not None
+        self._server.signal(self.attempt.pids[rank], STACK_SIGNAL, group=False)
+
+    def _ask_stacks(self, attempt: Attempt) -> None:
+        """Every rank that still runs writes the stacks of its threads; it answers even when Python code is stuck."""
+        for rank in attempt.running:
+            self.pulses.ask(rank, self._ask_stack)
+        time.sleep(0.5)
 
     def _raise_timeout(self, attempt: Attempt) -> NoReturn:
         """Every rank that still runs writes the stacks of its threads; the error shows them side by side."""
         running = attempt.running
-        for rank in running:
-            self._server.signal(attempt.pids[rank], STACK_SIGNAL, group=False)
-        time.sleep(0.5)  # faulthandler writes inside the signal handler; it answers even when Python code is stuck
+        self._ask_stacks(attempt)
         stacks = []
         for rank in attempt.pids:
-            path = attempt.stacks_path(rank)
-            text = path.read_text().strip() if path.exists() else ""
+            text = self.pulses.stack(rank)
             state = "ended" if rank not in running else "still running"
             stacks.append(f"--- rank {rank} ({state}) ---\n{text or '(no Python stack)'}")
         raise RankTimeoutError(
@@ -283,22 +308,13 @@ def _say(text: str) -> None:
         sys.stderr.flush()
 
 
-def _name_stopped(failures: list[Failure], attempt: Attempt) -> list[Failure]:
-    """A rank that stands still fails by nothing of its own: the others say so when their patience is over."""
-    stopped = [rank for rank, pid in attempt.pids.items() if rank not in attempt.ended and _is_stopped(pid)]
+def _name_stopped(failures: list[Failure], seen: Mapping[int, Seen]) -> list[Failure]:
+    """Of a failure that is nobody's waiting, it is still worth knowing that a rank stood still."""
+    stopped = [rank for rank, s in seen.items() if s.stopped]
     if not stopped:
         return failures
-    hint = f"(rank {', '.join(map(str, stopped))} is stopped, as by SIGSTOP or a debugger: the others waited for it)"
+    hint = f"(rank {', '.join(map(str, stopped))} is stopped, as by SIGSTOP or a debugger)"
     return [replace(f, message=f"{f.message}\n{hint}") for f in failures]
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process exists and does not run: the kernel's state T."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except (OSError, IndexError):
-        return False
 
 
 def quiet_elastic_logs() -> None:

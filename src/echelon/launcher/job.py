@@ -38,6 +38,8 @@ class JobSpec:
         code: the folder from which a module is imported; empty is the one that the ranks run in.
         bind: give each rank cores of its own (`launcher.placement`), with as many threads.
         sha256: of the file of a call, which travels in command lines and is believed from there only.
+        stall_after_s: seconds without a step after which the launcher says which rank is behind; None is the variable
+            ECHELON_STALL_AFTER, else 60.
     """
 
     target: str
@@ -55,12 +57,19 @@ class JobSpec:
     bind: bool = False
     code: str = ""
     sha256: str | None = None
+    stall_after_s: float | None = None
 
 
 # What a survivor of a peer's death reports: gloo's and NCCL's words for a connection that went away.
 _PEER_LOST = re.compile(
     r"Connection (closed|reset) by (peer|remote)|Connection refused|Broken pipe|remote process exited|NCCL.*(remote|abort)"
     r"|Socket closed|gloo/transport|Software caused connection abort",
+    re.IGNORECASE,
+)
+# And for one that is there, and did not come: gloo's words, those of its store, and ours for both.
+_WAITED = re.compile(
+    r"Timed out waiting \d+ ?ms for|timeout caused pair closure|wait timeout after \d+ ?ms|collective operation timeout"
+    r"|could not join at MASTER_ADDR=|failed to pass monitoredBarrier",
     re.IGNORECASE,
 )
 _HEARD_LATE_NS = 20_000_000
@@ -80,6 +89,7 @@ class Failure:
         ours: an error of echelon's own, whose text already says all.
         log: where the rank's output is.
         reported: the rank itself said so; False if only its parent saw it end.
+        headline: what is said in place of "rank N failed first", of a rank that did not fail by itself.
     """
 
     rank: int
@@ -92,6 +102,7 @@ class Failure:
     ours: bool = False
     log: Path | None = None
     reported: bool = True
+    headline: str = ""
 
     @classmethod
     def from_record(cls, rank: int, exit_code: int, time_ns: int, record: Mapping[str, Any], log: Path) -> Failure:
@@ -112,8 +123,17 @@ class Failure:
     @property
     def is_victim(self) -> bool:
         """True for a rank that only noticed that another had gone, however it put that into an error of its own."""
-        said = [line for line in self.traceback.splitlines() if line[:1].strip()]  # the messages; code is indented
-        return bool(said) and _PEER_LOST.search("\n".join(said)) is not None
+        return self.waited or _PEER_LOST.search(self._said) is not None
+
+    @property
+    def waited(self) -> bool:
+        """True for a rank that gave up waiting for another."""
+        return _WAITED.search(self._said) is not None
+
+    @property
+    def _said(self) -> str:
+        """The messages of its traceback; code is indented."""
+        return "\n".join(line for line in self.traceback.splitlines() if line[:1].strip())
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -127,6 +147,7 @@ class Failure:
             "user_frames": list(self.user_frames),
             "ours": self.ours,
             "reported": self.reported,
+            "headline": self.headline,
         }
 
     @classmethod
@@ -144,6 +165,7 @@ class Failure:
             bool(said.get("ours", False)),
             Path(log) if log else None,
             bool(said.get("reported", True)),
+            str(said.get("headline", "")),
         )
 
     @staticmethod

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from echelon.contracts import pulse
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.redact import redacted
 from echelon.contracts.run_dir import FULL_DISK, write_json
@@ -56,13 +57,16 @@ SLOW_MODULES = (
     "echelon.loop.auto",
 )
 
-# Registered only for ranks with a time limit of their own: a training script may want the signal for itself.
-STACK_SIGNAL = signal.SIGUSR2
+# By which a rank is asked for its stack. Real-time signals are nobody's: a training script may want SIGUSR2 for itself.
+STACK_SIGNAL = signal.SIGRTMAX - 3
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank is told: who it is, what to run, and where its output and its record go."""
+    """What a rank is told: who it is, what to run, and where its output and its record go.
+
+    With `pulse`, the last descriptor that it is given is that of its pulse, where its stack is written, too.
+    """
 
     kind: str
     target: str
@@ -73,7 +77,7 @@ class Start:
     log: str | None = None
     record: str | None = None
     result: str | None = None
-    stacks: str | None = None
+    pulse: bool = False
     cores: Sequence[int] = ()
     code: str = ""
     sha256: str | None = None
@@ -97,11 +101,13 @@ def run(start: Start, fds: Sequence[int]) -> NoReturn:
 def _take_on(start: Start, fds: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(start.env)
+    if start.pulse:
+        *fds, shared = fds
+        os.set_inheritable(shared, False)
+        pulse.join(shared)
+        faulthandler.register(STACK_SIGNAL, file=shared, all_threads=True)
     _redirect(start.log, fds)
     os.chdir(start.cwd)
-    if start.stacks:
-        stacks = open(start.stacks, "w")  # held open for the life of the process
-        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=sys.stderr)
     if start.cores:
         os.sched_setaffinity(0, start.cores)
