@@ -47,22 +47,31 @@ class _Unit(ech.TrainUnit[Any]):
         torch.distributed.all_reduce(torch.ones(1))
 
 
-def _batches(how: str) -> Iterator[int]:
-    for number in range(20):
-        if how == "data" and number == HANG_AT and torch.distributed.get_rank() == 1:
-            _hangs_here(how)
-        yield number
+class _Batches:
+    """One that knows its length; the loop reads one ahead."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(20):
+            if self.how == "data" and number == HANG_AT and torch.distributed.get_rank() == 1:
+                _hangs_here(self.how)
+            yield number
 
 
 def _trains(how: str) -> None:
-    ech.init_from_env(timeout=timedelta(seconds=4))
+    ech.init_from_env(timeout=timedelta(seconds=4 if how in ("stopped", "raw") else 10))
     if how == "raw":  # a loop of the user's own
         for step in range(20):
             if step == HANG_AT and torch.distributed.get_rank() == 1:
                 _hangs_here("stopped")
             torch.distributed.all_reduce(torch.ones(1))
         return
-    ech.train(_Unit(how), _batches(how), max_epochs=1)
+    ech.train(_Unit(how), _Batches(how), max_epochs=1)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +156,7 @@ def test_a_stall_is_said_after_the_limit_again_when_it_has_doubled_and_when_it_i
     scene.steps(0, 5)
     scene.put(Standing(5, Phase.STEP, 0, 18), Standing(5, Phase.DATA, 0, 17))
     assert scene.pass_time(60) == []
-    line = "rank 1 is behind, waiting for the data of step 6, at train.py:1 in f; rank 0 waits, in step 6, at train.py:0 in f"
+    line = "rank 1 is behind, waiting for the data of step 7, at train.py:1 in f; rank 0 waits, in step 6, at train.py:0 in f"
     assert scene.pass_time(5) == [f"no step for 62 s: {line}"]
     assert scene.pass_time(50) == []
     assert len(scene.pass_time(20)) == 1

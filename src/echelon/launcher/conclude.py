@@ -21,6 +21,7 @@ from echelon.launcher.failure import render
 from echelon.launcher.job import Failure
 from echelon.launcher.nodes import meeting_path
 from echelon.launcher.protocol import read_spec
+from echelon.launcher.watch import Seen, blame
 
 __all__ = ["conclude", "refuse"]
 
@@ -106,6 +107,8 @@ def _merge(here: RunDir, nodes: int, ranks: int, hosts: list[str], code: int, wh
     ends = {node: read_json(here.node_exit(node)) for node in range(nodes)}
     failures = [Failure.from_json(f) for end in ends.values() if end for f in end["ranks"].values()]
     silent = [hosts[node] for node, end in ends.items() if end is None]
+    seen = {int(rank): Seen.from_json(s) for end in ends.values() if end for rank, s in (end.get("seen") or {}).items()}
+    failures = blame(failures, seen)
     first = Failure.first(failures) if failures else None
     stopped = next((str(end["stopped"]) for end in ends.values() if end and end["stopped"]), None)
     if first is not None:

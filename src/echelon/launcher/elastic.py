@@ -61,6 +61,7 @@ class ForkAgent(SimpleElasticAgent):
         plan: how many ranks the present or coming attempt has, and why.
         failures: of the latest failed attempt.
         cut_short: ranks were ended because others had left, or because the time was up.
+        seen: how far the ranks had come when they were first asked to end.
     """
 
     def __init__(
@@ -97,9 +98,11 @@ class ForkAgent(SimpleElasticAgent):
         self._leave_by: float | None = None
         self.attempt: Attempt | None = None
         self.failures: list[Failure] = []
+        self._world_size = job.ranks
         self.plan = Plan(job.ranks, "")
         self.restarts, self.cut_short = 0, False
         self.pulses = Pulses()
+        self.seen: dict[int, Seen] = {}
         self._watch = Watch(stall_after(job.stall_after_s), say or _say, self._ask_stack)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -107,11 +110,13 @@ class ForkAgent(SimpleElasticAgent):
         self.attempt, fds = self._begin_attempt(self.restarts)
         self.failures = []
         self.pulses.close()
+        self.seen = {}
         # torchelastic does not count a restart that another node asked for.
         self._remaining_restarts = self._job.max_restarts - self.restarts
         try:
             for worker in worker_group.workers:
                 info = self._rank_info(worker, worker_group)
+                self._world_size = info.world_size
                 request = dict(self._start_fields(self.attempt, info))
                 request["env"] = {**request["env"], **info.to_env(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
                 request["env"][STORE_PREFIX_VARIABLE] = f"{self._token}/{self.restarts}"
@@ -216,6 +221,8 @@ class ForkAgent(SimpleElasticAgent):
             self._ask_stacks(attempt)
             running = attempt.running
             seen = {r: replace(s, where=self.pulses.where(r)) if r in running and not s.stopped else s for r, s in seen.items()}
+        if len(seen) < self._world_size:  # the guilty one may be another node's: `conclude` knows all
+            return failures
         return blame(failures, seen)
 
     def _seen(self, attempt: Attempt) -> dict[int, Seen]:
@@ -292,6 +299,8 @@ class ForkAgent(SimpleElasticAgent):
         """
         if self.attempt is None:
             return
+        if self.attempt.running:
+            self.seen = self._seen(self.attempt)
         for sign, wait_s in ((number, grace_s), (signal.SIGKILL, 10.0)):
             for pid in [self.attempt.pids[rank] for rank in self.attempt.running]:
                 self._server.signal(pid, sign, group=sign == signal.SIGKILL)

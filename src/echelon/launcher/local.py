@@ -183,7 +183,9 @@ class _Starts:
 
     def record(self, here: RunDir, code: int, first: Failure | None, stopped: str | None = None) -> None:
         path = self.meeting.exit_path(here) if self.meeting is not None else here.exit_json
-        write_exit(path, code, self.agent.failures, first, stopped)
+        several = self.meeting is not None and self.meeting.nodes > 1
+        seen = {rank: s.as_json() for rank, s in self.agent.seen.items()} if several else None
+        write_exit(path, code, self.agent.failures, first, stopped, seen)
 
     def fields(self, attempt: Attempt, info: RankInfo) -> dict[str, Any]:
         """What `worker.Start` is made of."""

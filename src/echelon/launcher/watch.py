@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from echelon.contracts import pulse
 from echelon.contracts.pulse import Phase, Standing
@@ -50,6 +51,15 @@ class Seen:
     standing: Standing
     stopped: bool = False
     where: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        at = self.standing
+        return {"at": [at.step, at.phase, at.evaluated, at.beats], "stopped": self.stopped, "where": self.where}
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Seen:
+        step, phase, evaluated, beats = map(int, said["at"])
+        return cls(Standing(step, Phase(phase), evaluated, beats), bool(said["stopped"]), str(said["where"]))
 
     @property
     def is_known(self) -> bool:
