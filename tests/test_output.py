@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
@@ -224,3 +225,17 @@ def test_a_run_that_cannot_begin_for_a_full_disk_says_so_in_a_line(started: Star
     process = started.run("--ranks", "1", started.script("pass"), preexec_fn=_limit_files(10))
     _, err = process.communicate(timeout=30)
     assert process.returncode == 1 and b"cannot be written: File too large" in err and b"Traceback" not in err
+
+
+@pytest.mark.parametrize("verb", [("run", "--ranks", "1"), ("dragon",)])
+def test_a_guard_that_is_never_true_is_said(started: Started, verb: tuple[str, ...]) -> None:
+    """Dragon's own page has it: the script ended with 0 and did nothing."""
+    body = 'from echelon import CollectiveGroup\nif __name__ == "main":\n    CollectiveGroup(print).start()\n'
+    if verb == ("dragon",) and importlib.util.find_spec("dragon") is None:
+        pytest.skip("needs Dragon: pip install 'echelon[dragon]'")
+    process = started.python("-m", "echelon", *verb, started.script(body))
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 0
+    assert b"line 2: __name__ == 'main' is never true of a script" in err and b"No CollectiveGroup is made there" in err, (
+        err.decode()
+    )

@@ -361,6 +361,18 @@ def test_the_last_word_is_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFix
         assert conclude(run, 137 if None in ends else 0, "7.0") == code
     said = capsys.readouterr().err
     assert "rank 3 failed first" in said and "ValueError: planted" in said and "ended without a word" in said
+    stood = (
+        {"0": {"at": [6, 7, 0, 21], "stopped": False, "where": ""}},
+        {"3": {"at": [6, 7, 0, 21], "stopped": True, "where": ""}},
+    )
+    text = "Timed out waiting 4000ms for recv operation to complete"
+    waited = Failure(0, 1, 1_000, "RuntimeError", text, traceback=f"RuntimeError: {text}").as_json()
+    run = _ends(
+        tmp_path, "hangs", {"exit_code": 1, "ranks": {"0": waited}, "seen": stood[0]}, {"exit_code": 143, "seen": stood[1]}
+    )
+    assert conclude(run, 143, "7.0") == 1
+    said = capsys.readouterr().err
+    assert "rank 3 made no progress since step 6: it is stopped" in said and "failed first" not in said and text in said
     run = _ends(tmp_path, "cancelled", {"exit_code": 75}, {"exit_code": 75})
     (run.path / "job" / "cancelled").touch()
     assert conclude(run, 0, "7.0") == 143

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from echelon.cli.run import check_script
 from echelon.contracts.errors import UsageError
 
 __all__ = ["add_arguments", "execute"]
@@ -28,4 +29,5 @@ def execute(arguments: argparse.Namespace) -> int:
 
     if not Path(arguments.script).is_file():
         raise UsageError(f"script {arguments.script} does not exist (looked in {Path.cwd()}).")
+    check_script(arguments.script)
     return run_on_dragon(arguments.script, arguments.args, nodes=arguments.nodes, grace_s=arguments.grace)

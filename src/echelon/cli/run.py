@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib.util
 import math
@@ -26,7 +27,9 @@ from echelon.contracts.stopping import REQUEUE
 from echelon.contracts.terminal import printable
 from echelon.launcher.job import JobSpec, parse_duration, parse_rank_range
 
-__all__ = ["add_arguments", "check_module", "check_script", "decided", "describe", "execute"]
+__all__ = ["add_arguments", "add_stall_after", "check_module", "check_script", "decided", "describe", "execute"]
+
+_NEVER = {f"__name__ == {name!r}" for name in ("main", "_main_", "__main", "main__")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop-after", metavar="TIME", help="save and end with exit code 75 after so long, such as 55m; the same command goes on"
     )
+    add_stall_after(parser)
     parser.add_argument(
         "--restart", action="store_true", help="begin anew although the run's folder shows progress, which is set aside"
     )
@@ -65,6 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
     parser.add_argument("script", help="the training script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
+
+
+def add_stall_after(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--stall-after",
+        metavar="TIME",
+        help="without a step for so long, say which rank is behind and where (default: $ECHELON_STALL_AFTER, else 60s; more for "
+        "slow steps, first ones, checkpoints)",
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -93,6 +106,7 @@ def execute(arguments: argparse.Namespace) -> int:
         arguments.restart,
         bind=arguments.bind in ("cores", "both"),
         own_device=arguments.bind in ("devices", "both"),
+        stall_after_s=parse_duration(arguments.stall_after) if arguments.stall_after is not None else None,
     )
     over_its_head = decided(arguments, ranks if least is not None else None)
     if over_its_head != Overrides():
@@ -148,8 +162,10 @@ def check_script(script: str) -> None:
     if path.is_dir():
         raise UsageError(f"script {script} is a folder. Name the Python file to run, or a module with -m.")
     try:
+        source = path.read_bytes()
         with warnings.catch_warnings(action="ignore"):  # the rank says them
-            compile(path.read_bytes(), script, "exec", dont_inherit=True)
+            compile(source, script, "exec", dont_inherit=True)
+            _warn_of_guard(ast.parse(source), script)
     except SyntaxError as error:
         line = f"line {error.lineno}: " if error.lineno else ""
         raise UsageError(f"script {script} is not Python: {line}{error.msg}.") from error
@@ -157,6 +173,19 @@ def check_script(script: str) -> None:
         raise UsageError(f"script {script} is not Python: {error}.") from error
     except OSError as error:
         raise UsageError(f"script {script} cannot be read: {error.strerror}.") from error
+
+
+def _warn_of_guard(program: ast.Module, script: str) -> None:
+    """`if __name__ == "main":`, as on Dragon's page, is never true of a script: it ends well and does nothing."""
+    for node in program.body:
+        if not isinstance(node, ast.If) or ast.unparse(node.test) not in _NEVER:
+            continue
+        inside = {n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute))}
+        made = " No CollectiveGroup is made there." if "CollectiveGroup" in inside else ""
+        _say(
+            f"echelon: {script}, line {node.lineno}: {ast.unparse(node.test)} is never true of a script, so what is behind it "
+            f'does not run.{made} Write `if __name__ == "__main__":`.'
+        )
 
 
 def check_module(name: str) -> None:

@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.cli.run import check_module, check_script, decided, describe
+from echelon.cli.run import add_stall_after, check_module, check_script, decided, describe
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.files import private_folder
 from echelon.contracts.redact import redacted_words
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpus-per-rank", type=int, default=1, metavar="N", help="cores of each process (default: 1)")
     parser.add_argument("--time", metavar="TIME", help="limit of each start, such as 2h or 1d12h; afterwards it is started again")
     parser.add_argument("--warn", default="2m", metavar="TIME", help="save so long before the limit (default: 2m)")
+    add_stall_after(parser)
     parser.add_argument("--no-requeue", action="store_true", help="do not start again after the limit, preemption, a lost node")
     parser.add_argument("--exclusive", action="store_true", help="share no node with other jobs")
     for name in _SLURM:
@@ -146,6 +147,7 @@ def _spec(arguments: argparse.Namespace, target: str) -> JobSpec:
         env=decided(arguments).to_env() if arguments.bitwise else {},
         nodes=arguments.nodes,
         max_restarts=arguments.max_restarts,
+        stall_after_s=parse_duration(arguments.stall_after) if arguments.stall_after is not None else None,
     )
 
 

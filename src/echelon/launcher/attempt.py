@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from echelon.contracts.run_dir import write_json
 from echelon.contracts.stopping import REQUEUE
@@ -61,9 +62,6 @@ class Attempt:
     def record_path(self, rank: int) -> Path:
         return self.folder / f"exit.rank{rank}.json"
 
-    def stacks_path(self, rank: int) -> Path:
-        return self.folder / f"stacks.rank{rank}.txt"
-
     def log_path(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.log"
 
@@ -108,7 +106,12 @@ class Attempt:
 
 
 def write_exit(
-    path: Path, code: int, failures: Sequence[Failure] = (), first: Failure | None = None, stopped: str | None = None
+    path: Path,
+    code: int,
+    failures: Sequence[Failure] = (),
+    first: Failure | None = None,
+    stopped: str | None = None,
+    seen: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> None:
     """Record how an attempt ended. Where that cannot be written, it is said: the end itself stays what it was.
 
@@ -116,6 +119,7 @@ def write_exit(
         path: the attempt's exit.json, or with several nodes a node's own.
         failures: of all ranks that failed; `first` is the one that the others followed.
         stopped: what ended it, if no rank did.
+        seen: how far each of a node's ranks had come before they were ended, as `watch.Seen` gives it.
     """
     said = {
         "exit_code": code,
@@ -123,6 +127,7 @@ def write_exit(
         "first_failure": first.as_json() if first else None,
         "ranks": {str(f.rank): f.as_json() for f in failures},
         "ended": time.time(),
+        **({"seen": seen} if seen else {}),
     }
     try:
         write_json(path, said)

@@ -23,6 +23,7 @@ from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.nodes import meeting_path
 from echelon.launcher.protocol import read_spec
 from echelon.launcher.records import came_to, exit_record, meeting_record, refusal_record
+from echelon.launcher.watch import Seen, blame
 
 __all__ = ["conclude", "refuse"]
 
@@ -112,6 +113,8 @@ def _merge(here: RunDir, nodes: int, ranks: int, hosts: list[str], code: int, wh
     ends = {node: exit_record(here.node_exit(node)) for node in range(nodes)}
     failures = [Failure.from_json(f) for end in ends.values() if end for f in end.get("ranks", {}).values()]
     silent = [hosts[node] if node < len(hosts) else f"node {node}" for node, end in ends.items() if end is None]
+    seen = {int(rank): Seen.from_json(s) for end in ends.values() if end for rank, s in end.get("seen", {}).items()}
+    failures = blame(failures, seen)
     first = Failure.first(failures) if failures else None
     stopped = next((str(end["stopped"]) for end in ends.values() if end and end.get("stopped")), None)
     if first is not None:

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server import SimpleElasticAgent, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -26,7 +25,6 @@ from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from echelon.contracts.errors import RankTimeoutError
-from echelon.contracts.files import read_bytes
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.contracts.stopping import REQUEUE
 from echelon.contracts.terminal import printable
@@ -36,6 +34,7 @@ from echelon.launcher.nodes import Meeting
 from echelon.launcher.rendezvous import NODES_WAIT_S, NodesRendezvous, OneNodeRendezvous
 from echelon.launcher.server import ForkServer
 from echelon.launcher.shrink import Plan, loaders_of, next_ranks
+from echelon.launcher.watch import Pulses, Seen, Watch, blame, is_stopped, stall_after
 from echelon.launcher.worker import STACK_SIGNAL
 
 __all__ = ["ForkAgent"]
@@ -57,11 +56,13 @@ class ForkAgent(SimpleElasticAgent):
         requests: to stop and go on later; the ranks are asked, and may refuse.
         timeout_s: after so long the stacks of all ranks are collected and `RankTimeoutError` is raised; None never does.
         meeting: with the agents of other nodes; None is alone.
+        say: shows a line beside the ranks' own output.
     Attributes:
         restarts: how many there were.
         plan: how many ranks the present or coming attempt has, and why.
         failures: of the latest failed attempt.
         cut_short: ranks were ended because others had left, or because the time was up.
+        seen: how far the ranks had come when they were first asked to end.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ForkAgent(SimpleElasticAgent):
         requests: Requests,
         timeout_s: float | None = None,
         meeting: Meeting | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self._meetings = OneNodeRendezvous(run_id)
         if meeting is not None and meeting.nodes > 1:
@@ -97,22 +99,31 @@ class ForkAgent(SimpleElasticAgent):
         self._leave_by: float | None = None
         self.attempt: Attempt | None = None
         self.failures: list[Failure] = []
+        self._world_size = job.ranks
         self.plan = Plan(job.ranks, "")
         self.restarts, self.cut_short = 0, False
+        self.pulses = Pulses()
+        self.seen: dict[int, Seen] = {}
+        self._watch = Watch(stall_after(job.stall_after_s), say or _say, self._ask_stack)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.restarts += self.attempt is not None
         self.attempt, fds = self._begin_attempt(self.restarts)
         self.failures = []
+        self.pulses.close()
+        self.seen = {}
         # torchelastic does not count a restart that another node asked for.
         self._remaining_restarts = self._job.max_restarts - self.restarts
         try:
             for worker in worker_group.workers:
                 info = self._rank_info(worker, worker_group)
+                self._world_size = info.world_size
                 request = dict(self._start_fields(self.attempt, info))
                 request["env"] = {**request["env"], **info.to_env(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
                 request["env"][STORE_PREFIX_VARIABLE] = f"{self._token}/{self.restarts}"
-                self.attempt.pids[info.rank] = self._server.fork(request, fds if info.rank == 0 else ())
+                request["pulse"] = True
+                outputs = fds if info.rank == 0 else ()
+                self.attempt.pids[info.rank] = self._server.fork(request, (*outputs, self.pulses.make(info.rank)))
         finally:
             for fd in fds:
                 os.close(fd)
@@ -141,6 +152,8 @@ class ForkAgent(SimpleElasticAgent):
         if looks:
             self._look_at_records_at = time.monotonic() + 1.0
         self._see_to_requests(attempt, looks)
+        if looks:
+            self._watch.look(attempt.pids, attempt.running, self.pulses)
         if (looks and attempt.stuck()) or any(attempt.failure(rank) for rank in attempt.ended):
             failures = self._hear_them_out()
             if (self.cut_short or attempt.left()) and all(f.is_victim for f in failures):
@@ -197,27 +210,44 @@ class ForkAgent(SimpleElasticAgent):
             attempt = self._note_ends(0.05)
             failures = attempt.failures()
             if not all(f.is_victim for f in failures):
-                return _name_stopped(failures, attempt)
+                return _name_stopped(failures, self._seen(attempt))
             if len(attempt.ended) == len(attempt.pids) or time.monotonic() > until:
                 break
         left = [rank for rank, (status, _) in attempt.ended.items() if status == 0]
         if left:
             hint = f"(rank {', '.join(map(str, sorted(left)))} had ended before, with exit code 0: it left while this one waited)"
             failures = [replace(f, message=f"{f.message}\n{hint}") for f in failures]
-        return _name_stopped(failures, attempt)
+        seen = self._seen(attempt)
+        if any(f.waited for f in failures):
+            self._ask_stacks(attempt)
+            running = attempt.running
+            seen = {r: replace(s, where=self.pulses.where(r)) if r in running and not s.stopped else s for r, s in seen.items()}
+        if len(seen) < self._world_size:  # the guilty one may be another node's: `conclude` knows all
+            return failures
+        return blame(failures, seen)
+
+    def _seen(self, attempt: Attempt) -> dict[int, Seen]:
+        return {r: Seen(self.pulses.read(r), r in attempt.running and is_stopped(pid)) for r, pid in attempt.pids.items()}
+
+    def _ask_stack(self, rank: int) -> None:
+        assert self.attempt is not None
+        self._server.signal(self.attempt.pids[rank], STACK_SIGNAL, group=False)
+
+    def _ask_stacks(self, attempt: Attempt) -> None:
+        """Every rank that still runs writes the stacks of its threads; it answers even when Python code is stuck."""
+        for rank in attempt.running:
+            self.pulses.ask(rank, self._ask_stack)
+        time.sleep(0.5)
 
     def _raise_timeout(self, attempt: Attempt) -> NoReturn:
         """Every rank that still runs writes the stacks of its threads; the error shows them side by side."""
         running = attempt.running
-        for rank in running:
-            self._server.signal(attempt.pids[rank], STACK_SIGNAL, group=False)
-        time.sleep(0.5)  # faulthandler writes inside the signal handler; it answers even when Python code is stuck
+        self._ask_stacks(attempt)
         stacks = []
         for rank in attempt.pids:
-            path = attempt.stacks_path(rank)
-            text = _text_of(path)
+            text = self.pulses.stack(rank)
             state = "ended" if rank not in running else "still running"
-            stacks.append(f"--- rank {rank} ({state}) ---\n{text or '(no Python stack)'}")
+            stacks.append(f"--- rank {rank} ({state}) ---\n{printable(text) or '(no Python stack)'}")
         raise RankTimeoutError(
             f"{len(running)} of {len(attempt.pids)} ranks had not finished after {self._timeout_s:g} s: "
             f"rank {', '.join(map(str, running))}.\n" + "\n".join(stacks),
@@ -270,6 +300,8 @@ class ForkAgent(SimpleElasticAgent):
         """
         if self.attempt is None:
             return
+        if self.attempt.running:
+            self.seen = self._seen(self.attempt)
         for sign, wait_s in ((number, grace_s), (signal.SIGKILL, 10.0)):
             for pid in [self.attempt.pids[rank] for rank in self.attempt.running]:
                 self._server.signal(pid, sign, group=sign == signal.SIGKILL)
@@ -280,35 +312,19 @@ class ForkAgent(SimpleElasticAgent):
                 self._note_ends(min(0.1, max(0.001, until - time.monotonic())))
 
 
-def _text_of(path: Path) -> str:
-    try:
-        return printable(read_bytes(path).decode(errors="replace").strip())
-    except OSError:
-        return ""
-
-
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # a terminal that has gone
-        sys.stderr.write(f"echelon: {text}\n")
+        sys.stderr.write(printable(f"echelon: {text}") + "\n")
         sys.stderr.flush()
 
 
-def _name_stopped(failures: list[Failure], attempt: Attempt) -> list[Failure]:
-    """A rank that stands still fails by nothing of its own: the others say so when their patience is over."""
-    stopped = [rank for rank, pid in attempt.pids.items() if rank not in attempt.ended and _is_stopped(pid)]
+def _name_stopped(failures: list[Failure], seen: Mapping[int, Seen]) -> list[Failure]:
+    """Of a failure that is nobody's waiting, it is still worth knowing that a rank stood still."""
+    stopped = [rank for rank, s in seen.items() if s.stopped]
     if not stopped:
         return failures
-    hint = f"(rank {', '.join(map(str, stopped))} is stopped, as by SIGSTOP or a debugger: the others waited for it)"
+    hint = f"(rank {', '.join(map(str, stopped))} is stopped, as by SIGSTOP or a debugger)"
     return [replace(f, message=f"{f.message}\n{hint}") for f in failures]
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process exists and does not run: the kernel's state T."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except (OSError, IndexError):
-        return False
 
 
 def quiet_elastic_logs() -> None:

@@ -10,7 +10,7 @@ __all__ = ["render"]
 
 def render(failure: Failure, ranks: int) -> str:
     """Three parts: the rank and its error; the user's own frames; the logs. An error of ours needs no library frames."""
-    who = f"rank {failure.rank}" + (" failed first" if ranks > 1 else " failed")
+    who = failure.headline or f"rank {failure.rank}" + (" failed first" if ranks > 1 else " failed")
     lines = [f"echelon: {who} (exit code {failure.exit_code})"]
     lines += [f"  {line}" for frame in failure.user_frames for line in frame.splitlines()]
     hidden = failure.traceback.count('\n  File "') - len(failure.user_frames)
@@ -18,7 +18,7 @@ def render(failure: Failure, ranks: int) -> str:
         lines.append(f"  ... {hidden} more frames in libraries, in the log")
     text = (
         failure.message
-        if failure.kind in ("SystemExit", "exit") or failure.kind.startswith("SIG")
+        if failure.kind in ("SystemExit", "exit", "stopped", "behind") or failure.kind.startswith("SIG")
         else f"{failure.kind}: {failure.message}"
     )
     lines += text.splitlines() or [failure.kind]

@@ -40,6 +40,8 @@ class JobSpec:
             tells the call of the script that it is.
         bind: give each rank cores of its own (`launcher.placement`), with as many threads.
         sha256: of the file of a call, which travels in command lines and is believed from there only; or of a command's `code`.
+        stall_after_s: seconds without a step after which the launcher says which rank is behind; None is the variable
+            ECHELON_STALL_AFTER, else 60.
     """
 
     target: str
@@ -57,6 +59,7 @@ class JobSpec:
     bind: bool = False
     code: str = ""
     sha256: str | None = None
+    stall_after_s: float | None = None
 
 
 def spec_of(said: Any) -> JobSpec | None:
@@ -85,6 +88,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "grace_s": _is_number,
     "min_ranks": lambda value: value is None or _is_count(value),
     "stop_after_s": lambda value: value is None or _is_number(value),
+    "stall_after_s": lambda value: value is None or _is_number(value),
     "env": lambda value: isinstance(value, dict) and all(isinstance(each, str) for each in value.values()),
     "sha256": lambda value: value is None or isinstance(value, str),
 }
@@ -94,6 +98,12 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
 _PEER_LOST = re.compile(
     r"Connection (closed|reset) by (peer|remote)|Connection refused|Broken pipe|remote process exited|NCCL.*(remote|abort)"
     r"|Socket closed|gloo/transport|Software caused connection abort",
+    re.IGNORECASE,
+)
+# And for one that is there, and did not come: gloo's words, those of its store, and ours for both.
+_WAITED = re.compile(
+    r"Timed out waiting \d+ ?ms for|timeout caused pair closure|wait timeout after \d+ ?ms|collective operation timeout"
+    r"|could not join at MASTER_ADDR=|failed to pass monitoredBarrier",
     re.IGNORECASE,
 )
 _HEARD_LATE_NS = 20_000_000
@@ -113,6 +123,7 @@ class Failure:
         ours: an error of echelon's own, whose text already says all.
         log: where the rank's output is.
         reported: the rank itself said so; False if only its parent saw it end.
+        headline: what is said in place of "rank N failed first", of a rank that did not fail by itself.
     """
 
     rank: int
@@ -125,6 +136,7 @@ class Failure:
     ours: bool = False
     log: Path | None = None
     reported: bool = True
+    headline: str = ""
 
     @classmethod
     def from_record(cls, rank: int, exit_code: int, time_ns: int, record: Mapping[str, Any], log: Path) -> Failure:
@@ -145,8 +157,17 @@ class Failure:
     @property
     def is_victim(self) -> bool:
         """True for a rank that only noticed that another had gone, however it put that into an error of its own."""
-        said = [line for line in self.traceback.splitlines() if line[:1].strip()]  # the messages; code is indented
-        return bool(said) and _PEER_LOST.search("\n".join(said)) is not None
+        return self.waited or _PEER_LOST.search(self._said) is not None
+
+    @property
+    def waited(self) -> bool:
+        """True for a rank that gave up waiting for another."""
+        return _WAITED.search(self._said) is not None
+
+    @property
+    def _said(self) -> str:
+        """The messages of its traceback; code is indented."""
+        return "\n".join(line for line in self.traceback.splitlines() if line[:1].strip())
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -160,6 +181,7 @@ class Failure:
             "user_frames": list(self.user_frames),
             "ours": self.ours,
             "reported": self.reported,
+            "headline": self.headline,
         }
 
     @classmethod
@@ -177,6 +199,7 @@ class Failure:
             bool(said.get("ours", False)),
             Path(log) if log else None,
             bool(said.get("reported", True)),
+            str(said.get("headline", "")),
         )
 
     @staticmethod

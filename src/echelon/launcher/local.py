@@ -88,12 +88,13 @@ def run_local(
         own = contextlib.closing(ForkServer.fork_self()) if server is None else contextlib.nullcontext(server)
         with own as forks, _many_descriptors():
             relay = Relay(screen or PlainScreen())
-            starts = _Starts(job, run, given, meeting, start_fields or {}, relay, timed=timeout_s is not None)
-            starts.agent = ForkAgent(job, forks, starts.begin, starts.fields, run.name, requests, timeout_s, meeting)
+            starts = _Starts(job, run, given, meeting, start_fields or {}, relay)
+            starts.agent = ForkAgent(job, forks, starts.begin, starts.fields, run.name, requests, timeout_s, meeting, relay.say)
             relay.start()
             try:
                 outcome = _until_ended(starts)
             finally:
+                starts.agent.pulses.close()
                 relay.stop()
         starts.record(run, outcome.exit_code, outcome.failure)
     return outcome
@@ -142,7 +143,6 @@ class _Starts:
         run: stands at the newest attempt.
         given: the environment, as the user gave it.
         more: further fields of `worker.Start`.
-        timed: ranks may be asked for their stacks.
     Attributes:
         agent: that starts them.
     """
@@ -157,11 +157,9 @@ class _Starts:
         meeting: Meeting | None,
         more: Mapping[str, Any],
         relay: Relay,
-        *,
-        timed: bool,
     ) -> None:
         self.job, self.run, self.meeting, self.relay = job, run, meeting, relay
-        self._given, self._more, self._timed, self._first = given, more, timed, run.attempt
+        self._given, self._more, self._first = given, more, run.attempt
         # `launch` needs the caller's whole path; a program has its own folder there, instead of the launcher's.
         self._sys_path = [p for p in sys.path if p] if job.kind == "call" else path_without_launcher()
 
@@ -185,7 +183,9 @@ class _Starts:
 
     def record(self, here: RunDir, code: int, first: Failure | None, stopped: str | None = None) -> None:
         path = self.meeting.exit_path(here) if self.meeting is not None else here.exit_json
-        write_exit(path, code, self.agent.failures, first, stopped)
+        several = self.meeting is not None and self.meeting.nodes > 1
+        seen = {rank: s.as_json() for rank, s in self.agent.seen.items()} if several else None
+        write_exit(path, code, self.agent.failures, first, stopped, seen)
 
     def fields(self, attempt: Attempt, info: RankInfo) -> dict[str, Any]:
         """What `worker.Start` is made of."""
@@ -206,7 +206,6 @@ class _Starts:
             "sys_path": self._sys_path,
             "log": str(attempt.log_path(info.rank).absolute()),
             "record": str(attempt.record_path(info.rank).absolute()),
-            "stacks": str(attempt.stacks_path(info.rank).absolute()) if self._timed else None,
             "cores": cores,
             **{k: v(attempt, info) if callable(v) else v for k, v in self._more.items()},
         }

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from echelon.contracts.pulse import Phase
 from echelon.contracts.run_dir import read_json
 
 __all__ = ["came_to", "exit_record", "meeting_record", "place_record", "rank_record", "refusal_record"]
@@ -66,6 +67,16 @@ _FAILURE = _object(
     {**_SAID, "time": _time, "log": _or_none(_text), "reported": _flag},
 )
 _CAME_TO = _object({"steps": lambda steps: isinstance(steps, list)}, {"checkpoint": _or_none(_text)})
+_SEEN = _object(
+    {
+        "at": lambda at: (
+            isinstance(at, list) and len(at) == 4 and all(map(_count, at)) and at[1] in {phase.value for phase in Phase}
+        ),
+        "stopped": _flag,
+        "where": _text,
+    },
+    {},
+)
 _EXIT = _object(
     {"exit_code": _exit_code},
     {
@@ -74,6 +85,7 @@ _EXIT = _object(
         "ranks": lambda ranks: isinstance(ranks, dict) and all(map(_FAILURE, ranks.values())),
         "ended": _time,
         "came_to": _or_none(_CAME_TO),
+        "seen": lambda seen: isinstance(seen, dict) and all(rank.isdecimal() and _SEEN(at) for rank, at in seen.items()),
     },
 )
 _MEETING = _object(

@@ -75,6 +75,7 @@ class Relay:
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._lock = threading.Lock()
         self._pending: list[tuple[int, str, IO[bytes]]] = []
+        self._lines: list[bytes] = []
         self._logs: list[IO[bytes]] = []
         self._stopping = self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="echelon-relay", daemon=True)
@@ -94,6 +95,12 @@ class Relay:
                 writers.append(writer)
         os.write(self._wake_write, b"x")
         return writers[0], writers[1]
+
+    def say(self, text: str) -> None:
+        """Show a line of the launcher's own, beside the output of rank 0."""
+        with self._lock:
+            self._lines.append(f"echelon: {text}\n".encode())
+        os.write(self._wake_write, b"x")
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Pass on what is still in the pipes, then end. A process that outlived its rank holds us no longer than the timeout."""
@@ -125,6 +132,9 @@ class Relay:
                     self._selector.register(reader, selectors.EVENT_READ, (stream, log))
                     open_pipes += 1
                 self._pending.clear()
+                lines, self._lines = self._lines, []
+            for line in lines:
+                self._guarded(self._screen.write, "stderr", line)
             self._guarded(self._screen.tick)
             if self._stopping and open_pipes == 0:
                 break

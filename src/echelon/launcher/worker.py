@@ -26,8 +26,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from echelon.contracts import pulse
 from echelon.contracts.errors import EchelonError, UsageError
-from echelon.contracts.files import open_file, open_to_append
+from echelon.contracts.files import open_to_append
 from echelon.contracts.redact import redacted, secret_values
 from echelon.contracts.run_dir import FULL_DISK, write_json
 from echelon.contracts.stopping import REQUEUE, SIGNALS, is_ours, leave
@@ -57,8 +58,8 @@ SLOW_MODULES = (
     "echelon.loop.auto",
 )
 
-# Registered only for ranks with a time limit of their own: a training script may want the signal for itself.
-STACK_SIGNAL = signal.SIGUSR2
+# By which a rank is asked for its stack. Real-time signals are nobody's: a training script may want SIGUSR2 for itself.
+STACK_SIGNAL = signal.SIGRTMAX - 3
 
 
 _LONGEST = 1 << 18
@@ -67,7 +68,10 @@ _MOST_FRAMES = 100
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank is told: who it is, what to run, and where its output and its record go."""
+    """What a rank is told: who it is, what to run, and where its output and its record go.
+
+    With `pulse`, the last descriptor that it is given is that of its pulse, where its stack is written, too.
+    """
 
     kind: str
     target: str
@@ -78,7 +82,7 @@ class Start:
     log: str | None = None
     record: str | None = None
     result: str | None = None
-    stacks: str | None = None
+    pulse: bool = False
     cores: Sequence[int] = ()
     code: str = ""
     sha256: str | None = None
@@ -103,13 +107,13 @@ def run(start: Start, fds: Sequence[int]) -> NoReturn:
 def _take_on(start: Start, fds: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(start.env)
+    if start.pulse:
+        *fds, shared = fds
+        os.set_inheritable(shared, False)
+        pulse.join(shared)
+        faulthandler.register(STACK_SIGNAL, file=shared, all_threads=True)
     _redirect(start.log, fds)
     os.chdir(start.cwd)
-    if start.stacks:
-        stacks = open(
-            open_file(start.stacks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w"
-        )  # held open for the life of the process
-        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=sys.stderr)
     if start.cores:
         os.sched_setaffinity(0, start.cores)

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from echelon.contracts import pulse
 from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.pulse import Phase
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.redact import redacted
 from echelon.contracts.stopping import REQUEUE
@@ -164,6 +166,7 @@ class Run:
                 raise named from error
             raise
         self._close_sinks()
+        pulse.leave()
 
     def _tell(self, error: BaseException) -> None:
         """Everyone who wants to know of the error. What fails meanwhile is logged and hides neither the error nor the rest."""
@@ -301,6 +304,8 @@ class Run:
         before_step = hooks.next_end + hooks.step_start
         waits, durations = here.iteration_timer.series("data_wait_time"), here.iteration_timer.series(f"{phase}_iteration_time")
         clock = time.perf_counter
+        beat = self._beat(phase, progress)
+        fetching, stepping = (Phase.DATA, Phase.STEP) if phase == "train" else (Phase.EVAL_DATA, Phase.EVAL_STEP)
         in_step = self._inner.forward_is_collective or any(getattr(c, "meets_in_steps", False) is True for c in self.callbacks)
         in_step = in_step or getattr(here.dataloader, "meets_in_steps", False)
         agrees = not state.alone and (phase == "train" or in_step)
@@ -312,6 +317,7 @@ class Run:
         while not (state.should_stop and (inner.at_boundary or phase != "train")) and (cuts is None or not cuts.asked()):
             for hook in hooks.next_start:
                 hook(state, unit)
+            beat(fetching)
             start = clock()
             try:
                 batch = fetch()
@@ -329,6 +335,7 @@ class Run:
                     self._agree_to_stop()
                 continue
             fetched = clock()
+            beat(stepping)
             waits.append(fetched - start)
             for hook in before_step:
                 hook(state, unit)
@@ -344,6 +351,7 @@ class Run:
             progress.num_steps_completed_in_epoch += 1
             evaluates = may_evaluate and self._marks_due(here, progress)
             durations.append(clock() - fetched)
+            beat(Phase.AFTER if phase == "train" else fetching)
             for hook in hooks.step_end:
                 hook(state, unit)
             here.step_output = None
@@ -354,12 +362,22 @@ class Run:
             if evaluates:
                 self._evaluate_within_fit()
                 self._agree_to_stop()
+        beat(Phase.BETWEEN)
         if cuts is not None:
             cuts.settle()
         ended = state.went_back or given_up or self._ended(here, feed, progress)
         if ended:
             here.feed = None  # an epoch that was cut short keeps it: a checkpoint at the end wants its position
         return ended
+
+    def _beat(self, phase: str, progress: Progress) -> Callable[[int], None]:
+        """Tells whoever watches this rank where it is: called a few times a step, for a fraction of a microsecond."""
+        pulse.begin()
+        at = pulse.at
+        if phase == "train":
+            return lambda place: at(place, progress.num_steps_completed)
+        trained = self.unit.train_progress.num_steps_completed if isinstance(self.unit, TrainUnit) else 0
+        return lambda place: at(place, trained, progress.num_steps_completed_in_epoch)
 
     def _skip(self, progress: Progress, feed: Feed, batch: Any) -> None:
         """Count a step without training on its batch."""

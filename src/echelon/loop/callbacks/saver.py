@@ -16,7 +16,9 @@ from echelon.checkpoint.place import Place, Remote, explain, make_folder, place
 from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
 from echelon.checkpoint.snapshot import Planned
 from echelon.checkpoint.store import Report
+from echelon.contracts import pulse
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError, UsageError
+from echelon.contracts.pulse import Phase
 from echelon.contracts.run_dir import begins_anew, note_begun
 from echelon.loop.callback import Callback
 from echelon.loop.callbacks import contents, restoring
@@ -197,6 +199,7 @@ class DistributedCheckpointSaver(Callback):
         self._holds = False
         self._lease.release()
 
+    @pulse.during(Phase.CHECKPOINT)
     def _save(self, state: State, unit: TrainUnit[Any]) -> None:
         """A save in the middle of training, which goes on without it if the storage refuses."""
         self._due = self.best is not None and _is_evaluated_next(state, unit)
@@ -215,6 +218,7 @@ class DistributedCheckpointSaver(Callback):
         except CheckpointWriteError as error:
             self._failed(state, _step(unit), str(error), error)
 
+    @pulse.during(Phase.CHECKPOINT)
     def save(self, state: State, unit: TrainUnit[Any]) -> Place | None:
         """Save now and wait for it; None if this step is saved already. Collective.
 

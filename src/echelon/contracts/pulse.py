@@ -1,0 +1,125 @@
+"""A rank's pulse: how far it is, in a few bytes that its launcher shares with it and looks at once a second.
+
+A rank writes a few numbers into memory, which costs well below a microsecond and waits for nothing. Without a launcher that
+shares such memory, it writes nowhere. The launcher's side is `launcher.watch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+__all__ = ["Phase", "Standing", "ask_stack", "at", "begin", "during", "join", "leave", "make", "read", "stack"]
+
+_SIZE = 4096  # a page; what follows in the file is the rank's stack, when it was asked for
+_STEP, _PHASE, _EVALUATED, _BEATS = 0, 1, 2, 3
+
+
+class Phase(IntEnum):
+    """Where in its loop a rank is, in the order in which a step comes to them."""
+
+    NONE = 0  # no loop of ours has begun
+    AFTER = 1  # callbacks, after an update
+    CHECKPOINT = 2
+    EVAL_DATA = 3
+    EVAL_STEP = 4
+    BETWEEN = 5  # epochs: the unit's and the callbacks' hooks
+    DATA = 6
+    STEP = 7
+    ENDED = 8  # the loop has; what follows is the user's
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a rank is.
+
+    Args:
+        step: training steps that it has completed.
+        phase: where it is now.
+        evaluated: steps of the evaluation that it is in.
+        beats: how often it has said so in this epoch.
+    """
+
+    step: int = 0
+    phase: Phase = Phase.NONE
+    evaluated: int = 0
+    beats: int = 0
+
+    def __str__(self) -> str:
+        return {
+            Phase.NONE: "before its first loop",
+            Phase.AFTER: f"in callbacks after step {self.step}",
+            Phase.CHECKPOINT: f"in a checkpoint after step {self.step}",
+            Phase.EVAL_DATA: f"in an evaluation, waiting for the data of its step {self.evaluated + 1}",
+            Phase.EVAL_STEP: f"in an evaluation, in its step {self.evaluated + 1}",
+            Phase.BETWEEN: f"between epochs, after step {self.step}",
+            Phase.DATA: f"waiting for the data of step {self.step + 1}",
+            Phase.STEP: f"in step {self.step + 1}",
+            Phase.ENDED: f"past its loop, after step {self.step}",
+        }[self.phase]
+
+
+_numbers: memoryview = memoryview(bytearray(_SIZE)).cast("q")
+
+
+def at(phase: int, step: int, evaluated: int = 0) -> None:
+    """This rank is here now."""
+    _numbers[_STEP], _numbers[_PHASE], _numbers[_EVALUATED] = step, phase, evaluated
+    _numbers[_BEATS] += 1
+
+
+def begin() -> None:
+    """An epoch begins: its first steps may take longer than the rest."""
+    _numbers[_BEATS] = 0
+
+
+def leave() -> None:
+    """This rank is past its loop, at whatever step it was."""
+    _numbers[_PHASE] = Phase.ENDED
+
+
+@contextlib.contextmanager
+def during(phase: int) -> Iterator[None]:
+    """Context in which this rank is in `phase`, at whatever step it is."""
+    before = _numbers[_PHASE]
+    _numbers[_PHASE] = phase
+    try:
+        yield
+    finally:
+        _numbers[_PHASE] = before
+
+
+def join(fd: int) -> None:
+    """From here on, whoever made the file behind this descriptor sees where this process is."""
+    global _numbers
+    _numbers = memoryview(mmap.mmap(fd, _SIZE)).cast("q")
+
+
+def make() -> int:
+    """A file in memory for one rank. Never on a disk: writing to a mapped file for which a full one has no room kills."""
+    fd = os.memfd_create("echelon-pulse")
+    os.write(fd, bytes(_SIZE))
+    return fd
+
+
+def read(fd: int) -> Standing:
+    numbers = memoryview(os.pread(fd, 32, 0)).cast("q")
+    try:
+        return Standing(numbers[_STEP], Phase(numbers[_PHASE]), numbers[_EVALUATED], numbers[_BEATS])
+    except (ValueError, IndexError):  # whatever a rank's process has written there
+        return Standing()
+
+
+def ask_stack(fd: int) -> None:
+    """Make room for a stack, which the rank writes at the file's position."""
+    os.ftruncate(fd, _SIZE)
+    os.lseek(fd, _SIZE, os.SEEK_SET)
+
+
+def stack(fd: int) -> str:
+    """What the rank has written; empty if it did not answer."""
+    return os.pread(fd, 1 << 20, _SIZE).decode("utf-8", "replace").strip()

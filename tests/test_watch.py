@@ -1,0 +1,272 @@
+"""Ranks that make no progress: who is behind is said while they wait, and blamed when the others give up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import echelon as ech
+from echelon.contracts import pulse
+from echelon.contracts.errors import RankFailedError
+from echelon.contracts.pulse import Phase, Standing
+from echelon.launcher import watch
+from echelon.launcher.failure import render
+from echelon.launcher.function import launch
+from echelon.launcher.job import Failure
+from echelon.launcher.watch import Pulses, Seen, Watch, blame
+from tests.conftest import clean_environment
+
+HANG_AT = 6
+
+
+def _hangs_here(how: str) -> None:
+    if how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        time.sleep(0.05)
+
+
+class _Unit(ech.TrainUnit[Any]):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def train_step(self, state: ech.State, data: Any) -> None:
+        step = self.train_progress.num_steps_completed
+        if self.how in ("stopped", "in its step") and step == HANG_AT and torch.distributed.get_rank() == 1:
+            _hangs_here(self.how)
+        torch.distributed.all_reduce(torch.ones(1))
+
+
+class _Batches:
+    """One that knows its length; the loop reads one ahead."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(20):
+            if self.how == "data" and number == HANG_AT and torch.distributed.get_rank() == 1:
+                _hangs_here(self.how)
+            yield number
+
+
+def _trains(how: str) -> None:
+    ech.init_from_env(timeout=timedelta(seconds=4 if how in ("stopped", "raw") else 10))
+    if how == "raw":  # a loop of the user's own
+        for step in range(20):
+            if step == HANG_AT and torch.distributed.get_rank() == 1:
+                _hangs_here("stopped")
+            torch.distributed.all_reduce(torch.ones(1))
+        return
+    ech.train(_Unit(how), _Batches(how), max_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("how", "guilty", "said", "headline"),
+    [
+        (
+            "stopped",
+            1,
+            "rank 1 is stopped, as by SIGSTOP or a debugger, in step 7; rank 0 ",
+            "rank 1 made no progress since step 6: it is stopped",
+        ),
+        ("raw", 1, "rank 1 is stopped, as by SIGSTOP or a debugger; rank 0 ", "rank 1 made no progress: it is stopped"),
+        (
+            "data",
+            1,
+            "rank 1 is behind, waiting for the data of step 7, at ",
+            "rank 1 made no progress since step 6: it is behind",
+        ),
+        ("in its step", 0, "rank 1 stands, in step 7, at ", "rank 0 gave up waiting for the others"),
+    ],
+)
+def test_a_rank_that_stands_still_is_named_while_others_wait_and_when_they_give_up(
+    how: str, guilty: int, said: str, headline: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ECHELON_STALL_AFTER", "0.5")
+    with pytest.raises(RankFailedError) as caught:
+        launch(_trains, ranks=2, args=(how,))
+    err, text = capfd.readouterr().err, str(caught.value)
+    assert "echelon: no step for" in err and said in err, err
+    assert caught.value.rank == guilty and f"echelon: {headline}" in text and "failed first" not in text, text
+    assert "Timed out waiting" in text  # what the one that waited says
+    if how in ("data", "in its step"):
+        where = f"{Path(__file__).name}:"
+        assert f"{where}" in text and "in _hangs_here" in text and "in _hangs_here" in err
+
+
+class _Fake(Pulses):
+    """Pulses that a test sets."""
+
+    def __init__(self, **standings: Standing) -> None:
+        super().__init__()
+        self.at = dict(enumerate(standings.values()))
+
+    def read(self, rank: int) -> Standing:
+        return self.at[rank]
+
+    def where(self, rank: int) -> str:
+        return f"train.py:{rank} in f"
+
+    def ask(self, rank: int, send: Any) -> None:
+        send(rank)
+
+
+class _Scene:
+    """A watch over two ranks of this process, and a clock."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.pulses, self.now = _Fake(a=Standing(), b=Standing()), 0.0
+        self.watch = Watch(60.0, self.lines.append, lambda rank: None)
+        self.pids = {0: os.getpid(), 1: os.getpid()}
+
+    def pass_time(self, seconds: float) -> list[str]:
+        """Lines that are said in this time, of a look a second."""
+        before = len(self.lines)
+        for _ in range(int(seconds)):
+            self.now += 1.0
+            self.watch.look(self.pids, [0, 1], self.pulses, self.now)
+        return self.lines[before:]
+
+    def steps(self, first: int, last: int, seconds_each: float = 1.0) -> None:
+        for step in range(first, last + 1):
+            self.put(*[Standing(step, Phase.STEP, 0, 3 * step)] * 2)
+            assert self.pass_time(seconds_each) == []
+
+    def put(self, *standings: Standing) -> None:
+        self.pulses.at = dict(enumerate(standings))
+
+
+def test_a_stall_is_said_after_the_limit_again_when_it_has_doubled_and_when_it_is_over() -> None:
+    scene = _Scene()
+    scene.steps(0, 5)
+    scene.put(Standing(5, Phase.STEP, 0, 18), Standing(5, Phase.DATA, 0, 17))
+    assert scene.pass_time(60) == []
+    line = "rank 1 is behind, waiting for the data of step 7, at train.py:1 in f; rank 0 waits, in step 6, at train.py:0 in f"
+    assert scene.pass_time(5) == [f"no step for 62 s: {line}"]
+    assert scene.pass_time(50) == []
+    assert len(scene.pass_time(20)) == 1
+    scene.put(*[Standing(6, Phase.DATA, 0, 20)] * 2)
+    (over,) = scene.pass_time(3)
+    assert over.startswith("steps go on, after 1")
+    assert scene.pass_time(50) == []
+
+
+@pytest.mark.parametrize(
+    "standing",
+    [
+        Standing(5, Phase.CHECKPOINT),
+        Standing(5, Phase.BETWEEN),
+        Standing(5, Phase.AFTER),
+        Standing(5, Phase.EVAL_STEP, 0, 2),
+        Standing(0, Phase.STEP, 0, 2),
+    ],
+)
+def test_what_takes_long_by_its_nature_has_five_times_as_long(standing: Standing) -> None:
+    scene = _Scene()
+    if standing.step:
+        scene.steps(0, 5)
+    scene.put(standing, standing)
+    assert scene.pass_time(299) == []
+    assert len(scene.pass_time(5)) == 1
+
+
+def test_of_one_rank_that_saves_while_another_is_ahead_the_patience_is_that_of_a_save() -> None:
+    scene = _Scene()
+    scene.steps(0, 5)
+    scene.put(Standing(5, Phase.CHECKPOINT, 0, 16), Standing(5, Phase.STEP, 0, 18))
+    assert scene.pass_time(299) == []
+    assert "rank 0 is behind, in a checkpoint after step 5" in scene.pass_time(5)[0]
+
+
+def test_slow_steps_have_ten_times_as_long_as_they_usually_take() -> None:
+    scene = _Scene()
+    scene.steps(0, 6, seconds_each=40)
+    assert scene.pass_time(300) == []
+    assert len(scene.pass_time(120)) == 1
+
+
+def test_ranks_without_a_loop_of_ours_and_past_it_are_left_alone() -> None:
+    scene = _Scene()
+    assert scene.pass_time(2000) == []
+    scene.steps(0, 5)
+    scene.put(Standing(5, Phase.ENDED), Standing(5, Phase.ENDED))
+    assert scene.pass_time(2000) == []
+
+
+def test_a_launcher_that_was_stopped_itself_concludes_nothing_from_the_time() -> None:
+    scene = _Scene()
+    scene.steps(0, 5)
+    scene.now += 3600
+    assert scene.pass_time(50) == []
+
+
+def _gave_up(rank: int) -> Failure:
+    text = "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4000ms for recv operation to complete"
+    return Failure(rank, 1, rank, "RuntimeError", text, traceback=f"RuntimeError: {text}")
+
+
+def test_nobody_is_blamed_without_knowledge() -> None:
+    """Ranks that are equally far, ranks without a position, and a failure that is a rank's own."""
+    equal = {rank: Seen(Standing(5, Phase.STEP)) for rank in range(3)}
+    unknown = {rank: Seen(Standing(), where=f"train.py:{rank} in f") for rank in range(3)}
+    for seen in (equal, unknown):
+        first = Failure.first(blame([_gave_up(0)], seen))
+        assert first.rank == 0 and first.headline == "rank 0 gave up waiting for the others"
+    assert "rank 2 still ran, at train.py:2 in f" in first.message
+    own = Failure(2, 1, 9, "ValueError", "bad", traceback="ValueError: bad")
+    stopped = {0: Seen(Standing()), 1: Seen(Standing(), stopped=True), 2: Seen(Standing())}
+    assert Failure.first(blame([_gave_up(0), own], stopped)) == own
+    assert blame([_gave_up(0), _gave_up(1)], {0: Seen(Standing(5)), 1: Seen(Standing(5))})[0].headline == ""
+
+
+def test_a_rank_that_failed_is_not_blamed_for_being_behind() -> None:
+    seen = {0: Seen(Standing(5, Phase.STEP)), 1: Seen(Standing(6, Phase.STEP))}
+    assert [f.rank for f in blame([_gave_up(0)], seen)] == [0]
+
+
+def test_a_culprit_survives_its_way_through_a_file() -> None:
+    seen = {0: Seen(Standing(5, Phase.STEP)), 1: Seen(Standing(5, Phase.STEP), stopped=True)}
+    first = Failure.from_json(Failure.first(blame([_gave_up(0)], seen)).as_json())
+    assert first.rank == 1 and render(first, 2).startswith("echelon: rank 1 made no progress since step 5: it is stopped, as by")
+
+
+def test_a_beat_is_cheap_enough_for_every_step() -> None:
+    """A few stores into memory: no lock, no system call. Counted, not timed: nothing is called but C."""
+    fd = pulse.make()
+    before, calls = pulse._numbers, []
+    try:
+        pulse.join(fd)
+        sys.setprofile(lambda frame, event, arg: calls.append((event, frame.f_code.co_name)))
+        pulse.at(Phase.STEP, 7, 2)
+        sys.setprofile(None)
+        assert pulse.read(fd) == Standing(7, Phase.STEP, 2, 1)
+        assert [name for event, name in calls if event == "call"] == ["at"]
+        pulse._numbers[1] = 99  # whatever a process writes there
+        assert pulse.read(fd) == Standing()
+    finally:
+        sys.setprofile(None)
+        pulse._numbers = before
+        os.close(fd)
+
+
+def test_the_limit_is_an_option_or_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(watch.STALL_VARIABLE, raising=False)
+    assert (watch.stall_after(None), watch.stall_after(5.0)) == (60.0, 5.0)
+    monkeypatch.setenv(watch.STALL_VARIABLE, "2m")
+    assert watch.stall_after(None) == 120.0
+    assert "ECHELON_STALL_AFTER" not in clean_environment()
