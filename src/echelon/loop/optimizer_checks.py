@@ -101,7 +101,8 @@ def check_tracked(unit: Any) -> None:
     if first is not None:
         raise UsageError(f"{first} {_REMEDY}.")
     for optimizer in optimizers.values():
-        step_by_kind(optimizer)
+        if any(hasattr(p, "device_mesh") for p in parameters_of(optimizer)):
+            step_by_kind(optimizer)
     if unit.steps_by_itself and agree.is_joined() and not overrides().observes:
         watch(modules, optimizers.values())
 

@@ -101,7 +101,7 @@ class Buffers:
 
 @torch.no_grad()
 def _checksums(module: nn.Module) -> dict[str, list[float]]:
-    """Two numbers for each buffer, of which one depends on the order. Versions tell nothing: batch norm does not count them up."""
+    """Two numbers a buffer, one of which depends on the order. Versions tell nothing: batch norm does not count them up."""
     named = {n: b for n, b in module.named_buffers() if b.numel() and not b.is_meta}
     sums: dict[str, list[float]] = {}
     for name, buffer in named.items():
