@@ -195,7 +195,7 @@ def _micro_batches(rank: int) -> list[Any]:
 def _counted(strategies: list[str]) -> list[Any]:
     found = []
     for strategy in strategies:
-        unit = Counting(module=_without_dropout(), strategy=strategy, gradient_accumulation_steps=2, detect_anomaly=True)
+        unit = Counting(module=_without_dropout(), strategy=strategy, gradient_accumulation_steps=2)
         ech.fit(unit, _micro_batches(dist.get_rank()), _micro_batches(dist.get_rank()), max_epochs=1)
         loss = float(unit.latest_update[0])
         found.append((_trained(unit.module), loss, unit.eval_loss))
