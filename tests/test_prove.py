@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from echelon.prover import show
 from echelon.prover.causes import CAUSES
 from echelon.prover.judge import Difference
 from echelon.prover.matrix import matrix
+from echelon.prover.proof import IN_FLOAT64
 from echelon.prover.prove import Proof, prove_target
 from echelon.prover.rank import Target, with_options_of
 from echelon.prover.streams import NotJoinable, digest, join
@@ -41,6 +43,12 @@ MISTAKES = {
     "another_learning_rate": ("another learning rate", "update"),
     "clipping_on_each_rank": ("clipping on each rank", "gradient"),
     "contrast": ("an operation over the whole batch", "forward"),
+    "shared_generator": ("identical dropout", None),
+    "dropout_from_numpy": ("identical dropout", None),
+    "same_augmentation": ("identical augmentation", None),
+    "hidden_generator": ("random numbers that nobody can repeat", "forward"),
+    "evaluation_on_a_rank": ("modules in evaluation mode on some ranks", None),
+    "loss_by_rank": ("a loss that depends on the rank", "forward"),
 }
 
 
@@ -66,7 +74,7 @@ def test_a_planted_mistake_is_named(script: str) -> None:
 
 
 # The unusual ones are right or wrong in what they do, however many ranks there are.
-UNUSUAL = ("right_objects", "right_lists", "right_two_optimizers", "right_sharded_ddp")
+UNUSUAL = ("right_objects", "right_lists", "right_two_optimizers", "right_sharded_ddp", "right_gates", "right_generators")
 
 
 @pytest.mark.parametrize("script", sorted(p.stem for p in PLANTED.glob("right_*.py")))
@@ -74,6 +82,76 @@ def test_a_right_script_passes(script: str) -> None:
     proof = _prove(script, ["ddp"], [2]) if script in UNUSUAL else _prove(script, ["ddp", "fsdp"], [1, 2, 4])
     assert proof.holds, "\n".join(t for r in proof.results for t in (show.line(r), *show.details(r)))
     assert {r.ranks for r in proof.results} == ({2} if script in UNUSUAL else {1, 2, 4})
+
+
+def test_float64_has_the_last_word_where_rounding_flips_gates() -> None:
+    """Both rows are far apart in float32, by more than the mistake in one of them."""
+    (right,) = _prove("right_gates", ["ddp"], [2], updates=2).results
+    assert right.verdict == IN_FLOAT64 and "float32: update" in right.message and not right.undetermined, right
+    (wrong,) = _prove("behind_gates", ["ddp"], [2], updates=2).results
+    assert wrong.verdict == "DIFFERS" and wrong.first is not None and wrong.first.tensor == "3.1.bias", wrong
+    assert wrong.first.relative == pytest.approx(0.02, rel=1e-3)
+
+
+def test_ranks_that_shuffle_for_themselves_are_noted() -> None:
+    (row,) = _prove("own_order", ["ddp"], [2], updates=1).results
+    (note,) = row.notes
+    assert "samples overlap: 23 of 96 rows were seen by two ranks" in note and "23 of 96 rows were seen by no rank" in note
+
+
+def test_repeated_rows_and_filled_tails_are_no_overlap(tmp_path: Path) -> None:
+    """The data have each row several times; of 98 samples on four ranks, two come twice so that ranks have equally many."""
+    text = """
+rows = Rows()
+class Few(Rows):
+    def __len__(self): return 98
+    def __getitem__(self, i): return rows[i % 20]
+sampler = torch.utils.data.DistributedSampler(Few(), dist.get_world_size(), dist.get_rank())
+loader = torch.utils.data.DataLoader(Few(), 8, sampler=sampler) if sys.argv[1] == "sampler" else ech.Loader(Few(), 16)
+ech.train(Auto(module=model(), strategy="ddp"), loader, max_epochs=2)
+"""
+    for ranks, kind in ((4, "sampler"), (2, "loader")):
+        target = replace(_script(tmp_path, text), args=(kind,))
+        (row,) = prove_target(target, matrix(["ddp"], [ranks], [1], sgd=False), 2, False).results
+        assert row.agrees and not row.notes, (kind, row)
+
+
+CAST = """
+class Cast(Auto):
+    def compute_loss(self, state, data):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = self.module(data[0])
+        if sys.argv[1] == "pinned":
+            out = out.bfloat16().float()
+        return nn.functional.mse_loss(out, data[1]), None
+ech.train(Cast(module=model(), strategy="ddp"), loader(), max_epochs=1)
+"""
+
+
+def test_autocast_is_off_and_a_type_that_is_pinned_is_said(tmp_path: Path) -> None:
+    (row,) = prove_target(
+        replace(_script(tmp_path, CAST), args=("auto",)), matrix(["ddp"], [2], [1], sgd=False), 1, False
+    ).results
+    assert row.agrees and row.gradient is not None and row.gradient < 1e-5, row
+    (row,) = prove_target(
+        replace(_script(tmp_path, CAST), args=("pinned",)), matrix(["ddp"], [2], [1], sgd=False), 1, False
+    ).results
+    assert row.agrees, row
+
+
+DRAWING = """
+class Drawing(Own):
+    def train_step(self, state, data):
+        return super().train_step(state, (data[0] + torch.randn_like(data[0]), data[1]))
+torch.manual_seed(dist.get_rank())
+ech.train(Drawing(torch.nn.parallel.DistributedDataParallel(model())), loader(), max_epochs=1)
+"""
+
+
+def test_a_step_of_its_own_that_draws_is_neither_right_nor_wrong(tmp_path: Path) -> None:
+    proof = prove_target(_script(tmp_path, DRAWING), matrix(["ddp"], [2], [1], sgd=False), 1, False)
+    (row,) = proof.results
+    assert row.verdict == "not possible" and "draws random numbers" in row.message and not proof.holds, row
 
 
 def _script(folder: Path, text: str) -> Target:

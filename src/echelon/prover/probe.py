@@ -40,12 +40,32 @@ def probe(reference: Reference) -> dict[str, Any]:
             return tensor
 
         with contextlib.suppress(RuntimeError), torch.autograd.graph.saved_tensors_hooks(kept, lambda t: t):
-            _pass(reference, micro.data, micro.streams)
-        facts["narrowest"] = max(seen, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+            loss, _ = reference.unit.compute_loss(reference.state, widened(micro.data, reference.dtype, reference.device))
+            facts["narrowest"] = _narrowest(loss, seen)
         now = reference.sources.states()
         first, second = (_pass(reference, micro.data, now) for _ in range(2))
         facts["repeatable"] = abs(first - second) <= 1e-4 * abs(first) or first != first
     return facts
+
+
+def _narrowest(loss: torch.Tensor, kept: list[torch.dtype]) -> torch.dtype | None:
+    """Of the leaves of the loss's graph; and of what the graph keeps, if it changes types on the way.
+
+    If it does not, a narrower tensor is something like a mask, exact in any type, and no computation is narrow.
+    """
+    types, waiting, seen, casts = set(), [loss.grad_fn], set(), False
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        casts |= node.name().startswith("ToCopyBackward")
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            types.add(leaf.dtype)
+        waiting.extend(inner for inner, _ in node.next_functions)
+    types |= set(kept) if casts else set()
+    return max(types, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
 
 def _pass(reference: Reference, data: Any, streams: Mapping[str, Any]) -> float:

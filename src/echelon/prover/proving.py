@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,56 +21,19 @@ import torch
 from echelon.contracts.errors import RankFailedError, UsageError
 from echelon.launcher.function import launch
 from echelon.prover import causes
-from echelon.prover.judge import SMALL_SHARE, Verdict, compare, larger, mean_loss
+from echelon.prover.judge import SMALL_SHARE, Verdict, compare, mean_loss
 from echelon.prover.matrix import AS_WRITTEN, Row
 from echelon.prover.proof import IN_FLOAT64, Proof, Result
+from echelon.prover.ran import Computed, Judged, Ran, blindness, data_of, fill, in_float64, in_words
 from echelon.prover.rank import Target, run_epoch, run_mistakes, run_probe, run_reference, run_row
-from echelon.prover.reference import Shake, by_index, micros_in_order
+from echelon.prover.reference import Shake, micros_in_order
 from echelon.prover.samples import note_on
-from echelon.prover.streams import Micro, NotJoinable, digest, join
 
 __all__ = ["Proving"]
 
 _SHAKES = 3
 _NEVER_ROUNDING = 1e3  # times its tolerance: no further sample of rounding would change that
 _MOST_EXCUSED = 0.5  # of all elements, in float64, where an excuse means a gradient of nothing
-
-
-@dataclass(frozen=True)
-class _Ran:
-    """A row that was run: where its values are, and what its ranks wrote down."""
-
-    row: Row
-    folder: Path
-    records: list[dict[str, Any]]
-    dtype: torch.dtype
-
-    @property
-    def files(self) -> list[str]:
-        return [str(self.folder / f"rank{r}.pt") for r in range(self.row.ranks)]
-
-    @property
-    def is_auto(self) -> bool:
-        return bool(self.records[0]["kind"] != "TrainUnit")
-
-
-@dataclass
-class _Reference:
-    """The reference of rows with the same data. `facts` are its own, `probed` those of the forward pass once it was tried."""
-
-    folder: Path
-    facts: dict[str, Any]
-    probed: dict[str, Any] | None = None
-    shaken: int = 0
-
-
-@dataclass
-class _Judged:
-    """A row against its reference, in one precision."""
-
-    ran: _Ran
-    reference: _Reference
-    verdict: Verdict
 
 
 class Proving:
@@ -93,7 +55,7 @@ class Proving:
         self.kind = ""
         self.overridable = True
         self.has_plan = False
-        self._references: dict[Any, _Reference] = {}
+        self._references: dict[Any, Computed] = {}
         self._batches: dict[Any, Any] = {}
         self._bitwise: dict[str, dict[str, torch.Tensor]] = {}
         self._epochs: dict[str, Counter[int] | None] = {}
@@ -133,16 +95,16 @@ class Proving:
         except RankFailedError as error:
             result.verdict, why = self._failed(error)
             result.message = f"the reference in plain PyTorch could not be computed: {why}"
-        for folder in (here, _in_float64(here)):
+        for folder in (here, in_float64(here)):
             shutil.rmtree(folder, ignore_errors=True)
         return result
 
     # --- running
 
-    def _run(self, row: Row, here: Path, dtype: torch.dtype) -> _Ran:
+    def _run(self, row: Row, here: Path, dtype: torch.dtype) -> Ran:
         here.mkdir()
         self._launch(run_row, row.ranks, self.target, row, str(here), self.updates, dtype, self.seed)
-        return _Ran(row, here, [torch.load(here / f"rank{r}.pt", weights_only=False) for r in range(row.ranks)], dtype)
+        return Ran(row, here, [torch.load(here / f"rank{r}.pt", weights_only=False) for r in range(row.ranks)], dtype)
 
     def _launch(self, fn: Callable[..., dict[str, Any]], ranks: int, *args: Any) -> dict[str, Any]:
         """Run on ranks, and return rank 0's value. Logs are left only if it fails."""
@@ -162,8 +124,8 @@ class Proving:
 
     # --- references
 
-    def _reference(self, ran: _Ran) -> _Reference:
-        key = ran.dtype, *_data_of(ran.row, ran.records)
+    def _reference(self, ran: Ran) -> Computed:
+        key = ran.dtype, *data_of(ran.row, ran.records)
         if key not in self._references:
             folder = self.folder / f"reference-{len(self._references)}"
             folder.mkdir()
@@ -173,10 +135,10 @@ class Proving:
             self._check_order(ran, key)
         return self._references[key]
 
-    def _computed(self, ran: _Ran, folder: Path) -> _Reference:
+    def _computed(self, ran: Ran, folder: Path) -> Computed:
         """The reference, and in float32 a first sample of what rounding does to it."""
         arguments = (self.target, ran.row, ran.files, str(folder), ran.dtype, self.seed)
-        reference = _Reference(folder, self._launch(run_reference, 1, *arguments))
+        reference = Computed(folder, self._launch(run_reference, 1, *arguments))
         if ran.dtype is torch.float64:
             return reference
         if ran.is_auto:  # a unit with a step of its own may have wrapped its module in something with float32 built in
@@ -188,7 +150,7 @@ class Proving:
         self._shake(ran, reference, 1, None)
         return reference
 
-    def _shake(self, ran: _Ran, reference: _Reference, samples: int, narrowest: torch.dtype | None) -> None:
+    def _shake(self, ran: Ran, reference: Computed, samples: int, narrowest: torch.dtype | None) -> None:
         """See to it that there are so many shaken references, by the rounding of the narrowest type if one is given."""
         arguments = (self.target, ran.row, ran.files, str(reference.folder), ran.dtype, self.seed, "shaken")
         rounding = torch.finfo(narrowest).eps if narrowest is not None else None
@@ -196,7 +158,7 @@ class Proving:
             self._launch(run_reference, 1, *arguments, Shake(sample, rounding))
         reference.shaken = max(samples, reference.shaken)
 
-    def _probed(self, ran: _Ran, reference: _Reference) -> dict[str, Any]:
+    def _probed(self, ran: Ran, reference: Computed) -> dict[str, Any]:
         if reference.probed is None:
             reference.probed = {"narrowest": None, "repeatable": True, "per_sample": None}
             with contextlib.suppress(RankFailedError):
@@ -204,7 +166,7 @@ class Proving:
                 reference.probed = self._launch(run_probe, 1, *arguments)
         return reference.probed
 
-    def _note(self, ran: _Ran, facts: dict[str, Any]) -> None:
+    def _note(self, ran: Ran, facts: dict[str, Any]) -> None:
         if facts["drew"]:
             self._say(
                 "Random numbers are drawn in the forward pass: "
@@ -212,9 +174,10 @@ class Proving:
             )
         elif not facts["joined"]:
             self._say("Micro-batches cannot be joined into one batch: the reference adds them up by their weights.")
-        if ran.records[0]["updates"][-1][-1].epoch == 0:
+        updates = ran.records[0]["updates"]
+        if len(updates) == self.updates and all(m.epoch == 0 for u in updates for m in u):  # and not because training ended
             self._say(
-                f"The {len(ran.records[0]['updates'])} updates end within the first epoch: its last batch, and what changes from "
+                f"The {len(updates)} updates end within the first epoch: its last batch, and what changes from "
                 "one epoch to the next, were not compared. With more --updates they are."
             )
         untrained = sorted(ran.records[0]["trainable"] - facts["held"])
@@ -226,7 +189,7 @@ class Proving:
         if note not in self.proof.notes:
             self.proof.notes.append(note)
 
-    def _check_order(self, ran: _Ran, key: Any) -> None:
+    def _check_order(self, ran: Ran, key: Any) -> None:
         """Rule of truth 1: an echelon.Loader gives the same global batches however they are split."""
         known = self._batches.setdefault(ran.row.optimizer, key)
         if key != known and ran.records[0]["global_batch"] is None:
@@ -237,7 +200,7 @@ class Proving:
 
     # --- judging
 
-    def _compare(self, row: Row, result: Result, ran: _Ran) -> None:
+    def _compare(self, row: Row, result: Result, ran: Ran) -> None:
         records = ran.records
         self.kind, self.has_plan = records[0]["kind"], self.has_plan or records[0]["has_plan"]
         if row.strategy is not None and self.kind and not records[0]["overridable"]:
@@ -251,9 +214,9 @@ class Proving:
         result.step_s = median(times) if times else None
         result.peak_bytes = max((r["peak_bytes"] for r in records if r["peak_bytes"] is not None), default=None)
         reference = self._reference(ran)
-        seen = _Judged(ran, reference, compare(ran.folder, reference.folder, records, ran.dtype))
+        seen = Judged(ran, reference, compare(ran.folder, reference.folder, records, ran.dtype))
         if seen.verdict.meaningless is not None:
-            _show(result, seen.verdict)
+            fill(result, seen.verdict)
             result.verdict, result.message = "failed", seen.verdict.meaningless
             return
         result.causes = causes.from_records(records, lambda: self._probed(ran, reference)["per_sample"])
@@ -262,22 +225,22 @@ class Proving:
             result.verdict = "bit-equal" if self._same_bits(ran, seen.verdict) else "DIFFERS"
         self._note_on_samples(result, ran)
 
-    def _decide(self, result: Result, seen: _Judged) -> None:
+    def _decide(self, result: Result, seen: Judged) -> None:
         """The verdict, with causes if it is a bad one."""
         final, unconfirmed = seen, ""
         if not seen.verdict.clear and not result.causes:  # what the records show is no rounding
             final, unconfirmed = self._closer(seen)
         verdict = final.verdict
         limit = _MOST_EXCUSED if final.ran.dtype is torch.float64 else SMALL_SHARE
-        _show(result, verdict)
+        fill(result, verdict)
         differs = verdict.first is not None and (verdict.first.update < verdict.resolved or not verdict.resolved)
         if result.causes or differs:
             result.verdict, result.message = "DIFFERS", unconfirmed
             self._explain(result, final)
             return
-        said = [_in_words(seen)] if final.ran.dtype is not self.dtype else []
+        said = [in_words(seen)] if final.ran.dtype is not self.dtype else []
         if verdict.blind or verdict.excused > limit:
-            said += [_blindness(final), unconfirmed]
+            said += [blindness(final), unconfirmed]
         result.message, result.first = "; ".join(filter(None, said)), None
         if not verdict.resolved or verdict.excused > limit:
             result.verdict = "undecided"
@@ -289,14 +252,14 @@ class Proving:
         else:
             result.verdict = "bit-equal" if verdict.bit_equal and verdict.resolved == verdict.updates else "agrees"
 
-    def _closer(self, seen: _Judged) -> tuple[_Judged, str]:
+    def _closer(self, seen: Judged) -> tuple[Judged, str]:
         """The same row in float64, or if that cannot be, with more references; and why it is not float64."""
         why = ""
         if seen.ran.dtype is not torch.float64:
             try:
-                wide = self._run(seen.ran.row, _in_float64(seen.ran.folder), torch.float64)
+                wide = self._run(seen.ran.row, in_float64(seen.ran.folder), torch.float64)
                 reference = self._reference(wide)
-                final = _Judged(wide, reference, compare(wide.folder, reference.folder, wide.records, wide.dtype))
+                final = Judged(wide, reference, compare(wide.folder, reference.folder, wide.records, wide.dtype))
                 why = self._settled(final) or ""
                 if not why:
                     return final, ""
@@ -310,9 +273,9 @@ class Proving:
         narrowest = self._probed(seen.ran, seen.reference)["narrowest"]
         self._shake(seen.ran, seen.reference, _SHAKES, narrowest)
         verdict = compare(seen.ran.folder, seen.reference.folder, seen.ran.records, seen.ran.dtype, narrowest)
-        return _Judged(seen.ran, seen.reference, verdict), f"not confirmed in float64 because {why}"
+        return Judged(seen.ran, seen.reference, verdict), f"not confirmed in float64 because {why}"
 
-    def _settled(self, final: _Judged) -> str | None:
+    def _settled(self, final: Judged) -> str | None:
         """Measure rounding in float64, where one tolerance for all did not do. Returns why float64 cannot tell, if so."""
         ran, reference = final.ran, final.reference
         for samples in (0, 1, _SHAKES):
@@ -330,7 +293,7 @@ class Proving:
 
     # --- saying why
 
-    def _explain(self, result: Result, final: _Judged) -> None:
+    def _explain(self, result: Result, final: Judged) -> None:
         """Add the causes that numbers and records show."""
         ran, reference, verdict = final.ran, final.reference, final.verdict
         known = {name for name, _ in result.causes}
@@ -338,8 +301,8 @@ class Proving:
         def add(found: list[tuple[str, str]]) -> None:
             result.causes += [cause for cause in found if cause[0] not in known]
 
-        if result.causes and verdict.first is not None and "identical dropout" in known:
-            return
+        if known & {"identical dropout", "modules in evaluation mode on some ranks"}:
+            return  # which changes every number
         if not result.causes and not self._probed(ran, reference)["repeatable"]:
             add([("random numbers that nobody can repeat", "the first forward pass gave another loss when it was run again")])
             return
@@ -355,7 +318,7 @@ class Proving:
             if verdict.first.phase in ("forward", "gradient"):
                 add(self._mistakes(final))
 
-    def _mistakes(self, final: _Judged) -> list[tuple[str, str]]:
+    def _mistakes(self, final: Judged) -> list[tuple[str, str]]:
         ran, verdict = final.ran, final.verdict
         assert verdict.first is not None
         k = verdict.first.update
@@ -368,7 +331,7 @@ class Proving:
         mine["loss"], mine["norm"] = mean_loss(micros_in_order(ran.records)[k]), ran.records[0]["norms"][k]
         return causes.from_mistakes(verdict, mine, right, mistakes, ran.records[0]["batch_norms"])
 
-    def _note_on_samples(self, result: Result, ran: _Ran) -> None:
+    def _note_on_samples(self, result: Result, ran: Ran) -> None:
         ranks = [r for r in ran.records if not r["is_replica"]]
         if len(ranks) < 2 or {"identical data on two ranks", "a sampler that ignores the rank"} & {n for n, _ in result.causes}:
             return
@@ -384,62 +347,8 @@ class Proving:
         if note is not None:
             result.notes.append(note)
 
-    def _same_bits(self, ran: _Ran, verdict: Verdict) -> bool:
+    def _same_bits(self, ran: Ran, verdict: Verdict) -> bool:
         """Whether this row's last parameters have the very bits of the first row of the bit-equal mode."""
         last = torch.load(ran.folder / f"update-{verdict.updates - 1:03d}.pt", weights_only=False)["parameters"]
         known = self._bitwise.setdefault(ran.row.optimizer, last)
         return known is last or all(torch.equal(last[n], known[n]) for n in known)
-
-
-def _in_float64(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}-float64")
-
-
-def _show(result: Result, verdict: Verdict) -> None:
-    result.loss, result.gradient, result.parameter = verdict.loss, larger(verdict.gradient, verdict.norm), verdict.parameter
-    result.of_tolerance, result.updates = verdict.used, verdict.updates
-    result.first, result.undetermined = verdict.first, verdict.undetermined
-
-
-def _in_words(seen: _Judged) -> str:
-    """What float32 showed, where float64 decided."""
-    first = seen.verdict.first
-    if first is not None:
-        return f"float32: update {first.update}, {first.phase}, {first.tensor} differs by {first.relative:.1e}"
-    return f"float32: {_blindness(seen)}"
-
-
-def _blindness(judged: _Judged) -> str:
-    """What could not be compared."""
-    verdict, said = judged.verdict, []
-    if verdict.blind:
-        b = verdict.blind[0]
-        said.append(f"update {b.update}, {b.phase}, {b.tensor}: rounding alone may change it by {b.tolerance:.1e}")
-    if verdict.resolved < verdict.updates:
-        said.append(f"compared as far as update {verdict.resolved - 1}" if verdict.resolved else "nothing else could be compared")
-    if verdict.excused > SMALL_SHARE:
-        said.append(f"{verdict.excused:.0%} of all elements have no gradient beyond rounding")
-    return "; ".join(said)
-
-
-def _data_of(row: Row, records: list[dict[str, Any]]) -> tuple[Any, ...]:
-    """What the reference of a row depends on. Rows with the same share it.
-
-    As a rule the samples of each update alone. Dropped units depend on the micro-batches and on the random streams in front of
-    them; a step of one's own, which may accumulate, on which micro-batches came at the same time.
-    """
-    updates = range(len(micros_in_order(records)))
-    epochs = tuple(records[0]["updates"][k][0].epoch for k in updates)
-    if records[0]["kind"] == "TrainUnit":
-        return row.optimizer, epochs, tuple(tuple(map(_digest_of_samples, by_index(records, k))) for k in updates)
-    merged = micros_in_order(records)
-    if any(m.streams for u in merged for m in u):
-        return row.optimizer, epochs, tuple(tuple((digest(m.plain), digest(m.streams)) for m in u) for u in merged)
-    return row.optimizer, epochs, tuple(map(_digest_of_samples, merged))
-
-
-def _digest_of_samples(micros: list[Micro]) -> Any:
-    try:
-        return digest(join([m.plain for m in micros]))
-    except NotJoinable:
-        return tuple(digest(m.plain) for m in micros)

@@ -182,9 +182,10 @@ class Reference(ABC):
         rounding = self.shake.rounding or torch.finfo(self.dtype).eps
         with torch.no_grad():
             for _, parameter in parameters_of(self.unit):
-                if parameter.is_floating_point():
-                    signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter) * 2 - 1
-                    parameter.mul_(1 + signs * max(rounding, torch.finfo(parameter.dtype).eps))
+                mine = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                if mine.is_floating_point():
+                    signs = torch.randint(0, 2, mine.shape, generator=generator).to(mine) * 2 - 1
+                    mine.mul_(1 + signs * max(rounding, torch.finfo(mine.dtype).eps))
 
     # --- values
 

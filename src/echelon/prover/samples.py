@@ -46,7 +46,7 @@ def plan_of(loader: Any) -> Plan | None:
     """Of the epoch that begins; None if the loader does not tell. Draws nothing from any stream."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         return None
-    sources = Sources(loader)
+    sources = Sources(loader, "loader")
     before = sources.states()
     try:
         twin = copy.deepcopy((loader.batch_sampler, loader.generator), {id(loader.dataset): loader.dataset})
@@ -88,7 +88,7 @@ class Reading:
     def watch(cls, loader: Any) -> Reading:
         """Look over the shoulder of the dataset's class as it reads its first samples."""
         reading, dataset = cls(), getattr(loader, "dataset", None)
-        kind, sources, looked = type(dataset), Sources(dataset), 0
+        kind, sources, looked = type(dataset), Sources(dataset, "dataset"), 0
 
         def watching(original: Callable[..., Any]) -> Callable[..., Any]:
             def watched(self: Any, index: Any) -> Any:

@@ -30,22 +30,22 @@ _DEEPEST = 10
 
 
 class Sources:
-    """The streams that a unit's step can reach."""
+    """The streams that a unit's step, or a dataset, can reach."""
 
-    def __init__(self, unit: Any) -> None:
-        self._unit = unit
+    def __init__(self, unit: Any, name: str = "unit") -> None:
+        self._unit, self._name = unit, name
 
     def states(self) -> dict[str, Any]:
         """The state of every stream by name, in values that can be saved."""
         found = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(legacy=True), "python": random.getstate()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             found["cuda"] = torch.cuda.get_rng_state()
-        found.update({name: _state(generator) for name, generator in _held(self._unit).items()})
+        found.update({name: _state(generator) for name, generator in _held(self._unit, self._name).items()})
         return found
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Put back those streams that `states` names."""
-        held = _held(self._unit) if states.keys() - {*GLOBAL, "cuda"} else {}
+        held = _held(self._unit, self._name) if states.keys() - {*GLOBAL, "cuda"} else {}
         for name, state in states.items():
             if name == "torch":
                 torch.set_rng_state(state)
@@ -84,10 +84,10 @@ def _restore(generator: Any, state: Any) -> None:
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
-def _held(unit: Any) -> dict[str, Any]:
+def _held(unit: Any, name: str) -> dict[str, Any]:
     """Generators by the path on which they were found, the shortest one first."""
     found: dict[str, Any] = {}
-    waiting: deque[tuple[str, Any, int]] = deque([("unit", unit, 0)])
+    waiting: deque[tuple[str, Any, int]] = deque([(name, unit, 0)])
     for module in _own_modules(unit):
         waiting.append((module.__name__.replace("__main__", "script"), module, 0))
     seen = {id(torch.default_generator)}

@@ -1,0 +1,108 @@
+"""A row that was run, its reference, and what comparing them says in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon.prover.judge import SMALL_SHARE, Verdict, larger
+from echelon.prover.matrix import Row
+from echelon.prover.proof import Result
+from echelon.prover.reference import by_index, micros_in_order
+from echelon.prover.streams import Micro, NotJoinable, digest, join
+
+__all__ = ["Computed", "Judged", "Ran", "blindness", "data_of", "fill", "in_float64", "in_words"]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A row that was run: where its values are, and what its ranks wrote down."""
+
+    row: Row
+    folder: Path
+    records: list[dict[str, Any]]
+    dtype: torch.dtype
+
+    @property
+    def files(self) -> list[str]:
+        return [str(self.folder / f"rank{r}.pt") for r in range(self.row.ranks)]
+
+    @property
+    def is_auto(self) -> bool:
+        return bool(self.records[0]["kind"] != "TrainUnit")
+
+
+@dataclass
+class Computed:
+    """The reference of rows with the same data. `facts` are its own, `probed` those of the forward pass once it was tried."""
+
+    folder: Path
+    facts: dict[str, Any]
+    probed: dict[str, Any] | None = None
+    shaken: int = 0
+
+
+@dataclass
+class Judged:
+    """A row against its reference, in one precision."""
+
+    ran: Ran
+    reference: Computed
+    verdict: Verdict
+
+
+def in_float64(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-float64")
+
+
+def fill(result: Result, verdict: Verdict) -> None:
+    result.loss, result.gradient, result.parameter = verdict.loss, larger(verdict.gradient, verdict.norm), verdict.parameter
+    result.of_tolerance, result.updates = verdict.used, verdict.updates
+    result.first, result.undetermined = verdict.first, verdict.undetermined
+
+
+def in_words(seen: Judged) -> str:
+    """What float32 showed, where float64 decided."""
+    first = seen.verdict.first
+    if first is not None:
+        return f"float32: update {first.update}, {first.phase}, {first.tensor} differs by {first.relative:.1e}"
+    return f"float32: {blindness(seen)}"
+
+
+def blindness(judged: Judged) -> str:
+    """What could not be compared."""
+    verdict, said = judged.verdict, []
+    if verdict.blind:
+        b = verdict.blind[0]
+        said.append(f"update {b.update}, {b.phase}, {b.tensor}: rounding alone may change it by {b.tolerance:.1e}")
+    if verdict.resolved < verdict.updates:
+        said.append(f"compared as far as update {verdict.resolved - 1}" if verdict.resolved else "nothing else could be compared")
+    if verdict.excused > SMALL_SHARE:
+        said.append(f"{verdict.excused:.0%} of all elements have no gradient beyond rounding")
+    return "; ".join(said)
+
+
+def data_of(row: Row, records: list[dict[str, Any]]) -> tuple[Any, ...]:
+    """What the reference of a row depends on. Rows with the same share it.
+
+    As a rule the samples of each update alone. Dropped units depend on the micro-batches and on the random streams in front of
+    them; a step of one's own, which may accumulate, on which micro-batches came at the same time.
+    """
+    updates = range(len(micros_in_order(records)))
+    epochs = tuple(records[0]["updates"][k][0].epoch for k in updates)
+    if records[0]["kind"] == "TrainUnit":
+        return row.optimizer, epochs, tuple(tuple(map(_digest_of_samples, by_index(records, k))) for k in updates)
+    merged = micros_in_order(records)
+    if any(m.streams for u in merged for m in u):
+        return row.optimizer, epochs, tuple(tuple((digest(m.plain), digest(m.streams)) for m in u) for u in merged)
+    return row.optimizer, epochs, tuple(map(_digest_of_samples, merged))
+
+
+def _digest_of_samples(micros: list[Micro]) -> Any:
+    try:
+        return digest(join([m.plain for m in micros]))
+    except NotJoinable:
+        return tuple(digest(m.plain) for m in micros)

@@ -1,0 +1,100 @@
+"""The judge alone, on recorded values: what rounding does passes, mistakes do not, and what cannot be seen is said."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.prover.judge import Verdict, compare
+from echelon.prover.streams import Micro
+
+SIZES = {"weight": 200, "scale": 1, "keys": 8, "bias": 16}
+EXACT = {n: torch.randn(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64) for n, size in SIZES.items()}
+EXACT["keys"].zero_()  # their true gradient
+
+
+def _values(seed: int, noise: float, **changes: Any) -> dict[str, Any]:
+    """An update of Adam's first step, computed with rounding of this relative size; keys move by the sign of their noise."""
+    generator = torch.Generator().manual_seed(seed)
+    gradients = {}
+    for name, exact in EXACT.items():
+        error = noise * (torch.rand(exact.shape, generator=generator, dtype=torch.float64) * 2 - 1)
+        gradients[name] = exact + error * (exact.abs().max() if exact.any() else 1.0)
+    gradients |= {n: change(gradients[n]) for n, change in changes.get("gradients", {}).items()}
+    parameters = {n: 0.1 - 0.01 * (g.sign() if n == "keys" else g) for n, g in gradients.items()}
+    parameters |= {n: change(parameters[n]) for n, change in changes.get("parameters", {}).items()}
+    error = noise * (float(torch.rand(1, generator=generator)) * 2 - 1)
+    return {
+        "loss": 2.0 * (1 + error) * changes.get("loss", 1.0),
+        "norm": None,
+        "gradients": {n: g.float() for n, g in gradients.items()},
+        "parameters": {n: p.float() for n, p in parameters.items()},
+        "buffers": {},
+    }
+
+
+def _judged(mine: dict[str, Any], right: dict[str, Any], wide: dict[str, Any]) -> Verdict:
+    with tempfile.TemporaryDirectory() as name:
+        folders = Path(name, "row"), Path(name, "right"), Path(name, "right", "again-wide-0")
+        start = {"parameters": {n: torch.full((size,), 0.1) for n, size in SIZES.items()}, "buffers": {}}
+        for folder, values in zip(folders, (mine, right, wide), strict=True):
+            folder.mkdir()
+            torch.save(values, folder / "update-000.pt")
+            torch.save(start, folder / "initial.pt")
+        micro = Micro(None, b"", [], 1.0, mine["loss"], {}, 0)
+        return compare(folders[0], folders[1], [{"updates": [[micro]], "norms": [None], "flattened": False}], torch.float32)
+
+
+seeds = st.integers(0, 10**6)
+small = st.floats(-7, -6).map(lambda power: 10.0**power)  # rounding that float32 can tell from mistakes
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, small)
+def test_rounding_passes_and_only_elements_without_a_gradient_are_excused(seed: int, noise: float) -> None:
+    verdict = _judged(_values(seed, noise), _values(seed + 1, noise), _values(seed + 2, noise * 1e-9))
+    assert verdict.clear and verdict.undetermined.keys() <= {"keys"}, verdict
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, small, st.sampled_from(["weight", "scale", "bias"]), st.sampled_from(["gradients", "parameters"]))
+def test_a_mistake_of_a_fiftieth_in_the_smallest_tensor_is_found(seed: int, noise: float, name: str, kind: str) -> None:
+    wrong = _values(seed, noise, **{kind: {name: lambda value: value * 1.02}})
+    verdict = _judged(wrong, _values(seed + 1, noise), _values(seed + 2, noise * 1e-9))
+    assert verdict.first is not None and verdict.first.tensor == name, verdict
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, st.floats(-3, 0).map(lambda power: 10.0**power))
+def test_references_that_disagree_excuse_nothing(seed: int, noise: float) -> None:
+    """As with a mask that each of them draws for itself: the row is within their distance, and that proves nothing."""
+    verdict = _judged(_values(seed, noise), _values(seed + 1, noise), _values(seed + 2, noise))
+    assert not verdict.clear and verdict.resolved == 0, verdict
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, small, st.floats(1.001, 2.0))
+def test_the_loss_is_compared_even_if_nothing_else_differs(seed: int, noise: float, factor: float) -> None:
+    wrong = _values(seed, noise, loss=factor)
+    verdict = _judged(wrong, _values(seed + 1, noise), _values(seed + 2, noise * 1e-9))
+    assert verdict.first is not None and verdict.first.tensor == "loss"
+
+
+def test_an_element_that_could_change_the_loss_is_not_excused() -> None:
+    """Its gradient is rounding, but it is off by so much that even this counts."""
+    wrong = _values(1, 1e-6, parameters={"keys": lambda value: value + 1e4})
+    verdict = _judged(wrong, _values(2, 1e-6), _values(3, 1e-15))
+    assert verdict.first is not None and verdict.first.tensor == "keys"
+
+
+def test_values_that_are_zero_in_truth_are_not_called_unresolved() -> None:
+    """A loss that has converged: float32's noise is all of it, and float64 says that there is nothing."""
+    mine, right, wide = _values(1, 1e-7), _values(2, 1e-7), _values(3, 1e-15)
+    mine["loss"], right["loss"], wide["loss"] = 3e-15, 1e-15, 1e-30
+    verdict = _judged(mine, right, wide)
+    assert not any(b.tensor == "loss" for b in verdict.blind) and verdict.first is None, verdict
