@@ -52,6 +52,7 @@ class Packed(Dataset[Row]):
         fill: the share of places that hold a token, 0 .. 1.
     Raises:
         UsageError: no tokens, or a length below 1.
+        DataError: a file whose documents do not follow one upon the other; with `cut`, when such a row is read.
     """
 
     def __init__(
@@ -68,7 +69,11 @@ class Packed(Dataset[Row]):
         if length < 1 or not len(self.tokens):
             raise UsageError(f"rows of {length} tokens from {len(self.tokens)}: at least one token in each.")
         # Where rows begin, if not at every `length` tokens.
-        self._starts = None if cut else _row_starts(np.asarray(self.tokens.offsets), length)
+        self._starts = None
+        if not cut:
+            if (np.diff(self.tokens.offsets) < 0).any():
+                raise self.tokens.changed()
+            self._starts = _row_starts(np.asarray(self.tokens.offsets), length)
 
     def __len__(self) -> int:
         return -(-len(self.tokens) // self.length) if self._starts is None else len(self._starts) - 1
@@ -98,7 +103,10 @@ class Packed(Dataset[Row]):
         # The documents that have a token here; empty ones lie at one place with the next and are passed over.
         first = int(np.searchsorted(offsets, start, side="right")) - 1
         last = int(np.searchsorted(offsets, stop, side="left"))
-        bounds = np.unique(np.asarray(offsets[first : last + 1]))
+        window = np.asarray(offsets[max(first, 0) : last + 1])
+        if not len(window) or window[0] > start or window[-1] < stop or (np.diff(window) < 0).any():
+            raise self.tokens.changed()
+        bounds = np.unique(window)
         edges = np.clip(bounds, start, stop) - start
         sizes = np.diff(edges)
         documents = np.full(self.length, -1, dtype=np.int32)
