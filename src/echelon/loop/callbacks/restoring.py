@@ -252,5 +252,9 @@ class _IfSaved:
         self._loader.accept_changes = accepted | self._meant
         try:
             self._loader.load_state_dict(state_dict)
+        except UsageError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointCorruptError(f"the checkpoint holds no state of a Loader: {error!r}.") from None
         finally:
             self._loader.accept_changes = accepted
