@@ -140,10 +140,12 @@ def test_s3_the_store_of_several_nodes_is_on_one_address_only(tmp_path: Path) ->
 def test_s7_a_checkpoint_lists_no_file_outside_of_it(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "step-00000001"
     folder.mkdir()
-    listed = {"rank-00000.safetensors": {"size": 1, "crc32": []}}
-    (folder / manifest.MANIFEST).write_bytes(manifest.render({"step": 1, "files": listed}))
-    assert manifest.read(folder)["files"] == listed
-    (folder / manifest.MANIFEST).write_bytes(manifest.render({"step": 1, "files": {**listed, name: {"size": 1, "crc32": []}}}))
+    entry = {"size": 1, "crc32": ["00000000"]}
+    facts = {"step": 1, "time": 0.0, "files": dict.fromkeys(["rank-00000.safetensors", "state.safetensors", "index.json"], entry)}
+    (folder / manifest.MANIFEST).write_bytes(manifest.render(facts))
+    assert manifest.read(folder)["files"] == facts["files"]
+    facts["files"] = {**manifest.read(folder)["files"], name: entry}
+    (folder / manifest.MANIFEST).write_bytes(manifest.render(facts))
     with pytest.raises(CheckpointCorruptError, match="no file of a checkpoint"):
         manifest.read(folder)
 

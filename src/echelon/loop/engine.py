@@ -477,16 +477,11 @@ class Run:
     # --- limits
 
     def _done(self, phase: PhaseState, progress: Progress) -> bool:
-        return self.state.should_stop or self._reached(phase, progress)
+        return self.state.should_stop or phase.is_complete(progress)
 
     def _complete(self, phase: PhaseState, progress: Progress) -> bool:
         """Whether nothing is left to do, an evaluation included that belongs to the last step."""
-        return self._reached(phase, progress) and not (self.state.eval_state is not None and progress.evaluation_due)
-
-    def _reached(self, phase: PhaseState, progress: Progress) -> bool:
-        if phase.max_epochs is not None and progress.num_epochs_completed >= phase.max_epochs:
-            return True
-        return phase.max_steps is not None and progress.num_steps_completed >= phase.max_steps
+        return phase.is_complete(progress) and not (self.state.eval_state is not None and progress.evaluation_due)
 
     def _total_steps(self) -> int | None:
         """Steps when the run is complete, as far as lengths tell."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from echelon.contracts.errors import UsageError
 from echelon.contracts.numbers import whole
 from echelon.data.prefetch import Feed
+from echelon.loop.progress import Progress
 
 if TYPE_CHECKING:
     from echelon.loop.record import Recorder
@@ -101,6 +102,12 @@ class PhaseState:
         self.step_output: Any = None
         self.iteration_timer = IterationTimer()
         self.feed: Feed | None = None
+
+    def is_complete(self, progress: Progress) -> bool:
+        """Whether a limit on the whole run is reached."""
+        if self.max_epochs is not None and progress.num_epochs_completed >= self.max_epochs:
+            return True
+        return self.max_steps is not None and progress.num_steps_completed >= self.max_steps
 
 
 def _limit(name: str, value: Any, *, at_least: int = 0) -> int | None:
