@@ -451,13 +451,18 @@ class Counting(Regression):
         (4, 35, 4, 2),
         (None, 10, 10, 1),
         (3, None, None, None),
+        (None, 7, None, 1),
+        (None, 7, 3, None),
+        (2, 20, 3, None),
+        (None, 10, None, 3),
+        (None, 7, None, None),
     ],
 )
 def test_estimated_steps_are_those_that_fit_takes(
     epochs: int | None, max_steps: int | None, n_steps: int | None, n_epochs: int | None
 ) -> None:
     train, test = [batch(1, i) for i in range(10)], [batch(1, i) for i in range(4)]
-    unit = Counting(module=net())
+    unit = Counting(module=net(), lr=0.001)  # at 0.1 it diverges
     limits = {"max_epochs": epochs, "max_steps": max_steps}
     ech.fit(unit, train, test, **limits, evaluate_every_n_steps=n_steps, evaluate_every_n_epochs=n_epochs)
     estimate = estimated_steps_in_fit(

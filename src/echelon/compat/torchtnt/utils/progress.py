@@ -45,7 +45,7 @@ def estimated_steps_in_fit(
 ) -> int | None:
     """Steps of `fit`, evaluations included; None if they cannot be known.
 
-    `fit` evaluates once where both intervals end, and not after an epoch that `max_steps` cuts short.
+    `fit` evaluates once where both intervals end, and the last step that `max_steps` allows in any case.
     """
     steps = estimated_steps_in_loop(
         train_dataloader, max_steps=max_steps, max_steps_per_epoch=max_train_steps_per_epoch, epochs=epochs
@@ -53,6 +53,7 @@ def estimated_steps_in_fit(
     if not steps or not (eval_every_n_steps or eval_every_n_epochs):
         return steps
     evaluations = steps // eval_every_n_steps if eval_every_n_steps else 0
+    last_is_evaluated = bool(eval_every_n_steps) and steps % (eval_every_n_steps or 1) == 0
     if eval_every_n_epochs:
         each = _length(train_dataloader, max_train_steps_per_epoch)
         if not math.isfinite(each):
@@ -61,6 +62,8 @@ def estimated_steps_in_fit(
         evaluations += steps // between
         if eval_every_n_steps:
             evaluations -= steps // math.lcm(between, eval_every_n_steps)
+        last_is_evaluated = last_is_evaluated or steps % between == 0
+    evaluations += steps == max_steps and not last_is_evaluated
     total = steps + evaluations * _length(eval_dataloader, max_eval_steps_per_epoch) if evaluations else steps
     return int(total) if math.isfinite(total) else None
 
