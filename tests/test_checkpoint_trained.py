@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +64,6 @@ def _train(folder: str | Path, strategy: str | None, steps: int, *, restore: boo
 
 
 def _names(folder: Path) -> set[str]:
-    import json
-
     newest = max(folder.glob("step-*"))
     return {n for n in json.loads((newest / "index.json").read_text()) if n.startswith("module.")}
 
@@ -110,7 +110,7 @@ def _on_another_base(folder: str) -> str:
 def test_another_base_is_refused_by_name(ranks: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _train(tmp_path, None, 2)
     for text in ranks(2, _on_another_base, str(tmp_path)):
-        assert "trained on other frozen parameters" in text and "module.again.bias  float64 (8,) checksum" in text
+        assert "trained on other frozen parameters" in text and re.search(r"module.again.bias +float64 \(8,\) checksum", text)
         assert "module.last" not in text and "module.norm" not in text.replace("module.norm.weight", "").replace(
             "module.norm.bias", ""
         )
@@ -137,15 +137,13 @@ def test_what_came_from_a_checkpoint_or_was_frozen_later_stays_in(tmp_path: Path
 
 
 def test_averages_of_frozen_parameters_are_left_out(tmp_path: Path) -> None:
-    import json
-
     options = {"swa_params": ech.SWAParams(warmup_steps_or_epochs=0, step_or_epoch_update_freq=1, averaging_method="ema")}
     _train(tmp_path, None, 2, **options)
     names = json.loads((max(tmp_path.glob("step-*")) / "index.json").read_text())
     prefix = "swa_model.parameters."
     assert {n for n in names if n.startswith(prefix)} == {f"{prefix}last.weight", f"{prefix}last.bias"}
     unit = _unit(**options)
-    assert Saver.restore_from_latest(tmp_path, unit) and unit.swa_model is not None and unit.swa_model.n_averaged == 2
+    assert Saver.restore_from_latest(tmp_path, unit) and unit.swa_model is not None and unit.swa_model.n_averaged == 1
 
 
 def test_nothing_frozen_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,8 +154,6 @@ def test_nothing_frozen_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize("frozen", [[], {"module": []}, {"module": {"first.weight": ["torch.float64", [8, 4]]}}, "all"])
 def test_a_manifest_that_says_nonsense_of_frozen_parameters_is_corrupt(tmp_path: Path, frozen: Any) -> None:
-    import json
-
     _train(tmp_path, None, 1)
     path = max(tmp_path.glob("step-*")) / "manifest.json"
     content = {k: v for k, v in json.loads(path.read_text()).items() if k != "checksum"}
