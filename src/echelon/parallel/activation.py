@@ -2,11 +2,14 @@
 
 A recomputed module is the same object of the same class, with another `forward`, so that the names of its parameters stay.
 Built on `torch.utils.checkpoint`, its non-reentrant kind, which draws the same dropout masks again. What torch leaves open
-is done here: running statistics are counted once, and keyword arguments are saved like positional ones.
+is done here: running statistics are counted once, keyword arguments are saved like positional ones, and a cache of keys and
+values (transformers' `use_cache`), which would grow in the second pass, is left out while gradients are computed.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -30,6 +33,8 @@ __all__ = [
     "is_recomputing",
     "recompute",
 ]
+
+logger = logging.getLogger(__name__)
 
 Contexts = Callable[[], tuple[Any, Any]]
 
@@ -172,6 +177,8 @@ class _Recompute:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or _now.disabled:
             return self._forward(*args, **kwargs)
+        if any(_is_cache(value) for value in (*args, *kwargs.values())):
+            args, kwargs = self._without_cache(args, kwargs)
         # By position, as torch saves (and frees, and offloads) tensors among positional arguments only.
         inputs, names = (*args, *kwargs.values()), tuple(kwargs)
         if torch.compiler.is_compiling():  # takes no contexts but torch's own
@@ -180,6 +187,24 @@ class _Recompute:
             return checkpoint(call, *inputs, use_reentrant=False, **options)
         with self._offloaded() if self._offload else NO_CONTEXT:
             return checkpoint(partial(self._call, names), *inputs, use_reentrant=False, context_fn=self._contexts_and_statistics)
+
+    def _without_cache(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The arguments as with use_cache=False. Evaluation and generation, which compute no gradients, keep theirs.
+
+        Raises:
+            UsageError: the cache holds something already, on which the result depends.
+        """
+        own = next((i for m in self._module.modules() if isinstance(i := getattr(m, "layer_idx", None), int)), 0)
+        if any(_is_cache(value) and value.get_seq_length(own) > 0 for value in (*args, *kwargs.values())):
+            raise UsageError(
+                f"{type(self._module).__name__} recomputes its activations and was given keys and values of earlier tokens "
+                "(past_key_values, as prefix tuning gives them). Leave out activation_checkpoint_params for this model."
+            )
+        _note_cache()
+        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+        if kwargs.get("use_cache"):
+            kwargs["use_cache"] = False
+        return tuple(None if _is_cache(value) else value for value in args), kwargs
 
     def _call(self, names: tuple[str, ...], *values: Any) -> Any:
         count = len(values) - len(names)
@@ -200,6 +225,22 @@ class _Recompute:
     def _offloaded(self) -> AbstractContextManager[Any]:
         on_gpu = any(p.device.type == "cuda" for p in self._module.parameters())
         return torch.autograd.graph.save_on_cpu(pin_memory=on_gpu)
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether it is an object that collects keys and values, layer by layer, as transformers' Cache."""
+    if value is None or isinstance(value, (torch.Tensor, nn.Module, bool, int, float, str, tuple)):
+        return False
+    return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
+
+
+@functools.cache
+def _note_cache() -> None:
+    """Once in a process."""
+    logger.warning(
+        "recomputed blocks leave out the cache of keys and values while gradients are computed, as with use_cache=False; the "
+        "model's past_key_values are empty then. Evaluation and generation use it as before."
+    )
 
 
 class _Uncounted:
