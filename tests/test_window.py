@@ -163,3 +163,50 @@ def test_the_evaluation_loss_is_the_mean_over_all_samples(ranks: Ranks, strategy
     (loss_0, total_0), (loss_1, total_1) = ranks(2, _losses, strategy, rows)
     samples = sum(rows) + (sum(rows) if strategy == "fsdp" else rows[0])
     assert loss_0 == loss_1 == pytest.approx((total_0 + total_1) / samples, rel=1e-12)
+
+
+class Masked(Regression):
+    """A mean over chosen rows, which is 0/0, with an infinite derivative, where there are none."""
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y, chosen = data
+        errors = (self.module(x) - y).square().mean(1)
+        loss = (errors * chosen).sum() / chosen.sum()
+        return loss, errors
+
+    def weight(self, data: Any) -> float | torch.Tensor:
+        return data[2].sum() if self.as_tensor else float(data[2].sum())
+
+    as_tensor = True
+
+
+class MaskedByNumbers(Masked):
+    as_tensor = False
+
+
+def _masked(strategy: str | None, kind: type[Masked], chosen: list[list[float]]) -> Any:
+    rank = ech.World.current().rank
+    unit = kind(strategy=strategy, gradient_accumulation_steps=2, clip_grad_norm=float("inf"), detect_anomaly=True)
+    data = [(*batch(4, 10 * i + rank), torch.tensor(row, dtype=torch.float64).roll(rank)) for i, row in enumerate(chosen)]
+    ech.fit(unit, data, data, max_epochs=1)
+    return whole(unit.module), unit.norms, float(unit.latest_update[0]), unit.eval_loss
+
+
+def _masked_under(strategies: list[str]) -> list[Any]:
+    chosen = [[1, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0]]
+    return [_masked(strategy, kind, chosen) for strategy in strategies for kind in (Masked, MaskedByNumbers)]  # type: ignore[arg-type]
+
+
+def test_a_micro_batch_that_weighs_nothing_poisons_nothing(ranks: Ranks) -> None:
+    """Its loss is nan: neither gradients, nor losses, nor the mean of an evaluation."""
+    rows = {0: [0, 2], 3: [0, 1, 2]}
+    windows = []
+    for i, chosen in rows.items():
+        pairs = [(batch(4, 10 * i + r), [(c + r) % 4 for c in chosen]) for r in range(2)]
+        windows.append([(x[index], y[index]) for (x, y), index in pairs])
+    want, losses, norms = plain_training(windows)
+    for found in ranks(2, _masked_under, ["ddp", "fsdp", "zero2"]):
+        for ours, our_norms, loss, eval_loss in found:
+            assert largest_difference(ours, want) < 1e-12
+            assert our_norms == pytest.approx(norms, rel=1e-12) and loss == pytest.approx(losses[-1], rel=1e-12)
+            assert eval_loss == eval_loss

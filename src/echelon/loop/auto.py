@@ -28,7 +28,7 @@ from echelon.loop.auto_checks import check_accumulation, check_options, check_ow
 from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.averaged import AveragedWeights, SWAParams, swa_scheduler
 from echelon.loop.bitwise import BitEqual
-from echelon.loop.loss import problem_with, rows
+from echelon.loop.loss import pass_zeros, problem_with, rows
 from echelon.loop.metrics import Mean
 from echelon.loop.parts import in_order, mean_loss, parts_for
 from echelon.loop.rebuild import Built
@@ -191,7 +191,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         """
 
     def weight(self, data: T) -> float | torch.Tensor:
-        """What a micro-batch counts in the mean over the global batch: its rows. A language model may count tokens.
+        """What a micro-batch counts in the mean over the global batch: its rows. A language model counts tokens, where their
+        number differs: `return echelon.count_tokens(data, next_token=True)`.
 
         A number if it is known on the host; a 0-dim tensor on the device is summed up there without waiting.
         """
@@ -368,7 +369,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         ):
             self._refuse(made)
         if self.detect_anomaly:
-            self._check_finite(made[0])
+            self._check_finite(made[0], micro_batch[2])
         return made
 
     def _refuse(self, made: Any) -> None:
@@ -376,9 +377,9 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         if problem is not None:
             raise LossError(f"{type(self).__name__}.compute_loss returned {problem}")
 
-    def _check_finite(self, loss: torch.Tensor) -> None:
+    def _check_finite(self, loss: torch.Tensor, weight: Any) -> None:
         """Before the backward pass, and agreed: a rank that raised alone would leave the others waiting in a collective."""
-        values = agree.gather(str(float(loss.detach())))
+        values = agree.gather(str(float(loss.detach()) if float(weight) else 0.0))
         bad = [f"rank {r}: {v}" for r, v in enumerate(values) if v in ("nan", "inf", "-inf")]
         if bad:
             step = self.train_progress.num_steps_completed
@@ -394,6 +395,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         scale = weight * self.prepared.dp_size / window.reference
         if self.grad_scaler is not None:
             loss = self.grad_scaler.scale(loss)
+        if not isinstance(scale, torch.Tensor) and scale == 0:
+            pass_zeros(loss)
         if isinstance(scale, float) and scale == 1.0:
             loss.backward(retain_graph=self.retain_graph)
         else:

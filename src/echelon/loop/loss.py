@@ -1,4 +1,4 @@
-"""What `compute_loss` and `weight` give: is it a loss, and how much does a batch count."""
+"""What `compute_loss` and `weight` give: is it a loss, how much does a batch count, and what if it counts nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["problem_with", "rows"]
+from echelon.contracts.errors import UsageError
+
+__all__ = ["count_tokens", "pass_zeros", "problem_with", "rows", "weighted"]
 
 
 def problem_with(made: Any) -> str | None:
@@ -40,3 +42,59 @@ def rows(data: Any) -> int:
         if isinstance(value, (Mapping, Sequence)) and not isinstance(value, (str, bytes)):
             return rows(value)
     return 1
+
+
+def count_tokens(data: Any, *, next_token: bool, ignore_index: int = -100, key: str = "labels") -> torch.Tensor:
+    """The labels over which a model's own mean loss is taken: the weight of a micro-batch, as models of transformers compute it.
+
+        def weight(self, data):
+            return echelon.count_tokens(data, next_token=True)
+
+    Args:
+        data: a batch with `key`, as a mapping or an attribute, or the labels themselves, (..., T) whole numbers.
+        next_token: True for causal language models, which predict each token from those before it: nobody predicts a row's
+            first label. False for masked language models, encoder-decoders, and classification of tokens or rows.
+        ignore_index: labels that do not count.
+    Returns:
+        a 0-dim tensor on the labels' device, for which nothing waits. A micro-batch without such labels, whose loss is nan,
+        counts nothing.
+    Raises:
+        UsageError: there are no labels.
+    """
+    labels = data
+    if not isinstance(data, torch.Tensor):
+        labels = data.get(key) if isinstance(data, Mapping) else getattr(data, key, None)
+    if not isinstance(labels, torch.Tensor):
+        raise UsageError(
+            f"count_tokens: a batch with a tensor {key!r} is needed, or the labels themselves, not {type(data).__name__}."
+        )
+    if next_token:
+        labels = labels[..., 1:]
+    return (labels != ignore_index).sum()
+
+
+def weighted(loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
+    """loss * weight; of a weight of zero nothing, not even a nan."""
+    if isinstance(weight, torch.Tensor):
+        return torch.where(weight == 0, torch.zeros_like(loss), loss) * weight
+    return loss * weight if weight else torch.zeros_like(loss)
+
+
+def pass_zeros(loss: torch.Tensor) -> None:
+    """Make the coming backward pass give exact zeros: a mean over nothing divides by zero, and 0 times inf would be nan.
+
+    The pass itself stays: its collectives, and the hooks of parameters, happen as on the other ranks.
+    """
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or hasattr(node, "variable"):  # a parameter's own node stays for later passes
+            continue
+        seen.add(node)
+        node.register_hook(_zeros)
+        waiting += [following for following, _ in node.next_functions]
+
+
+def _zeros(to_inputs: tuple[Any, ...], from_outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in to_inputs)

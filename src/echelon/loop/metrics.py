@@ -30,6 +30,7 @@ class Mean:
             value = value.detach().double()
         if isinstance(weight, torch.Tensor):
             weight = weight.detach().double()  # a sum of many would not fit into fewer digits
+            value = torch.where(weight == 0, 0.0, value)
         self._sum = self._sum + value * weight
         self._weight = self._weight + weight
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from echelon.contracts.overrides import overrides
 from echelon.data.loader import Loader
 from echelon.data.parts import Padding, Parts
+from echelon.loop.loss import weighted
 from echelon.world import agree
 
 __all__ = ["in_order", "mean_loss", "parts_for"]
@@ -59,5 +60,5 @@ def mean_loss(losses: Sequence[torch.Tensor], weights: Sequence[Any]) -> torch.T
     total = sum(weights)
     if not isinstance(total, torch.Tensor) and total <= 0:
         return losses[-1]
-    whole = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / total
+    whole = sum(weighted(loss, weight) for loss, weight in zip(losses, weights, strict=True)) / total
     return torch.as_tensor(whole).to(losses[-1])

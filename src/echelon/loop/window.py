@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.contracts.errors import UsageError
+from echelon.loop.loss import weighted
 from echelon.loop.progress import Progress
 from echelon.world.agree import control_group, gather
 
@@ -78,7 +79,7 @@ class Window:
         if self._loss is None:
             self._loss, self._weight = loss, weight
         else:
-            self._loss = self._weighted_sum() + loss * weight
+            self._loss = self._weighted_sum() + weighted(loss, weight)
             self._weight = self._weight + weight
             self._is_sum = True
 
@@ -88,7 +89,7 @@ class Window:
 
     def _weighted_sum(self) -> torch.Tensor:
         """In float64, as a sum over many ranks needs."""
-        total: torch.Tensor = self._loss if self._is_sum else self._loss.double() * self._weight
+        total: torch.Tensor = self._loss if self._is_sum else weighted(self._loss.double(), self._weight)
         return total
 
     def close(self) -> tuple[Any, Any, bool]:

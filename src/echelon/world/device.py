@@ -96,6 +96,11 @@ def _map(data: Any, fn: Any) -> Any:
         items = {k: _map(v, fn) for k, v in data.items()}
         if type(data) is dict:
             return items
+        if dataclasses.is_dataclass(data):  # as the outputs of transformers, which let nobody call their `update`
+            made: Any = copy.copy(data)
+            for key, value in items.items():
+                made[key] = value
+            return made
         copied: Any = getattr(data, "copy", dict)()  # keeps a defaultdict's factory, an OrderedDict's kind
         copied.update(items)
         return copied
