@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from echelon.loop.callback import Callback
     from echelon.loop.callbacks.rollback import RollBack
     from echelon.loop.callbacks.saver import BestCheckpointConfig, DistributedCheckpointSaver, RestoreOptions
+    from echelon.loop.loss import count_tokens
     from echelon.loop.metrics import Mean
+    from echelon.loop.pretrained import save_pretrained
     from echelon.loop.progress import Progress
     from echelon.loop.run import evaluate, fit, predict, test, train
     from echelon.loop.state import ActivePhase, EntryPoint, PhaseState, State
@@ -111,6 +113,7 @@ __all__ = [
     "World",
     "ZeROStrategy",
     "checkpoint_wrapper",
+    "count_tokens",
     "cu_seqlens",
     "evaluate",
     "fit",
@@ -123,6 +126,7 @@ __all__ = [
     "prepare_fsdp2",
     "prepare_module",
     "prove",
+    "save_pretrained",
     "seed",
     "slurm_fn",
     "spawn",
@@ -187,6 +191,7 @@ _HOMES = {
     "World": "world.init",
     "ZeROStrategy": "parallel.zero",
     "checkpoint_wrapper": "parallel.activation",
+    "count_tokens": "loop.loss",
     "cu_seqlens": "data.packed",
     "evaluate": "loop.run",
     "fit": "loop.run",
@@ -199,6 +204,7 @@ _HOMES = {
     "prepare_fsdp2": "parallel.parallelize",
     "prepare_module": "parallel.parallelize",
     "prove": "prover.prove",
+    "save_pretrained": "loop.pretrained",
     "seed": "world.streams",
     "slurm_fn": "launcher.slurm_fn",
     "spawn": "launcher.function",

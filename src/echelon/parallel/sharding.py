@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         rank, size, self.is_replica = _data_place(module, world)
         super().__init__(module, rank if dp_rank is None else dp_rank, size if dp_size is None else dp_size)
         self._sync: bool = True
+        _refuse_copies(module)
 
     def optimizer(self, make: Callable[[nn.Module], O]) -> O:
         self.parameters_written()  # an evaluation leaves whole parameters, which are gone when their shards return
@@ -77,6 +78,36 @@ class FSDPPrepared(Prepared[nn.Module]):
         for module in self.module.modules():  # the root stays gathered after an evaluation
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def _refuse_copies(module: nn.Module) -> None:
+    """What others do with whole modules, and cannot do with shards, says so, and what to do instead."""
+    from torch.distributed.fsdp import FSDPModule
+
+    def deepcopy(memo: Any) -> NoReturn:
+        raise UsageError(
+            "a module that is split over the ranks cannot be copied, as timm's ModelEmaV3 and others do to average weights. Pass "
+            "swa_params=echelon.SWAParams(averaging_method='ema', ema_decay=0.999, use_in_evaluation=True) to the unit: its "
+            "averages are split like the module. get_model_state_dict(module) of torch.distributed.checkpoint.state_dict has "
+            "the values."
+        )
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            vars(part)["__deepcopy__"] = deepcopy
+    own = getattr(type(module), "save_pretrained", None)
+    if not callable(own):
+        return
+
+    def save_pretrained(*args: Any, **options: Any) -> Any:
+        if options.get("state_dict") is None:
+            raise UsageError(
+                f"{type(module).__name__}.save_pretrained: this rank holds a part of each weight only. Call "
+                "echelon.save_pretrained(unit, folder) on every rank: it gathers them, and rank 0 writes."
+            )
+        return own(module, *args, **options)
+
+    vars(module)["save_pretrained"] = save_pretrained
 
 
 def _data_place(module: nn.Module, world: World) -> tuple[int, int, bool]:

@@ -12,6 +12,7 @@ from echelon.checkpoint.snapshot import Planned, Snapshot, snapshot
 from echelon.data.place import Placed
 from echelon.data.prefetch import restored_state
 from echelon.loop.callbacks import changes, restoring
+from echelon.loop.callbacks.trained import Frozen
 from echelon.loop.metrics import share_of
 from echelon.loop.unit import TrainUnit
 from echelon.parallel import reduction_order
@@ -27,13 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 def take(
-    state: State, unit: TrainUnit[Any], planned: Planned, best: BestCheckpointConfig | None
+    state: State, unit: TrainUnit[Any], planned: Planned, best: BestCheckpointConfig | None, frozen: Frozen | None = None
 ) -> tuple[Snapshot, dict[str, Any]]:
     """The whole state, and what the manifest says of it. Collective.
 
     Args:
         planned: who writes what, from the save before.
         best: names the number that decides which checkpoints stay.
+        frozen: leaves out what is frozen.
     """
     metrics = unit.tracked_metrics()
     states = states_by_name({name: value for name, value in unit.app_state().items() if name not in metrics})
@@ -53,9 +55,14 @@ def take(
         own["train_dataloader"], position = position, restoring.BY_RANK
     # Empty after an epoch's end, and for a loader without a state.
     states["train_dataloader"] = _Fixed(position or {})
+    left: dict[str, Any] = {}
+    if frozen is not None:
+        states, left = frozen.leave_out(states, unit)
     taken = snapshot(states, own, planned)
     monitored = _monitored(best.monitored_metric, state, unit) if best is not None else {}
     facts = {"config": changes.facts(unit, loader), "host": socket.gethostname(), "metrics": monitored}
+    if left:
+        facts["frozen"] = left
     return taken, facts
 
 

@@ -16,6 +16,7 @@ from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchE
 from echelon.data.fingerprint import checksum
 from echelon.data.loader import Loader
 from echelon.loop.callbacks import changes
+from echelon.loop.callbacks.trained import without_frozen
 from echelon.loop.metrics import load_share
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel import reduction_order
@@ -119,6 +120,8 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
         chosen = {name: value for name, value in chosen.items() if name not in meant}
     # Of all first: an optimizer's names are those of its modules, restored or not.
     states = {name: state for name, state in states_by_name(unit.app_state()).items() if name in chosen}
+    frozen, note = manifest.get("frozen", {}), not options._weights_only  # which a script does at every start
+    states = without_frozen(states, frozen, unit, path, strict=options.strict, note=note)
     if seeks:
         states["train_dataloader"] = _IfSaved(loader, meant, lambda: store.read_rank(path, manifest))
     report = store.read_states(path, states, strict=options.strict)

@@ -23,6 +23,7 @@ from echelon.contracts.run_dir import begins_anew, note_begun
 from echelon.loop.callback import Callback
 from echelon.loop.callbacks import contents, restoring
 from echelon.loop.callbacks.restoring import RestoreOptions
+from echelon.loop.callbacks.trained import Frozen
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel import reduction_order
 from echelon.parallel.strategy import local
@@ -57,6 +58,8 @@ class DistributedCheckpointSaver(Callback):
         on_busy: when a save is due while another is being written: "wait" for it, or "skip" this one.
         tolerated_failures: how many saves in a row may fail for reasons of the storage (a full disk, a permission) with an error
             in the log, before one ends the run. The save at the end of training always must succeed. 0 tolerates none.
+        only_trained: leave out parameters that are frozen from the beginning, as the base of an adapter: the script builds them
+            each time. A restore compares their checksums, and refuses another base. Buffers are saved.
         restart: set checkpoints that are ahead of this run aside, instead of refusing to start.
         process_group: not needed, and not used; TorchTNT's.
     """
@@ -77,6 +80,7 @@ class DistributedCheckpointSaver(Callback):
         async_checkpoint: bool = False,
         on_busy: Literal["wait", "skip"] = "wait",
         tolerated_failures: int = 3,
+        only_trained: bool = False,
         restart: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -93,6 +97,7 @@ class DistributedCheckpointSaver(Callback):
         self._due = False
         self._lease = Lease(self.dirpath)
         self._planned = Planned()
+        self._frozen = Frozen() if only_trained else None
         self._background = Background(self._retire)
         self._buffers: dict[str, Any] = {}
         self._pending = (0, 0.0)  # of the save under way: its step, and when it began
@@ -104,6 +109,8 @@ class DistributedCheckpointSaver(Callback):
 
     def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
         self.take_over(unit)
+        if self._frozen is not None:
+            self._frozen.begin(unit)
         reduction_order.note(unit.tracked_modules().values())
 
     def take_over(self, unit: TrainUnit[Any]) -> None:
@@ -232,7 +239,7 @@ class DistributedCheckpointSaver(Callback):
             staged = commit.stage(self.dirpath, step)
             if staged is None:
                 return None
-            taken, facts = contents.take(state, unit, self._planned, self.best)
+            taken, facts = contents.take(state, unit, self._planned, self.best, self._frozen)
             problem, files = None, {}
             try:
                 files = taken.write(staged)
@@ -257,7 +264,7 @@ class DistributedCheckpointSaver(Callback):
         staged = commit.stage(self.dirpath, step)
         if staged is None:
             return
-        taken, facts = contents.take(state, unit, self._planned, self.best)
+        taken, facts = contents.take(state, unit, self._planned, self.best, self._frozen)
         copy_rest = taken.copy(self._buffers, self._changed_by_steps_only(unit))
         self._pending = (step, began)
         self._background.start(staged, step, taken, copy_rest, facts["config"]["world_size"], facts)

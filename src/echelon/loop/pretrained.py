@@ -1,0 +1,153 @@
+"""Give a trained model back to the library that it comes from: whole weights, written by the model's own `save_pretrained`.
+
+Under every strategy. The weights are gathered one by one into files beside the target, which rank 0 maps into memory: no rank
+holds more than its own parts and one whole tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.checkpoint import commit
+from echelon.checkpoint.place import explain
+from echelon.contracts.errors import CheckpointWriteError, UsageError
+from echelon.loop.unit import Unit
+from echelon.parallel.state import states_by_name
+from echelon.parallel.strategy import Prepared
+from echelon.world import agree
+from echelon.world.init import World
+
+__all__ = ["save_pretrained"]
+
+
+def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], **options: Any) -> Path:
+    """Write a model for `from_pretrained`, or an adapter for PEFT, whatever the strategy. Collective: every rank calls it.
+
+    Rank 0 alone writes, by the model's own `save_pretrained`. Into a folder that is not there yet the files come whole or not at
+    all; in one that is there they are replaced one by one. It needs as much room on the folder's disk once more, for a while.
+
+    Args:
+        model: an AutoUnit, a unit with one module, or a module, also as a strategy or the user wrapped it.
+        folder: on rank 0's machine.
+        options: more of what the model's `save_pretrained` takes, such as `max_shard_size="2GB"`.
+    Returns:
+        the folder.
+    Raises:
+        UsageError: the module has no `save_pretrained`; `echelon ckpt export` writes safetensors of any module.
+        CheckpointWriteError: on every rank, if rank 0 could not write.
+    """
+    wrapped = _module(model)
+    module = Prepared.of(wrapped, World.current(torch.device("cpu"))).plain
+    own = getattr(type(module), "save_pretrained", None)
+    if not callable(own):
+        raise UsageError(
+            f"{type(module).__name__} has no save_pretrained. `echelon ckpt export CHECKPOINT FOLDER` writes the weights of any "
+            "module as safetensors."
+        )
+    if "state_dict" in options:
+        raise UsageError("save_pretrained gathers the state_dict itself: leave it out.")
+    target = Path(folder).absolute()
+    state = states_by_name({"module": wrapped})["module"]
+    values: dict[str, Any] = {n: v for n, v in state.state_dict().items() if isinstance(v, torch.Tensor)}
+    scratch = target.with_name(f".gathered-{target.name}")
+
+    def begin() -> None:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+
+    commit.on_rank0(begin, scratch)
+    try:
+        whole = _gathered(values, _needed(module, values), scratch)
+
+        def write() -> None:
+            staged = scratch / "files"
+            own(module, target if target.exists() else staged, state_dict=whole, **options)
+            if staged.exists():
+                os.replace(staged, target)
+
+        commit.on_rank0(write, target)
+    finally:
+        if agree.is_rank0():
+            shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _module(model: Unit | nn.Module) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    modules = model.tracked_modules()
+    if len(modules) != 1:
+        raise UsageError(f"the unit has {len(modules)} modules ({', '.join(modules)}): pass the one that is to be written.")
+    return next(iter(modules.values()))
+
+
+def _needed(module: nn.Module, values: Mapping[str, Any]) -> set[str]:
+    """Names that the module's `save_pretrained` will write: of an adapter of PEFT's not those of the base, which is large."""
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(module, peft.PeftModel):
+        return set(values)
+    stand_ins = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in values.items()}
+    names = {id(stand_in): name for name, stand_in in stand_ins.items()}
+    chosen: set[str] = set()
+    for adapter in module.peft_config:
+        for value in peft.get_peft_model_state_dict(module, state_dict=dict(stand_ins), adapter_name=adapter).values():
+            if id(value) not in names:
+                return set(values)  # it computes with them
+            chosen.add(names[id(value)])
+    return chosen
+
+
+def _gathered(values: Mapping[str, Any], needed: Iterable[str], folder: Path) -> dict[str, torch.Tensor]:
+    """Whole tensors by name, on rank 0, mapped from files in the folder; elsewhere nothing. Collective."""
+    wanted, found = set(needed), dict[str, torch.Tensor]()
+    same: dict[int, torch.Tensor] = {}  # of a tied one, under all its names
+    problem: str | None = None
+    for number, (name, value) in enumerate(values.items()):
+        if name not in wanted:
+            continue
+        if id(value) not in same:
+            whole = _whole(value)
+            same[id(value)] = torch.empty(0)
+            if agree.is_rank0() and problem is None:
+                try:
+                    same[id(value)] = _mapped(whole.detach().cpu().contiguous(), folder / f"{number}")
+                except OSError as error:  # the others are in the middle of gathering
+                    problem = f"rank 0: {explain(error, folder)}"
+            del whole
+        found[name] = same[id(value)]
+    problem = agree.gather(problem)[0]
+    if problem is not None:
+        raise CheckpointWriteError(problem)
+    return found if agree.is_rank0() else {}
+
+
+def _whole(value: Any) -> torch.Tensor:
+    if not hasattr(value, "full_tensor"):
+        if type(value) not in (torch.Tensor, nn.Parameter):
+            raise UsageError(f"a weight of type {type(value).__name__} cannot be gathered; use fully_shard's strategies, or ddp.")
+        return value  # type: ignore[no-any-return]
+    if value.device.type != value.device_mesh.device_type:  # offloaded: its ranks speak to one another from their devices
+        value = value.to(value.device_mesh.device_type)
+    whole: torch.Tensor = value.full_tensor()
+    return whole
+
+
+def _mapped(tensor: torch.Tensor, file: Path) -> torch.Tensor:
+    """The tensor, written to a file and mapped from there."""
+    if not tensor.numel():
+        return tensor
+    with file.open("wb") as stream:
+        tensor.view(-1).view(torch.uint8).numpy().tofile(stream)
+    mapped = torch.from_file(str(file), shared=False, size=tensor.numel(), dtype=tensor.dtype)
+    with contextlib.suppress(OSError):
+        file.unlink()  # the mapping keeps it
+    return mapped.view(tensor.shape)
