@@ -156,7 +156,7 @@ def test_a_stall_is_said_after_the_limit_again_when_it_has_doubled_and_when_it_i
     scene.steps(0, 5)
     scene.put(Standing(5, Phase.STEP, 0, 18), Standing(5, Phase.DATA, 0, 17))
     assert scene.pass_time(60) == []
-    line = "rank 1 is behind, waiting for the data of step 7, at train.py:1 in f; rank 0 waits, in step 6, at train.py:0 in f"
+    line = "rank 1 is behind, waiting for the data of step 6, at train.py:1 in f; rank 0 waits, in step 6, at train.py:0 in f"
     assert scene.pass_time(5) == [f"no step for 62 s: {line}"]
     assert scene.pass_time(50) == []
     assert len(scene.pass_time(20)) == 1

@@ -53,8 +53,8 @@ def conclude(run: RunDir, code: int, start: str, sha256: str | None = None, give
     if said is None:
         why = "; ".join(dict.fromkeys(whys)) or f"no node came so far as to begin (exit code {code}); see the lines above"
         _say(why)
-        with contextlib.suppress(UsageError):  # whoever has the folder, its attempts are not ours to number
-            run.hold()
+        # Whoever has the folder meanwhile, its attempts are not ours to number.
+        with contextlib.suppress(UsageError), run.submitting():
             write_exit(run.next_attempt().exit_json, code or 1, stopped=why)
         return code or 1
     began = said["attempt"]
