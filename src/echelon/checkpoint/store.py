@@ -194,9 +194,10 @@ class Tensors:
 
     def spans(self, name: str) -> list[tuple[Span, str]]:
         """Where the pieces of a tensor lie, and in which of the checkpoint's files."""
+        dtype = plain.dtype_of(self.index[name]["dtype"])
         return [
-            (self._files.open(written_in).span(in_file(name, tuple(offsets))), written_in)
-            for offsets, _, written_in in self.index[name]["pieces"]
+            (self._files.open(written_in).span(in_file(name, tuple(offsets)), dtype, sizes), written_in)
+            for offsets, sizes, written_in in self.index[name]["pieces"]
         ]
 
     def span(self, name: str) -> Span | None:
