@@ -115,6 +115,18 @@ CONFIGS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def test_what_no_echelon_writes_is_not_exported(two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor compared with another: beside `verify`, which looks first, these read as a restore does."""
+    for what, (name, act) in FORGED.items():
+        where = Path(shutil.copytree(two, tmp_path / what))
+        forge(where / NEW, name, act)
+        for out in ("out", "out.pt"):
+            assert main(["ckpt", "export", str(where / NEW), str(tmp_path / out), "--state", "module"]) == 1, what
+        assert main(["ckpt", "diff", str(where / OLD), str(where / NEW)]) == 1, what
+        assert f"{what}/{NEW}" in capsys.readouterr().err
+    assert not (tmp_path / "out.pt").exists() and not list((tmp_path / "out").glob("*"))
+
+
 def test_of_what_the_run_says_of_itself_nothing_is_believed_either(
     two: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,9 +8,10 @@ S3  the store: tests/test_store.py (token, restarts, nothing unpickled), tests/t
 S4  no collectives of objects: here
 S5  no servers beyond the store: tests/test_elastic_seam.py (ranks_listen_on_loopback_only); in the source: here
 S6  no shell: tests/test_submit.py (paths, values, names, `bash -n`); in the source: here
-S7  no way out of a folder: run names in tests/test_submit.py; the files of a checkpoint: here
+S7  no way out of a folder: run names in tests/test_submit.py; the files of a checkpoint: here, tests/test_checkpoint_hostile.py
 S8  secrets: here; not in a batch script: tests/test_submit.py. `job/job.json` alone holds a job's arguments, which it needs
-S9  names that can be guessed, temporary files in the source: here; a link in place of the lease: tests/test_checkpoint_commit.py
+S9  names that can be guessed, temporary files in the source: here; a link in place of the lease: tests/test_checkpoint_commit.py;
+    of a staged folder or an export: tests/test_checkpoint_foreign.py
 S10 0600 in 0700, and whose a folder is: here, meeting files in tests/test_submit.py
 S11 the report: tests/test_report.py (hostile_text_stays_text, ...)
 S12 control characters: here; names in tests/test_submit.py

@@ -219,6 +219,8 @@ def verify(folder: Place) -> dict[str, Any]:
         wrong += structure.problems(folder, manifest, rank, size)
     except errors.CheckpointUnreadableError as error:
         unreadable = str(error)
+    except Exception as error:  # libraries of object stores have errors of their own: no rank may wait for this one
+        unreadable = f"{folder} is there but cannot be read: {error!r}."
     told = agree.gather([unreadable, wrong])
     for text, _ in told:
         if text is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from echelon.checkpoint import renamed, strict
+from echelon.checkpoint import renamed, strict, structure
 from echelon.checkpoint.header import FOREIGN_BYTES, SIZES
 from echelon.checkpoint.layout import NamedState
 from echelon.checkpoint.place import Place, read_file
@@ -176,4 +176,6 @@ def tensors_of(path: Place, trust_pickle: bool = False) -> Iterator[Tensors]:
         yield _Foreign(path, "", trust_pickle)
         return
     with local_files(path) as files:
+        if wrong := structure.problems(path, files.manifest):
+            raise CheckpointCorruptError(f"{'; '.join(wrong[:8])}.")
         yield Tensors(files)

@@ -207,9 +207,10 @@ class Tensors:
 
     def spans(self, name: str) -> list[tuple[Span, str]]:
         """Where the pieces of a tensor lie, and in which of the checkpoint's files."""
+        dtype, written_as = plain.dtype_of(self.index[name]["dtype"]), self._written_as.get(name, name)
         return [
-            (self._files.open(written_in).span(in_file(self._written_as.get(name, name), tuple(offsets))), written_in)
-            for offsets, _, written_in in self.index[name]["pieces"]
+            (self._files.open(written_in).span(in_file(written_as, tuple(offsets)), dtype, sizes), written_in)
+            for offsets, sizes, written_in in self.index[name]["pieces"]
         ]
 
     def span(self, name: str) -> Span | None:

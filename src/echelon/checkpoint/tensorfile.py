@@ -18,6 +18,7 @@ import torch
 
 from echelon.checkpoint import header as headers
 from echelon.checkpoint import strict
+from echelon.checkpoint.header import Entry
 from echelon.checkpoint.manifest import BLOCK_BYTES, checksums
 from echelon.checkpoint.place import Place, create, open_file
 from echelon.checkpoint.plain import dtype_of
@@ -184,30 +185,33 @@ class TensorFile:
         if verify and entry is not None and checksums(self._map) != entry["crc32"]:
             raise CheckpointCorruptError(f"{path} is not what was written: its checksum differs.")
 
-    def tensor(self, name: str, dtype: torch.dtype | None = None, shape: Iterable[int] | None = None) -> torch.Tensor:
+    def tensor(self, name: str, dtype: torch.dtype | None = None, shape: list[int] | None = None) -> torch.Tensor:
         """A tensor by name. Give type and shape for what may have been written as bytes.
 
         Raises:
             CheckpointCorruptError: there is none, or one of another type or shape.
         """
-        entry = self.header.entries.get(name)
-        kind, dims = str(dtype) if dtype is not None else None, list(shape) if shape is not None else None
-        if entry is None or (kind is not None and dims is not None and not entry.holds(kind, dims)):
-            raise CheckpointCorruptError(f"{self.path} does not hold {name!r} as it was written.")
+        entry = self._entry(name, dtype, shape)
         held = dtype_of(entry.dtype)
         if entry.begin == entry.end:
             flat = torch.empty(0, dtype=held)
         else:
             count = (entry.end - entry.begin) // held.itemsize
             flat = torch.frombuffer(self._map, dtype=held, count=count, offset=self.header.start + entry.begin)
-        if dtype is not None and dims is not None:
-            return flat.view(dtype).reshape(dims)
+        if dtype is not None and shape is not None:
+            return flat.view(dtype).reshape(shape)
         return flat.reshape(entry.shape)
 
-    def span(self, name: str) -> Span:
-        """Where a tensor lies in the file."""
-        entry = self.header.entries[name]
+    def span(self, name: str, dtype: torch.dtype | None = None, shape: list[int] | None = None) -> Span:
+        """Where a tensor lies in the file; as `tensor`."""
+        entry = self._entry(name, dtype, shape)
         return Span(self.path, self.header.start + entry.begin, entry.end - entry.begin)
+
+    def _entry(self, name: str, dtype: torch.dtype | None, shape: list[int] | None) -> Entry:
+        entry = self.header.entries.get(name)
+        if entry is None or (dtype is not None and shape is not None and not entry.holds(str(dtype), shape)):
+            raise CheckpointCorruptError(f"{self.path} does not hold {name!r} as it was written.")
+        return entry
 
     def forget(self) -> None:
         """Give back the memory of what was read so far; it is read anew when it is touched."""
