@@ -186,6 +186,61 @@ def test_a_file_of_another_size_than_its_header_says_is_refused(tmp_path: Path, 
         ech.Tokens(path)
 
 
+@pytest.mark.parametrize("dtype", [b"|O", b"O8", b"<u8", b"<i2", b">u2", b"u2", b"<u2,<u2", b"<f2", b"\xff", b"|V4", b""])
+def test_a_header_may_name_no_other_type_than_the_two(tmp_path: Path, dtype: bytes) -> None:
+    """numpy would take bytes of the file for addresses of objects; the size fits each time."""
+    header = struct.pack("<8s8sQQ32x", b"ECHTOK1\n", dtype, 4, 1)
+    (tmp_path / "t.bin").write_bytes(header + b"\1" * 32 + struct.pack("<2q", 0, 4))
+    with pytest.raises(DataError, match="uint16 or uint32 are written"):
+        ech.Tokens(tmp_path / "t.bin")
+
+
+@pytest.mark.parametrize("offsets", [[1, 4, 10], [0, 4, 9], [0, 4, 2**62], [-1, 4, 10]])
+def test_documents_begin_with_the_first_token_and_end_with_the_last(tmp_path: Path, offsets: list[int]) -> None:
+    _forged(tmp_path / "t.bin", offsets)
+    with pytest.raises(DataError, match="do not begin one after the other"):
+        ech.Tokens(tmp_path / "t.bin")
+
+
+@pytest.mark.parametrize("middle", [11, -1, 2**62, -(2**62)])
+def test_a_document_that_lies_elsewhere_is_named_when_it_is_read(tmp_path: Path, middle: int) -> None:
+    """When the file is opened, no more is read than where the first begins and the last ends."""
+    _forged(tmp_path / "t.bin", [0, 3, middle, 6, 10])
+    tokens = ech.Tokens(tmp_path / "t.bin")
+    assert tokens.document(0).tolist() == [0, 1, 2] and tokens.document(-1).tolist() == [6, 7, 8, 9]
+    for read in (lambda: tokens.document(1), lambda: ech.Packed(tokens, 4, cut=False), lambda: ech.Packed(tokens, 4)):
+        with pytest.raises(DataError, match="do not begin one after the other"):
+            read()
+
+
+def _forged(path: Path, offsets: list[int]) -> None:
+    header = struct.pack("<8s8sQQ32x", b"ECHTOK1\n", b"<u2", 10, len(offsets) - 1)
+    path.write_bytes(header + struct.pack("<10H4x", *range(10)) + struct.pack(f"<{len(offsets)}q", *offsets))
+
+
+def test_an_index_of_megatrons_that_says_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    np.arange(10, dtype=np.uint16).tofile(tmp_path / "m.bin")
+    start = b"MMIDIDX\x00\x00"
+    for counts, lengths, bounds in (
+        ((3, 3), (-4, 9, 5), (0, 1, 3)),  # ten in all
+        ((3, 3), (4, 1, 5), (0, 1, 2**40)),
+        ((3, 3), (4, 1, 5), (-5, 1, 3)),
+        ((2**63, 3), (4, 1, 5), (0, 1, 3)),
+        ((3, 2**64 - 1), (4, 1, 5), (0, 1, 3)),
+    ):
+        index = start + struct.pack("<QBQQ", 1, 8, *counts) + struct.pack("<3i", *lengths) + struct.pack("<3q", 0, 8, 10)
+        (tmp_path / "m.idx").write_bytes(index + struct.pack("<3q", *bounds))
+        with pytest.raises(DataError, match=r"m\.idx"):
+            ech.Tokens(tmp_path / "m.bin")
+
+
+def test_a_writer_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    (tmp_path / "t.bin.partial").symlink_to(tmp_path / "precious")
+    assert len(ech.write_tokens(tmp_path / "t.bin", [[1, 2]])) == 2
+    assert (tmp_path / "precious").read_text() == "x" and not (tmp_path / "t.bin").is_symlink()
+
+
 def test_rows_without_tokens_are_refused() -> None:
     with pytest.raises(UsageError, match="rows of 8 tokens from 0"):
         ech.Packed([[], []], 8)

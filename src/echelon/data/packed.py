@@ -20,6 +20,7 @@ __all__ = ["IGNORED", "Packed", "Row", "cu_seqlens"]
 
 # The target where there is none; `torch.nn.functional.cross_entropy` leaves it out by default.
 IGNORED = -100
+_AT_ONCE = 1 << 20  # offsets that are looked at together
 
 
 class Row(NamedTuple):
@@ -52,6 +53,7 @@ class Packed(Dataset[Row]):
         fill: the share of places that hold a token, 0 .. 1.
     Raises:
         UsageError: no tokens, or a length below 1.
+        DataError: a file whose documents do not follow one upon the other.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class Packed(Dataset[Row]):
         if length < 1 or not len(self.tokens):
             raise UsageError(f"rows of {length} tokens from {len(self.tokens)}: at least one token in each.")
         # Where rows begin, if not at every `length` tokens.
+        if not _rise(self.tokens.offsets):
+            raise self.tokens.changed()
         self._starts = None if cut else _row_starts(np.asarray(self.tokens.offsets), length)
 
     def __len__(self) -> int:
@@ -112,6 +116,12 @@ class Packed(Dataset[Row]):
 
     def __getitems__(self, rows: Sequence[int]) -> list[Row]:
         return [self[row] for row in rows]
+
+
+def _rise(offsets: npt.NDArray[np.int64]) -> bool:
+    """Some at a time: there may be more documents than fit into memory."""
+    parts = (offsets[at : at + _AT_ONCE + 1] for at in range(0, len(offsets), _AT_ONCE))
+    return not any((part[1:] < part[:-1]).any() for part in parts)
 
 
 def _row_starts(offsets: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:

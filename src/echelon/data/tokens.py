@@ -28,6 +28,7 @@ __all__ = ["TokenWriter", "Tokens", "write_tokens"]
 _MAGIC = b"ECHTOK1\n"
 _HEADER = struct.Struct("<8s8sQQ32x")
 _MEGATRON = b"MMIDIDX\x00\x00"
+_TYPES = {f"<u{size}".encode().ljust(8, b"\0"): np.dtype(f"<u{size}") for size in (2, 4)}
 # Megatron-LM's codes for the types that tokens can have. Source: megatron/core/datasets/indexed_dataset.py.
 _MEGATRON_TYPES = {1: "u1", 4: "<i4", 5: "<i8", 8: "<u2"}
 
@@ -88,8 +89,23 @@ class Tokens:
         return len(self.offsets) - 1
 
     def document(self, index: int) -> npt.NDArray[Any]:
-        """The tokens of one document."""
-        return self.data[self.offsets[index] : self.offsets[index + 1]]
+        """The tokens of one document.
+
+        Raises:
+            DataError: the file says that it begins or ends outside of the tokens.
+        """
+        if not -self.documents <= index < self.documents:
+            raise IndexError(f"document {index} of {self.documents}")
+        first, last = self.offsets[index % self.documents : index % self.documents + 2].tolist()
+        if not 0 <= first <= last <= len(self.data):
+            raise self.changed()
+        return self.data[first:last]
+
+    def changed(self) -> DataError:
+        """The error of a file whose documents do not follow one upon the other."""
+        return DataError(
+            f"{self.path} has documents that do not begin one after the other, from 0 to {len(self)}: it was changed."
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """A worker that is not forked opens the file anew; a mapping would be pickled with all that it holds."""
@@ -102,14 +118,20 @@ class Tokens:
         self.__dict__.update(state)
 
     def _open(self, header: bytes) -> None:
+        if len(header) < _HEADER.size:
+            raise DataError(f"{self.path} has {len(header)} bytes, less than its header: it was cut short.")
         _, name, tokens, documents = _HEADER.unpack(header)
-        dtype = np.dtype(name.rstrip(b"\0").decode())
+        dtype = _TYPES.get(name)
+        if dtype is None:  # never asked of numpy, which would take bytes of a file for addresses of objects
+            raise DataError(f"{self.path} says that its tokens are of type {name!r}: uint16 or uint32 are written.")
         begin = _offsets_at(tokens, dtype)
         expected, size = begin + 8 * (documents + 1), self.path.stat().st_size
         if size != expected:
             raise DataError(f"{self.path} has {size} bytes, but its header speaks of {expected}: it was cut short or changed.")
         self.data = _mapped(self.path, dtype, _HEADER.size, tokens)
         self.offsets = _mapped(self.path, np.dtype("<i8"), begin, documents + 1)
+        if self.offsets[0] != 0 or self.offsets[-1] != tokens:  # those between are read, and looked at, when they are used
+            raise self.changed()
 
     def _open_raw(self, dtype: np.dtype[Any], documents: npt.ArrayLike | None) -> None:
         size = self.path.stat().st_size
@@ -130,10 +152,12 @@ class Tokens:
             lengths = np.frombuffer(raw, "<i4", sequences, begin)
             bounds = np.frombuffer(raw, "<i8", ends, begin + 12 * sequences)
             dtype = np.dtype(_MEGATRON_TYPES[code])
-        except (struct.error, ValueError, KeyError) as error:
+        except (struct.error, ValueError, KeyError, OverflowError) as error:
             raise DataError(f"{index} is no index of Megatron-LM's: {error!r}.") from error
         if raw[: len(_MEGATRON)] != _MEGATRON or version != 1:
             raise DataError(f"{index} is no index of Megatron-LM's, version 1.")
+        if (lengths < 0).any() or (bounds < 0).any() or (bounds > sequences).any():
+            raise DataError(f"{index} has documents of less than no tokens, or beyond its {sequences} sequences.")
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         size = self.path.stat().st_size
         if offsets[-1] * dtype.itemsize != size:
@@ -157,7 +181,9 @@ class TokenWriter:
         if self.dtype.str not in ("<u2", "<u4"):
             raise UsageError(f"tokens of type {np.dtype(dtype)}: uint16 or uint32.")
         self._staged = self.path.with_name(self.path.name + ".partial")
-        self._file = self._staged.open("wb")
+        self._staged.unlink(missing_ok=True)  # of a writer that was killed, or a link to somewhere else
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = open(os.open(self._staged, flags, 0o666), "wb")
         self._file.write(bytes(_HEADER.size))
         self._ends = [0]
 
