@@ -134,6 +134,7 @@ class OptimizerState:
                 weight = saved.get(self._values.get(parameter, ""))
                 for key in by_parameter.get(name, ()):
                     dtype, shape = saved[f"{me}.{key}"]
+                    _check_fused(group, parameter, f"{me}.{key}", shape)
                     now = living.get(key)
                     if isinstance(now, torch.Tensor) and list(now.shape) == shape:
                         found[key] = now
@@ -337,6 +338,15 @@ def _by_parameter(keys: Iterable[str], names: Collection[str]) -> dict[str, list
         if name is not None:
             found.setdefault(name, []).append(key)
     return found
+
+
+def _check_fused(group: Mapping[str, Any], parameter: torch.Tensor, key: str, shape: list[int]) -> None:
+    """Fused kernels on CPUs believe in the shapes of a state: of another, they read and write beyond its memory (torch 2.13)."""
+    wanted = [] if key.endswith(".step") else list(parameter.shape)
+    if group.get("fused") and shape != wanted:
+        raise CheckpointMismatchError(
+            f"{key} has the shape {shape}, and a fused optimizer wants {wanted}. Use fused=False, if it is meant."
+        )
 
 
 def _room(parameter: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:

@@ -85,11 +85,18 @@ def load_states(saved: dict[str, Any]) -> None:
 
 
 def put_back(saved: dict[str, Any]) -> None:
-    """Undo what was drawn since `states()`."""
+    """Undo what was drawn since `states()`.
+
+    Raises:
+        KeyError, TypeError, ValueError, RuntimeError: these are not what `states` gives. numpy checks nothing, and would read
+            beyond its table.
+    """
+    kind, keys, position, has_gauss, gauss = saved["numpy"]
+    if kind != "MT19937" or keys.shape != (624,) or not 0 <= position <= 624:
+        raise ValueError(f"a stream of numpy's of type {kind!r} at {position} of {tuple(keys.shape)}")
     torch.set_rng_state(saved["torch"])
     if saved["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])
     version, internal, gauss_next = saved["python"]
     random.setstate((version, tuple(internal), gauss_next))
-    kind, keys, position, has_gauss, gauss = saved["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
