@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import echelon as ech
 from echelon.checkpoint import plain
+from echelon.checkpoint.place import Remote
 from echelon.contracts.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.loop.callbacks import changes
@@ -665,8 +666,15 @@ def test_a_url_is_a_folder_like_any_other(tmp_path: Path) -> None:
     assert Saver.restore_from_latest(url, unit) and unit.train_progress.num_steps_completed == 8
 
 
+def _save_by_url(folder: str) -> None:
+    import fsspec
+
+    _train_and_save(Remote(fsspec.filesystem("file"), folder, "file"), "fsdp", 4)  # type: ignore[arg-type]
+
+
 def test_ranks_write_to_a_url_together(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2, _train_and_save, f"file://{tmp_path}/c", "fsdp", 4)
+    """By the library of URLs; `place` would make a Path of this machine's files."""
+    ranks(2, _save_by_url, str(tmp_path / "c"))
     assert largest_difference(ranks(2, _resume, tmp_path / "c", "ddp", 8)[0], _uninterrupted("noop", 8)) < 1e-12
 
 

@@ -8,9 +8,9 @@ S3  the store: tests/test_store.py (token, restarts, nothing unpickled), tests/t
 S4  no collectives of objects: here
 S5  no servers beyond the store: tests/test_elastic_seam.py (ranks_listen_on_loopback_only); in the source: here
 S6  no shell: tests/test_submit.py (paths, values, names, `bash -n`); in the source: here
-S7  no way out of a folder: run names in tests/test_submit.py; the files of a checkpoint: here
+S7  no way out of a folder: run names in tests/test_submit.py; the files of a checkpoint: here, tests/test_checkpoint_hostile.py
 S8  secrets: here; not in a batch script: tests/test_submit.py. `job/job.json` alone holds a job's arguments, which it needs
-S9  temporary files: in the source: here; a link in place of the lease: tests/test_checkpoint_commit.py
+S9  temporary files: in the source: here; links in place of a lease, a staged folder, an export: tests/test_checkpoint_foreign.py
 S10 0600 in 0700: here, meeting files in tests/test_submit.py
 S11 the report: tests/test_report.py (hostile_text_stays_text, ...)
 S12 control characters: here; names in tests/test_submit.py
@@ -105,10 +105,12 @@ def test_s3_the_store_of_several_nodes_is_on_one_address_only(tmp_path: Path) ->
 def test_s7_a_checkpoint_lists_no_file_outside_of_it(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "step-00000001"
     folder.mkdir()
-    listed = {"rank-00000.safetensors": {"size": 1, "crc32": []}}
-    (folder / manifest.MANIFEST).write_bytes(manifest.render({"step": 1, "files": listed}))
-    assert manifest.read(folder)["files"] == listed
-    (folder / manifest.MANIFEST).write_bytes(manifest.render({"step": 1, "files": {**listed, name: {"size": 1, "crc32": []}}}))
+    entry = {"size": 1, "crc32": ["00000000"]}
+    facts = {"step": 1, "time": 0.0, "files": dict.fromkeys(["rank-00000.safetensors", "state.safetensors", "index.json"], entry)}
+    (folder / manifest.MANIFEST).write_bytes(manifest.render(facts))
+    assert manifest.read(folder)["files"] == facts["files"]
+    facts["files"] = {**manifest.read(folder)["files"], name: entry}
+    (folder / manifest.MANIFEST).write_bytes(manifest.render(facts))
     with pytest.raises(CheckpointCorruptError, match="no file of a checkpoint"):
         manifest.read(folder)
 

@@ -7,16 +7,17 @@ of these, and commits. Whether a save is still under way, done or failed, the ra
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from echelon.checkpoint import commit
-from echelon.checkpoint.place import Place, explain
+from echelon.checkpoint import commit, strict
+from echelon.checkpoint import manifest as manifests
+from echelon.checkpoint.place import Place, explain, read_file, replace_file
 from echelon.checkpoint.snapshot import Snapshot
+from echelon.checkpoint.strict import Wrong
+from echelon.contracts.errors import CheckpointCorruptError
 from echelon.world import agree
 
 __all__ = ["Background", "Failure"]
@@ -83,7 +84,7 @@ class Background:
             for rank in range(ranks):
                 path = staged / f".done-{rank:05d}"
                 if rank not in found and path.exists():
-                    found[rank] = json.loads(path.read_bytes())
+                    found[rank] = _done(path)
                     path.unlink()
             if len(found) == ranks:
                 return {name: entry for rank in range(ranks) for name, entry in found[rank].items()}
@@ -138,10 +139,13 @@ class Background:
 
 
 def _say_done(staged: Place, rank: int, files: dict[str, Any]) -> None:
-    path, data = staged / f".done-{rank:05d}", json.dumps(files).encode()
-    if isinstance(path, Path):  # whole or not at all: rank 0 reads it as soon as it is there
-        half = path.with_name(f".half-{rank:05d}")
-        half.write_bytes(data)
-        os.rename(half, path)
-    else:
-        path.write_bytes(data)
+    # Whole or not at all: rank 0 reads it as soon as it is there.
+    replace_file(staged / f".done-{rank:05d}", json.dumps(files).encode())
+
+
+def _done(path: Place) -> dict[str, Any]:
+    """What a rank says that it has written."""
+    try:
+        return manifests.check_files(strict.loads(read_file(path, strict.JSON_BYTES)))
+    except Wrong as error:
+        raise CheckpointCorruptError(f"{path} is not what echelon writes: {error}.") from None

@@ -9,8 +9,10 @@ Collective, where nothing else is said: only rank 0 looks at the folder, the oth
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +21,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from echelon.checkpoint import manifest as manifests
+from echelon.checkpoint import structure
 from echelon.checkpoint.manifest import MANIFEST, committed, is_whole, named, named_folders, step_of
-from echelon.checkpoint.place import Place, Remote, explain, make_folder, place, remove_tree, sync
+from echelon.checkpoint.place import Place, Remote, create, explain, is_there, make_folder, place, remove_tree, sync
 from echelon.contracts import errors
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError
 from echelon.world import agree
@@ -30,6 +33,7 @@ __all__ = [
     "commit",
     "committed",
     "discard",
+    "is_saved",
     "latest",
     "on_rank0",
     "publish",
@@ -71,14 +75,25 @@ def on_rank0(act: Callable[[], T], folder: Place | None = None, group: dist.Proc
 
 
 def sweep(dirpath: Place) -> None:
-    """Remove what killed saves left. Rank 0 alone, and only while it holds the folder's lease: no live save is hit."""
+    """Remove what killed saves left. Rank 0 alone, and only while it holds the folder's lease: no live save is hit.
+
+    What cannot be removed stays, with a warning: nothing that lies in the folder keeps a run from starting.
+    """
     if not dirpath.is_dir():
         return
+    names = {path.name for path in named_folders(dirpath)} if isinstance(dirpath, Remote) else set()
     leftovers: list[Place] = list(dirpath.iterdir())
     for leftover in leftovers:
-        unfinished = isinstance(leftover, Remote) and leftover in named_folders(dirpath) and not (leftover / MANIFEST).exists()
-        if leftover.name.startswith(_STAGED) or unfinished:
-            remove_tree(leftover)
+        try:
+            if leftover.name.startswith(_STAGED) or (leftover.name in names and not (leftover / MANIFEST).exists()):
+                remove_tree(leftover)
+        except OSError as error:
+            logger.warning("%s could not be removed, and is left where it is: %s", leftover, error)
+
+
+def is_saved(dirpath: Place, step: int) -> bool:
+    """Whether a step is committed already, the same on all ranks. Writes nothing."""
+    return on_rank0(lambda: is_whole(dirpath / named(step)), dirpath)
 
 
 def stage(dirpath: Place, step: int) -> Place | None:
@@ -92,14 +107,25 @@ def stage(dirpath: Place, step: int) -> Place | None:
         if isinstance(final, Remote):
             final.mkdir()
             return final.name
-        staged = dirpath / f"{_STAGED}{named(step)}"
-        if staged.exists():
-            remove_tree(staged)
-        staged.mkdir()
-        return staged.name
+        return _fresh(dirpath / f"{_STAGED}{named(step)}").name
 
     name = on_rank0(prepare, dirpath)
     return None if name is None else dirpath / name
+
+
+def _fresh(staged: Place) -> Place:
+    """An empty folder by that name, or by one like it if what has the name cannot be removed."""
+    for name in (staged.name, f"{staged.name}-{secrets.token_hex(8)}"):
+        path = staged.parent / name
+        try:
+            if is_there(path):
+                remove_tree(path)
+        except OSError as error:
+            logger.warning("%s could not be removed, and is left where it is: %s", path, error)
+            continue
+        path.mkdir()
+        break
+    return path
 
 
 def publish(staged: Place, step: int, files: dict[str, Any], facts: dict[str, Any]) -> Place:
@@ -122,12 +148,12 @@ def commit(staged: Place, step: int, files: dict[str, Any], facts: dict[str, Any
         (staged / MANIFEST).write_bytes(text)
         return final
     path = staged / MANIFEST
-    with open(path, "xb") as file:
+    with create(path) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     sync(staged)
-    if final.exists():  # not whole, or `stage` would have said so
+    if is_there(final):  # not whole, or `stage` would have said so
         set_aside(final, "corrupt")
     os.rename(staged, str(final))
     sync(staged.parent)
@@ -137,7 +163,7 @@ def commit(staged: Place, step: int, files: dict[str, Any], facts: dict[str, Any
 def discard(staged: Place) -> None:
     """Give up a staged folder. Rank 0 alone; what cannot be removed now is swept later."""
     try:
-        if staged.exists():  # else it was renamed, and what failed came after that
+        if is_there(staged):  # else it was renamed, and what failed came after that
             remove_tree(staged)
     except OSError as error:
         logger.warning("%s could not be removed: %s", staged, error)
@@ -146,12 +172,13 @@ def discard(staged: Place) -> None:
 def set_aside(path: Place, why: str) -> None:
     """Rename what must not be taken for a checkpoint, and keep it for whoever wants to look. Rank 0 alone."""
     if isinstance(path, Remote):
-        (path / MANIFEST).unlink()
+        with contextlib.suppress(FileNotFoundError):
+            (path / MANIFEST).unlink()
         logger.warning("%s is %s and no checkpoint any more: its manifest was removed", path, why)
         return
     to = path.with_name(f"{why}-{path.name}")
     again = 1
-    while to.exists():
+    while is_there(to):
         to = path.with_name(f"{why}-{path.name}.{again}")
         again += 1
     os.rename(path, to)
@@ -177,7 +204,8 @@ def latest(dirpath: Path | str | Place) -> Place | None:
 
 
 def verify(folder: Place) -> dict[str, Any]:
-    """Compare every file with the checksums it was committed with, each rank its share of them. Returns the manifest.
+    """Compare every file with the checksums it was committed with, and with what is written at all, each rank its share of
+    them. Returns the manifest.
 
     Raises:
         CheckpointNotFoundError, CheckpointUnreadableError, CheckpointCorruptError: names the file.
@@ -188,8 +216,11 @@ def verify(folder: Place) -> dict[str, Any]:
     wrong: list[str] = []
     try:
         wrong = manifests.problems(folder, manifest, rank, size, threads=1 if size > 1 else min(4, os.cpu_count() or 1))
+        wrong += structure.problems(folder, manifest, rank, size)
     except errors.CheckpointUnreadableError as error:
         unreadable = str(error)
+    except Exception as error:  # libraries of object stores have errors of their own: no rank may wait for this one
+        unreadable = f"{folder} is there but cannot be read: {error!r}."
     told = agree.gather([unreadable, wrong])
     for text, _ in told:
         if text is not None:

@@ -9,6 +9,8 @@ import contextlib
 import functools
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,9 +21,9 @@ from echelon.checkpoint import manifest as manifests
 from echelon.checkpoint import tensorfile
 from echelon.checkpoint.foreign import INDEX, ONE, is_weights, tensors_of
 from echelon.checkpoint.manifest import BLOCK_BYTES
-from echelon.checkpoint.place import Place, sync
+from echelon.checkpoint.place import Place, is_there, sync
 from echelon.checkpoint.plain import dtype_of
-from echelon.checkpoint.store import Tensors, local_files
+from echelon.checkpoint.store import Tensors
 from echelon.checkpoint.tensorfile import Span, TensorFile
 from echelon.contracts.errors import CheckpointCorruptError, UsageError
 
@@ -59,36 +61,22 @@ def export_safetensors(path: Place, to: Path, *, state: str | None = None, shard
     Raises:
         CheckpointCorruptError: what was exported is not what was saved; nothing is left of it.
     """
-    with local_files(path) as files:
-        saved = tensors_of(path, files)
+    with tensors_of(path) as saved:
         chosen = _chosen(saved, state, path)
-        with _checked(path, saved, chosen.values()) as written:
-            written += _in_shards(saved, chosen, to, shard_bytes)
-        return written
+        return _in_shards(path, saved, chosen, to, shard_bytes)
 
 
 def export_torch(path: Place, to: Path, *, state: str | None = None) -> Path:
     """Write a checkpoint's weights as one file for `torch.load`, a state_dict that needs no unpickling of code."""
-    if to.exists():
-        raise UsageError(f"{to} is there already: name another file.")
-    to.parent.mkdir(parents=True, exist_ok=True)
-    parts, half = to.with_name(f".parts-{to.name}"), to.with_name(f".half-{to.name}")
-    with local_files(path) as files:
-        saved = tensors_of(path, files)
+    with tensors_of(path) as saved:
         chosen = _chosen(saved, state, path)
-        with _checked(path, saved, chosen.values()) as written:
-            try:
-                # Everything in one piece in a file: torch then reads it from there while it writes.
-                _write(parts, saved, chosen)
-                whole = TensorFile(parts)
-                types = {short: (dtype_of(saved.index[name]["dtype"]), saved.shape(name)) for short, name in chosen.items()}
-                torch.save({short: whole.tensor(short, *kind) for short, kind in types.items()}, half)
-                sync(half)
-                os.replace(half, to)
-                written.append(to)
-            finally:
-                parts.unlink(missing_ok=True)
-                half.unlink(missing_ok=True)
+        with _published(to.parent, [to.name]) as aside, _checked(path, saved, chosen.values()):
+            # Everything in one piece in a file: torch then reads it from there while it writes.
+            _write(aside / "parts", saved, chosen)
+            whole = TensorFile(aside / "parts")
+            types = {short: (dtype_of(saved.index[name]["dtype"]), saved.shape(name)) for short, name in chosen.items()}
+            torch.save({short: whole.tensor(short, *kind) for short, kind in types.items()}, aside / to.name)
+            sync(aside / to.name)
     return to
 
 
@@ -98,38 +86,54 @@ def convert(path: Path, to: Path, *, shard_bytes: int = 5 << 30, trust_pickle: b
     Raises:
         CheckpointError: a file that only unpickling code could read, and it is not trusted.
     """
-    with local_files(path) as files:
-        saved = tensors_of(path, files, trust_pickle)
-        return _in_shards(saved, {name: name for name in saved.index}, to, shard_bytes)
+    with tensors_of(path, trust_pickle) as saved:
+        return _in_shards(path, saved, {name: name for name in saved.index}, to, shard_bytes)
 
 
 @contextlib.contextmanager
-def _checked(path: Place, saved: Tensors, names: Iterable[str]) -> Iterator[list[Path]]:
+def _published(to: Path, names: list[str]) -> Iterator[Path]:
+    """Context with a folder that only we can look into; what lies in it under these names in the end is put into `to`.
+
+    Raises:
+        UsageError: one of them is there already. Nothing is ever overwritten.
+    """
+    if there := [str(to / name) for name in names if is_there(to / name)]:
+        raise UsageError(f"{there[0]} is there already: name another.")
+    to.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=".export-", dir=to))
+    try:
+        yield aside
+        for name in names:
+            if is_there(to / name):
+                raise UsageError(f"{to / name} was made by somebody else meanwhile: name another.")
+            os.rename(aside / name, to / name)
+        sync(to)
+    finally:
+        shutil.rmtree(aside)
+
+
+@contextlib.contextmanager
+def _checked(path: Place, saved: Tensors, names: Iterable[str]) -> Iterator[None]:
     """Context in which files are written from a checkpoint, whose checksums are compared beside it.
 
-    Yields:
-        a list for what was written, which is removed if a file of the checkpoint is not what was saved.
+    Raises:
+        CheckpointCorruptError: a file of the checkpoint is not what was saved.
     """
     if isinstance(path, Path) and is_weights(path):
-        yield []
+        yield
         return
-    only: dict[str, set[int]] = {}
-    manifest = manifests.read(path)
-    for file in manifest["files"]:
-        only[file] = {0}
+    manifest = saved.manifest
+    only = {file: {0} for file in manifest["files"]}
     for span, file in (each for name in names for each in saved.spans(name)):
         only[file] |= set(range(span.offset // BLOCK_BYTES, (span.offset + max(span.size, 1) - 1) // BLOCK_BYTES + 1))
-    written: list[Path] = []
     with ThreadPoolExecutor(1) as pool:
         wrong = pool.submit(manifests.problems, path, manifest, only=only)
-        yield written
+        yield
         if wrong.result():
-            for each in written:
-                each.unlink()
             raise CheckpointCorruptError(f"{'; '.join(wrong.result())}. Nothing was exported.")
 
 
-def _in_shards(saved: Tensors, chosen: dict[str, str], to: Path, shard_bytes: int) -> list[Path]:
+def _in_shards(path: Place, saved: Tensors, chosen: dict[str, str], to: Path, shard_bytes: int) -> list[Path]:
     groups: list[list[str]] = [[]]
     room = shard_bytes
     for name in chosen:
@@ -139,19 +143,19 @@ def _in_shards(saved: Tensors, chosen: dict[str, str], to: Path, shard_bytes: in
             room = shard_bytes
         groups[-1].append(name)
         room -= size
-    to.mkdir(parents=True, exist_ok=True)
-    if there := [str(p) for p in (to / ONE, to / INDEX) if p.exists()]:
+    if there := [str(p) for p in (to / ONE, to / INDEX) if is_there(p)]:
         raise UsageError(f"{there[0]} is there already: name another folder.")
     count = len(groups)
-    names = [ONE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    for file, group in zip(names, groups, strict=True):
-        _write(to / file, saved, {name: chosen[name] for name in group})
-    if count > 1:
-        weight_map = {name: file for file, group in zip(names, groups, strict=True) for name in group}
-        total = sum(_bytes(saved, name) for name in chosen.values())
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
-        tensorfile.write_text(to / INDEX, text)
-        names.append(INDEX)
+    files = [ONE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    names = [*files, *([INDEX] if count > 1 else [])]  # the index last: what it lists is there
+    with _published(to, names) as aside, _checked(path, saved, chosen.values()):
+        for file, group in zip(files, groups, strict=True):
+            _write(aside / file, saved, {name: chosen[name] for name in group})
+        if count > 1:
+            weight_map = {name: file for file, group in zip(files, groups, strict=True) for name in group}
+            total = sum(_bytes(saved, name) for name in chosen.values())
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
+            tensorfile.write_text(aside / INDEX, text)
     return [to / name for name in names]
 
 
@@ -177,8 +181,7 @@ def differences(a: Place, b: Place) -> tuple[list[tuple[str, float, str]], tuple
         (name, largest difference relative to the largest value, what else differs) of those in both; the names only in a, and
         those only in b.
     """
-    with local_files(a) as files_a, local_files(b) as files_b:
-        one, other = tensors_of(a, files_a), tensors_of(b, files_b)
+    with tensors_of(a) as one, tensors_of(b) as other:
         rows = []
         for name in sorted(one.index.keys() & other.index.keys()):
             if one.shape(name) != other.shape(name):

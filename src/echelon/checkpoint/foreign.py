@@ -5,18 +5,22 @@ A file of torch's is read without unpickling code, unless the caller trusts it.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
+from echelon.checkpoint import strict, structure
+from echelon.checkpoint.header import FOREIGN_BYTES, SIZES
 from echelon.checkpoint.layout import NamedState
-from echelon.checkpoint.place import Place
-from echelon.checkpoint.store import Files, Report, Tensors, compare, on_each
+from echelon.checkpoint.place import Place, read_file
+from echelon.checkpoint.store import Report, Tensors, compare, local_files, on_each
+from echelon.checkpoint.strict import Wrong, short
 from echelon.checkpoint.tensorfile import Span, TensorFile
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from echelon.contracts.terminal import printable
 
 __all__ = ["INDEX", "ONE", "is_weights", "read_weights", "tensors_of"]
 
@@ -37,24 +41,24 @@ class _Foreign(Tensors):
     """Weights of another program, as if a checkpoint held them under `prefix`."""
 
     def __init__(self, path: Path, prefix: str, trust_pickle: bool = False) -> None:
-        self._files = Files(path, path)
         self._loaded: dict[str, torch.Tensor] = {}
         self._source: dict[str, TensorFile] = {}
         if path.is_dir() and (path / INDEX).is_file():
             try:
-                listed = json.loads((path / INDEX).read_text())["weight_map"]
-                parts = sorted({_plain_name(str(name)) for name in listed.values()})
-            except (ValueError, KeyError, AttributeError) as error:
-                raise CheckpointCorruptError(f"{path / INDEX} is no index of safetensors: {error}.") from error
-            self._map([path / name for name in parts])
+                index = strict.mapping(strict.loads(read_file(path / INDEX, FOREIGN_BYTES)), INDEX)
+                listed = strict.mapping(index.get("weight_map"), "weight_map")
+                parts = sorted({_plain_name(name) for name in listed.values()})
+            except Wrong as error:
+                raise CheckpointCorruptError(f"{path / INDEX} is no index of safetensors: {error}.") from None
+            self._map([path / name for name in parts], listed)
         elif path.is_dir():
             self._map([path / ONE])
         elif path.suffix in _TORCH:
             self._loaded = _load_torch(path, trust_pickle)
         else:
             self._map([path])
-        shapes = {n: (t.dtype, list(t.shape)) for n, t in self._loaded.items()}
-        shapes |= {n: f.entries[n][:2] for n, f in self._source.items()}
+        shapes = {n: (str(t.dtype), list(t.shape)) for n, t in self._loaded.items()}
+        shapes |= {n: (e.dtype, e.shape) for n, f in self._source.items() for e in [f.header.entries[n]]}
         self._shapes = shapes
         self._name(prefix, "")
 
@@ -62,7 +66,7 @@ class _Foreign(Tensors):
         """The file's names with `prefix` instead of `outer`, where they have that."""
         self._in_file = {prefix + name.removeprefix(outer): name for name in self._shapes}
         self.index = {
-            name: {"dtype": str(dtype), "shape": shape, "pieces": [[[0 for _ in shape], shape, ""]]}
+            name: {"dtype": dtype, "shape": shape, "pieces": [[[0 for _ in shape], shape, ""]]}
             for name, (dtype, shape) in zip(self._in_file, self._shapes.values(), strict=True)
         }
 
@@ -78,12 +82,18 @@ class _Foreign(Tensors):
             logger.info("names are taken without the %r with which the module was saved", outer)
             self._name(prefix, outer)
 
-    def _map(self, paths: list[Path]) -> None:
+    def _map(self, paths: list[Path], listed: Mapping[str, object] | None = None) -> None:
+        """
+        Args:
+            listed: by tensor the name of its file, for those that several hold.
+        """
         for path in paths:
             if not path.exists():
                 raise CheckpointNotFoundError(f"{path} is missing.")
             file = TensorFile(path)
-            self._source |= dict.fromkeys(file.entries, file)
+            for name in file.header.entries:
+                if name not in self._source or (listed or {}).get(name) == path.name:
+                    self._source[name] = file
 
     def piece(self, name: str, offsets: list[int], sizes: list[int], written_in: str) -> torch.Tensor:
         plain = self._in_file[name]
@@ -98,9 +108,9 @@ class _Foreign(Tensors):
             file.forget()
 
 
-def _plain_name(name: str) -> str:
-    if "/" in name or name.startswith("."):
-        raise ValueError(f"{name!r} leads out of the folder")
+def _plain_name(name: object) -> str:
+    if not isinstance(name, str) or "/" in name or "\0" in name or name.startswith("."):
+        raise Wrong(f"{short(name)} leads out of the folder")
     return name
 
 
@@ -109,12 +119,19 @@ def _load_torch(path: Path, trust_pickle: bool) -> dict[str, torch.Tensor]:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust_pickle)
     except Exception as error:
         hint = "" if trust_pickle else " If it needs more than tensors and you trust whoever made it: --trust-pickle."
-        raise CheckpointError(f"{path} could not be read: {str(error).splitlines()[0]}.{hint}") from error
+        why = printable((str(error) or repr(error)).splitlines()[0])
+        raise CheckpointError(f"{path} could not be read: {why}.{hint}") from error
     for key in ("state_dict", "model"):  # where others keep the weights beside other things
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]
-    if not isinstance(loaded, dict) or not all(isinstance(v, torch.Tensor) for v in loaded.values()):
+    if not isinstance(loaded, dict) or not all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in loaded.items()):
         raise CheckpointError(f"{path} holds no state_dict of tensors.")
+    size = path.stat().st_size
+    for name, tensor in loaded.items():
+        if tensor.layout != torch.strided or tensor.is_meta or str(tensor.dtype) not in SIZES:
+            raise CheckpointError(f"{path} holds {short(name)} as a {tensor.layout} of {tensor.dtype} on {tensor.device}.")
+        if tensor.nbytes > size:  # a view that repeats what little there is
+            raise CheckpointError(f"{path} has {size} bytes, and {short(name)} in it would fill {tensor.nbytes}.")
     return dict(loaded)
 
 
@@ -141,8 +158,13 @@ def read_weights(path: Path, module: NamedState, *, strict: bool = True, trust_p
     return report
 
 
-def tensors_of(path: Place, files: Files, trust_pickle: bool = False) -> Tensors:
-    """The tensors of a checkpoint of ours, or of another program's weights."""
+@contextlib.contextmanager
+def tensors_of(path: Place, trust_pickle: bool = False) -> Iterator[Tensors]:
+    """Context with the tensors of a checkpoint of ours, or of another program's weights."""
     if isinstance(path, Path) and is_weights(path):
-        return _Foreign(path, "", trust_pickle)
-    return Tensors(files)
+        yield _Foreign(path, "", trust_pickle)
+        return
+    with local_files(path) as files:
+        if wrong := structure.problems(path, files.manifest):
+            raise CheckpointCorruptError(f"{'; '.join(wrong[:8])}.")
+        yield Tensors(files)

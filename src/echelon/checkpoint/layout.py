@@ -6,12 +6,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 
+from echelon.checkpoint.manifest import INDEX, STATE, in_file
 from echelon.contracts.errors import CheckpointError
 from echelon.world import agree
 
 __all__ = ["INDEX", "STATE", "NamedState", "Stateful", "in_file", "own_file", "raise_on_all", "tensors_file", "this_rank"]
-
-INDEX, STATE = "index.json", "state.safetensors"
 
 
 class Stateful(Protocol):
@@ -38,11 +37,6 @@ def this_rank() -> tuple[int, int]:
 
 def tensors_file(rank: int) -> str:
     return f"tensors-{rank:05d}.safetensors"
-
-
-def in_file(name: str, offsets: tuple[int, ...]) -> str:
-    """What a piece is called in its file: by its name alone if it begins where the tensor does."""
-    return f"{name}@{','.join(map(str, offsets))}" if any(offsets) else name
 
 
 def own_file(rank: int) -> str:

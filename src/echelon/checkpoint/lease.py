@@ -11,22 +11,30 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
+import stat
 import time
 from pathlib import Path
 from typing import Any
 
-from echelon.checkpoint.place import Place
-from echelon.contracts.errors import CheckpointInUseError
+from echelon.checkpoint import strict
+from echelon.checkpoint.place import Place, read_file, remove_tree, replace_file
+from echelon.checkpoint.strict import Wrong
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointInUseError
+from echelon.contracts.terminal import printable
 
 __all__ = ["Lease"]
+
+logger = logging.getLogger(__name__)
 
 LEASE = ".lease"
 # A run that ends releases its lease at once, but a killed one may still be dying when its restart is there.
 _PATIENCE_S = 2.0
 # Refreshed at every save; without locks, a lease of another machine that is older is taken over.
 _FRESH_S = 600.0
+_TEXT_BYTES = 1 << 16
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 # Locks are per process: a second holder in this very process is counted, not refused.
@@ -57,8 +65,12 @@ class Lease:
             if file is None:
                 self._look(self._path)
         _held[self._key] = (count + 1, file)
-        self._describe()
         self.held = True
+        try:
+            self._describe()
+        except OSError:
+            self.release()
+            raise
         return count == 0
 
     def release(self) -> None:
@@ -84,11 +96,15 @@ class Lease:
         assert isinstance(self._path, Path)
         deadline = time.monotonic() + _PATIENCE_S
         while True:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            file = self._open(self._path)
+            if file is None:
+                continue
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is_file(self._path, file):
-                    return file
+                    if os.fstat(file).st_nlink == 1:
+                        return file
+                    self._path.unlink()  # nobody's, and another name of a file elsewhere, which would be written to
             except OSError as error:
                 if error.errno in _NO_LOCKS:
                     os.close(file)
@@ -97,24 +113,43 @@ class Lease:
                     os.close(file)
                     raise
                 if time.monotonic() > deadline:
-                    holder = _read_text(file)
+                    holder = _parsed(os.pread(file, _TEXT_BYTES, 0))
                     os.close(file)
                     raise self._refusal(holder) from None
             os.close(file)  # locked by another, or removed by it just now
             time.sleep(0.05)
 
+    def _open(self, path: Path) -> int | None:
+        """The lease's file, made if there is none; None if what had its name was not made by a run, and is removed."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            file = os.open(path, flags, 0o644)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise
+            file = None
+        if file is not None:
+            if stat.S_ISREG(os.fstat(file).st_mode):
+                return file
+            os.close(file)
+        logger.warning("%s is not the file of a run, and is removed", path)
+        remove_tree(path)
+        return None
+
     def _look(self, path: Place) -> None:
         """Without locks: refuse if the text says that its run lives."""
         try:
-            holder = json.loads(path.read_bytes() or b"{}")
-        except (OSError, ValueError):
+            holder = _parsed(read_file(path, _TEXT_BYTES))
+        except (OSError, CheckpointCorruptError):
             return
         if holder and _lives(holder):
             raise self._refusal(holder)
 
     def _refusal(self, holder: dict[str, Any]) -> CheckpointInUseError:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.get("since", 0)))
-        whose = f"process {holder['pid']} of {holder['user']} on {holder['host']}, since {since}" if holder else "another process"
+        whose = "another process"
+        if holder:
+            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
+            whose = f"process {holder['pid']} of {printable(holder['user'])} on {printable(holder['host'])}, since {since}"
         return CheckpointInUseError(
             f"{self._path.parent} is being written by another run: {whose}. End that one, or save to another folder."
         )
@@ -123,8 +158,10 @@ class Lease:
         text = json.dumps({**_myself(), "seen": time.time()}).encode()
         _, file = _held.get(self._key, (0, None))
         if file is None:
-            self._path.write_bytes(text)
-        else:  # by the locked descriptor: closing another one of this file would drop the lock
+            replace_file(self._path, text)
+            return
+        with contextlib.suppress(OSError):  # of a full disk: the lock decides, and the text only says whose it is
+            # By the locked descriptor: closing another one of this file would drop the lock.
             os.pwrite(file, text, 0)
             os.ftruncate(file, len(text))
 
@@ -132,17 +169,24 @@ class Lease:
 def _is_file(path: Path, file: int) -> bool:
     """Whether the path still leads to the open file: its last holder removes it."""
     try:
-        return os.path.samestat(os.stat(path), os.fstat(file))
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(file))
     except FileNotFoundError:
         return False
 
 
-def _read_text(file: int) -> dict[str, Any]:
+def _parsed(data: bytes) -> dict[str, Any]:
+    """Whose a lease is; nobody's, if its text is not what a run writes."""
     try:
-        found: dict[str, Any] = json.loads(os.pread(file, 1 << 16, 0))
-        return found
-    except (OSError, ValueError):
+        found = strict.mapping(strict.loads(data), LEASE)
+        for name in ("host", "boot", "user"):
+            strict.text(found.get(name), name)
+        strict.whole(found.get("pid"), "pid", 1 << 31)
+        for name in ("since", "seen"):
+            if isinstance(found.get(name), bool) or not isinstance(found.get(name), (int, float)) or not 0 <= found[name] < 1e11:
+                raise Wrong(name)
+    except (Wrong, UnicodeDecodeError):
         return {}
+    return found
 
 
 def _start_of(pid: int) -> str | None:
@@ -182,5 +226,5 @@ def _lives(holder: dict[str, Any]) -> bool:
     if holder.get("host") == socket.gethostname():
         if holder.get("pid") == os.getpid():
             return False
-        return holder.get("boot") == _boot() and _start_of(int(holder.get("pid", 0))) == holder.get("start") is not None
-    return time.time() - float(holder.get("seen", 0)) < _FRESH_S
+        return holder["boot"] == _boot() and _start_of(holder["pid"]) == holder.get("start") is not None
+    return bool(time.time() - holder["seen"] < _FRESH_S)

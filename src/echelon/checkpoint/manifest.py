@@ -7,13 +7,16 @@ of itself, so that no byte of a checkpoint is trusted unseen.
 from __future__ import annotations
 
 import json
+import mmap
 import re
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from echelon.checkpoint.place import Place, size_of
+from echelon.checkpoint import strict
+from echelon.checkpoint.place import Place, is_there, open_file, read_file, size_of
+from echelon.checkpoint.strict import Wrong, short
 from echelon.contracts.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -21,15 +24,42 @@ from echelon.contracts.errors import (
     CheckpointUnreadableError,
 )
 
-__all__ = ["BLOCK_BYTES", "FORMAT", "MANIFEST", "committed", "is_whole", "named", "problems", "read", "render", "step_of"]
+__all__ = [
+    "BLOCK_BYTES",
+    "FORMAT",
+    "INDEX",
+    "MANIFEST",
+    "STATE",
+    "STATE_KEY",
+    "TENSORS",
+    "check_files",
+    "checksums",
+    "committed",
+    "in_file",
+    "is_named",
+    "is_whole",
+    "named",
+    "problems",
+    "read",
+    "render",
+    "step_of",
+]
 
-MANIFEST = "manifest.json"
+MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.safetensors"
+# Under which a tensor file with a nested state has it among its metadata.
+STATE_KEY = "state"
 FORMAT = 2
 # Of a file that one checksum covers: ranks and threads share the verification of a file by blocks.
 BLOCK_BYTES = 64 << 20
-_NAME = re.compile(r"step-(\d{8,})")
+# Of a manifest: 300 TB of files. What a run says of itself is cut down to a small part of it.
+_MANIFEST_BYTES = 128 << 20
+_NAME = re.compile(r"step-([0-9]{8,18})")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+TENSORS = re.compile(r"tensors-[0-9]{5,9}\.safetensors")
+_RANK = "rank-"
+_SUM = re.compile(r"[0-9a-f]{8}")
 _SEAL = ',\n "checksum": "'
+_LATEST = 253402300799.0  # the end of the year 9999, the last that clocks can show
 
 
 def named(step: int) -> str:
@@ -38,17 +68,40 @@ def named(step: int) -> str:
 
 def step_of(path: Place) -> int:
     """The step that a checkpoint's folder is named after."""
-    match = _NAME.fullmatch(path.name)
-    if match is None:
+    step = _step_in(path.name)
+    if step is None:
         raise CheckpointError(f"{path} is not named like a checkpoint, step-00000100.")
-    return int(match[1])
+    return step
+
+
+def is_named(path: Place) -> bool:
+    """Whether a folder is named like a checkpoint."""
+    return _step_in(path.name) is not None
+
+
+def _step_in(name: str) -> int | None:
+    """The step that a name is that of: one name for each, so that no two folders are one step."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match is not None and named(int(match[1])) == name else None
+
+
+def in_file(name: str, offsets: tuple[int, ...]) -> str:
+    """What a piece is called in its file: by its name alone if it begins where the tensor does."""
+    return f"{name}@{','.join(map(str, offsets))}" if any(offsets) else name
 
 
 def render(facts: dict[str, Any]) -> bytes:
-    """The bytes of a manifest, with a checksum of themselves at the end."""
+    """The bytes of a manifest, with a checksum of themselves at the end.
+
+    Raises:
+        CheckpointError: what nobody could read again.
+    """
     body = json.dumps({"format": FORMAT, **facts}, indent=1)
     assert body.endswith("\n}")
-    return f'{body[:-2]}{_SEAL}{zlib.crc32(body.encode()):08x}"\n}}\n'.encode()
+    text = f'{body[:-2]}{_SEAL}{zlib.crc32(body.encode()):08x}"\n}}\n'.encode()
+    if len(text) > _MANIFEST_BYTES:
+        raise CheckpointError(f"the manifest would have {len(text)} bytes, and may have {_MANIFEST_BYTES}.")
+    return text
 
 
 def read(folder: Place) -> dict[str, Any]:
@@ -60,9 +113,9 @@ def read(folder: Place) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_bytes().decode()
+        text = read_file(path, _MANIFEST_BYTES).decode()
     except (FileNotFoundError, NotADirectoryError):
-        if not folder.exists():
+        if not is_there(folder):
             raise CheckpointNotFoundError(f"{folder} holds no checkpoint: there is no such folder.") from None
         raise CheckpointNotFoundError(f"{folder} holds no checkpoint: it has no {MANIFEST}.") from None
     except OSError as error:
@@ -77,26 +130,67 @@ def read(folder: Place) -> dict[str, Any]:
         raise CheckpointCorruptError(f"{path} is not what was written: its checksum differs.")
     # Sealed in the same way in every format: else a flipped bit of the number would pass for a newer echelon's.
     version = _format_of(text)
-    if version is None or version > FORMAT:
+    if version is not None and version > FORMAT:
         raise CheckpointError(f"{folder} has format {version}, this echelon reads formats up to {FORMAT}: update echelon.")
-    manifest: dict[str, Any] = json.loads(body)
-    outside = [name for name in manifest["files"] if not _FILE.fullmatch(name)]
-    if outside:  # only somebody who means harm writes one
-        raise CheckpointCorruptError(
-            f"{path} lists {outside[0]!r}, which is no file of a checkpoint. Do not use this checkpoint."
-        )
-    match = _NAME.fullmatch(folder.name)
-    if match is not None and int(match[1]) != manifest["step"]:
-        raise CheckpointCorruptError(f"{path} is not what was written: it is that of step {manifest['step']}.")
-    return manifest
+    try:
+        return _checked(strict.loads(body), _step_in(folder.name))
+    except Wrong as error:  # only somebody who means harm writes one
+        raise CheckpointCorruptError(f"{path} is not what echelon writes: {error}. Do not use this checkpoint.") from None
 
 
 def _format_of(text: str) -> int | None:
     try:
-        found = json.loads(text)["format"]
-    except (ValueError, KeyError, TypeError):
+        found = strict.mapping(strict.loads(text), MANIFEST)
+        return strict.whole(found.get("format"), "format")
+    except Wrong:
         return None
-    return found if isinstance(found, int) else None
+
+
+def _checked(found: Any, step: int | None) -> dict[str, Any]:
+    """
+    Args:
+        step: that the folder is named after, if it is.
+    """
+    manifest = strict.mapping(found, MANIFEST)
+    if manifest.get("format") != FORMAT or isinstance(manifest["format"], bool):
+        raise Wrong(f"its format is {short(manifest.get('format'))}")
+    if step not in (None, strict.whole(manifest.get("step"), "the step")):
+        raise Wrong(f"it is that of step {manifest['step']}")
+    when = manifest.get("time")
+    if isinstance(when, bool) or not isinstance(when, (int, float)) or not 0 <= when <= _LATEST:
+        raise Wrong(f"its time is {short(when)}")
+    for name, value in strict.mapping(manifest.get("metrics", {}), "metrics").items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e308 <= value <= 1e308:
+            raise Wrong(f"the metric {short(name)} is {short(value)}")
+    strict.mapping(manifest.get("config", {}), "config")
+    strict.check_depth(manifest)
+    check_files(manifest.get("files"))
+    ranks = sorted(name for name in manifest["files"] if name.startswith(_RANK))
+    for name in (INDEX, STATE, f"{_RANK}00000.safetensors"):
+        if name not in manifest["files"]:
+            raise Wrong(f"it does not list {name}")
+    if ranks != sorted(f"{_RANK}{rank:05d}.safetensors" for rank in range(len(ranks))):
+        raise Wrong("it does not list a file of each rank")
+    if manifest["files"][INDEX]["size"] > strict.JSON_BYTES:
+        raise Wrong(f"{INDEX} is larger than {strict.JSON_BYTES} bytes")
+    return manifest
+
+
+def check_files(files: Any) -> dict[str, Any]:
+    """What a manifest says of files: by name, size and checksums.
+
+    Raises:
+        Wrong: it says something else, or names a file that is none of a checkpoint.
+    """
+    for name, entry in strict.mapping(files, "files").items():
+        if not _FILE.fullmatch(name) or name == MANIFEST:
+            raise Wrong(f"it lists {short(name)}, which is no file of a checkpoint")
+        strict.mapping(entry, short(name), {"size", "crc32"})
+        size = strict.whole(entry["size"], f"the size of {name}")
+        sums = strict.listing(entry["crc32"], f"the checksums of {name}")
+        if len(sums) != -(-size // BLOCK_BYTES) or not all(isinstance(each, str) and _SUM.fullmatch(each) for each in sums):
+            raise Wrong(f"the checksums of {name}, of {size} bytes, are {short(sums)}")
+    return dict(files)
 
 
 def is_whole(folder: Place) -> bool:
@@ -120,7 +214,8 @@ def named_folders(dirpath: Place) -> list[Place]:
         CheckpointUnreadableError: there is a folder, and the system does not let us look into it.
     """
     try:
-        found = [(int(m[1]), p) for p in (dirpath.iterdir() if dirpath.is_dir() else ()) if (m := _NAME.fullmatch(p.name))]
+        inside = dirpath.iterdir() if dirpath.is_dir() else ()
+        found = [(step, path) for path in inside if (step := _step_in(path.name)) is not None]
     except OSError as error:
         raise CheckpointUnreadableError(f"{dirpath} is there but cannot be read: {error.strerror or error}.") from error
     return [path for _, path in sorted(found, key=lambda each: each[0])]
@@ -159,16 +254,17 @@ def problems(
 
 def _problem(path: Place, entry: dict[str, Any], block: int) -> str | None:
     try:
-        size = size_of(path)
-        if size != entry["size"]:
-            return f"{path} is cut off or grown: {size} bytes instead of {entry['size']}"
-        if not entry["crc32"]:
-            return None
-        with path.open("rb") as file:
+        with open_file(path) as (file, size):
+            if size != entry["size"]:
+                return f"{path} is cut off or grown: {size} bytes instead of {entry['size']}"
+            if not entry["crc32"]:
+                return None
             file.seek(block * BLOCK_BYTES)
             if _checksum(_pieces(file, BLOCK_BYTES)) != int(entry["crc32"][block], 16):
                 return f"{path} is not what was written: its checksum differs"
-    except FileNotFoundError:
+    except CheckpointCorruptError as error:
+        return str(error).removesuffix(".")
+    except (FileNotFoundError, NotADirectoryError):
         return f"{path} is missing"
     except OSError as error:
         raise CheckpointUnreadableError(f"{path} is there but cannot be read: {error.strerror or error}.") from error
@@ -186,3 +282,9 @@ def _checksum(pieces: Iterator[bytes]) -> int:
     for piece in pieces:
         total = zlib.crc32(piece, total)
     return total
+
+
+def checksums(data: bytes | mmap.mmap) -> list[str]:
+    """Those of a whole file that is in memory, or mapped, block by block."""
+    whole = memoryview(data)
+    return [f"{zlib.crc32(whole[at : at + BLOCK_BYTES]):08x}" for at in range(0, len(whole), BLOCK_BYTES)]

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import secrets
 import shutil
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import CheckpointCorruptError, UsageError
 
-__all__ = ["Place", "Remote", "explain", "make_folder", "place", "remove_tree", "size_of", "sync"]
+__all__ = [
+    "Place",
+    "Remote",
+    "create",
+    "explain",
+    "is_there",
+    "make_folder",
+    "open_file",
+    "place",
+    "read_file",
+    "remove_tree",
+    "replace_file",
+    "size_of",
+    "sync",
+]
+
+# What leads nowhere, or to something that is no file, as nobody but a stranger could have left it.
+_NO_FILE = (errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EISDIR, errno.ENODEV)
 
 
 class Remote:
@@ -48,15 +70,18 @@ class Remote:
         stream: IO[bytes] = self._fs.open(self._path, mode)
         return stream
 
-    def read_bytes(self) -> bytes:
-        data: bytes = self._fs.cat_file(self._path)
-        return data
-
     def write_bytes(self, data: bytes) -> None:
         self._fs.pipe_file(self._path, data)
 
     def size(self) -> int:
-        return int(self._fs.size(self._path))
+        """
+        Raises:
+            CheckpointCorruptError: there is something, and it is no file.
+        """
+        known = self._fs.info(self._path)
+        if known.get("type", "file") != "file" or not isinstance(known.get("size"), int):
+            raise CheckpointCorruptError(f"{self} is a {known.get('type')}, not a file.")
+        return int(known["size"])
 
     def exists(self) -> bool:
         return bool(self._fs.exists(self._path))
@@ -77,17 +102,18 @@ class Remote:
         self._fs.rm_file(self._path)
 
     def remove_tree(self) -> None:
-        self._fs.rm(self._path, recursive=True)
-
-    def download(self, to: Path) -> None:
-        self._fs.get_file(self._path, str(to))
+        known = self._fs.info(self._path)
+        if known.get("type") == "directory" and not known.get("islink"):
+            self._fs.rm(self._path, recursive=True)
+        else:
+            self._fs.rm_file(self._path)
 
 
 Place = Path | Remote
 
 
 def place(where: str | Path | Remote) -> Place:
-    """A Path, or a Remote for a URL such as "s3://bucket/run".
+    """A Path, or a Remote for a URL such as "s3://bucket/run". One of this machine's files, file:///runs/a, is a Path.
 
     Raises:
         UsageError: a URL, and fsspec or its part for that protocol is not installed.
@@ -104,11 +130,99 @@ def place(where: str | Path | Remote) -> Place:
         fs, path = url_to_fs(where)
     except (ImportError, ValueError) as error:
         raise UsageError(f"{where} cannot be opened: {error}") from error
+    if "file" in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol):
+        return Path(path)  # with renames, locks and links, which the library of URLs does not know
     return Remote(fs, path, where.split("://", 1)[0])
 
 
 def size_of(where: Place) -> int:
-    return where.stat().st_size if isinstance(where, Path) else where.size()
+    """The size of a file.
+
+    Raises:
+        CheckpointCorruptError: there is something, and it is no file.
+    """
+    if isinstance(where, Remote):
+        return where.size()
+    with _no_file_is_corrupt(where):
+        found = os.stat(where)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.ENODEV, "it is no regular file")
+        return found.st_size
+
+
+@contextlib.contextmanager
+def _no_file_is_corrupt(where: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise CheckpointCorruptError(f"{where} is not a file: {error.strerror}.") from None
+        raise
+
+
+@contextlib.contextmanager
+def open_file(where: Place) -> Iterator[tuple[IO[bytes], int]]:
+    """Context with a file that is read, and its size. What is no file is not opened: a pipe would wait for ever.
+
+    Raises:
+        CheckpointCorruptError: there is something, and it is no file.
+    """
+    size = size_of(where)
+    if isinstance(where, Remote):
+        with where.open("rb") as stream:
+            yield stream, size
+        return
+    with _no_file_is_corrupt(where):
+        # Without waiting: since it was looked at, a pipe may have taken its place.
+        opened = os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    with open(opened, "rb") as file:
+        found = os.fstat(opened)
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointCorruptError(f"{where} is not a file.")
+        yield file, found.st_size
+
+
+def read_file(where: Place, limit: int) -> bytes:
+    """All bytes of a file.
+
+    Raises:
+        CheckpointCorruptError: it is no file, or larger than `limit`.
+    """
+    with open_file(where) as (file, size):
+        data = file.read(limit + 1) if size <= limit else b""
+    if size > limit or len(data) > limit:
+        raise CheckpointCorruptError(f"{where} is larger than the {limit} bytes that it may have.")
+    return data
+
+
+def create(where: Path) -> IO[bytes]:
+    """A new file, to be written: never one that is there already, nor one where a link leads to.
+
+    Raises:
+        FileExistsError: there is something by that name.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(os.open(where, flags, 0o666), "wb")
+
+
+def replace_file(where: Place, data: bytes) -> None:
+    """Put a small file in the place of whatever has its name, as a whole; a link is replaced and not followed."""
+    if isinstance(where, Remote):
+        where.write_bytes(data)
+        return
+    half = where.with_name(f"{where.name}.{secrets.token_hex(8)}")
+    try:
+        with create(half) as file:
+            file.write(data)
+        os.replace(half, where)
+    except OSError:
+        half.unlink(missing_ok=True)
+        raise
+
+
+def is_there(where: Place) -> bool:
+    """Whether there is anything by that name, be it a link that leads nowhere."""
+    return os.path.lexists(where) if isinstance(where, Path) else where.exists()
 
 
 def make_folder(where: Place) -> None:
@@ -123,11 +237,13 @@ def make_folder(where: Place) -> None:
 
 
 def remove_tree(where: Place) -> None:
-    """Remove a folder and all in it."""
-    if isinstance(where, Path):
+    """Remove a folder and all in it, or whatever else has that name. Links are removed, never followed."""
+    if isinstance(where, Remote):
+        where.remove_tree()
+    elif where.is_dir() and not where.is_symlink():
         shutil.rmtree(where)
     else:
-        where.remove_tree()
+        where.unlink()
 
 
 def sync(path: Path) -> None:

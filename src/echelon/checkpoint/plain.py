@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from echelon.checkpoint.header import OTHERS, SIZES
+from echelon.checkpoint.strict import DEPTH
 from echelon.contracts.errors import CheckpointError
 
 __all__ = ["decode", "dtype_of", "encode"]
@@ -19,19 +21,25 @@ _MANY: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", to
 _ALLOWED = "tensors, arrays, numbers, strings, bytes, None, and lists, tuples, sets and dicts of these"
 
 
-def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "") -> Any:
+def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "", depth: int = 0) -> Any:
     """JSON for a value; its tensors are added to `tensors`, under new names.
 
+    Args:
+        depth: of the JSON around it.
     Raises:
-        CheckpointError: something that only pickle could write; says where it is.
+        CheckpointError: something that only pickle could write, or that is nested too deep; says where it is.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
+    if depth > DEPTH - 4:  # so many lists and objects may stand for one value
+        raise CheckpointError(f"{where.lstrip('.')[:60]}... is nested too deep, or holds itself")
     if type(value) is list:
-        return [encode(v, tensors, f"{where}[{i}]") for i, v in enumerate(value)]
+        return [encode(v, tensors, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
     if type(value) is dict and all(type(k) is str and k != _TAG for k in value):
-        return {k: encode(v, tensors, f"{where}.{k}") for k, v in value.items()}
+        return {k: encode(v, tensors, f"{where}.{k}", depth + 1) for k, v in value.items()}
     if isinstance(value, torch.Tensor):
+        if str(value.dtype) not in SIZES or value.layout != torch.strided:
+            raise CheckpointError(f"{where.lstrip('.')} is a tensor of type {value.dtype}, {value.layout}, which is not saved")
         name = str(len(tensors))
         tensors[name] = value.full_tensor() if hasattr(value, "full_tensor") else value
         return {_TAG: "tensor", "v": name, "dtype": str(value.dtype), "shape": list(value.shape)}
@@ -42,21 +50,23 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "") -> Any
         return {_TAG: kind, "v": name, "dtype": value.dtype.str, "shape": list(value.shape)}
     pairs = _PAIRS.get(type(value))
     if pairs is not None:
-        return {_TAG: pairs, "v": [[encode(k, tensors, where), encode(v, tensors, f"{where}[{k!r}]")] for k, v in value.items()]}
+        inside = depth + 3
+        items = [[encode(k, tensors, where, inside), encode(v, tensors, f"{where}[{k!r}]", inside)] for k, v in value.items()]
+        return {_TAG: pairs, "v": items}
     many = _MANY.get(type(value))
     if many is not None:
-        return {_TAG: many, "v": [encode(v, tensors, f"{where}[...]") for v in value]}
+        return {_TAG: many, "v": [encode(v, tensors, f"{where}[...]", depth + 2) for v in value]}
     if type(value) in (bytes, bytearray):
         return {_TAG: "bytes", "v": base64.b64encode(value).decode()}
     if type(value) is complex:
         return {_TAG: "complex", "v": [value.real, value.imag]}
-    if isinstance(value, (torch.dtype, torch.device)):
+    if isinstance(value, torch.device) or (isinstance(value, torch.dtype) and str(value) in SIZES.keys() | OTHERS):
         return {_TAG: type(value).__name__, "v": str(value).removeprefix("torch.")}
     raise CheckpointError(f"{where.lstrip('.')} is a {type(value).__qualname__}; a state_dict may hold {_ALLOWED}")
 
 
 def decode(value: Any, tensors: Any) -> Any:
-    """What was encoded. `tensors(name, dtype, shape)` gives the tensors."""
+    """What was encoded, as `structure.state_of` has checked it. `tensors(name, dtype, shape)` gives the tensors."""
     if isinstance(value, list):
         return [decode(v, tensors) for v in value]
     if not isinstance(value, dict):
@@ -67,7 +77,7 @@ def decode(value: Any, tensors: Any) -> Any:
     if kind == "tensor":
         return tensors(inner, dtype_of(value["dtype"]), value["shape"]).clone()
     if kind in ("array", "number"):
-        data, dtype = tensors(inner, torch.uint8, None).numpy().tobytes(), np.dtype(value["dtype"])
+        data, dtype = tensors(inner, None, None).numpy().tobytes(), np.dtype(value["dtype"])
         count = int(np.prod(value["shape"], dtype=np.int64))
         array = np.frombuffer(data, dtype=dtype, count=count).reshape(value["shape"]).copy()
         return array if kind == "array" else array[()]
@@ -92,7 +102,7 @@ def decode(value: Any, tensors: Any) -> Any:
 
 def dtype_of(name: str) -> torch.dtype:
     """A torch type by its name, "torch.float32" or "float32"."""
-    dtype = getattr(torch, name.removeprefix("torch."), None)
+    dtype = vars(torch).get(name.removeprefix("torch."))
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"a tensor of type {name!r}, which this torch does not have.")
+        raise CheckpointError(f"a tensor of type {name!r}, which this torch does not have: update torch.")
     return dtype

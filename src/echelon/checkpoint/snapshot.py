@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from echelon.checkpoint import plain, staging, tensorfile
+from echelon.checkpoint import plain, staging, strict, tensorfile
+from echelon.checkpoint.header import SIZES
 from echelon.checkpoint.layout import INDEX, STATE, NamedState, Stateful, in_file, own_file, raise_on_all, tensors_file, this_rank
 from echelon.checkpoint.place import Place
 from echelon.contracts.errors import CheckpointError
@@ -76,7 +77,10 @@ class Snapshot:
         save(own_file(self.rank), self.own[1], {"state": json.dumps(self.own[0])})
         if self.rank == 0:
             save(STATE, self.rest[1], {"state": json.dumps(self.rest[0])})
-            files[INDEX] = tensorfile.write_text(folder / INDEX, json.dumps(self.index))
+            text = json.dumps(self.index)
+            if len(text) > strict.JSON_BYTES:
+                raise CheckpointError(f"{INDEX} would have {len(text)} bytes, the most is {strict.JSON_BYTES}.")
+            files[INDEX] = tensorfile.write_text(folder / INDEX, text)
         return files
 
 
@@ -156,7 +160,8 @@ def snapshot(states: dict[str, Stateful], rank_state: dict[str, Any], planned: P
         listing.append([item.index.fqn, list(offsets), list(data.chunk.sizes), dtype, list(data.size)])
     mine, index = (planned or Planned()).assign(listing)
     pieces: dict[str, Any] = {in_file(*piece): planner.resolve_data(item) for piece, item in items.items() if piece in mine}
-    failure, encoded = None, []
+    odd = [f"{name}, of type {dtype}," for name, _, _, dtype, _ in listing if dtype not in SIZES]
+    failure, encoded = f"{odd[0]} is none of the types that are saved." if odd else None, []
     for what, value in (("the state of ", rest), ("this rank's ", rank_state)):
         aside: dict[str, torch.Tensor] = {}
         try:

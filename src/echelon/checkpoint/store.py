@@ -7,9 +7,9 @@ files, so that no rank ever holds more than its own tensors. Reading is each ran
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +19,16 @@ import torch
 from torch.distributed.checkpoint import ChunkStorageMetadata, DefaultLoadPlanner, Metadata
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from echelon.checkpoint import plain
+from echelon.checkpoint import manifest as manifests
+from echelon.checkpoint import plain, structure
 from echelon.checkpoint.layout import INDEX, STATE, NamedState, Stateful, in_file, own_file, this_rank
-from echelon.checkpoint.place import Place, Remote
+from echelon.checkpoint.manifest import BLOCK_BYTES
+from echelon.checkpoint.place import Place, Remote, create, open_file
+from echelon.checkpoint.strict import Wrong
 from echelon.checkpoint.tensorfile import Span, TensorFile
 from echelon.contracts import errors
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from echelon.contracts.terminal import printable
 from echelon.world import agree
 
 __all__ = ["Files", "Report", "Tensors", "compare", "local_files", "on_each", "read_rank", "read_states", "table"]
@@ -51,40 +55,71 @@ class Report:
 
 
 @contextlib.contextmanager
-def local_files(folder: Place) -> Iterator[Files]:
-    """Context with the files of a checkpoint on this machine: those of a Remote are fetched when they are first asked for."""
+def local_files(folder: Place, manifest: dict[str, Any] | None = None) -> Iterator[Files]:
+    """Context with the files of a checkpoint on this machine: those of a Remote are fetched when they are first asked for.
+
+    Args:
+        manifest: the checkpoint's, if it was read already.
+    """
+    manifest = manifest or manifests.read(folder)
     if isinstance(folder, Path):
-        yield Files(folder, folder)
+        yield Files(folder, folder, manifest)
         return
     temporary = Path(tempfile.mkdtemp(prefix="echelon-"))
     try:
-        yield Files(folder, temporary)
+        yield Files(folder, temporary, manifest)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 class Files:
-    def __init__(self, folder: Place, here: Path) -> None:
-        self._folder, self._here = folder, here
+    """The files that a checkpoint's manifest lists, and no others."""
+
+    def __init__(self, folder: Place, here: Path, manifest: dict[str, Any]) -> None:
+        self.folder, self.manifest, self._here = folder, manifest, here
         self._open: dict[str, TensorFile] = {}
 
-    def path(self, name: str) -> Path:
-        here = self._here / name
-        source = self._folder / name
+    def _path(self, name: str) -> Path:
+        if name not in self.manifest["files"]:
+            raise CheckpointCorruptError(f"{self.folder} has no {name!r}: its manifest does not list it.")
+        here, source = self._here / name, self.folder / name
         if isinstance(source, Remote) and not here.exists():
-            source.download(here)
+            _fetch(source, self.manifest["files"][name], here)
         return here
 
-    def open(self, name: str) -> TensorFile:
+    def open(self, name: str, *, verify: bool = False) -> TensorFile:
         if name not in self._open:
-            self._open[name] = TensorFile(self.path(name))
+            path = self._path(name)
+            self._open[name] = TensorFile(path, self.manifest["files"][name], verify=verify)
         return self._open[name]
 
     def state(self, name: str) -> dict[str, Any]:
         """The nested state in a file."""
-        file = self.open(name)
-        value: dict[str, Any] = plain.decode(json.loads(file.metadata["state"]), file.tensor)
+        file = self.open(name, verify=True)
+        try:
+            value: dict[str, Any] = plain.decode(structure.state_of(file.header), file.tensor)
+        except (Wrong, TypeError, ValueError, KeyError) as error:
+            raise CheckpointCorruptError(f"{file.path} is not what echelon writes: {error}.") from None
         return value
+
+
+def _fetch(source: Remote, entry: dict[str, Any], to: Path) -> None:
+    """Copy a file here, as far as it is what the manifest says: what was verified may have been exchanged since."""
+    sums, left = [], entry["size"]
+    with open_file(source) as (stream, _), create(to) as file:
+        while left:
+            block, now = min(left, BLOCK_BYTES), 0
+            left -= block
+            while block and (piece := stream.read(min(block, 4 << 20))):
+                file.write(piece)
+                block, now = block - len(piece), zlib.crc32(piece, now)
+            sums.append(f"{now:08x}")
+            if block:
+                break
+        whole = not left and not stream.read(1)
+    if not whole or sums != entry["crc32"]:
+        to.unlink()
+        raise CheckpointCorruptError(f"{source} is not what was written: its size or checksum differs.")
 
 
 class Tensors:
@@ -92,7 +127,14 @@ class Tensors:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self.index: dict[str, Any] = json.loads(files.path(INDEX).read_bytes())
+        try:
+            self.index: dict[str, Any] = structure.read_index(files.folder, files.manifest)
+        except Wrong as error:
+            raise CheckpointCorruptError(f"{files.folder / INDEX} is not what echelon writes: {error}.") from None
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        return self._files.manifest
 
     def shape(self, name: str) -> list[int]:
         shape: list[int] = self.index[name]["shape"]
@@ -111,10 +153,7 @@ class Tensors:
     def piece(self, name: str, offsets: list[int], sizes: list[int], written_in: str) -> torch.Tensor:
         """A piece as it was written: a view of its file."""
         file = self._files.open(written_in)
-        try:
-            return file.tensor(in_file(name, tuple(offsets)), plain.dtype_of(self.index[name]["dtype"]), sizes)
-        except KeyError:
-            raise CheckpointCorruptError(f"{file.path} does not hold {name!r}, which {INDEX} says it does.") from None
+        return file.tensor(in_file(name, tuple(offsets)), plain.dtype_of(self.index[name]["dtype"]), sizes)
 
     def part(self, name: str, storage_offsets: torch.Size | None, begins: torch.Size, lengths: torch.Size) -> torch.Tensor:
         """A part of the piece that begins at `storage_offsets`."""
@@ -155,9 +194,10 @@ class Tensors:
 
     def spans(self, name: str) -> list[tuple[Span, str]]:
         """Where the pieces of a tensor lie, and in which of the checkpoint's files."""
+        dtype = plain.dtype_of(self.index[name]["dtype"])
         return [
-            (self._files.open(written_in).span(in_file(name, tuple(offsets))), written_in)
-            for offsets, _, written_in in self.index[name]["pieces"]
+            (self._files.open(written_in).span(in_file(name, tuple(offsets)), dtype, sizes), written_in)
+            for offsets, sizes, written_in in self.index[name]["pieces"]
         ]
 
     def span(self, name: str) -> Span | None:
@@ -170,18 +210,24 @@ class Tensors:
             file.forget()
 
 
-def read_states(folder: Place, states: dict[str, Stateful], *, strict: bool = True) -> Report:
+def read_states(
+    folder: Place, states: dict[str, Stateful], manifest: dict[str, Any] | None = None, *, strict: bool = True
+) -> Report:
     """Read what a snapshot wrote into the given states, whatever number of ranks wrote it. Collective.
 
+    Args:
+        manifest: the checkpoint's, if it was read already.
     Raises:
+        CheckpointCorruptError: it is not what was written; nothing was changed yet, but perhaps some tensors.
         CheckpointMismatchError: a state or a parameter is missing, left over, or has another shape; with a table. With
             strict=False the missing and the left over are left alone, and returned. Ranks that do not ask for the same.
     """
     _same_states(states)
-    with local_files(folder) as files:
+    with contextlib.ExitStack() as stack:
+        files = on_each(folder, lambda: stack.enter_context(local_files(folder, manifest)))
         rest, saved = on_each(folder, lambda: (files.state(STATE), Tensors(files)))
         named = {n: s for n, s in states.items() if isinstance(s, NamedState) and n in rest}
-        values, lacking = on_each(folder, lambda: _targets(named, saved, rest))
+        values, lacking = on_each(folder, lambda: _targets(folder, named, saved, rest))
         wanted = {f"{n}.{k}": v for n, state in values.items() for k, v in state.items() if isinstance(v, torch.Tensor)}
         report = compare(folder, states, rest, wanted, saved, strict, lacking)
         tensors = {k: v for k, v in wanted.items() if k in saved.index}
@@ -209,8 +255,12 @@ def _same_states(states: dict[str, Stateful]) -> None:
         raise CheckpointMismatchError(f"ranks restore different units:\n{shown}Every rank must build the same one.")
 
 
-def _targets(named: dict[str, Any], saved: Tensors, rest: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def _targets(
+    folder: Place, named: dict[str, Any], saved: Tensors, rest: dict[str, Any]
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """By state what is to be filled, and what of it the checkpoint does not know. An optimizer's depend on what was saved."""
+    if odd := [name for name in named if not isinstance(rest[name], dict)]:
+        raise CheckpointCorruptError(f"{folder / STATE} is not what echelon writes: {odd[0]!r} is no dict.")
     kinds = {name: (plain.dtype_of(entry["dtype"]), entry["shape"]) for name, entry in saved.index.items()}
     values: dict[str, dict[str, Any]] = {}
     lacking: list[str] = []
@@ -288,8 +338,8 @@ def _loses(saved: str, now: str) -> bool:
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], most: int = 12) -> str:
-    """Rows in columns; of many the first few and how many more."""
-    shown = [head, *rows[:most]]
+    """Rows in columns; of many the first few and how many more. They may be of a file that somebody else wrote."""
+    shown = [head, *(tuple(printable(cell).replace("\n", "?").replace("\t", " ") for cell in row) for row in rows[:most])]
     widths = [max(len(row[i]) for row in shown) for i in range(len(head))]
     lines = ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
     return "\n".join([*lines, *([f"  and {len(rows) - most} more"] if len(rows) > most else [])]) + "\n"
@@ -301,5 +351,5 @@ def read_rank(folder: Place, manifest: dict[str, Any]) -> dict[str, Any] | None:
     written = sum(name.startswith("rank-") for name in manifest["files"])
     if written != size:
         return None
-    with local_files(folder) as files:
+    with local_files(folder, manifest) as files:
         return files.state(own_file(rank))

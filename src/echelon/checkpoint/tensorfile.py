@@ -1,10 +1,6 @@
 """Tensor files in the safetensors layout: written as a stream with the checksums of their blocks, read by mapping them.
 
-    8 bytes  length of the header
-    header   JSON: name -> dtype, shape, data_offsets; "__metadata__": strings
-    data     the tensors, one after the other
-
-A type that safetensors has no name for is written as bytes; the checkpoint's index has its real type.
+What the layout is, and what may be in it, says `header`.
 """
 
 from __future__ import annotations
@@ -20,30 +16,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from echelon.checkpoint.manifest import BLOCK_BYTES
-from echelon.checkpoint.place import Place
-from echelon.contracts.errors import CheckpointCorruptError
+from echelon.checkpoint import header as headers
+from echelon.checkpoint import strict
+from echelon.checkpoint.header import Entry
+from echelon.checkpoint.manifest import BLOCK_BYTES, checksums
+from echelon.checkpoint.place import Place, create, open_file
+from echelon.checkpoint.plain import dtype_of
+from echelon.checkpoint.strict import Wrong
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointError
 
 __all__ = ["Source", "Span", "TensorFile", "as_bytes", "assemble", "write", "write_text"]
 
-_NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-_TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _PIECE_BYTES = 8 << 20
 
 
@@ -74,7 +57,7 @@ def write(path: Place, sources: Iterable[Source], metadata: dict[str, str] | Non
     sources = list(sources)
     text, sizes = _header(sources, metadata)
     sums = _Sums()
-    with path.open("xb" if isinstance(path, Path) else "wb") as file:
+    with create(path) if isinstance(path, Path) else path.open("wb") as file:
         file.write(text)
         sums.add(memoryview(text))
         for (name, _, _, values), size in zip(sources, sizes, strict=True):
@@ -96,14 +79,16 @@ def assemble(path: Path, sources: Iterable[Source], metadata: dict[str, str] | N
     """As `write`, without checksums: what lies in a file as it should is copied by the system."""
     sources = list(sources)
     text, _ = _header(sources, metadata)
-    with open(path, "xb", buffering=0) as file:
+    with create(path) as file:
         _write_all(file, memoryview(text))
         for _, _, _, values in sources:
             value = values()
             if isinstance(value, Span):
+                file.flush()
                 _send(file, value)
             else:
                 _write_all(file, as_bytes(value))
+        file.flush()
         os.fsync(file.fileno())
 
 
@@ -132,20 +117,22 @@ def _header(sources: list[Source], metadata: dict[str, str] | None) -> tuple[byt
         size = dtype.itemsize
         for dim in dims:
             size *= dim
-        known = dtype in _NAMES
-        entry = {"dtype": _NAMES[dtype] if known else "U8", "shape": dims if known else [size]}
+        known = headers.NAMES.get(str(dtype))
+        entry = {"dtype": known or "U8", "shape": dims if known else [size]}
         header[name] = {**entry, "data_offsets": [position, position + size]}
         position += size
         sizes.append(size)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > strict.JSON_BYTES:
+        raise CheckpointError(f"names and states of {len(text)} bytes of JSON, the most is {strict.JSON_BYTES}: use arrays.")
     return struct.pack("<Q", len(text)) + text, sizes
 
 
 def write_text(path: Place, text: str) -> dict[str, Any]:
     """Write a text file, and to the disk. Returns its entry in the manifest."""
     data, sums = text.encode(), _Sums()
-    with path.open("xb" if isinstance(path, Path) else "wb") as file:
+    with create(path) if isinstance(path, Path) else path.open("wb") as file:
         file.write(data)
         sums.add(memoryview(data))
         file.flush()
@@ -177,53 +164,54 @@ class _Sums:
 class TensorFile:
     """A tensor file, mapped: tensors are views of it, and only what is touched is read. The file is never changed.
 
+    Args:
+        entry: what the manifest says of it, its size and checksums; None for a file of another program.
+        verify: compare all of it with its checksums, for a small file.
     Raises:
-        CheckpointCorruptError: it is no tensor file, or its header promises what the file does not have.
+        CheckpointCorruptError: it is no tensor file, or not the one that the manifest says.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, entry: dict[str, Any] | None = None, *, verify: bool = False) -> None:
         self.path = path
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < 8:
-                raise CheckpointCorruptError(f"{path} is no tensor file: it has {size} bytes.")
+        with open_file(path) as (file, size):
+            if entry is not None and size != entry["size"]:
+                raise CheckpointCorruptError(f"{path} is cut off or grown: {size} bytes instead of {entry['size']}.")
+            try:
+                self.header = headers.read(file, size, headers.FOREIGN_BYTES if entry is None else strict.JSON_BYTES)
+            except Wrong as error:
+                raise CheckpointCorruptError(f"{path} is no tensor file: {error}.") from None
             # Copy on write: torch takes no read-only memory.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        (length,) = struct.unpack("<Q", self._map[:8])
-        self._start = 8 + length
-        try:
-            if self._start > size:
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(self._map[8 : self._start])
-            self.metadata: dict[str, str] = header.pop("__metadata__", {})
-            self.entries = {name: self._entry(entry, size - self._start) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointCorruptError(f"{path} is no tensor file: {error}.") from error
+        if verify and entry is not None and checksums(self._map) != entry["crc32"]:
+            raise CheckpointCorruptError(f"{path} is not what was written: its checksum differs.")
 
-    def _entry(self, entry: Any, room: int) -> tuple[torch.dtype, list[int], int, int]:
-        dtype, shape, (begin, end) = _TYPES[entry["dtype"]], [int(n) for n in entry["shape"]], entry["data_offsets"]
-        size = dtype.itemsize
-        for dim in shape:
-            size *= dim
-        if not 0 <= begin <= end <= room or size != end - begin or min(shape, default=0) < 0:
-            raise ValueError(f"an entry of {shape} at {begin} to {end}, in {room} bytes")
-        return dtype, shape, begin, end
+    def tensor(self, name: str, dtype: torch.dtype | None = None, shape: list[int] | None = None) -> torch.Tensor:
+        """A tensor by name. Give type and shape for what may have been written as bytes.
 
-    def tensor(self, name: str, dtype: torch.dtype | None = None, shape: Iterable[int] | None = None) -> torch.Tensor:
-        """A tensor by name. Give type and shape for what was written as bytes."""
-        kind, dims, begin, end = self.entries[name]
-        if begin == end:
-            flat = torch.empty(0, dtype=kind)
+        Raises:
+            CheckpointCorruptError: there is none, or one of another type or shape.
+        """
+        entry = self._entry(name, dtype, shape)
+        held = dtype_of(entry.dtype)
+        if entry.begin == entry.end:
+            flat = torch.empty(0, dtype=held)
         else:
-            flat = torch.frombuffer(self._map, dtype=kind, count=(end - begin) // kind.itemsize, offset=self._start + begin)
-        if dtype is not None and dtype != kind:
-            return flat.view(dtype).reshape(list(shape or []))
-        return flat.reshape(dims)
+            count = (entry.end - entry.begin) // held.itemsize
+            flat = torch.frombuffer(self._map, dtype=held, count=count, offset=self.header.start + entry.begin)
+        if dtype is not None and shape is not None:
+            return flat.view(dtype).reshape(shape)
+        return flat.reshape(entry.shape)
 
-    def span(self, name: str) -> Span:
-        """Where a tensor lies in the file."""
-        _, _, begin, end = self.entries[name]
-        return Span(self.path, self._start + begin, end - begin)
+    def span(self, name: str, dtype: torch.dtype | None = None, shape: list[int] | None = None) -> Span:
+        """Where a tensor lies in the file; as `tensor`."""
+        entry = self._entry(name, dtype, shape)
+        return Span(self.path, self.header.start + entry.begin, entry.end - entry.begin)
+
+    def _entry(self, name: str, dtype: torch.dtype | None, shape: list[int] | None) -> Entry:
+        entry = self.header.entries.get(name)
+        if entry is None or (dtype is not None and shape is not None and not entry.holds(str(dtype), shape)):
+            raise CheckpointCorruptError(f"{self.path} does not hold {name!r} as it was written.")
+        return entry
 
     def forget(self) -> None:
         """Give back the memory of what was read so far; it is read anew when it is touched."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, UsageError
+from echelon.contracts.terminal import printable
 
 __all__ = ["add_arguments", "execute"]
 
@@ -50,7 +51,7 @@ def _found(where: str) -> list[Any]:
     from echelon.checkpoint.place import place
 
     path = place(where)
-    if (path / manifest.MANIFEST).exists() or re.fullmatch(r"step-\d{8,}", path.name):
+    if (path / manifest.MANIFEST).exists() or manifest.is_named(path):
         return [path]
     if not path.exists():
         raise CheckpointNotFoundError(f"there is no {path}.")
@@ -110,14 +111,15 @@ def _ls(arguments: argparse.Namespace) -> int:
                 "yes" if manifest.is_whole(path) else "no: a file is missing or cut off",
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
+    cells = [[_cell(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    for row in cells:
         print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from echelon.checkpoint import manifest
+    from echelon.checkpoint import manifest, structure
 
     found = _found(arguments.path)
     if not found:
@@ -126,14 +128,14 @@ def _verify(arguments: argparse.Namespace) -> int:
     for path in found:
         try:
             facts = manifest.read(path)
-            wrong = manifest.problems(path, facts, threads=2)
+            wrong = list(dict.fromkeys(manifest.problems(path, facts, threads=2) + structure.problems(path, facts)))
         except CheckpointError as error:
             wrong = [str(error)]
         bad += bool(wrong)
         size = "" if wrong else f": {len(facts['files'])} files, {_size(sum(e['size'] for e in facts['files'].values()))}"
         print(f"{path}  {'CORRUPT' if wrong else 'ok'}{size}")
         for line in wrong:
-            print(f"  {line}")
+            print(f"  {printable(line)}")
     return 1 if bad else 0
 
 
@@ -143,10 +145,10 @@ def _diff(arguments: argparse.Namespace) -> int:
     rows, only = export.differences(*(_weights_or_newest(where) for where in (arguments.a, arguments.b)))
     unequal = [row for row in rows if not row[1] <= arguments.tolerance]
     for name, relative, note in sorted(unequal, key=lambda row: -row[1] if row[1] == row[1] else float("-inf")):
-        print(f"{name}  {note or f'{relative:.3g}'}")
+        print(f"{_cell(name)}  {note or f'{relative:.3g}'}")
     for which, names in zip((arguments.a, arguments.b), only, strict=True):
         for name in names:
-            print(f"{name}  only in {which}")
+            print(f"{_cell(name)}  only in {which}")
     same = len(rows) - len(unequal)
     print(f"{same} of {len(rows)} common tensors equal" + (f" to {arguments.tolerance:g}" if arguments.tolerance else ""))
     return 1 if unequal or any(only) else 0
@@ -174,6 +176,11 @@ def _import(arguments: argparse.Namespace) -> int:
     written = export.convert(source, out, shard_bytes=size, trust_pickle=arguments.trust_pickle)
     print(*written, sep="\n")
     return 0
+
+
+def _cell(text: str) -> str:
+    """Of a file that somebody else may have written, on one line."""
+    return printable(text).replace("\n", "?").replace("\t", " ")
 
 
 def _size(size: float) -> str:

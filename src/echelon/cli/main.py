@@ -26,6 +26,7 @@ VERBS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. 2 means that the command or a value in it makes no sense."""
     from echelon.contracts.errors import EchelonError, UsageError
+    from echelon.contracts.terminal import printable
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb = arguments[0] if arguments else ""
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(module.execute(parser.parse_args(arguments[1:])))
     except EchelonError as error:
-        print(f"echelon: {error}", file=sys.stderr)
+        print(f"echelon: {printable(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:  # before or after the ranks: while they run, the launcher hears it itself
         print("echelon: stopped by SIGINT", file=sys.stderr)

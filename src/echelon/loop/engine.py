@@ -88,7 +88,7 @@ class Run:
 
     def _leaves(self, phase: PhaseState, progress: Progress) -> bool:
         """Whether this run was asked to stop by a signal, on any rank, and is not complete."""
-        if self._complete(phase, progress) or not agree.any_rank(stop.asked() is not None):
+        if phase.is_complete(progress) or not agree.any_rank(stop.asked() is not None):
             return False
         stop.leaving()
         step = progress.num_steps_completed
@@ -422,12 +422,7 @@ class Run:
     # --- limits
 
     def _done(self, phase: PhaseState, progress: Progress) -> bool:
-        return self.state.should_stop or self._complete(phase, progress)
-
-    def _complete(self, phase: PhaseState, progress: Progress) -> bool:
-        if phase.max_epochs is not None and progress.num_epochs_completed >= phase.max_epochs:
-            return True
-        return phase.max_steps is not None and progress.num_steps_completed >= phase.max_steps
+        return self.state.should_stop or phase.is_complete(progress)
 
     def _total_steps(self) -> int | None:
         """Steps when the run is complete, as far as lengths tell."""

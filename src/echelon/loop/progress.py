@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
+
+from echelon.contracts.errors import CheckpointCorruptError
 
 __all__ = ["Progress"]
 
@@ -66,7 +69,23 @@ class Progress:
         return {**vars(self), "skipped": [list(each) for each in self.skipped]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name in ("num_epochs_completed", *_STEPS):
-            setattr(self, name, int(state_dict.get(name, 0)))
+        """
+        Raises:
+            CheckpointCorruptError: it is not what `state_dict` gives.
+        """
+        counts = {name: _whole(name, state_dict.get(name, 0)) for name in ("num_epochs_completed", *_STEPS)}
+        skipped = state_dict.get("skipped", [])
+        if not isinstance(skipped, (list, tuple)) or not all(
+            isinstance(each, (list, tuple)) and len(each) == 2 for each in skipped
+        ):
+            raise CheckpointCorruptError(f"a progress has skipped {reprlib.repr(skipped)}, which are no ranges of steps.")
+        self.skipped = [(_whole("skipped", first), _whole("skipped", stop)) for first, stop in skipped]
         self.evaluation_due = bool(state_dict.get("evaluation_due", False))
-        self.skipped = [(int(first), int(stop)) for first, stop in state_dict.get("skipped", ())]
+        for name, count in counts.items():
+            setattr(self, name, count)
+
+
+def _whole(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise CheckpointCorruptError(f"a progress says {name} is {reprlib.repr(value)}, which is no number of steps.")
+    return value

@@ -11,6 +11,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol
 
 from echelon.data.prefetch import Feed
+from echelon.loop.progress import Progress
 
 if TYPE_CHECKING:
     from echelon.loop.record import Recorder
@@ -97,6 +98,12 @@ class PhaseState:
         self.step_output: Any = None
         self.iteration_timer = IterationTimer()
         self.feed: Feed | None = None
+
+    def is_complete(self, progress: Progress) -> bool:
+        """Whether a limit on the whole run is reached."""
+        if self.max_epochs is not None and progress.num_epochs_completed >= self.max_epochs:
+            return True
+        return self.max_steps is not None and progress.num_steps_completed >= self.max_steps
 
 
 def _check_limit(name: str, value: Any) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.checkpoint import strict
 from echelon.checkpoint.store import table
-from echelon.contracts.errors import CheckpointMismatchError
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.data import resume
 from echelon.data.loader import Loader
@@ -33,6 +34,9 @@ _BY_HAND = {"DDPPrepared": "ddp", "FSDPPrepared": "fsdp", "FSDP1Prepared": "fsdp
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
 # Options that a schedule moves.
 _SCHEDULED = {"lr": ("initial_lr",), "momentum": ("max_momentum",), "betas": ("max_momentum",)}
+
+# Of one of the user's values as text.
+_MOST_BYTES = 1 << 20
 
 Row = tuple[str, str, str, str, bool]  # what, saved, now, what it means, harmful
 
@@ -112,11 +116,13 @@ def _users(unit: Unit) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold it, and nobody would rather have it in a file of its own."""
     try:
-        json.dumps(value)
-    except (TypeError, ValueError):
+        text = json.dumps(value)
+        strict.check_depth([[[[value]]]])
+    except (TypeError, ValueError, RecursionError):
         return False
-    return True
+    return len(text) <= _MOST_BYTES
 
 
 def _command() -> list[str]:
@@ -132,21 +138,25 @@ def check(saved: Mapping[str, Any], unit: Unit, loader: Any, *, optimizers: bool
         a table of what changed, "" if nothing did, and the names of what is not harmless but allowed.
     Raises:
         CheckpointMismatchError: a change that is neither harmless nor allowed, with the table.
+        CheckpointCorruptError: `saved` is not what `facts` gives.
     """
-    now, allowed = facts(unit, loader), set(allowed)
-    rows = _changes(saved, now, optimizers)
-    if isinstance(loader, Loader):
-        allowed |= loader.accept_changes
-        rows += (
-            [(c.name, c.saved, c.now, c.meaning, c.harmful) for c in resume.changes(saved["data"], now["data"])]
-            if saved.get("data")
-            else []
-        )
-    told = agree.gather([rows, sorted(allowed)])
-    everyones = dict.fromkeys(tuple(row) for each, _ in told for row in each)
+    now, allowed, problem = facts(unit, loader), set(allowed), None
+    rows: list[Row] = []
+    try:
+        rows = _changes(saved, now, optimizers)
+        if isinstance(loader, Loader):
+            allowed |= loader.accept_changes
+            if saved.get("data"):
+                rows += [(c.name, c.saved, c.now, c.meaning, c.harmful) for c in resume.changes(saved["data"], now["data"])]
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:  # it is not what `facts` gave
+        problem = repr(error)
+    told = agree.gather([rows, sorted(allowed), problem])
+    if odd := next((text for *_, text in told if text is not None), None):
+        raise CheckpointCorruptError(f"what the checkpoint says of its run is not what echelon writes: {odd}.")
+    everyones = dict.fromkeys(tuple(row) for each, *_ in told for row in each)
     if not everyones:
         return "", set()
-    allowed = {name for _, each in told for name in each}
+    allowed = {name for _, each, _ in told for name in each}
     shown = [
         (name, a, b, meaning if not harmful else f"{'allowed' if name in allowed else 'NOT harmless'}: {meaning}")
         for name, a, b, meaning, harmful in sorted(everyones, key=lambda row: (row[4], row[0]))
@@ -163,7 +173,14 @@ def check(saved: Mapping[str, Any], unit: Unit, loader: Any, *, optimizers: bool
 
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any], optimizers: bool) -> list[Row]:
-    """What differs, other than the loader."""
+    """What differs, other than the loader.
+
+    Raises:
+        TypeError, ...: `saved` is not what `facts` gives.
+    """
+    for name in ("user", "optimizers", "options", "data"):
+        if not isinstance(saved.get(name, {}), Mapping):
+            raise TypeError(f"{name} is {type(saved[name]).__name__}")
     rows: list[Row] = []
     for name in _HARMLESS:
         if name in saved and saved[name] != now[name]:
@@ -177,7 +194,7 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any], optimizers: bool)
         return rows
     for name, kind in saved.get("optimizers", {}).items():
         if kind != now["optimizers"].get(name, kind):
-            rows.append((name, kind, now["optimizers"][name], "it begins without what the saved one knew", True))
+            rows.append((name, _shown(kind), now["optimizers"][name], "it begins without what the saved one knew", True))
         elif name in now["options"] and len(saved.get("options", {}).get(name, ())) == len(now["options"][name]):
             rows += _given(name, saved["options"][name], now["options"][name])
     return rows

@@ -13,6 +13,7 @@ from echelon.checkpoint import commit, foreign, store
 from echelon.checkpoint.place import Place
 from echelon.checkpoint.store import Report
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, UsageError
+from echelon.contracts.terminal import printable
 from echelon.data.fingerprint import checksum
 from echelon.data.loader import Loader
 from echelon.loop.callbacks import changes
@@ -70,13 +71,14 @@ def restore_first(
     for path in ordered:
         try:
             manifest = commit.verify(path)
+            # What is only found here, an older checkpoint then writes over.
+            _restore(path, manifest, unit, loader, options)
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
             if not fall_back:
                 raise CheckpointCorruptError(f"{path} is the newest and corrupt: {error}") from error
             wrong.append(str(error))
-            logger.warning("%s is corrupt and passed over: %s", path, error)
+            logger.warning("%s is corrupt and passed over: %s", path, printable(str(error)))
             continue
-        _restore(path, manifest, unit, loader, options)
         if wrong:
             logger.warning("went on from %s instead", path)
         return True
@@ -121,20 +123,38 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
     states = {name: state for name, state in states_by_name(unit.app_state()).items() if name in chosen}
     if seeks:
         states["train_dataloader"] = _IfSaved(loader, meant, lambda: store.read_rank(path, manifest))
-    report = store.read_states(path, states, strict=options.strict)
+    own = None
+    if not options._weights_only:
+        own = store.on_each(path, lambda: _own(path, manifest))
+    report = store.read_states(path, states, manifest, strict=options.strict)
     _log(report, path)
     if not options._weights_only:
-        _own(path, manifest, unit, metrics=options.restore_metrics)
+        _load_own(path, own, unit, metrics=options.restore_metrics)
     unit.restored()
     return report
 
 
-def _own(path: Place, manifest: dict[str, Any], unit: Unit, *, metrics: bool) -> None:
-    """What is this rank's own: random streams, and shares of `metrics`, if they are wanted."""
-    own = store.on_each(path, lambda: store.read_rank(path, manifest))
+def _own(path: Place, manifest: dict[str, Any]) -> dict[str, Any] | None:
+    """What this rank wrote for itself: random streams, shares of metrics; None if another number of ranks did."""
+    own = store.read_rank(path, manifest)
+    if own is None:
+        return None
+    orders = own.get("reduction_order", {})
+    if not all(isinstance(each, dict) for each in (own.get("streams"), own.get("metrics"), orders)):
+        raise CheckpointCorruptError(f"{path} holds of a rank's own what echelon does not write: {', '.join(map(repr, own))}.")
+    if not all(isinstance(order, list) and all(isinstance(name, str) for name in order) for order in orders.values()):
+        raise CheckpointCorruptError(f"{path} holds an order of gradients that is none.")
+    return own
+
+
+def _load_own(path: Place, own: dict[str, Any] | None, unit: Unit, *, metrics: bool) -> None:
+    """
+    Args:
+        metrics: whether shares of metrics are wanted.
+    """
     # Ranks agree: with streams restored on some and not on others, none would be what it was.
     if not agree.any_rank(own is None) and own is not None:
-        streams.load_states(own["streams"])
+        store.on_each(path, lambda: _load_streams(path, own["streams"]))
         for name, metric in unit.tracked_metrics().items():
             if metrics and name in own["metrics"]:
                 load_share(metric, own["metrics"][name])
@@ -143,6 +163,13 @@ def _own(path: Place, manifest: dict[str, Any], unit: Unit, *, metrics: bool) ->
         streams.renew(unit.train_progress.num_steps_completed)
         if metrics and unit.tracked_metrics():
             logger.warning("saved by another number of ranks: the shares of %s begin anew", ", ".join(unit.tracked_metrics()))
+
+
+def _load_streams(path: Place, saved: dict[str, Any]) -> None:
+    try:
+        streams.load_states(saved)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        raise CheckpointCorruptError(f"{path} holds random streams that are none: {error!r}.") from None
 
 
 def _chosen(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
@@ -165,13 +192,13 @@ def _chosen(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
 
 def _log(report: Report, path: Place) -> None:
     if report.missing:
-        logger.warning("%s does not have, and left as they are: %s", path, ", ".join(report.missing))
+        logger.warning("%s does not have, and left as they are: %s", path, printable(", ".join(report.missing)))
     if report.cast and _speaks():
         kinds = Counter(report.cast.values())
         shown = ", ".join(f"{n} from {a} to {b}" for (a, b), n in kinds.items())
-        logger.warning("%s: tensors cast: %s; the first is %s", path, shown, next(iter(report.cast)))
+        logger.warning("%s: tensors cast: %s; the first is %s", path, shown, printable(next(iter(report.cast))))
     if report.unexpected:
-        logger.warning("%s has, and nobody asked for: %s", path, ", ".join(report.unexpected))
+        logger.warning("%s has, and nobody asked for: %s", path, printable(", ".join(report.unexpected)))
 
 
 def _speaks() -> bool:
@@ -215,6 +242,8 @@ class _IfSaved:
                     f"every rank had a {type(self._loader).__name__} of its own state, and another number of ranks goes on. "
                     "Use as many, or do not restore the loader; echelon.Loader goes on with any number."
                 )
+            if not isinstance(own.get("train_dataloader"), dict):
+                raise CheckpointCorruptError("the checkpoint holds no state of this rank's loader, and should.")
             state_dict = own["train_dataloader"]
         if not isinstance(self._loader, Loader):
             self._loader.load_state_dict(state_dict)
@@ -223,5 +252,9 @@ class _IfSaved:
         self._loader.accept_changes = accepted | self._meant
         try:
             self._loader.load_state_dict(state_dict)
+        except UsageError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointCorruptError(f"the checkpoint holds no state of a Loader: {error!r}.") from None
         finally:
             self._loader.accept_changes = accepted

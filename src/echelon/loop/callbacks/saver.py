@@ -103,15 +103,24 @@ class DistributedCheckpointSaver(Callback):
     # --- when
 
     def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
-        self.take_over(unit)
+        self.take_over(unit, state)
         reduction_order.note(unit.tracked_modules().values())
 
-    def take_over(self, unit: TrainUnit[Any]) -> None:
-        """Hold the folder's lease until the end of training, and set aside what must not be there. Collective, once in a run."""
+    def take_over(self, unit: TrainUnit[Any], state: State) -> None:
+        """Hold the folder's lease until the end of training, and set aside what must not be there. Collective, once in a run.
+
+        A run that is complete and saved has nothing to write: the folder may be read-only then.
+        """
         if self._holds:
             return
-        self._take_folder()
         step, anew = unit.train_progress.num_steps_completed, _begins_anew(self.dirpath)
+        try:
+            self._take_folder()
+        except CheckpointWriteError as error:
+            here = state.train_state
+            if here is None or not here.is_complete(unit.train_progress) or not commit.is_saved(self.dirpath, step):
+                raise
+            logger.info("the run is complete, and its folder is left as it is: %s", error)
         restart = self.restart or anew
         for path in commit.candidates(self.dirpath):
             # Another run's beginning is not this one's.
@@ -227,6 +236,8 @@ class DistributedCheckpointSaver(Callback):
         self._due = False
         self._look_after(state, wait=True)
         began, step, held = time.perf_counter(), _step(unit), self._holds
+        if not held and commit.is_saved(self.dirpath, step):
+            return None
         self._take_folder()
         try:
             staged = commit.stage(self.dirpath, step)

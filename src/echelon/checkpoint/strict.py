@@ -1,0 +1,97 @@
+"""JSON that may come from anybody, read as if it did: nothing but what it should say is taken, and everything else is `Wrong`.
+
+Works without torch. Whoever reads a file says which one when it turns `Wrong` into an error of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["DEPTH", "JSON_BYTES", "Wrong", "check_depth", "listing", "loads", "mapping", "short", "text", "whole"]
+
+# Of one JSON text in a checkpoint. Reading takes up to twenty times as much memory.
+JSON_BYTES = 1 << 30
+# Lists and objects one within the other. What is written is no deeper, either.
+DEPTH = 200
+
+
+class Wrong(ValueError):
+    """What is said cannot be. The text says what, without the file's name."""
+
+
+def loads(data: bytes | str) -> Any:
+    """The value of a JSON text, in which no name comes twice in an object.
+
+    Raises:
+        Wrong: it is no such text, or nested too deep.
+    """
+    try:
+        return json.loads(data if isinstance(data, str) else data.decode(), object_pairs_hook=_object)
+    except Wrong:
+        raise
+    except RecursionError:
+        raise Wrong("JSON that is nested too deep") from None
+    except (ValueError, MemoryError) as error:
+        raise Wrong(f"no JSON: {error}") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise Wrong(f"{short(next(name for name in names if names.count(name) > 1))} comes twice")
+    return made
+
+
+def check_depth(value: Any) -> None:
+    """
+    Raises:
+        Wrong: a value of JSON is nested deeper than what is written.
+    """
+    level = [value]
+    for _ in range(DEPTH):
+        level = [inner for each in level for inner in _inside(each)]
+        if not level:
+            return
+    raise Wrong(f"JSON that is nested deeper than {DEPTH}")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def whole(value: Any, what: str, most: int = 2**63 - 1) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise Wrong(f"{what} is {short(value)}, which is no whole number from 0 to {most}")
+    return value
+
+
+def text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise Wrong(f"{what} is {short(value)}, which is no text")
+    return value
+
+
+def listing(value: Any, what: str, length: int | None = None) -> list[Any]:
+    if not isinstance(value, list) or (length is not None and len(value) != length):
+        raise Wrong(f"{what} is {short(value)}, which is no list" + (f" of {length}" if length is not None else ""))
+    return value
+
+
+def mapping(value: Any, what: str, names: set[str] | None = None) -> dict[str, Any]:
+    """
+    Args:
+        names: all that it has.
+    """
+    if not isinstance(value, dict) or (names is not None and value.keys() != names):
+        shown = f" with {', '.join(sorted(names))}" if names is not None else ""
+        raise Wrong(f"{what} is {short(value)}, which is no object{shown}")
+    return value
+
+
+def short(value: Any) -> str:
+    """A value in few characters, none of which does anything to a terminal."""
+    return reprlib.repr(value)
