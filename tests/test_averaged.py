@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -351,3 +352,26 @@ def test_no_averages_without_training() -> None:
     unit = Regression(training=False, swa_params=ech.SWAParams(0, 1))
     assert unit.swa_model is None
     assert not dist.is_initialized()
+
+
+class _Copying:
+    """Averages as timm's ModelEmaV3 keeps them: a copy of the module, drawn towards it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = copy.deepcopy(module).eval()
+
+
+def _copied(strategies: list[str]) -> list[str]:
+    found = []
+    for strategy in strategies:
+        unit = Regression(strategy=strategy)
+        for target in (unit.module, torch.nn.ModuleList([unit.module])):
+            with pytest.raises(ech.EchelonError) as caught:
+                _Copying(target)
+            found.append(str(caught.value))
+    return found
+
+
+def test_copying_a_sharded_module_names_our_averages_instead(ranks: Ranks) -> None:
+    for texts in ranks(2, _copied, ["fsdp", "hsdp"]):
+        assert len(texts) == 4 and all("cannot be copied" in t and "SWAParams(averaging_method='ema'" in t for t in texts)
