@@ -112,6 +112,10 @@ CONFIGS: dict[str, Callable[[Any], Any]] = {
     "optimizers": change("config", "optimizers", to=5),
     "options": change("config", "options", to={"optimizer": [7]}),
     "user": change("config", "user", to="x"),
+    "modules": change("config", "modules", to=5),
+    "states": change("config", "states", to=[1]),
+    "kinds": change("config", "states", "module", to=[1]),
+    "position": change("config", "position", to=[1]),
 }
 
 

@@ -137,10 +137,13 @@ def _command() -> list[str]:
     return [str(word) for word in (about or {}).get("command", [])]
 
 
+_OF_STATES = ("modules", "optimizers", "options", "states")
+
+
 def renamed(saved: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, Any]:
     """A checkpoint's facts with the names of states that they have now."""
-    of_states = ("modules", "optimizers", "options", "states")
-    return {k: {moved(n, renames): v for n, v in each.items()} if k in of_states else each for k, each in saved.items()}
+    by_state = {k: each for k, each in saved.items() if k in _OF_STATES and isinstance(each, dict)}
+    return {**saved, **{k: {moved(n, renames): v for n, v in each.items()} for k, each in by_state.items()}}
 
 
 def check(saved: Mapping[str, Any], unit: Unit, loader: Any, *, optimizers: bool, allowed: Iterable[str]) -> tuple[str, set[str]]:
@@ -155,6 +158,10 @@ def check(saved: Mapping[str, Any], unit: Unit, loader: Any, *, optimizers: bool
     now, allowed, problem = facts(unit, loader), set(allowed), None
     rows: list[Row] = []
     try:
+        for name in _OF_STATES:
+            strict.mapping(saved.get(name, {}), name)
+        for kind in (*saved.get("states", {}).values(), saved.get("position") or ""):
+            strict.text(kind, "the kind of a state or a loader")
         rows = _changes(saved, now, optimizers)
         if isinstance(loader, Loader):
             allowed |= loader.accept_changes

@@ -138,7 +138,7 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
             "%s holds where a %s stood in the middle of an epoch; give it, too: train_dataloader=. Training on without reads the "
             "epoch's first batches again.",
             path,
-            config["position"],
+            printable(config["position"]),
         )
     own = None
     if not options._weights_only:
