@@ -230,7 +230,9 @@ def _load(folder: Path, kinds: list[str], sources: list[list[str]], final: Any) 
                 for w in (_wholes(folder / name / f"step-{SAVED:08d}"), final["fsdp1" in name, kind == "fsdp1"])
             ]
             try:
-                Saver.restore(folder / name / f"step-{SAVED:08d}", unit)
+                left_out = ("averages",) if unit.averages is None else ()
+                options = ech.RestoreOptions(allow_changes=left_out)
+                Saver.restore(folder / name / f"step-{SAVED:08d}", unit, restore_options=options)
                 worst, odd = _apart(unit, mine[0], [kind])
                 if worst or odd:
                     wrong[pair] = f"restored: {worst:.1e} {odd[:6]}"

@@ -143,7 +143,7 @@ def test_averages_of_frozen_parameters_are_left_out(tmp_path: Path) -> None:
     prefix = "swa_model.parameters."
     assert {n for n in names if n.startswith(prefix)} == {f"{prefix}last.weight", f"{prefix}last.bias"}
     unit = _unit(**options)
-    assert Saver.restore_from_latest(tmp_path, unit) and unit.swa_model is not None and unit.swa_model.n_averaged == 1
+    assert Saver.restore_from_latest(tmp_path, unit) and unit.swa_model is not None and unit.swa_model.n_averaged == 2
 
 
 def test_nothing_frozen_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
