@@ -47,7 +47,6 @@ from echelon.prover.values import (
     whole_parameters,
     wrappers_of,
 )
-from echelon.world import streams
 
 __all__ = ["Enough", "GradientWatch", "RankRecord", "Recorder", "rates_of"]
 
@@ -208,11 +207,11 @@ class Recorder(Callback):
 
     def _unlike_others(self, unit: Any, unseeded: set[str]) -> None:
         """Streams that a script does not seed would not be alike on its ranks if prove had not seeded them alike."""
-        rank = unit.prepared.dp_rank if isinstance(unit, AutoUnit) else self.rank
-        if not rank:
+        rank = self.rank
+        if isinstance(unit, AutoUnit) or not rank:  # an AutoUnit gives its ranks streams of their own
             return
-        if "torch" in unseeded and not isinstance(unit, AutoUnit):  # which sees to it by itself
-            streams.separate(rank)
+        if "torch" in unseeded:
+            torch.manual_seed(int(torch.randint(2**62, ())) ^ rank)
         if "numpy" in unseeded:
             np.random.seed(int(np.random.randint(2**31)) ^ rank)
         if "python" in unseeded:
