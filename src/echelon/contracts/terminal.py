@@ -13,7 +13,7 @@ _MORE_THAN_TEXT = re.compile(
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;:]{0,64}m")
 # The beginning of a colour, at the end of what is there so far.
-_BEGUN = re.compile(r"\x1b(\[[0-9;:]{0,64})?$")
+_BEGUN = re.compile(r"\x1b(\[[0-9;:]{0,64})?\Z")  # not $, which is also before the end of a line
 
 
 def printable(text: str) -> str:
