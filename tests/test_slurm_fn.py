@@ -456,7 +456,7 @@ def test_a_launch_command_that_starts_another_world_than_was_asked_for_fails_by_
     assert "rank 0 is in a world of 1, but 2 ranks were asked for (one node)" in said["fewer"]
     assert "The launch command was: python " in said["fewer"] and "torchrun --nnodes {num_machines}" in said["fewer"]
     assert "is in a world of 3, but 2 ranks were asked for" in said["more"]
-    assert "rank 0 is in a world of 1, but 2 ranks were asked for" in said["before"] and "in init_from_env" in said["before"]
+    assert "rank 0 is in a world of 1, but 2 ranks were asked for" in said["before"] and "ech.init_from_env()" in said["before"]
     assert "Accelerate had joined 1 rank here when the function returned, but 2 ranks were asked for" in said["a library"]
     assert said["all"] == [2, 2]
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == ["a library", "all"]  # nothing was trained for long
@@ -480,7 +480,7 @@ def test_fewer_values_than_ranks_are_a_failure_that_names_who_left_none(tmp_path
     write_spec(run, JobSpec("main", "command", ranks=2, nodes=2), launcher="local", id=str(os.getpid()), began=0.0)
     write_json(run.exit_json, {"exit_code": 0, "first_failure": None})
     for rank in (0, 2):
-        write_value(rank, str(run.attempt_path / f"value.rank{rank}.pkl"))
+        write_value(rank, str(run.attempt_path / f"value.rank{rank}.pkl"), str(job_of(run).believed()["key"]))
     with pytest.raises(RankFailedError, match="rank 1, 3 ended well, but left no value"):
         FunctionJob(job_of(run)).results(1)
 
