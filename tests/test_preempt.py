@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import echelon as ech
-from echelon.checkpoint import commit
+from echelon.checkpoint import commit, manifest
 from echelon.contracts.stopping import REQUEUE, leave
 from echelon.world import stop
 from tests.conftest import Ranks, clean_environment
@@ -151,6 +151,27 @@ def test_a_signal_at_any_moment_is_agreed_on_saved_and_leaves_no_trace(
     got, after = ranks(2, _went_on, tmp_path / "c", strategy)[0]
     assert largest_difference(got, want) == 0
     assert ended[0][2] + after == evaluations  # none is lost, none comes twice
+
+
+def _best(folder: Path, first: bool, moment: str = "") -> tuple[Any, ...]:
+    unit = Interrupted("ddp", moment, signal.SIGTERM, 1)
+    best = ech.BestCheckpointConfig("eval_loss", "min")
+    code = _fit(unit, folder, restored=not first, best_checkpoint_config=best, keep_last_n_checkpoints=2)
+    return code, unit.eval_loss, [manifest.read(path)["metrics"] for path in commit.committed(folder)]
+
+
+@pytest.mark.parametrize("moment", ["last step", "last evaluation"])
+def test_the_number_of_the_last_checkpoint_is_known_once_its_evaluation_was_made(
+    ranks: Ranks, tmp_path: Path, moment: str
+) -> None:
+    """It was saved before, as the signal came, and would never be the best. A run that is complete knows its loss, too."""
+    code, _, metrics = ranks(2, _best, tmp_path / "c", True, moment)[0]
+    assert (code, metrics[-1]) == (REQUEUE, {})
+    code, loss, metrics = ranks(2, _best, tmp_path / "c", False)[0]
+    assert (code, metrics[-1]) == (None, {"eval_loss": loss})
+    commit.verify(commit.latest(tmp_path / "c"))
+    for _ in range(2):
+        assert ranks(2, _best, tmp_path / "c", False)[1] == (None, loss, metrics)
 
 
 def _asked_before(folder: Path) -> tuple[int | None, int]:

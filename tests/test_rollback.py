@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import echelon as ech
+from echelon.checkpoint import commit
 from echelon.contracts.errors import DivergedError, UsageError
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
@@ -190,6 +191,14 @@ def test_an_evaluation_that_is_due_at_a_step_left_out_is_made(tmp_path: Path) ->
     """It decides the learning rate: one fewer would be seen."""
     for skipped in ([(3, 4)], [(7, 8)], [(10, 12)], [(2, 9)]):
         assert _with_evaluations(None, skipped)["evaluated"] == [4, 8, 12]
+
+
+def test_a_save_that_is_due_at_a_step_left_out_comes_after_the_next(tmp_path: Path) -> None:
+    unit = Regression(module=net())
+    unit.train_progress.skipped = [(3, 4), (7, 9)]
+    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_train_steps=4)
+    ech.train(unit, ech.Loader(_data(0, 0.0), 8, seed=1), max_steps=14, callbacks=[saver])
+    assert [commit.step_of(path) for path in commit.committed(tmp_path)] == [5, 10, 12, 14]
 
 
 def test_an_overflow_that_the_scaler_leaves_out_is_no_divergence(tmp_path: Path) -> None:

@@ -115,6 +115,19 @@ def test_an_optimizer_over_another_model_is_refused_under_every_strategy(ranks: 
     assert all(isinstance(refusal, str) for refusal in _copies(None))
 
 
+def _half_copied(strategy: str | None) -> Any:
+    module = net()
+    own = _sgd([*module.blocks.parameters(), *copy.deepcopy(module).first.parameters()])
+    return _trained(Given(own, module=module, strategy=strategy))
+
+
+def test_an_optimizer_that_holds_some_of_a_copy_is_refused(ranks: Ranks) -> None:
+    """Of what the module has, some is trained: a look at the first gradients shows what is not."""
+    found = [*(answer for strategy in ("ddp", "zero1") for answer in ranks(2, _half_copied, strategy)), _half_copied(None)]
+    for refusal in found:
+        assert "none of the 2 parameters" in refusal and "not the module's, but shaped as some of its" in refusal
+
+
 def _by_hand() -> dict[str, Any]:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 

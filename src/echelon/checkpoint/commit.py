@@ -23,7 +23,7 @@ import torch.distributed as dist
 from echelon.checkpoint import manifest as manifests
 from echelon.checkpoint import structure
 from echelon.checkpoint.manifest import MANIFEST, committed, is_whole, named, named_folders, step_of
-from echelon.checkpoint.place import Place, Remote, create, explain, is_there, make_folder, place, remove_tree, sync
+from echelon.checkpoint.place import Place, Remote, create, explain, is_there, make_folder, place, remove_tree, replace_file, sync
 from echelon.contracts import errors
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError
 from echelon.world import agree
@@ -35,6 +35,7 @@ __all__ = [
     "discard",
     "is_saved",
     "latest",
+    "note_metrics",
     "on_rank0",
     "publish",
     "set_aside",
@@ -158,6 +159,20 @@ def commit(staged: Place, step: int, files: dict[str, Any], facts: dict[str, Any
     os.rename(staged, str(final))
     sync(staged.parent)
     return final
+
+
+def note_metrics(folder: Place, metrics: dict[str, float]) -> None:
+    """Write numbers into the manifest of a checkpoint that was committed without them. Rank 0 alone, while it holds the lease.
+
+    The manifest is replaced as a whole: a kill leaves the one or the other. Those that it has stay as they are.
+    """
+    facts = manifests.read(folder)
+    facts.pop("format")
+    known = facts.get("metrics", {})
+    if set(metrics) <= set(known):
+        return
+    facts["metrics"] = {**metrics, **known}
+    replace_file(folder / MANIFEST, manifests.render(facts), durable=True)
 
 
 def discard(staged: Place) -> None:

@@ -205,8 +205,12 @@ def create(where: Path) -> IO[bytes]:
     return open(os.open(where, flags, 0o666), "wb")
 
 
-def replace_file(where: Place, data: bytes) -> None:
-    """Put a small file in the place of whatever has its name, as a whole; a link is replaced and not followed."""
+def replace_file(where: Place, data: bytes, *, durable: bool = False) -> None:
+    """Put a small file in the place of whatever has its name, as a whole; a link is replaced and not followed.
+
+    Args:
+        durable: a power cut, too, leaves the old file or the new one.
+    """
     if isinstance(where, Remote):
         where.write_bytes(data)
         return
@@ -214,7 +218,12 @@ def replace_file(where: Place, data: bytes) -> None:
     try:
         with create(half) as file:
             file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(half, where)
+        if durable:
+            sync(where.parent)
     except OSError:
         half.unlink(missing_ok=True)
         raise

@@ -12,6 +12,7 @@ In fp16 an update with an inf is skipped on all ranks: parameters, schedule and 
 from __future__ import annotations
 
 import logging
+import math
 from abc import abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -332,7 +333,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         if phase == "train" and self.step_lr_interval == "epoch":
             self._advance()
         elif phase == "eval":
-            self.eval_loss = self._evaluation.mean.compute()
+            self.eval_loss = loss = self._evaluation.mean.compute()
+            self.eval_progress.latest_loss = loss if math.isfinite(loss) else None
             if self._plateau and state.train_state is not None:
                 self.lr_scheduler.step(self.eval_loss)
             if state.recorder is not None:
@@ -520,6 +522,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
     def restored(self) -> None:
         """After a checkpoint: steps are micro-batches, of which an update has another number if the accumulation changed."""
         self.window.rescale(self.train_progress)
+        if self.eval_progress.latest_loss is not None:
+            self.eval_loss = self.eval_progress.latest_loss
         self._finite.forget()
 
 

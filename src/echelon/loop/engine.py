@@ -126,9 +126,9 @@ class Run:
             self._event("eval_start", phase=phase, within_fit=within_fit)
             self._begin(phase)
             with self._inner.evaluating():
-                self._epoch(phase)
+                whole = self._epoch(phase)
             self._call(self.hooks[phase].end)
-            loss = getattr(self.unit, "eval_loss", None) if phase == "eval" else None
+            loss = getattr(self.unit, "eval_loss", None) if phase == "eval" and whole else None
             step = self.unit.train_progress.num_steps_completed if isinstance(self.unit, TrainUnit) else None
             self._event(
                 "eval_end", phase=phase, within_fit=within_fit, step=step, eval_loss=loss if isinstance(loss, float) else None

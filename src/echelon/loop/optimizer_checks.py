@@ -55,9 +55,11 @@ def check_holds(unit: AutoUnit[Any], optimizer: Any) -> None:
 
 
 def look_at_first_update(unit: AutoUnit[Any], optimizer: torch.optim.Optimizer, *, together: bool) -> None:
-    """Refuse an optimizer that meets no gradient: it holds the parameters of a copy. Once; collective if `together`."""
+    """Refuse an optimizer that meets no gradient, or in part none: it holds the parameters of a copy. Once; collective if
+    `together`."""
     if overrides().observes:
         return
+    copies = _copies(unit, optimizer)
 
     looked = False  # a hook cannot remove itself
 
@@ -66,15 +68,25 @@ def look_at_first_update(unit: AutoUnit[Any], optimizer: torch.optim.Optimizer, 
         if looked:
             return
         looked = True
-        meets = any(p.grad is not None for p in parameters_of(optimizer))
-        if not (agree.any_rank(meets) if together else meets):
-            raise UsageError(
-                f"{type(unit).__name__}: none of the {_count(parameters_of(optimizer))} of the {type(optimizer).__name__} has a "
-                f"gradient in the first update. {_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from "
-                "module.parameters()."
-            )
+        for held, whose in ((parameters_of(optimizer), ""), (copies, " that are not the module's, but shaped as some of its")):
+            meets = not held or any(p.grad is not None for p in held)
+            if not (agree.any_rank(meets) if together else meets):
+                raise UsageError(
+                    f"{type(unit).__name__}: none of the {_count(held)} of the {type(optimizer).__name__}{whose} has a gradient "
+                    f"in the first update. {_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from module.parameters()."
+                )
 
     optimizer.register_step_pre_hook(look)
+
+
+def _copies(unit: AutoUnit[Any], optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """What the optimizer holds and nothing of the unit has, if parameters of these shapes are left out of the module's."""
+    held, mine = parameters_of(optimizer), list(unit.prepared.module.parameters())
+    ids, reached = {id(p) for p in held}, {id(p) for p in _within(vars(unit).values())} | {id(p) for p in mine}
+    strangers = [p for p in held if id(p) not in reached]
+    left = Counter(tuple(p.shape) for p in mine if p.requires_grad and id(p) not in ids)
+    are_like = any(p.numel() > 1 for p in strangers) and not Counter(tuple(p.shape) for p in strangers) - left
+    return strangers if are_like else []
 
 
 def not_the_modules(unit: AutoUnit[Any], optimizer: Any) -> list[nn.Parameter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from typing import Any
 
@@ -22,6 +23,7 @@ class Progress:
     Attributes:
         evaluation_due: within `fit`, an evaluation belongs here that has not come to its end; a run that goes on begins with it.
         skipped: ranges of steps, each as (first, one after the last), that count and are not trained on.
+        latest_loss: of the latest epoch, where the unit says it and it is finite: a run that goes on knows it, too.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Progress:
         self.num_steps_completed_in_prev_epoch = 0
         self.evaluation_due = False
         self.skipped: list[tuple[int, int]] = []
+        self.latest_loss: float | None = None
 
     def increment_step(self) -> None:
         self.num_steps_completed += 1
@@ -81,8 +84,15 @@ class Progress:
             raise CheckpointCorruptError(f"a progress has skipped {reprlib.repr(skipped)}, which are no ranges of steps.")
         self.skipped = [(_whole("skipped", first), _whole("skipped", stop)) for first, stop in skipped]
         self.evaluation_due = bool(state_dict.get("evaluation_due", False))
+        self.latest_loss = _loss(state_dict.get("latest_loss"))
         for name, count in counts.items():
             setattr(self, name, count)
+
+
+def _loss(value: Any) -> float | None:
+    if value is not None and not (isinstance(value, float) and math.isfinite(value)):
+        raise CheckpointCorruptError(f"a progress says latest_loss is {reprlib.repr(value)}, which is no finite number.")
+    return value
 
 
 def _whole(name: str, value: Any) -> int:

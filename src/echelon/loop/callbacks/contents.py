@@ -25,7 +25,7 @@ from echelon.world import agree, streams
 if TYPE_CHECKING:
     from echelon.loop.state import State
 
-__all__ = ["take"]
+__all__ = ["is_unevaluated", "monitored", "take"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +64,11 @@ def take(
     if frozen is not None:
         states, left = frozen.leave_out(states, unit)
     taken = snapshot(states, own, planned)
-    monitored = _monitored(best.monitored_metric, state, unit) if best is not None else {}
+    metrics_now = monitored(best.monitored_metric, state, unit) if best is not None else {}
     config = changes.facts(unit, loader)
     if position and not isinstance(loader, Placed):  # where progress alone does not tell it
         config["position"] = type(loader).__name__
-    facts = {"config": config, "host": socket.gethostname(), "metrics": monitored}
+    facts = {"config": config, "host": socket.gethostname(), "metrics": metrics_now}
     if left:
         facts["frozen"] = left
     return taken, facts
@@ -97,9 +97,14 @@ def _warn_if_inexact(state: State, loader: Any, position: Any) -> None:
             logger.warning("saved in the middle of an epoch, but %s", why)
 
 
-def _monitored(name: str, state: State, unit: TrainUnit[Any]) -> dict[str, float]:
+def is_unevaluated(state: State, unit: TrainUnit[Any]) -> bool:
+    """Whether an evaluation of these weights is due that has not come to its end."""
+    return state.eval_state is not None and unit.train_progress.evaluation_due
+
+
+def monitored(name: str, state: State, unit: TrainUnit[Any]) -> dict[str, float]:
     """The monitored number, rank 0's for all; without it, if the unit does not have it or it is not finite."""
-    if state.eval_state is not None and unit.train_progress.evaluation_due:
+    if is_unevaluated(state, unit):
         logger.warning("the checkpoint is kept without its %s: the run ends before the evaluation of these weights", name)
         return {}
     say = logger.error

@@ -93,7 +93,7 @@ class DistributedCheckpointSaver(Callback):
         self.keep = Keep(keep_last_n_checkpoints, keep_every_n_train_steps, best_checkpoint_config)
         self.async_checkpoint, self.on_busy, self.restart = async_checkpoint, on_busy, restart
         self.tolerated_failures, self.failures = tolerated_failures, 0
-        self._due = False
+        self._due, self._looked_at = False, 0  # a save, and the step at which it was last asked
         self._lease = Lease(self.dirpath)
         self._planned = Planned()
         self._frozen = Frozen() if only_trained else None
@@ -107,6 +107,7 @@ class DistributedCheckpointSaver(Callback):
 
     def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
         self.take_over(unit, state)
+        self._looked_at = _step(unit)
         if self._frozen is not None:
             self._frozen.begin(unit)
         reduction_order.note(unit.tracked_modules().values())
@@ -154,10 +155,12 @@ class DistributedCheckpointSaver(Callback):
         commit.on_rank0(lambda: commit.set_aside(path, why))
 
     def on_train_step_end(self, state: State, unit: TrainUnit[Any]) -> None:
-        every, steps = self.every.train_steps, unit.train_progress.num_steps_completed
+        every, steps, before = self.every.train_steps, _step(unit), self._looked_at
+        self._looked_at = steps
         if self._background.busy:
             self._look_after(state)
-        self._due = self._due or (every is not None and steps % every == 0)
+        # Not by steps % every: a step that is left out after a rollback comes by unseen.
+        self._due = self._due or (every is not None and steps // every > before // every)
         if self._due and unit.at_boundary and not _ends_epoch(state, unit):
             self._save(state, unit)
 
@@ -243,6 +246,7 @@ class DistributedCheckpointSaver(Callback):
         try:
             staged = commit.stage(self.dirpath, step)
             if staged is None:
+                self._note_metrics(state, unit, step)
                 return None
             taken, facts = contents.take(state, unit, self._planned, self.best, self._frozen)
             problem, files = None, {}
@@ -262,6 +266,14 @@ class DistributedCheckpointSaver(Callback):
                 self._release()
         self._saved(state, step, time.perf_counter() - began)
         return path
+
+    def _note_metrics(self, state: State, unit: TrainUnit[Any], step: int) -> None:
+        """A step was saved as a signal came, and its evaluation was made by the run that went on: now the number is known."""
+        if self.best is None or contents.is_unevaluated(state, unit):
+            return
+        metrics = contents.monitored(self.best.monitored_metric, state, unit)
+        if metrics:
+            commit.on_rank0(lambda: commit.note_metrics(self.dirpath / manifest.named(step), metrics), self.dirpath)
 
     def _start(self, state: State, unit: TrainUnit[Any]) -> None:
         """The part of an asynchronous save for which the loop stops."""
