@@ -85,6 +85,14 @@ def test_the_loss_is_compared_even_if_nothing_else_differs(seed: int, noise: flo
     assert verdict.first is not None and verdict.first.tensor == "loss"
 
 
+def test_the_same_bits_agree_however_far_rounding_reaches() -> None:
+    same = _values(1, 0.1)
+    verdict = _judged(same, same, _values(2, 0.1))
+    assert verdict.blind and verdict.clear and verdict.bit_equal and verdict.resolved == verdict.updates == 1
+    louder = _judged({**same, "loss": same["loss"] * (1 + 1e-7)}, same, _values(2, 0.1))
+    assert louder.bit_equal and not louder.clear and louder.resolved == 0
+
+
 def test_an_element_that_could_change_the_loss_is_not_excused() -> None:
     """Its gradient is rounding, but it is off by so much that even this counts."""
     wrong = _values(1, 1e-6, parameters={"keys": lambda value: value + 1e4})

@@ -14,7 +14,7 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.blocks import blocks_by_policy, without_shared
 from echelon.parallel.sharding import replicas_default
 from tests.conftest import Ranks
-from tests.models import Batch, batch, net, plain_training, whole
+from tests.models import Batch, batch, largest_difference, net, plain_training, whole
 from tests.units import PARALLEL, Regression
 
 CPU = torch.device("cpu")
@@ -293,23 +293,45 @@ class WithNorm(nn.Module):
         return self.body(x)
 
 
-def _synchronised() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
-    rank = dist.get_rank()
-    unit = Regression(module=WithNorm(), strategy=ech.DDPStrategy(sync_batchnorm=True))
+def _synchronised(strategy: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
+    rank, module = dist.get_rank(), WithNorm()
+    if not isinstance(strategy, ech.DDPStrategy):  # by hand, as for GPUs
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    unit = Regression(module=module, strategy=strategy)
     ech.train(unit, [batch(2 + 3 * rank, 10 * i + rank) for i in range(5)], max_epochs=1)
     unit.module.eval()
     out = unit.module(batch(3, 99)[0]).detach()
     return whole(unit.module), dict(unit.prepared.plain.named_buffers()), out
 
 
-def test_batch_norm_over_the_global_batch(ranks: Ranks) -> None:
+@pytest.mark.parametrize("strategy", [ech.DDPStrategy(sync_batchnorm=True), "ddp", "fsdp", "zero1"])
+def test_batch_norm_over_the_global_batch(ranks: Ranks, strategy: Any) -> None:
+    """Torch's own layers, too, work in host memory."""
     module = WithNorm()
     want, _, _ = plain_training([[batch(2, 10 * i), batch(5, 10 * i + 1)] for i in range(5)], module=module)
     module.eval()
-    for got, buffers, out in ranks(2, _synchronised):
+    for got, buffers, out in ranks(2, _synchronised, strategy):
         assert all(torch.allclose(got[n], want[n], rtol=0, atol=1e-12) for n in want)
         assert all(torch.allclose(buffers[n], b, rtol=0, atol=1e-12) for n, b in module.named_buffers())
         assert torch.allclose(out, module(batch(3, 99)[0]), rtol=0, atol=1e-12)
+
+
+def test_one_process_needs_no_others_for_its_batch_norm(ranks: Ranks) -> None:
+    module = WithNorm()
+    want, _, _ = plain_training([[batch(4, 10 * i)] for i in range(3)], module=module)
+    unit = Regression(module=nn.SyncBatchNorm.convert_sync_batchnorm(WithNorm()), strategy="noop")
+    ech.train(unit, [batch(4, 10 * i) for i in range(3)], max_epochs=1)
+    assert largest_difference(whole(unit.module), want) < 1e-12
+    first, second = ranks(2, _one_value)
+    assert first == second and "more than one value per channel over all ranks" in first
+
+
+def _one_value() -> str:
+    unit = Regression(module=nn.SyncBatchNorm.convert_sync_batchnorm(WithNorm()), strategy="ddp")
+    rows = [batch(1, 0)] if dist.get_rank() == 0 else [tuple(t[:0] for t in batch(1, 0))]
+    with pytest.raises(ValueError, match="batch norm") as caught:
+        ech.train(unit, rows, max_epochs=1)
+    return str(caught.value).partition(", got")[0]
 
 
 def test_fully_shard_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

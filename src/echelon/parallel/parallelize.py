@@ -26,6 +26,7 @@ from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.replaced import note
 from echelon.parallel.sharding import FSDPPrepared
 from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy, resolve
+from echelon.parallel.sync_batchnorm import on_host
 from echelon.parallel.zero import ZeROPrepared
 from echelon.world.init import World
 
@@ -124,6 +125,8 @@ def parallelize(
                 )
         if overridden is not None:
             chosen = overridden(chosen) if callable(overridden) else resolve(overridden)
+        if device.type == "cpu":
+            on_host(module)
         before = list(module.named_parameters(remove_duplicate=False))
         prepared = (chosen or NOOPStrategy()).prepare(module, world, recipe)
         note(before, dict(prepared.plain.named_parameters(remove_duplicate=False)))

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["HostSyncBatchNorm", "LocalBatchNorm", "revert_sync_batchnorm", "sync_batchnorm"]
+from echelon.world.agree import is_joined
+
+__all__ = ["HostSyncBatchNorm", "LocalBatchNorm", "on_host", "revert_sync_batchnorm", "sync_batchnorm"]
 
 
 class HostSyncBatchNorm(nn.BatchNorm1d):
@@ -25,11 +27,15 @@ class HostSyncBatchNorm(nn.BatchNorm1d):
 
     process_group: dist.ProcessGroup | None = None
 
+    def _check_input_dim(self, input: torch.Tensor) -> None: ...
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not (self.training or self.running_mean is None):
             return nn.functional.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
             )
+        if not is_joined() or dist.get_world_size(self.process_group) == 1:
+            return super().forward(input)
         from torch.distributed.nn.functional import all_reduce
 
         group: Any = self.process_group or dist.group.WORLD
@@ -38,6 +44,8 @@ class HostSyncBatchNorm(nn.BatchNorm1d):
         count = input.new_full((1,), input.numel() // input.shape[1])
         sums = all_reduce(torch.cat([input.sum(over), count]), group=group)
         n, mean = sums[-1].detach(), sums[:-1] / sums[-1].detach()
+        if n <= 1:  # on all ranks alike
+            raise ValueError(f"batch norm needs more than one value per channel over all ranks, got input {tuple(input.shape)}")
         centred = input - mean.view(shape)
         var = all_reduce(centred.square().sum(over), group=group) / n
         if self.training and self.track_running_stats:
@@ -65,6 +73,13 @@ def sync_batchnorm(module: nn.Module, device: torch.device, group: dist.ProcessG
             if group is not None:
                 layer.process_group = group  # type: ignore[assignment]
     return module
+
+
+def on_host(module: nn.Module) -> None:
+    """Let torch's own layers of the kind, which refuse CPUs, work there as well: a script for GPUs that is tried on a laptop."""
+    for layer in module.modules():
+        if type(layer) is nn.SyncBatchNorm:
+            layer.__class__ = HostSyncBatchNorm  # type: ignore[assignment]  # the same object, as above
 
 
 class LocalBatchNorm(nn.BatchNorm1d):

@@ -88,7 +88,8 @@ class Verdict:
     parameter: float = 0.0
     norm: float = 0.0
     updates: int = 0
-    bit_equal: bool = True
+    bit_equal: bool = True  # the parameters
+    exact: bool = True  # the parameters, the gradients and the loss: the same bits need no measure of rounding
     used: float = 0.0  # the largest share of a tolerance that was used
     first: Difference | None = None
     meaningless: str | None = None  # why the reference itself is no measure
@@ -100,11 +101,13 @@ class Verdict:
     @property
     def clear(self) -> bool:
         """Everything was compared, and nothing differs."""
-        return self.first is None and not self.blind and self.excused <= SMALL_SHARE
+        return self.first is None and (self.exact or (not self.blind and self.excused <= SMALL_SHARE))
 
     @property
     def resolved(self) -> int:
         """Updates, from the first on, in which little was left uncompared: the loss never, elements to a small share."""
+        if self.exact:
+            return self.updates
         for k in sorted({b.update for b in self.blind}):
             for phase in ("forward", "gradient", "update"):
                 here = [b for b in self.blind if b.update == k and b.phase == phase]
@@ -138,6 +141,7 @@ def compare(
             break
         verdict.updates = k + 1
         if not (row / file).exists():
+            verdict.exact = False
             continue
         mine, right = _load(row / file), _load(reference / file)
         verdict.meaningless = _meaningless(k, right)
@@ -157,6 +161,7 @@ def compare(
             ]
         before, reference_before = mine, right
     verdict.bit_equal = verdict.bit_equal and verdict.first is None and verdict.updates > 0
+    verdict.exact = verdict.exact and verdict.bit_equal
     return verdict
 
 
@@ -349,6 +354,7 @@ class _Comparison:
         return max(float((g[name].double().abs() * difference.double())[loose].sum()) for g in of_all if name in g)
 
     def _check(self, k: int, phase: str, tensor: str, difference: float, allowed: float, scale: float) -> None:
+        self.verdict.exact = self.verdict.exact and difference == 0
         self.verdict.used = larger(self.verdict.used, difference / allowed if allowed else float(difference > 0))
         if not difference <= allowed:  # nan differs
             self._differs(k, phase, tensor, difference / scale, allowed / scale)

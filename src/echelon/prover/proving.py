@@ -239,10 +239,10 @@ class Proving:
             self._explain(result, final)
             return
         said = [in_words(seen)] if final.ran.dtype is not self.dtype else []
-        if verdict.blind or verdict.excused > limit:
+        if not verdict.exact and (verdict.blind or verdict.excused > limit):
             said += [blindness(final), unconfirmed]
         result.message, result.first = "; ".join(filter(None, said)), None
-        if not verdict.resolved or verdict.excused > limit:
+        if not verdict.resolved or (verdict.excused > limit and not verdict.exact):
             result.verdict = "undecided"
             self._explain(result, final)
             return
