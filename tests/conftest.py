@@ -24,8 +24,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.launcher import function
-from echelon.launcher.function import launch
+from echelon.launcher.functions import run as function
+from echelon.launcher.functions.run import launch
 
 TIMEOUT_S = 60.0
 

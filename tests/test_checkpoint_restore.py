@@ -23,7 +23,7 @@ from echelon.checkpoint import plain
 from echelon.checkpoint.place import Remote
 from echelon.contracts.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from echelon.contracts.run_dir import RunDir, write_json
-from echelon.loop.callbacks import changes
+from echelon.loop.checkpointing import changes
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
 from tests.test_checkpoint import DATA, _loader, _resume, _train_and_save, _uninterrupted, _unit

@@ -755,7 +755,7 @@ def _outside_modules() -> list[str]:
         root = Path(echelon.__path__[0]) / package
         found += [f"echelon.{package}"]
         found += [info.name for info in pkgutil.walk_packages([str(root)], f"echelon.{package}.")]
-    return [name for name in found if name not in ("echelon.launcher.elastic", "echelon.launcher.rendezvous")]
+    return [name for name in found if name not in ("echelon.launcher.local.elastic", "echelon.launcher.local.rendezvous")]
 
 
 def test_the_outside_half_imports_no_torch() -> None:

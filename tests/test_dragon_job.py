@@ -13,9 +13,9 @@ import pytest
 
 from echelon.contracts.errors import RankFailedError
 from echelon.contracts.run_dir import RunDir
-from echelon.launcher.dragon_job import DragonLauncher
+from echelon.launcher.cluster.jobs import job_of
+from echelon.launcher.dragon.job import DragonLauncher
 from echelon.launcher.job import JobSpec
-from echelon.launcher.jobs import job_of
 from echelon.launcher.protocol import JobState
 
 STEPS = 60

@@ -24,11 +24,12 @@ from echelon.contracts.overrides import Overrides, impose
 from echelon.contracts.run_dir import RunDir, note_loader, read_loaders
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.parts import Padding, Parts
-from echelon.launcher import function, local
-from echelon.launcher.function import launch
+from echelon.launcher.functions import run as function
+from echelon.launcher.functions.run import launch
 from echelon.launcher.job import Failure, JobSpec, Outcome, parse_duration, parse_rank_range
-from echelon.launcher.relay import SilentScreen
-from echelon.launcher.shrink import next_ranks
+from echelon.launcher.local import run as local
+from echelon.launcher.local.relay import SilentScreen
+from echelon.launcher.local.shrink import next_ranks
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, plain_training, whole
 from tests.test_launch import Started, started, wait_until

@@ -1,7 +1,7 @@
-"""What launcher/elastic.py uses of torchelastic is still there, and still means the same.
+"""What launcher/local/elastic.py uses of torchelastic is still there, and still means the same.
 
-Everything in this file is torch's. If a test fails after an upgrade of torch, launcher/elastic.py must be read again with the
-new source of torch.distributed.elastic.agent.server.api beside it; each message says what to look at.
+Everything in this file is torch's. If a test fails after an upgrade of torch, launcher/local/elastic.py must be read again with
+the new source of torch.distributed.elastic.agent.server.api beside it; each message says what to look at.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from echelon.launcher.elastic import ForkAgent
-from echelon.launcher.function import launch
-from echelon.launcher.rendezvous import OneNodeRendezvous
+from echelon.launcher.functions.run import launch
+from echelon.launcher.local.elastic import ForkAgent
+from echelon.launcher.local.rendezvous import OneNodeRendezvous
 
-LOOK = f"torch {torch.__version__} differs from 2.13.0, with which launcher/elastic.py was written: "
+LOOK = f"torch {torch.__version__} differs from 2.13.0, with which launcher/local/elastic.py was written: "
 
 
 def parameters(function: Any) -> list[str]:
@@ -129,7 +129,7 @@ def test_the_agent_counts_restarts_down_before_it_starts_workers_again() -> None
 def test_a_signal_reaches_the_workers_through_shutdown_and_the_caller_as_an_exception() -> None:
     source = inspect.getsource(SimpleElasticAgent.run)
     assert "except SignalException" in source and "self._shutdown(e.sigval" in source, (
-        f"{LOOK}SimpleElasticAgent.run treats signals in another way; see launcher/local.py, _signals_raise."
+        f"{LOOK}SimpleElasticAgent.run treats signals in another way; see launcher/local/run.py, _signals_raise."
     )
     assert parameters(SignalException.__init__)[1:] == ["msg", "sigval"]
 
@@ -225,4 +225,4 @@ def _everything_that_listens() -> list[str]:
 @pytest.mark.skipif(not Path("/proc/net/tcp6").exists(), reason="needs Linux's table of sockets")
 def test_ranks_listen_on_loopback_only() -> None:
     for addresses in launch(_everything_that_listens, ranks=2, timeout_s=60):
-        assert set(addresses) <= {"0100007F"}, f"a rank listens on {addresses}; see GLOO_SOCKET_IFNAME in launcher/local.py"
+        assert set(addresses) <= {"0100007F"}, f"a rank listens on {addresses}; see GLOO_SOCKET_IFNAME in launcher/local/run.py"

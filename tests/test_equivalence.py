@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.launcher.function import launch
+from echelon.launcher.functions.run import launch
 from echelon.parallel import STRATEGIES
 from echelon.prover.judge import Verdict, compare
 from echelon.prover.matrix import Row

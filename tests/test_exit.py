@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.contracts.errors import RankFailedError
-from echelon.launcher import attempt
+from echelon.launcher.local import attempt
 from tests.conftest import Ranks
 
 

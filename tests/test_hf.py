@@ -12,8 +12,8 @@ from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
-from echelon.launcher import function
-from echelon.launcher.server import ForkServer
+from echelon.launcher.functions import run as function
+from echelon.launcher.local.server import ForkServer
 from echelon.parallel.materialize import materialize
 from tests.conftest import Ranks
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from echelon.contracts.errors import LauncherEnvironmentError, UsageError
 from echelon.contracts.rank import RankInfo
-from echelon.launcher.function import launch
+from echelon.launcher.functions.run import launch
 from echelon.world.device import copy_data_to_device, device_of, set_threads
 from echelon.world.init import World, ensure_group, init_from_env
 from tests.conftest import clean_environment

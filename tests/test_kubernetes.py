@@ -12,7 +12,7 @@ import pytest
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.run_dir import RunDir, read_json
-from echelon.launcher.jobs import job_of
+from echelon.launcher.cluster.jobs import job_of
 from echelon.launcher.protocol import JobState
 from tests.conftest import clean_environment, ends_of
 

@@ -28,11 +28,11 @@ import torch.distributed as dist
 
 import echelon
 from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
-from echelon.launcher import function
 from echelon.launcher.failure import render
-from echelon.launcher.function import launch, spawn
+from echelon.launcher.functions import run as function
+from echelon.launcher.functions.run import launch, spawn
 from echelon.launcher.job import Failure, auto_ranks, parse_ranks
-from echelon.launcher.relay import Relay
+from echelon.launcher.local.relay import Relay
 from tests.conftest import clean_environment
 
 MARK = "ECHO_TEST_MARK"
@@ -633,7 +633,7 @@ def test_a_signal_to_the_callers_process_takes_its_ordinary_course_after_the_ran
 def raw_server(started: Started) -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
     """A server and the bare socket to it."""
     ours, theirs = socket.socketpair()
-    code = f"from echelon.launcher.server import main; main({theirs.fileno()}, [])"
+    code = f"from echelon.launcher.local.server import main; main({theirs.fileno()}, [])"
     process = started.python("-c", code, pass_fds=[theirs.fileno()])
     theirs.close()
     yield ours, process

@@ -17,11 +17,12 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.machine import usable_cores, visible_devices
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir
-from echelon.launcher import function, placement
+from echelon.launcher.functions import run as function
 from echelon.launcher.job import JobSpec
-from echelon.launcher.local import run_local
-from echelon.launcher.placement import bound, cores_of_rank, interfaces, numa_nodes, parse_cpu_list
-from echelon.launcher.relay import SilentScreen
+from echelon.launcher.local import placement
+from echelon.launcher.local.placement import bound, cores_of_rank, interfaces, numa_nodes, parse_cpu_list
+from echelon.launcher.local.relay import SilentScreen
+from echelon.launcher.local.run import run_local
 from echelon.world import device
 
 

@@ -53,22 +53,22 @@ from echelon.contracts.machine import boot_id, started_at
 from echelon.contracts.redact import redacted, redacted_words, secret_values
 from echelon.contracts.run_dir import RunDir, note_begun, write_json
 from echelon.contracts.terminal import OutputFilter, printable
-from echelon.launcher import node as node_of_job
-from echelon.launcher import nodes
-from echelon.launcher.attempt import Attempt, write_exit
-from echelon.launcher.background import LocalLauncher
 from echelon.launcher.calls import write_value
-from echelon.launcher.conclude import conclude
+from echelon.launcher.cluster import node as node_of_job
+from echelon.launcher.cluster.background import LocalLauncher
+from echelon.launcher.cluster.conclude import conclude
+from echelon.launcher.cluster.function_job import FunctionJob
+from echelon.launcher.cluster.jobs import job_of
+from echelon.launcher.cluster.slurm import commands
+from echelon.launcher.cluster.slurm.job import SlurmLauncher
+from echelon.launcher.cluster.slurm.render import SlurmOptions
 from echelon.launcher.failure import render
-from echelon.launcher.function_job import FunctionJob
 from echelon.launcher.job import Failure, JobSpec
-from echelon.launcher.jobs import job_of
+from echelon.launcher.local import nodes
+from echelon.launcher.local.attempt import Attempt, write_exit
+from echelon.launcher.local.relay import Relay, SilentScreen
 from echelon.launcher.protocol import JobState, note_submitted, read_spec, write_spec
-from echelon.launcher.relay import Relay, SilentScreen
-from echelon.launcher.slurm import commands
-from echelon.launcher.slurm.job import SlurmLauncher
-from echelon.launcher.slurm.render import SlurmOptions
-from echelon.loop.callbacks.changes import facts
+from echelon.loop.checkpointing.changes import facts
 from echelon.loop.unit import Unit
 from echelon.observe import report
 from echelon.observe.sinks.progress import ProgressModel

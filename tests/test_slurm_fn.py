@@ -21,12 +21,13 @@ from echelon.contracts.asked import Asked
 from echelon.contracts.errors import EchelonError, LauncherEnvironmentError, RankFailedError, UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir, write_json
-from echelon.launcher import calls, command
-from echelon.launcher.background import LocalLauncher
+from echelon.launcher import calls
 from echelon.launcher.calls import Call, load_value, pack, write_call, write_value
-from echelon.launcher.function_job import FunctionJob
+from echelon.launcher.cluster.background import LocalLauncher
+from echelon.launcher.cluster.function_job import FunctionJob
+from echelon.launcher.cluster.jobs import job_of
+from echelon.launcher.functions import command
 from echelon.launcher.job import JobSpec
-from echelon.launcher.jobs import job_of
 from echelon.launcher.protocol import JobState, write_spec
 from tests.conftest import clean_environment
 

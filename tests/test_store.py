@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.run_dir import RunDir, read_json
-from echelon.launcher.conclude import conclude
+from echelon.launcher.cluster.conclude import conclude
 from echelon.launcher.job import JobSpec
 from echelon.launcher.protocol import write_spec
 from tests.conftest import clean_environment, ends_of
@@ -67,7 +67,7 @@ def test_two_nodes_share_one_store_by_a_token_and_restart_together(tmp_path: Pat
     write_spec(run, JobSpec(str(tmp_path / "train.py"), nodes=2, max_restarts=1), launcher="slurm", cwd=str(tmp_path), id="7")
     env = {**clean_environment(), "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost,localhost"}
     env |= {"UNPICKLED": str(tmp_path / "unpickled"), "PYTHONPATH": f"{tmp_path / 'site'}:{env.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "echelon.launcher.node", str(run.path)]
+    command = [sys.executable, "-m", "echelon.launcher.cluster.node", str(run.path)]
     with open(tmp_path / "said", "w") as said:
         nodes = [
             subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env={**env, "SLURM_NODEID": str(n)})

@@ -17,16 +17,16 @@ import pytest
 from echelon.cli.submit import parse_sweep
 from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
 from echelon.contracts.run_dir import RunDir, read_json, write_json
-from echelon.launcher import nodes
-from echelon.launcher.background import LocalLauncher
-from echelon.launcher.conclude import conclude, refuse
+from echelon.launcher.cluster.background import LocalLauncher
+from echelon.launcher.cluster.conclude import conclude, refuse
+from echelon.launcher.cluster.jobs import job_of
+from echelon.launcher.cluster.slurm import commands
+from echelon.launcher.cluster.slurm.job import SlurmLauncher
+from echelon.launcher.cluster.slurm.render import SlurmOptions, exported, render
+from echelon.launcher.cluster.snapshot import snapshot
 from echelon.launcher.job import Failure, JobSpec
-from echelon.launcher.jobs import job_of
+from echelon.launcher.local import nodes
 from echelon.launcher.protocol import JobState, write_spec
-from echelon.launcher.slurm import commands
-from echelon.launcher.slurm.job import SlurmLauncher
-from echelon.launcher.slurm.render import SlurmOptions, exported, render
-from echelon.launcher.snapshot import snapshot
 from tests.conftest import clean_environment
 
 GOLDEN = """#!/bin/bash
@@ -52,10 +52,10 @@ umask 077
 trap : TERM  # the nodes are asked to save and end, and this shell waits for them
 
 # One launcher on every node starts the node's ranks.
-srun --kill-on-bad-exit=1 --export=ALL --cpus-per-task=32 "$python" -P -m echelon.launcher.node "$run"
+srun --kill-on-bad-exit=1 --export=ALL --cpus-per-task=32 "$python" -P -m echelon.launcher.cluster.node "$run"
 
 # Names the rank that failed first.
-"$python" -P -m echelon.launcher.node "$run" --conclude $?
+"$python" -P -m echelon.launcher.cluster.node "$run" --conclude $?
 code=$?
 
 # 75: the ranks have saved and want to go on. A job that was cancelled is no longer running.

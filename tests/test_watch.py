@@ -18,11 +18,11 @@ import echelon as ech
 from echelon.contracts import pulse
 from echelon.contracts.errors import RankFailedError
 from echelon.contracts.pulse import Phase, Standing
-from echelon.launcher import watch
 from echelon.launcher.failure import render
-from echelon.launcher.function import launch
+from echelon.launcher.functions.run import launch
 from echelon.launcher.job import Failure
-from echelon.launcher.watch import Pulses, Seen, Watch, blame
+from echelon.launcher.local import watch
+from echelon.launcher.local.watch import Pulses, Seen, Watch, blame
 from tests.conftest import clean_environment
 
 HANG_AT = 6

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from echelon.data.text import ByteText
     from echelon.data.tokens import Tokens, TokenWriter, write_tokens
     from echelon.data.views import Mixture, Weighted
-    from echelon.launcher.function import launch, spawn
-    from echelon.launcher.group import CollectiveGroup
-    from echelon.launcher.slurm_config import SlurmConfig
-    from echelon.launcher.slurm_fn import slurm_fn
-    from echelon.launcher.system import Policy, System
+    from echelon.launcher.cluster.slurm_config import SlurmConfig
+    from echelon.launcher.cluster.slurm_fn import slurm_fn
+    from echelon.launcher.dragon.group import CollectiveGroup
+    from echelon.launcher.dragon.system import Policy, System
+    from echelon.launcher.functions.run import launch, spawn
     from echelon.loop.auto import AutoUnit, TrainStepResults
     from echelon.loop.auto_predict import AutoPredictUnit
     from echelon.loop.averaged import AveragedWeights, SWALRParams, SWAParams
     from echelon.loop.callback import Callback
-    from echelon.loop.callbacks.rollback import RollBack
-    from echelon.loop.callbacks.saver import BestCheckpointConfig, DistributedCheckpointSaver, RestoreOptions
+    from echelon.loop.checkpointing.rollback import RollBack
+    from echelon.loop.checkpointing.saver import BestCheckpointConfig, DistributedCheckpointSaver, RestoreOptions
     from echelon.loop.loss import count_tokens
     from echelon.loop.metrics import Mean
     from echelon.loop.pretrained import save_pretrained

@@ -25,7 +25,7 @@ from echelon.compat.torchtnt import utils
 from echelon.compat.torchtnt.utils import checkpoint, device, distributed, env, rank_zero_log, test_utils
 from echelon.compat.torchtnt.utils.distributed import PGWrapper, rank_zero_read_and_broadcast, sync_bool
 from echelon.contracts.errors import LauncherEnvironmentError, RankFailedError, UsageError
-from echelon.launcher.function import launch
+from echelon.launcher.functions.run import launch
 from echelon.parallel.sync_batchnorm import LocalBatchNorm, sync_batchnorm
 from tests.conftest import Ranks
 

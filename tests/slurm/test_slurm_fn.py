@@ -20,8 +20,8 @@ import torch
 from echelon import SlurmConfig, slurm_fn
 from echelon.contracts.errors import RankFailedError, UsageError
 from echelon.contracts.run_dir import RunDir
-from echelon.launcher.function_job import FunctionJob
-from echelon.launcher.jobs import job_of
+from echelon.launcher.cluster.function_job import FunctionJob
+from echelon.launcher.cluster.jobs import job_of
 from echelon.launcher.protocol import JobState
 from tests.slurm import nntool_main
 from tests.slurm.conftest import Cluster

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from echelon.launcher.jobs import find_run, job_of, tasks_of
+    from echelon.launcher.cluster.jobs import find_run, job_of, tasks_of
 
     path = find_run(arguments.run, Path(arguments.runs))
     bad = 0

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from echelon.launcher.dragon_command import run_on_dragon
+    from echelon.launcher.dragon.command import run_on_dragon
 
     if not Path(arguments.script).is_file():
         raise UsageError(f"script {arguments.script} does not exist (looked in {Path.cwd()}).")

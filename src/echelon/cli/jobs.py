@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from echelon.launcher.jobs import find_run, folders_below, tasks_of
+    from echelon.launcher.cluster.jobs import find_run, folders_below, tasks_of
 
     root = Path(arguments.runs)
     if arguments.run is None:
@@ -47,7 +47,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _job(path: Path) -> FolderJob | str:
     """The job of a folder; or why there is none, so that one bad folder does not hide the others."""
-    from echelon.launcher.jobs import job_of
+    from echelon.launcher.cluster.jobs import job_of
 
     try:
         return job_of(RunDir(path))

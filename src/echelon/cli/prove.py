@@ -41,7 +41,7 @@ def execute(arguments: argparse.Namespace) -> int:
         raise UsageError(f"script {arguments.script} does not exist (looked in {Path.cwd()}).")
     ranks, accumulation = _numbers("--ranks", arguments.ranks), _numbers("--accumulation", arguments.accumulation)
 
-    from echelon.launcher.function import preload
+    from echelon.launcher.functions.run import preload
 
     preload("torch", "torch._dynamo", "torch.distributed.fsdp", "echelon.prover.rank")  # while this process imports the same
 

@@ -120,11 +120,11 @@ def execute(arguments: argparse.Namespace) -> int:
     from echelon.launcher.failure import render
 
     if ranks == 1 and arguments.max_restarts == 0:
-        from echelon.launcher.here import run_here
+        from echelon.launcher.local.here import run_here
 
         outcome = run_here(job, run)
     else:
-        from echelon.launcher.local import run_local
+        from echelon.launcher.local.run import run_local
         from echelon.observe.sinks.progress import RunScreen
 
         outcome = run_local(job, run, screen=RunScreen(run))

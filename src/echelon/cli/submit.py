@@ -26,7 +26,7 @@ from echelon.launcher.job import JobSpec, parse_duration
 from echelon.launcher.protocol import FolderJob
 
 if TYPE_CHECKING:
-    from echelon.launcher.slurm.job import SlurmLauncher
+    from echelon.launcher.cluster.slurm.job import SlurmLauncher
 
 __all__ = ["add_arguments", "execute"]
 
@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from echelon.launcher.slurm.render import SlurmOptions, exported
+    from echelon.launcher.cluster.slurm.render import SlurmOptions, exported
 
     if arguments.to == "kubernetes":
         return _kubernetes(arguments)
@@ -115,7 +115,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.to in ("local", "dragon"):
         return _submit_here(spec, arguments)
     sweep = parse_sweep(arguments.sweep)
-    from echelon.launcher.slurm.job import SlurmLauncher
+    from echelon.launcher.cluster.slurm.job import SlurmLauncher
 
     launcher = SlurmLauncher(options)
     if arguments.dry_run:
@@ -153,7 +153,7 @@ def _spec(arguments: argparse.Namespace, target: str) -> JobSpec:
 
 def _kubernetes(arguments: argparse.Namespace) -> int:
     """Print the manifests. The script is the image's: what is here may be another, or none."""
-    from echelon.launcher.kubernetes import render
+    from echelon.launcher.cluster.kubernetes import render
 
     if not arguments.dry_run:
         raise UsageError("echelon does not speak to Kubernetes: add --dry-run, and give what it prints to `kubectl apply -f -`.")
@@ -220,7 +220,7 @@ def _folder(arguments: argparse.Namespace) -> Iterator[tuple[RunDir, bool]]:
 
 
 def _refuse_unless_ended(run: RunDir, arguments: argparse.Namespace) -> None:
-    from echelon.launcher.jobs import job_of, tasks_of
+    from echelon.launcher.cluster.jobs import job_of, tasks_of
 
     if tasks_of(run.path) or arguments.sweep:
         raise UsageError(f"run {run.name} exists, and a sweep cannot go on. Give another --name.")
@@ -238,7 +238,7 @@ def _stem(arguments: argparse.Namespace) -> str:
 
 def _with_copy(spec: JobSpec, run: RunDir, arguments: argparse.Namespace) -> JobSpec:
     """The job, run from a copy of its code in the run's folder. A module that is installed is not copied."""
-    from echelon.launcher.snapshot import snapshot
+    from echelon.launcher.cluster.snapshot import snapshot
 
     if arguments.no_snapshot:
         return spec
@@ -253,8 +253,8 @@ def _with_copy(spec: JobSpec, run: RunDir, arguments: argparse.Namespace) -> Job
 
 
 def _submit_here(spec: JobSpec, arguments: argparse.Namespace) -> int:
-    from echelon.launcher.background import LocalLauncher
-    from echelon.launcher.dragon_job import DragonLauncher
+    from echelon.launcher.cluster.background import LocalLauncher
+    from echelon.launcher.dragon.job import DragonLauncher
 
     if other := [n for n in (*_SLURM, "time", "exclusive", "no_requeue", "sweep", "dry_run") if getattr(arguments, n)]:
         option = other[0].replace("_", "-")
@@ -269,7 +269,7 @@ def _submit_here(spec: JobSpec, arguments: argparse.Namespace) -> int:
 
 
 def _dry_run(launcher: SlurmLauncher, spec: JobSpec, sweep: Sequence[object], arguments: argparse.Namespace) -> int:
-    from echelon.launcher.slurm import commands
+    from echelon.launcher.cluster.slurm import commands
 
     name = arguments.name or f"{re.sub(r'[^A-Za-z0-9_-]', '_', _stem(arguments))[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
     RunDir.check_name(name)

@@ -20,12 +20,12 @@ import torch
 from echelon.contracts.errors import UsageError
 from echelon.contracts.machine import visible_devices
 from echelon.contracts.rank import RankInfo
-from echelon.launcher.function import launch
+from echelon.launcher.functions.run import launch
 from echelon.launcher.job import auto_ranks
 from echelon.loop import trainer_options as options
 from echelon.loop.auto import AutoUnit
 from echelon.loop.callback import Callback
-from echelon.loop.callbacks.saver import DistributedCheckpointSaver
+from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.rebuild import pack, recall
 from echelon.loop.trainer_rank import BETWEEN_PROCESSES, Work, in_order, save, work_here, work_in_rank
 from echelon.loop.unit import TrainUnit, Unit

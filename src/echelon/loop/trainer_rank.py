@@ -19,7 +19,7 @@ from echelon.data.place import Placed
 from echelon.loop import trainer_options as options
 from echelon.loop.auto import AutoUnit
 from echelon.loop.callback import Callback
-from echelon.loop.callbacks.saver import DistributedCheckpointSaver, RestoreOptions
+from echelon.loop.checkpointing.saver import DistributedCheckpointSaver, RestoreOptions
 from echelon.loop.rebuild import Parcel, own_attributes, rebuild, remembered, unpack
 from echelon.loop.run import evaluate, fit, predict, test, train
 from echelon.loop.state import EntryPoint, State

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from echelon.contracts.errors import RankFailedError, UsageError
-from echelon.launcher.function import launch
+from echelon.launcher.functions.run import launch
 from echelon.prover import causes
 from echelon.prover.judge import SMALL_SHARE, Verdict, compare, mean_loss
 from echelon.prover.matrix import AS_WRITTEN, Row

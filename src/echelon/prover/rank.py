@@ -24,7 +24,7 @@ import echelon
 from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.loop import run as entry_points
-from echelon.loop.callbacks.saver import DistributedCheckpointSaver
+from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.strategy import Prepared, Strategy

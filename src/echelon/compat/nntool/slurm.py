@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 from echelon.contracts.errors import RankFailedError, UsageError
-from echelon.launcher import slurm_config
-from echelon.launcher import slurm_fn as core
+from echelon.launcher.cluster import slurm_config
+from echelon.launcher.cluster import slurm_fn as core
 from echelon.launcher.protocol import JobState
 
 __all__ = ["Job", "SlurmArgs", "SlurmConfig", "SlurmFunction", "slurm_fn", "slurm_function", "slurm_launcher"]

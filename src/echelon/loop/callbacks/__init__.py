@@ -10,14 +10,14 @@ from echelon.loop.callbacks.parameters import TensorBoardParameterMonitor
 from echelon.loop.callbacks.profiling import MemorySnapshot, PyTorchProfiler
 from echelon.loop.callbacks.progress_bar import TQDMProgressBar
 from echelon.loop.callbacks.reporting import ProgressReporter, TrainProgressMonitor
-from echelon.loop.callbacks.rollback import RollBack
-from echelon.loop.callbacks.saver import BestCheckpointConfig, DistributedCheckpointSaver, RestoreOptions
 from echelon.loop.callbacks.slow_rank import SlowRankDetector
 from echelon.loop.callbacks.summary import ModuleSummary
 from echelon.loop.callbacks.sync import PeriodicDistributedSync
 from echelon.loop.callbacks.system_resources import SystemResourcesMonitor
 from echelon.loop.callbacks.time_limit import TimeLimitInterrupter
 from echelon.loop.callbacks.times import IterationTimeLogger, ThroughputLogger, TimeWaitForBatchLogger
+from echelon.loop.checkpointing.rollback import RollBack
+from echelon.loop.checkpointing.saver import BestCheckpointConfig, DistributedCheckpointSaver, RestoreOptions
 
 __all__ = [
     "BaseCSVWriter",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from echelon.contracts.rank import RankInfo
-from echelon.launcher import group
+from echelon.launcher.dragon import group
 
 __all__ = ["CollectiveGroup", "RankInfo"]
 

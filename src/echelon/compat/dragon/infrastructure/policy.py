@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from echelon.compat.dragon.native.machine import Node
-from echelon.launcher import system
+from echelon.launcher.dragon import system
 
 __all__ = ["Policy"]
 

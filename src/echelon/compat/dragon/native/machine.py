@@ -6,7 +6,7 @@ import os
 import socket
 
 from echelon.contracts.errors import UsageError
-from echelon.launcher import system
+from echelon.launcher.dragon import system
 
 __all__ = ["Node", "System", "cpu_count", "current"]
 

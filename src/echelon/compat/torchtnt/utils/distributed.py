@@ -20,7 +20,7 @@ from torch import nn
 
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.rank import RankInfo
-from echelon.launcher.function import launch
+from echelon.launcher.functions.run import launch
 from echelon.parallel import sync_batchnorm
 from echelon.world import agree
 from echelon.world.collect import gather_tensors

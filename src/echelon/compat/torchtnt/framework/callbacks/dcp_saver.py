@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from echelon.checkpoint.store import Report
 from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import KnobOptions, RestoreOptions
-from echelon.loop.callbacks import saver
+from echelon.loop.checkpointing import saver
 from echelon.loop.unit import Unit
 from echelon.world import agree
 

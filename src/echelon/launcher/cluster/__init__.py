@@ -1,0 +1,1 @@
+"""Submitted jobs: on Slurm, on Kubernetes, in this machine's background; from a script or a function."""

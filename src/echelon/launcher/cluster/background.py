@@ -1,0 +1,114 @@
+"""A job on this machine that outlives the command which submitted it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from echelon.contracts.errors import UsageError
+from echelon.contracts.files import open_to_append
+from echelon.contracts.machine import boot_id, started_at
+from echelon.contracts.run_dir import RunDir
+from echelon.launcher.job import JobSpec
+from echelon.launcher.protocol import FolderJob, JobState, note_submitted, write_spec
+from echelon.launcher.records import exit_record
+
+__all__ = ["LocalJob", "LocalLauncher"]
+
+_PID = re.compile(r"[1-9][0-9]{0,9}")
+
+
+class LocalJob(FolderJob):
+    """A job whose launcher is a process of this machine, known by its number and by when it began."""
+
+    def _ask(self) -> tuple[JobState | None, str]:
+        host = str(self.said.get("host", ""))
+        if host not in ("", socket.gethostname()) and not self._has_ended():
+            return JobState.RUNNING, f"or gone: ask on {host}, where it was started"
+        return (JobState.RUNNING, "") if self._process() is not None else (None, "")
+
+    def _has_ended(self) -> bool:
+        return bool(self.attempts) and exit_record(self.attempts[-1] / "exit.json") is not None
+
+    def _process(self) -> int | None:
+        """The process id while the launcher lives, and not another process that was given the same number."""
+        if not _PID.fullmatch(self.id):
+            return None
+        pid = int(self.id)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)  # of this very process: else it would be a zombie for ever
+        began = started_at(pid)
+        return pid if began is not None and (self.said.get("boot"), self.said.get("ticks")) == (boot_id(), began) else None
+
+    def _stop(self) -> None:
+        host = str(self.believed().get("host", ""))
+        if host not in ("", socket.gethostname()):
+            raise UsageError(f"job {self.id} runs on {host}: cancel it there.")
+        if not _PID.fullmatch(self.id):
+            return
+        # Held before it is looked at: no other process is given its number meanwhile.
+        try:
+            held = os.pidfd_open(int(self.id))
+        except OSError:
+            return
+        try:
+            if self._process() is not None:
+                signal.pidfd_send_signal(held, signal.SIGTERM)
+        except ProcessLookupError:
+            pass
+        finally:
+            os.close(held)
+
+
+class LocalLauncher:
+    """Starts jobs in the background on this machine, in sessions of their own.
+
+    Args:
+        cwd: where the job runs; by default here.
+    Attributes:
+        name: of the launcher, in the job's folder.
+        program: the module that runs a job, given its folder.
+    """
+
+    name, program = "local", "echelon.launcher.cluster.node"
+
+    def __init__(self, *, cwd: Path | None = None) -> None:
+        self.cwd = cwd or Path(os.getcwd())
+
+    def check(self, spec: JobSpec) -> None:
+        """
+        Raises:
+            UsageError: a job that cannot run here.
+        """
+        if spec.nodes != 1:
+            raise UsageError(f"--nodes {spec.nodes}: this machine is one. Submit to a cluster, with --to slurm.")
+
+    def submit(self, spec: JobSpec, run: RunDir) -> LocalJob:
+        self.check(spec)
+        written = write_spec(run, spec, launcher=self.name, cwd=str(self.cwd))
+        output = open_to_append(run.path / "job" / "output.log")
+        foreign = ("SLURM_", "ECHELON_")
+        env = {k: v for k, v in os.environ.items() if not k.startswith(foreign) or k == "ECHELON_OVERRIDES"}
+        call = ["--call-sha256", spec.sha256] if spec.kind == "call" and spec.sha256 else []
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self.program, str(run.path.absolute()), "--spec-sha256", written, *call],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=env,
+                start_new_session=True,
+                umask=0o077,  # as the batch script has it
+            )
+        finally:
+            os.close(output)
+        process.returncode = 0  # it outlives us: no warning that it was not waited for
+        where = {"host": socket.gethostname(), "boot": boot_id(), "ticks": started_at(process.pid)}
+        note_submitted(run, id=str(process.pid), **where)
+        return LocalJob(run)

@@ -1,0 +1,145 @@
+"""The last word on a start of a submitted job: what all nodes left becomes one exit.json, the first failing rank is named.
+
+It also decides whether the job is to be started again: the exit code is 75 then, and only then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts.errors import UsageError
+from echelon.contracts.events import read_lines
+from echelon.contracts.run_dir import RunDir, write_json
+from echelon.contracts.stopping import REQUEUE
+from echelon.contracts.terminal import printable
+from echelon.launcher.failure import render
+from echelon.launcher.job import Failure, JobSpec
+from echelon.launcher.local.attempt import write_exit
+from echelon.launcher.local.nodes import meeting_path
+from echelon.launcher.local.watch import Seen, blame
+from echelon.launcher.protocol import read_spec
+from echelon.launcher.records import came_to, exit_record, meeting_record, refusal_record
+
+__all__ = ["conclude", "refuse"]
+
+# So many starts in a row that end where the first began are enough: a limit shorter than one update, say.
+_STARTS_IN_VAIN = 3
+
+
+def refuse(run: RunDir, start: str, node: int, why: str) -> None:
+    """Leave why a node's launcher ended without an exit.json of its own: `conclude` says it then, and so does `Job.result`."""
+    write_json(_refusals(run, start) / f"refused-{start}.node{node}.json", {"host": socket.gethostname(), "why": why})
+
+
+def conclude(run: RunDir, code: int, start: str, sha256: str | None = None, given: JobSpec | None = None) -> int:
+    """Write exit.json for all nodes and name the first failure. Returns the job's exit code; 75 asks for one more start.
+
+    Args:
+        code: with which the nodes' launchers ended: the highest of theirs, 128 + n after signal n.
+        start: names this start of the job, as `launcher.node.start_of` does.
+        sha256: of the folder's job.json.
+        given: what was run, where that did not come through the folder.
+    """
+    spec = given or read_spec(run, sha256)[0]
+    said = meeting_record(meeting_path(run, start))
+    whys = [
+        f"{r['host']}: {r['why']}" for p in sorted(_refusals(run, start).glob(f"refused-{start}.*")) if (r := refusal_record(p))
+    ]
+    if said is None:
+        why = "; ".join(dict.fromkeys(whys)) or f"no node came so far as to begin (exit code {code}); see the lines above"
+        _say(why)
+        # Whoever has the folder meanwhile, its attempts are not ours to number.
+        with contextlib.suppress(UsageError), run.submitting():
+            write_exit(run.next_attempt().exit_json, code or 1, stopped=why)
+        return code or 1
+    began = said["attempt"]
+    newest = max((int(p.name) for p in run.attempts()), default=began)  # the group was started again by itself
+    newest, ended = max(newest, began), code
+    for attempt in range(began, newest + 1):
+        here = RunDir(run.path, attempt)
+        if spec.nodes > 1:
+            ended = _merge(here, spec.nodes, spec.ranks * spec.nodes, said["nodes"], code, whys, quiet=attempt < newest)
+        else:
+            ended = _of_one_node(here, code, whys)
+    return _again(RunDir(run.path, newest), ended)
+
+
+def _again(here: RunDir, code: int) -> int:
+    """The exit code, when it is known whether one more start is wanted and makes sense."""
+    if code != REQUEUE:
+        return code
+    if (here.path / "job" / "cancelled").exists():
+        _say("saved, and cancelled: not started again")
+        return 143
+    write_json(here.exit_json, {**(exit_record(here.exit_json) or {}), "came_to": _came_to(here)})
+    last = [came_to(RunDir(here.path, n).exit_json) for n in range(here.attempt, here.attempt - _STARTS_IN_VAIN, -1)]
+    # A program without our loop says nothing of its steps: it may well have come on.
+    if last[0].get("steps") and all(end == last[0] for end in last):
+        why = (
+            f"{_STARTS_IN_VAIN} starts in a row began at step {last[0]['steps'][0]} and left no newer checkpoint than "
+            f"{last[0].get('checkpoint') or 'none'}: not started again. Is the time limit too short for a save, or does the "
+            "script not restore what it saved?"
+        )
+        _say(why)
+        write_exit(here.exit_json, 1, stopped=why)
+        return 1
+    return code
+
+
+def _came_to(here: RunDir) -> dict[str, Any]:
+    """How far an attempt came: at which steps it began to train, and the run's newest checkpoint."""
+    begun = [event.get("step") for event in read_lines(here.events(0)) if event.get("event") == "train_start"]
+    newest = max((p.name for p in here.checkpoints.glob("step-*")), default=None)
+    return {"steps": begun, "checkpoint": newest}
+
+
+def _of_one_node(here: RunDir, code: int, whys: Sequence[str]) -> int:
+    ended = exit_record(here.exit_json)
+    if ended is not None:
+        return int(ended["exit_code"])
+    why = "; ".join(whys) or f"the launcher ended without a word (exit code {code}): was it killed, or out of memory?"
+    _say(why)
+    write_exit(here.exit_json, code or 1, stopped=why)
+    return code or 1
+
+
+def _merge(here: RunDir, nodes: int, ranks: int, hosts: list[str], code: int, whys: Sequence[str], *, quiet: bool) -> int:
+    """One exit.json out of the nodes' own; the exit code of them all."""
+    ends = {node: exit_record(here.node_exit(node)) for node in range(nodes)}
+    failures = [Failure.from_json(f) for end in ends.values() if end for f in end.get("ranks", {}).values()]
+    silent = [hosts[node] if node < len(hosts) else f"node {node}" for node, end in ends.items() if end is None]
+    seen = {int(rank): Seen.from_json(s) for end in ends.values() if end for rank, s in end.get("seen", {}).items()}
+    failures = blame(failures, seen)
+    first = Failure.first(failures) if failures else None
+    stopped = next((str(end["stopped"]) for end in ends.values() if end and end.get("stopped")), None)
+    if first is not None:
+        node = min(first.rank // (ranks // nodes), len(hosts) - 1)
+        text = f"{render(first, ranks)}\nnode: {hosts[node]}"
+        code = first.exit_code
+    elif silent:
+        stopped = "; ".join(whys) or (
+            f"the launcher on {', '.join(silent)} ended without a word (exit code {code}): was the node lost, or out of memory?"
+        )
+        text = f"echelon: {stopped}"
+        code = code or 1
+    else:
+        codes = [int(end["exit_code"]) for end in ends.values() if end]
+        code = REQUEUE if REQUEUE in codes and set(codes) <= {0, REQUEUE} else max(codes)
+        text = ""
+    if text and not quiet:
+        print(printable(text), file=sys.stderr)
+    write_exit(here.exit_json, code, failures, first, stopped)
+    return code
+
+
+def _refusals(run: RunDir, start: str) -> Path:
+    return meeting_path(run, start).parent
+
+
+def _say(text: str) -> None:
+    print(printable(f"echelon: {text}"), file=sys.stderr)

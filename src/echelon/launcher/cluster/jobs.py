@@ -1,0 +1,68 @@
+"""Jobs that were submitted before, found again by their folders."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from echelon.contracts.errors import UsageError
+from echelon.contracts.run_dir import RunDir
+from echelon.launcher.cluster.background import LocalJob
+from echelon.launcher.cluster.kubernetes import KubernetesJob
+from echelon.launcher.cluster.slurm.job import SlurmJob
+from echelon.launcher.protocol import FolderJob, read_spec
+
+__all__ = ["find_run", "folders_below", "job_of", "tasks_of"]
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
+
+_LAUNCHERS: dict[str, type[FolderJob]] = {
+    "local": LocalJob,
+    "dragon": LocalJob,
+    "slurm": SlurmJob,
+    "kubernetes": KubernetesJob,
+}
+
+
+def job_of(run: RunDir) -> FolderJob:
+    """
+    Raises:
+        UsageError: no job was submitted into this folder.
+    """
+    _, said = read_spec(run, believe=False)
+    kind = _LAUNCHERS.get(str(said.get("launcher")))
+    if kind is None:
+        raise UsageError(f"{run.path} holds no submitted job (job/job.json names no launcher that there is).")
+    return kind(run)
+
+
+def tasks_of(path: Path) -> list[Path]:
+    """The run folders of a sweep, in order; none if the folder is not one's."""
+    found = [p.parents[1] for p in path.glob("tasks/*/job/job.json") if _NUMBER.fullmatch(p.parents[1].name)]
+    return sorted(found, key=lambda p: int(p.name))
+
+
+def folders_below(root: Path) -> Iterator[Path]:
+    """The run folders of all jobs in a folder of runs, those that were submitted last at the end."""
+    found = []
+    for folder in root.glob("*/job"):
+        with contextlib.suppress(OSError):  # another's, or gone meanwhile
+            if folder.is_dir():
+                found.append((folder.stat().st_mtime, folder))
+    for _, folder in sorted(found):
+        yield from tasks_of(folder.parent) or ([folder.parent] if os.path.lexists(folder / "job.json") else [])
+
+
+def find_run(name: str, root: Path) -> Path:
+    """The folder of a run, given as a path or as a name below `root`.
+
+    Raises:
+        UsageError: there is none.
+    """
+    for path in (Path(name), root / name):
+        if (path / "job").is_dir() or (path / "attempts").is_dir():
+            return path
+    raise UsageError(f"run {name!r}: there is no such folder, neither here nor in {root}.")

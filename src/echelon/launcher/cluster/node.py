@@ -1,0 +1,129 @@
+"""`python -m echelon.launcher.cluster.node RUN`: launches one node's part of a submitted job; with `--conclude`, its last word.
+
+A batch system starts one on every node; it reads what to run from the run's folder, meets the others, and runs the node's
+ranks. Afterwards the batch script has one process read what all nodes left (`launcher.conclude`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from echelon.contracts.errors import EchelonError, LauncherEnvironmentError, UsageError
+from echelon.contracts.hostlist import expand_hostlist
+from echelon.contracts.run_dir import RunDir
+from echelon.contracts.stopping import REQUEUE
+from echelon.contracts.terminal import printable
+from echelon.launcher.cluster.conclude import conclude, refuse
+from echelon.launcher.failure import render
+from echelon.launcher.job import JobSpec, Outcome
+from echelon.launcher.local.nodes import Meeting, meet
+from echelon.launcher.local.worker import forgive_output
+from echelon.launcher.protocol import read_spec
+
+__all__ = ["main", "run_node", "start_of"]
+
+_STALE_LOCK_S = 120.0  # NFS takes 90 s to give up the locks of a machine that it no longer hears of
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m echelon.launcher.cluster.node")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--call-sha256", metavar="HEX", help="of the call to run; another is not loaded")
+    parser.add_argument("--spec-sha256", metavar="HEX", help="of the job.json that was submitted; another is not run")
+    parser.add_argument("--task", type=int, default=0, metavar="N", help="which of an array's calls")
+    parser.add_argument("--conclude", type=int, metavar="CODE", help="the exit code with which the nodes' launchers ended")
+    arguments = parser.parse_args(argv)
+    run, start = RunDir(arguments.run), start_of(os.environ)
+    try:
+        if arguments.conclude is not None:
+            return conclude(run, arguments.conclude, start, arguments.spec_sha256)
+        return run_node(run, os.environ, arguments.call_sha256, arguments.task, spec_sha256=arguments.spec_sha256)
+    except EchelonError as error:
+        print(printable(f"echelon: {error}"), file=sys.stderr)
+        if arguments.conclude is None and (run.path / "job").is_dir():
+            with contextlib.suppress(EchelonError, OSError):  # the folder may be the very thing that is wrong
+                refuse(run, start, int(os.environ.get("SLURM_NODEID", "0")), str(error))
+                if "SLURM_JOB_ID" not in os.environ:  # a job of this machine has no batch script, which would conclude it
+                    return conclude(run, 1, start, arguments.spec_sha256)
+        return 1
+
+
+def start_of(env: Mapping[str, str]) -> str:
+    """Names this start of the job: every requeue has another."""
+    return f"{env.get('SLURM_JOB_ID', os.getppid())}.{env.get('SLURM_RESTART_COUNT', '0')}"
+
+
+def run_node(
+    run: RunDir,
+    env: Mapping[str, str],
+    call_sha256: str | None = None,
+    task: int = 0,
+    *,
+    spec_sha256: str | None = None,
+    given: JobSpec | None = None,
+) -> int:
+    """Run this node's ranks until they end.
+
+    Args:
+        call_sha256: of the file of the call, if the job is one; from the command line, which nobody can have changed.
+        task: which of an array's calls.
+        spec_sha256: of the folder's job.json, likewise.
+        given: what to run, where that did not come through the folder.
+    Returns:
+        0 also when they are to be started again, which is no bad exit for which srun would kill the others.
+    Raises:
+        LauncherEnvironmentError: as many nodes as were asked for are not there.
+        UsageError: another launcher has this run's folder.
+    """
+    # Until the launcher listens, a request to save and end would kill this process without a word; then it is delivered.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    spec, said = read_spec(run, spec_sha256) if given is None else (given, {})
+    hosts = expand_hostlist(env.get("SLURM_STEP_NODELIST", "")) or ["localhost"]
+    node = int(env.get("SLURM_NODEID", "0"))
+    if len(hosts) != spec.nodes:
+        raise LauncherEnvironmentError(f"{spec.nodes} nodes were submitted, but this step has {len(hosts)}: {', '.join(hosts)}.")
+    if spec.kind == "script" and not Path(spec.target).is_file():
+        raise LauncherEnvironmentError(f"{socket.gethostname()} does not find {spec.target}. Does every node see this folder?")
+    try:
+        os.chdir(str(said.get("cwd", ".")))
+    except OSError as error:
+        raise LauncherEnvironmentError(f"{socket.gethostname()} cannot go to {said['cwd']}: {error.strerror}.") from error
+    if node == 0:
+        # A start that was requeued may come before a shared file system has let go of the lock of a node that was lost.
+        again = env.get("SLURM_RESTART_COUNT", "0") != "0"
+        run.hold(who=f"job {env['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in env else "", patience_s=_STALE_LOCK_S if again else 1.0)
+    meeting = meet(run, start_of(env), node, hosts)
+    here = run.at_attempt(meeting.attempt)
+
+    outcome = _run(spec, here, meeting, call_sha256, task, str(said.get("key", "")))
+    if outcome.failure is not None and spec.nodes == 1:
+        print(render(outcome.failure, spec.ranks), file=sys.stderr)
+    return 0 if outcome.exit_code == REQUEUE else outcome.exit_code
+
+
+def _run(spec: JobSpec, here: RunDir, meeting: Meeting, call_sha256: str | None, task: int, key: str) -> Outcome:
+    if spec.kind == "command":
+        from echelon.launcher.functions.command import run_command
+
+        return run_command(spec, here, meeting, task, key)
+    from echelon.launcher.local.run import run_local
+
+    if spec.kind != "call":
+        return run_local(spec, here, meeting=meeting)
+    if call_sha256 is None:
+        raise UsageError("a call is run only with --call-sha256, the checksum of what was submitted.")
+    from echelon.launcher.functions.run import call_fields
+
+    return run_local(spec, here, meeting=meeting, start_fields=call_fields(call_sha256, key, task))
+
+
+if __name__ == "__main__":
+    forgive_output()
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""The batch script of a job, as text: nothing is asked of the machine, nothing written, no value of the environment appears."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from echelon.contracts.errors import UsageError
+from echelon.contracts.stopping import REQUEUE
+from echelon.launcher.job import JobSpec
+
+__all__ = ["SlurmOptions", "exported", "render"]
+
+# What a job needs of the login node's environment to find the same programs and libraries. Names only: Slurm carries the values.
+_USUAL = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH")
+_PREFIXES = ("OMP_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "CONDA_", "MODULE")
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+# Slurm's names, lists of nodes, features with their operators, sizes of memory. No blank, quote, control character or dollar.
+_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+=/&|()\[\]*-]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OPTION = re.compile(r"[a-z][a-z0-9-]*")
+_BY_FIELDS = "the number of nodes, ranks, cores and devices has fields of its own"
+_BY_FOLDER = "it follows from the run's folder, where the logs are"
+# Options of sbatch on which the script itself relies.
+_OURS = {
+    **dict.fromkeys(
+        ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gpus", "gpus-per-task"), _BY_FIELDS
+    ),
+    **dict.fromkeys(("output", "error", "input", "open-mode", "chdir", "job-name"), _BY_FOLDER),
+    **dict.fromkeys(("array", "dependency", "requeue", "no-requeue", "time", "signal"), "there is a field or a method for it"),
+    **dict.fromkeys(("export", "export-file", "get-user-env"), "variables are named one by one"),
+    **dict.fromkeys(
+        ("wrap", "parsable", "test-only", "wait", "help", "usage", "version"), "it would make sbatch do something else"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """What Slurm is asked for besides nodes; None leaves the choice to the cluster.
+
+    Args:
+        time_s: the limit of each start, in seconds; Slurm counts whole minutes.
+        warn_s: how long before the limit the ranks are asked to save and end. Enough for a save, and for the half minute by
+            which Slurm may be late.
+        cpus_per_rank: cores.
+        gpus_per_node: devices.
+        mem: memory per node in Slurm's words, such as "64G".
+        requeue: start again after the time limit, a preemption or the loss of a node.
+        export: names of variables that the job gets from the environment of whoever submits it.
+        name: the job's name for Slurm; by default the run's.
+        cpus_per_node: cores, in place of `cpus_per_rank`.
+        dependency: on other jobs, in Slurm's words such as "afterok:12:13".
+        parallel: of an array, how many run at a time.
+        setup: lines of shell before the ranks are started, on the first node; what they export reaches all.
+        more: other options of sbatch, by name; True is an option without a value.
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    reservation: str | None = None
+    time_s: float | None = None
+    warn_s: float = 120.0
+    cpus_per_rank: int = 1
+    gpus_per_node: int | None = None
+    mem: str | None = None
+    requeue: bool = True
+    exclusive: bool = False
+    export: Sequence[str] = ()
+    name: str | None = None
+    cpus_per_node: int | None = None
+    dependency: str | None = None
+    parallel: int | None = None
+    setup: Sequence[str] = ()
+    more: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """
+        Raises:
+            UsageError: a value that Slurm could not mean, or that would be more than a value in a script.
+        """
+        for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation", "mem", "dependency"):
+            value = getattr(self, name)
+            if value is not None and not _WORD.fullmatch(value):
+                raise UsageError(f"--{name} {value!r}: a word of letters, digits and . , : @ + = / & | ( ) [ ] * - _ only.")
+        for name in ("cpus_per_rank", "gpus_per_node", "cpus_per_node", "parallel"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {value}: at least 1.")
+        for line in self.setup:
+            _refuse_control(line, "setup")
+        for name, value in self.more.items():
+            if not _OPTION.fullmatch(name):
+                raise UsageError(f"option {name!r} of sbatch: a name of small letters, digits and hyphens.")
+            if name in _OURS:
+                raise UsageError(f"option {name!r} of sbatch is for echelon to set: {_OURS[name]}.")
+            _refuse_control(str(value), f"--{name}")
+        if self.time_s is not None and self.requeue and self.warn_s >= self.time_s:
+            raise UsageError(
+                f"--time {self.time_s:g} s is not longer than the {self.warn_s:g} s before its end at which the ranks are "
+                "asked to save. Give more time, a shorter --warn, or --no-requeue."
+            )
+        for variable in self.export:
+            if not _VARIABLE.fullmatch(variable):
+                raise UsageError(f"--env {variable!r}: the name of a variable. Its value comes from your environment.")
+
+
+def exported(environment: Sequence[str], more: Sequence[str] = ()) -> tuple[str, ...]:
+    """The names of the variables that a job gets: the usual ones among `environment`, and `more`.
+
+    What looks like a secret goes only by its name in `more`.
+    """
+    usual = {
+        n for n in environment if (n in _USUAL or n.startswith(_PREFIXES)) and _VARIABLE.fullmatch(n) and not _SECRET.search(n)
+    }
+    return tuple(sorted(usual | set(more)))
+
+
+def render(
+    spec: JobSpec,
+    options: SlurmOptions,
+    run: Path,
+    *,
+    python: str,
+    cwd: Path,
+    tasks: int | None = None,
+    sha256: Sequence[str] = (),
+) -> str:
+    """The batch script.
+
+    Args:
+        run: the run's folder, which all nodes see. With `tasks`, of the sweep.
+        python: the interpreter, on every node.
+        cwd: where the job runs.
+        tasks: how many runs an array of them has, each in a folder of its own below the sweep's; None is one run.
+        sha256: of job.json, for each task, or the one run: another is not run. None leaves the folder's owner to vouch for it.
+    Raises:
+        UsageError: a value that cannot be written into a script, or that Slurm could not mean.
+    """
+    options.check()
+    array = "" if tasks is None else "/tasks/$SLURM_ARRAY_TASK_ID"
+    # What the nodes believe comes from here, the one text of which Slurm has a copy of its own.
+    written, of_tasks = "", ""
+    if tasks is not None and sha256:
+        of_tasks = "spec_sha256=(\n" + "".join(f"{each}\n" for each in sha256) + ")\n"
+        written = ' --spec-sha256 "${spec_sha256[$SLURM_ARRAY_TASK_ID]}"'
+    elif sha256:
+        written = f" --spec-sha256 {sha256[0]}"
+    call = f" --call-sha256 {spec.sha256}" if spec.kind == "call" and spec.sha256 else ""
+    task = ' --task "$SLURM_ARRAY_TASK_ID"' if tasks is not None and spec.kind in ("call", "command") else ""
+    return _SCRIPT.format(
+        header="\n".join(_header(spec, options, run, cwd, tasks)),
+        run=f"{_path(run)}{array}",
+        python=_path(Path(python)),
+        cpus=_cpus(spec, options),
+        setup="".join(f"{line}\n" for line in ("\n# As the submitter wants it.", *options.setup)) if options.setup else "",
+        spec=written,
+        of_tasks=of_tasks,
+        words=f"{call}{task}",
+        again=_AGAIN if options.requeue else "",
+    )
+
+
+def _cpus(spec: JobSpec, options: SlurmOptions) -> int:
+    return options.cpus_per_node or options.cpus_per_rank * spec.ranks
+
+
+def _header(spec: JobSpec, options: SlurmOptions, run: Path, cwd: Path, tasks: int | None) -> list[str]:
+    sbatch: dict[str, object] = {
+        "job-name": _sbatch_text(options.name) if options.name is not None else run.name,
+        "chdir": _sbatch_path(cwd, escaped=False),
+        "nodes": spec.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": _cpus(spec, options),
+        "gpus-per-node": options.gpus_per_node,
+        "mem": options.mem,
+        "time": _slurm_time(options.time_s) if options.time_s is not None else None,
+        **{name: getattr(options, name) for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude")},
+        "reservation": options.reservation,
+        "array": f"0-{tasks - 1}{f'%{options.parallel}' if options.parallel else ''}" if tasks is not None else None,
+        "dependency": options.dependency,
+        "kill-on-invalid-dep": "yes" if options.dependency is not None else None,  # else it would wait for ever
+        "output": _sbatch_path(run, ("" if tasks is None else "/tasks/%a") + "/job/output.log"),
+        "open-mode": "append",
+        "signal": f"USR1@{math.ceil(options.warn_s)}" if options.requeue else None,
+        "export": ",".join(options.export) or "NIL",
+    }
+    flags = ["requeue" if options.requeue else "no-requeue", *(["exclusive"] if options.exclusive else [])]
+    flags += [name for name, value in options.more.items() if value is True]
+    sbatch |= {name: _sbatch_text(str(value)) for name, value in options.more.items() if not isinstance(value, bool)}
+    header = [f"#SBATCH --{name}={value}" for name, value in sbatch.items() if value is not None]
+    return header + [f"#SBATCH --{flag}" for flag in flags]
+
+
+_SCRIPT = """#!/bin/bash
+# Written by `echelon submit`; sbatch has its own copy, so that changing this one changes nothing.
+{header}
+
+run={run}
+python={python}
+umask 077
+{of_tasks}trap : TERM  # the nodes are asked to save and end, and this shell waits for them
+{setup}
+# One launcher on every node starts the node's ranks.
+srun --kill-on-bad-exit=1 --export=ALL --cpus-per-task={cpus} "$python" -P -m echelon.launcher.cluster.node "$run"{spec}{words}
+
+# Names the rank that failed first.
+"$python" -P -m echelon.launcher.cluster.node "$run"{spec} --conclude $?
+code=$?
+{again}exit $code
+"""
+
+_AGAIN = f"""
+# {REQUEUE}: the ranks have saved and want to go on. A job that was cancelled is no longer running.
+if [ $code = {REQUEUE} ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+"""
+
+
+def _slurm_time(seconds: float) -> str:
+    minutes = math.ceil(seconds / 60)
+    return f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"
+
+
+def _refuse_control(text: str, what: str) -> None:
+    if not text.isprintable():
+        raise UsageError(f"{what} {text!r}: control characters, such as the end of a line, cannot be in a batch script.")
+
+
+def _path(path: Path) -> str:
+    """A path as one word of the shell."""
+    text = str(path.absolute())
+    if any(ord(c) < 32 or ord(c) == 127 for c in text):
+        raise UsageError(f"path {text!r}: control characters cannot be in a batch script.")
+    return shlex.quote(text)
+
+
+def _sbatch_text(text: str) -> str:
+    """Any printable text as one value of a line of sbatch's: it knows quotes and backslashes, and expands nothing."""
+    _refuse_control(text, "value")
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _sbatch_path(path: Path, pattern: str = "", *, escaped: bool = True) -> str:
+    """A path as sbatch reads it in a line of the script: quoted, and `escaped` where it knows patterns such as %j."""
+    text = str(path.absolute())
+    if any(c in text for c in "'\"\\") or any(ord(c) < 32 or ord(c) == 127 for c in text):
+        raise UsageError(f"path {text!r}: sbatch cannot be told a path with quotes, backslashes or control characters.")
+    text = (text.replace("%", "%%") if escaped else text) + pattern
+    return text if re.fullmatch(r"[\w@%+=:,./-]+", text) else f'"{text}"'

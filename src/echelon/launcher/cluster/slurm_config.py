@@ -1,0 +1,220 @@
+"""SlurmConfig: what a job is submitted with, by nntool's names."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts.errors import UsageError
+from echelon.launcher.cluster.slurm.render import SlurmOptions
+from echelon.launcher.functions.command import parse
+from echelon.launcher.functions.run import check_environment
+
+__all__ = ["SlurmConfig"]
+
+_MODES = ("run", "debug", "local", "slurm")
+# Options that submitit knows under names of its own; the rest of sbatch's have their place in `extra_params_kwargs`.
+_SUBMITITS = (
+    "account",
+    "qos",
+    "constraint",
+    "reservation",
+    "comment",
+    "mail_type",
+    "mail_user",
+    "exclusive",
+    "array_parallelism",
+)
+_WARN_S = 120.0
+
+
+@dataclass(frozen=True)
+class SlurmConfig:
+    """How and where a function of `slurm_fn` runs.
+
+    Args:
+        mode: "run" calls it in this process; "debug" too, and stops in the debugger at an exception; "local" starts its ranks
+            on this machine, in the background; "slurm" submits it.
+        job_name: a name for people; the run's folder is made of its plain characters and the time.
+        partition: of the cluster; empty is the cluster's default.
+        output_parent_path, output_folder: the runs' folders are made in the one below the other.
+        node_list, node_list_exclude: these nodes, and none of these, as Slurm writes them; empty leaves the choice to Slurm.
+        num_of_node: how many machines.
+        tasks_per_node, processes_per_task: the ranks of each machine are their product.
+        gpus_per_task, gpus_per_node: devices; the latter, if given, holds for the node. 0 and None ask for none.
+        cpus_per_task: cores of each task, shared by its processes.
+        mem: memory of each node, such as "64G"; empty is the cluster's default.
+        timeout_min: the limit of each start in minutes; None is the partition's. Ranks are asked to save two minutes before it.
+        requeue: start again after the limit, a preemption or the loss of a node. The function is called again with its
+            arguments, and goes on from its checkpoints.
+        stderr_to_stdout: accepted; a rank's log always holds both.
+        setup: lines of shell before the ranks are started, as part of the batch script, which is no place for a secret.
+        pack_code: run a copy of the code as it is now, so that an edit changes no job that waits.
+        use_packed_code: False runs the code where it is, with the copy kept for the record.
+        code_root: the folder that is copied; by default the repository of the main script, else the script's folder.
+        code_file_suffixes: copy files with these endings only; by default all that git does not ignore.
+        exclude_code_folders: names of folders that are not copied.
+        use_distributed_env: run the launch command; True without one is refused.
+        distributed_env_task: accepted; "torch" is the only one.
+        distributed_launch_command: starts the ranks of a node, once on every node, such as `accelerate launch` or `torchrun`. A
+            list of words for no shell; `launcher.command.PLACEHOLDERS` are replaced. A word that names a copied file means
+            the copy, and the script's own arguments are appended.
+        extra_params_kwargs: other options of sbatch, by name; True is an option without a value.
+        extra_submit_kwargs: options under submitit's names, such as slurm_account.
+        extra_task_kwargs: variables for the ranks. Their values are kept in job.json, which only you can read.
+    Raises:
+        UsageError: a value that cannot work.
+    """
+
+    mode: str = "run"
+    job_name: str = "Job"
+    partition: str = ""
+    output_parent_path: str = "./"
+    output_folder: str = "slurm"
+    node_list: str = ""
+    node_list_exclude: str = ""
+    num_of_node: int = 1
+    tasks_per_node: int = 1
+    gpus_per_task: int = 0
+    cpus_per_task: int = 1
+    gpus_per_node: int | None = None
+    mem: str = ""
+    timeout_min: int | None = None
+    requeue: bool = True
+    stderr_to_stdout: bool = False
+    setup: Sequence[str] = ()
+    pack_code: bool = True
+    use_packed_code: bool = True
+    code_root: str | None = None
+    code_file_suffixes: Sequence[str] | None = None
+    exclude_code_folders: Sequence[str] = ()
+    use_distributed_env: bool = False
+    distributed_env_task: str = "torch"
+    processes_per_task: int = 1
+    distributed_launch_command: str = ""
+    extra_params_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    extra_submit_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    extra_task_kwargs: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold a secret
+
+    def __post_init__(self) -> None:
+        if self.mode not in _MODES:
+            raise UsageError(f"mode {self.mode!r}: one of {', '.join(_MODES)}.")
+        for name in ("num_of_node", "tasks_per_node", "processes_per_task", "cpus_per_task"):
+            _check_count(name, getattr(self, name), 1)
+        _check_count("gpus_per_task", self.gpus_per_task, 0)
+        for name, least in (("gpus_per_node", 0), ("timeout_min", 1)):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name), least)
+        if not isinstance(self.job_name, str) or not self.job_name.strip() or not self.job_name.isprintable():
+            raise UsageError(f"job_name {self.job_name!r}: a name in one line, without control characters.")
+        for name in ("setup", "exclude_code_folders", "code_file_suffixes"):
+            lines = getattr(self, name)
+            if isinstance(lines, str) or not all(isinstance(line, str) for line in lines or ()):
+                raise UsageError(f"{name} {lines!r}: a list of strings.")
+        if self.distributed_env_task != "torch":
+            raise UsageError(f"distributed_env_task {self.distributed_env_task!r}: 'torch' is the only one.")
+        if self.use_distributed_env and not self.distributed_launch_command:
+            raise UsageError(
+                "use_distributed_env=True needs a distributed_launch_command, such as 'torchrun --nnodes {num_machines} "
+                "--nproc-per-node 4 --node-rank {machine_rank} --master-addr {main_process_ip} --master-port {main_process_port} "
+                "main.py'. Without either, the function itself is called on each rank."
+            )
+        if self.distributed_launch_command:
+            parse(self.distributed_launch_command)
+        check_environment(self.extra_task_kwargs, "extra_task_kwargs")
+        self.options().check()
+
+    @classmethod
+    def of(cls, given: SlurmConfig | Mapping[str, Any]) -> SlurmConfig:
+        """A config, or the fields of one by name.
+
+        Raises:
+            UsageError: there is no such field.
+        """
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise UsageError(f"a function of slurm_fn takes a SlurmConfig or a dict of its fields, not {type(given).__name__}.")
+        _check_names(given)
+        return cls(**given)
+
+    def changed(self, **fields: Any) -> SlurmConfig:
+        """A copy with some fields anew.
+
+        Raises:
+            UsageError: there is no such field.
+        """
+        _check_names(fields)
+        return replace(self, **fields)
+
+    @property
+    def output_path(self) -> Path:
+        return Path(self.output_parent_path) / self.output_folder
+
+    def set_output_path(self, path: str | Path) -> SlurmConfig:
+        """A copy of this with another folder of runs."""
+        return replace(self, output_parent_path=str(Path(path).parent), output_folder=Path(path).name)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.tasks_per_node * self.processes_per_task
+
+    def options(self, *, dependency: str | None = None, export: Sequence[str] = ()) -> SlurmOptions:
+        """What Slurm is asked for.
+
+        Raises:
+            UsageError: an option that nobody knows.
+        """
+        time_s = self.timeout_min * 60.0 if self.timeout_min is not None else None
+        gpus = self.gpus_per_node if self.gpus_per_node is not None else self.gpus_per_task * self.tasks_per_node
+        more = {name.replace("_", "-"): value for name, value in self.extra_params_kwargs.items() if value is not None}
+        submitits = self._submitits()
+        parallel = submitits.pop("array_parallelism", None)
+        if parallel is not None:
+            _check_count("slurm_array_parallelism", parallel, 1)
+        return SlurmOptions(
+            partition=self.partition or None,
+            nodelist=self.node_list or None,
+            exclude=self.node_list_exclude or None,
+            time_s=time_s,
+            warn_s=min(_WARN_S, time_s / 2) if time_s is not None else _WARN_S,
+            gpus_per_node=gpus or None,
+            mem=self.mem or None,
+            requeue=self.requeue,
+            export=export,
+            name=self.job_name,
+            cpus_per_node=self.cpus_per_task * self.tasks_per_node,
+            dependency=dependency,
+            parallel=parallel,
+            setup=tuple(self.setup),
+            more={**more, **{name.replace("_", "-"): value for name, value in submitits.items()}},
+        )
+
+    def _submitits(self) -> dict[str, Any]:
+        known = {}
+        for name, value in self.extra_submit_kwargs.items():
+            plain = re.sub("^slurm_", "", str(name))
+            if plain not in _SUBMITITS:
+                raise UsageError(
+                    f"extra_submit_kwargs has {name!r}, and knows slurm_ before {', '.join(_SUBMITITS)}. Options of sbatch go "
+                    "into extra_params_kwargs, variables of the ranks into extra_task_kwargs; the rest has fields of its own."
+                )
+            known[plain] = value
+        return known
+
+
+def _check_names(given: Iterable[str]) -> None:
+    known = [f.name for f in fields(SlurmConfig)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1)
+            raise UsageError(f"SlurmConfig has no field {name!r}." + (f" Is it {near[0]}?" if near else ""))
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{name} {value!r}: a whole number of at least {least}.")

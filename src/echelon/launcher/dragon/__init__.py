@@ -1,0 +1,1 @@
+"""Groups of ranks with placement policies, on Dragon's runtime or without it."""

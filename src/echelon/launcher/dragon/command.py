@@ -1,0 +1,88 @@
+"""Start a script on Dragon's runtime, and leave nothing behind.
+
+`dragon` hangs for ever as a session leader, does not hear SIGINT, and on SIGTERM leaves the script, its ranks and 6 GB of
+shared memory behind (dragonhpc 0.15). So it gets a process group of its own in our session, and we end that group; if we are
+killed, `launcher.dragon_guard` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts.errors import UsageError
+from echelon.launcher.dragon.guard import Guard, end_runtime
+
+__all__ = ["FOLDER_VARIABLE", "run_on_dragon"]
+
+# Names, for the processes of the runtime, the folder in which groups leave values and failures.
+FOLDER_VARIABLE = "ECHELON_DRAGON_FOLDER"
+
+
+_LOOK_S = 0.05
+
+
+def run_on_dragon(script: str, args: Sequence[str] = (), *, nodes: bool = False, grace_s: float = 5.0) -> int:
+    """Run `script` as Dragon's head process and wait for it.
+
+    Args:
+        nodes: over all nodes of the allocation that this process is in; otherwise on this node alone.
+        grace_s: how long the script and its ranks may take to end after SIGINT, SIGTERM or SIGHUP.
+    Returns:
+        The script's exit code; 128 + n after signal n.
+    Raises:
+        UsageError: dragonhpc is not installed.
+    """
+    if importlib.util.find_spec("dragon") is None:
+        raise UsageError("Dragon is not installed: pip install 'echelon[dragon]' (Linux on x86_64, Python 3.11 or later).")
+    # Its own helpers are looked for on the path, which a virtual environment that is not activated is not on.
+    env = {**os.environ, "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])}
+    program = shutil.which("dragon", path=env["PATH"])
+    if program is None:
+        raise UsageError(
+            "Dragon is installed, but its command `dragon` is not on the path. Add the folder in which it is to PATH."
+        )
+    # Several nodes meet in the folder where the program was started, as Dragon's own files do.
+    folder = Path(tempfile.mkdtemp(prefix="echelon-dragon-", dir=os.getcwd() if nodes else None))
+    env[FOLDER_VARIABLE] = str(folder)
+    guard = Guard(folder, grace_s)
+    try:
+        with _first_signal() as heard:
+            process = subprocess.Popen([program, "-m" if nodes else "-s", script, *args], env=env, process_group=0)
+            guard.watch(process.pid)
+            # Not waited for before its group has ended: until then its number is nobody else's.
+            while not heard and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+                time.sleep(_LOOK_S)
+            end_runtime(process.pid, grace_s, folder)
+            code = process.wait()
+    finally:
+        guard.dismiss()
+    if heard:
+        return 128 + heard[0]
+    return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _first_signal() -> Iterator[list[int]]:
+    """A list that the first of SIGINT, SIGTERM and SIGHUP is put into. Nothing is raised: it may come at any moment."""
+    heard: list[int] = []
+    previous: dict[signal.Signals, Any] = {}
+    with contextlib.suppress(ValueError):  # not the main thread
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, lambda number, _: heard.append(number))
+    try:
+        yield heard
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,222 @@
+"""CollectiveGroup: a function on a group of ranks that find one another, with Dragon's calls `init start join close`.
+
+On Dragon's runtime it is Dragon's own group (`launcher.dragon`); elsewhere the ranks run on this machine, as with `launch`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from echelon.contracts.errors import RankTimeoutError, UsageError
+from echelon.launcher.dragon.system import System, on_dragon
+from echelon.launcher.functions.run import Cancel, call
+from echelon.launcher.job import auto_ranks
+
+__all__ = ["CollectiveGroup", "Placed", "set_threads"]
+
+logger = logging.getLogger(__name__)
+
+
+class _Backend(Protocol):
+    def start(self) -> None: ...
+
+    def join(self, timeout: float | None) -> list[Any]: ...
+
+    def close(self) -> None: ...
+
+
+class CollectiveGroup:
+    """Runs `training_fn` on a rank for each policy. Inside, `RankInfo()`, `init_from_env()` and `env://` work.
+
+    Args:
+        training_fn: as `launch` takes it.
+        training_args, training_kwargs: its arguments.
+        policies: a rank for each, `echelon.Policy` or Dragon's; without any, one rank per GPU, else one per core.
+        hide_stderr: drop what ranks write to standard error. A failure's traceback arrives in any case.
+        port: where rank 0 serves the group's store, on Dragon; by default a free one. Ranks of this machine always have a
+            store that is bound before they start.
+        nprocs: the number of ranks where there are no policies.
+    Attributes:
+        values: what the function returned, by rank, after `join`.
+    """
+
+    def __init__(
+        self,
+        training_fn: Callable[..., Any],
+        training_args: Sequence[Any] | None = None,
+        training_kwargs: Mapping[str, Any] | None = None,
+        policies: Sequence[Any] | None = None,
+        hide_stderr: bool = False,
+        port: int | None = None,
+        *,
+        nprocs: int | None = None,
+    ) -> None:
+        if not callable(training_fn):
+            raise UsageError(f"training_fn {training_fn!r}: a function.")
+        if port is not None and not 0 < port < 65536:
+            raise UsageError(f"port {port}: between 1 and 65535, or None for a free one.")
+        if nprocs is not None and policies and nprocs != len(policies):
+            raise UsageError(f"nprocs={nprocs}, but there are {len(policies)} policies: one is for one rank. Leave nprocs out.")
+        if policies is not None and not policies:
+            logger.warning("no policies, as gpu_policies() gives where there is no GPU: one rank per core")
+        self.policies = list(policies or _by_default(nprocs))
+        self._placed = Placed(training_fn, self.policies, hide_stderr)
+        self._call = (tuple(training_args or ()), dict(training_kwargs or {}))
+        self._port = port
+        self._backend: _Backend | None = None
+        self._state = "new"
+        self.values: list[Any] | None = None
+
+    def init(self) -> None:
+        """Prepare the ranks. Nothing runs yet."""
+        self._must_be("init", "new")
+        if on_dragon():
+            from echelon.launcher.dragon.ranks import DragonRanks
+
+            self._backend = DragonRanks(self._placed, *self._call, self.policies, self._port)
+        else:
+            self._backend = _LocalRanks(self._placed, *self._call, self.policies)
+        self._state = "ready"
+
+    def start(self) -> None:
+        """Start the ranks, and return."""
+        if self._state == "new":
+            self.init()
+        self._must_be("start", "ready")
+        assert self._backend is not None
+        self._state = "running"
+        self._backend.start()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for all ranks.
+
+        Args:
+            timeout: seconds; None waits for ever.
+        Raises:
+            RankFailedError: with the text of the first failing rank's own traceback; the others have been ended.
+            RankTimeoutError: they still run; they go on, and `join` may be called again.
+        """
+        if self.values is None:
+            self._must_be("join", "running")
+            assert self._backend is not None
+            self.values = self._backend.join(timeout)
+
+    def close(self) -> None:
+        """End what still runs, and free everything. Never raises because of what a rank did; safe to call twice."""
+        if self._backend is not None and self._state != "closed":
+            self._backend.close()
+        self._state = "closed"
+
+    def _must_be(self, what: str, state: str) -> None:
+        if self._state != state:
+            raise UsageError(f"CollectiveGroup.{what}() on a group that is {self._state}: the order is init, start, join, close.")
+
+    def __enter__(self) -> CollectiveGroup:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Placed:
+    """The function as a rank calls it, after it has gone to its place. Can be pickled if the function can."""
+
+    def __init__(self, fn: Callable[..., Any], policies: Sequence[Any], hide_stderr: bool) -> None:
+        self.fn, self.hide_stderr = fn, hide_stderr
+        self.cores = [list(policy.cpu_affinity) for policy in policies]
+        self.devices = [(policy.gpu_env_str or "CUDA_VISIBLE_DEVICES", list(policy.gpu_affinity)) for policy in policies]
+        self.__name__ = getattr(fn, "__name__", "group")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.take_place(int(os.environ["RANK"]))
+        return self.fn(*args, **kwargs)
+
+    def take_place(self, rank: int) -> None:
+        """Cores, devices and threads of this rank, before anything has used them."""
+        if self.hide_stderr:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 2)
+            os.close(null)
+        name, devices = self.devices[rank]
+        if devices:
+            os.environ[name] = ",".join(map(str, devices))
+        if cores := self.cores[rank]:
+            os.sched_setaffinity(0, cores)
+            set_threads(len(cores))
+
+
+def set_threads(count: int) -> None:
+    """For this process, whether it has torch loaded or not: OpenMP reads the variable when it is."""
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(count)
+
+
+class _LocalRanks:
+    """Ranks of this machine, by `launch`, which waits: in a thread."""
+
+    def __init__(self, fn: Placed, args: Sequence[Any], kwargs: Mapping[str, Any], policies: Sequence[Any]) -> None:
+        _check_here(policies)
+        self._cancel = Cancel()
+        self._values: list[Any] = []
+        self._error: BaseException | None = None
+        # Waited for instead of the thread: Python 3.11 takes a thread whose `join` a Ctrl-C interrupts for ended.
+        self._ended = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(fn, args, kwargs, len(policies)), name="echelon-group", daemon=True
+        )
+
+    def _run(self, fn: Placed, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int) -> None:
+        try:
+            self._values = call(fn, ranks=ranks, args=args, kwargs=kwargs, cancel=self._cancel)
+        except BaseException as error:  # raised where it is joined
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self, timeout: float | None) -> list[Any]:
+        if not self._ended.wait(timeout):
+            raise RankTimeoutError(f"the ranks had not finished after {timeout:g} s.", rank=0, exit_code=124)
+        if self._error is not None:
+            raise self._error
+        return self._values
+
+    def close(self) -> None:
+        if self._thread.ident is not None and not self._ended.is_set():
+            self._cancel.now()
+            self._ended.wait()
+
+
+def _by_default(ranks: int | None) -> list[Any]:
+    system = System()
+    if ranks is None and (policies := system.gpu_policies()):
+        return policies
+    if not on_dragon():
+        ranks = ranks if ranks is not None else auto_ranks()
+    return system.cpu_policies(ranks)
+
+
+def _check_here(policies: Sequence[Any]) -> None:
+    """
+    Raises:
+        UsageError: a policy for another machine, or for cores that are not there.
+    """
+    here = {*System().hosts, "localhost", ""}
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    for rank, policy in enumerate(policies):
+        if policy.host_name not in here:
+            raise UsageError(
+                f"policy {rank}: host_name {policy.host_name!r} is not this machine. Other nodes are reached on Dragon's "
+                "runtime, `echelon dragon`, or with `echelon submit`."
+            )
+        if absent := set(policy.cpu_affinity) - mine:
+            raise UsageError(f"policy {rank}: this process may not use core {', '.join(map(str, sorted(absent)))}.")

@@ -1,0 +1,151 @@
+"""A job whose ranks Dragon's runtime starts: the same script, run folder, logs and exit codes as with the other launchers.
+
+Three kinds of process know their parts from the run's folder: the outermost, in the background, runs the runtime; the runtime's
+head starts a CollectiveGroup; and each rank of that runs the program.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
+from echelon.contracts.files import open_to_append
+from echelon.contracts.rank import RankInfo
+from echelon.contracts.run_dir import RunDir
+from echelon.contracts.stopping import REQUEUE
+from echelon.launcher.cluster.background import LocalLauncher
+from echelon.launcher.job import Failure, JobSpec
+from echelon.launcher.local.attempt import write_exit
+from echelon.launcher.protocol import read_spec
+from echelon.launcher.records import rank_record
+
+__all__ = ["DragonLauncher"]
+
+
+class DragonLauncher(LocalLauncher):
+    """Starts jobs in the background on Dragon's runtime: on this node, or with `spec.nodes` over an allocation's."""
+
+    name, program = "dragon", "echelon.launcher.dragon.job"
+
+    def check(self, spec: JobSpec) -> None:
+        if spec.kind == "call":
+            raise UsageError("functions run on Dragon in a CollectiveGroup: `echelon dragon SCRIPT`.")
+        if importlib.util.find_spec("dragon") is None:
+            raise UsageError("Dragon is not installed: pip install 'echelon[dragon]' (Linux on x86_64, Python 3.11 or later).")
+
+
+def run(run: RunDir, sha256: str) -> int:
+    """Run the job of this folder on a runtime of its own. Returns its exit code, as any launcher does.
+
+    Args:
+        sha256: of the folder's job.json, from the command line; every process that reads it compares.
+    """
+    from echelon.launcher.dragon.command import run_on_dragon
+
+    spec, _ = read_spec(run, sha256)
+    run.hold()
+    here = run.next_attempt()
+    # As a module: this folder on the path would hide Dragon's own package behind ours of that name.
+    head = ["-P", "-m", __spec__.name, str(here.path.absolute()), "--spec-sha256", sha256, str(here.attempt)]
+    code = run_on_dragon(sys.executable, head, nodes=spec.nodes > 1, grace_s=spec.grace_s)
+    return conclude(spec, here, code)
+
+
+def conclude(spec: JobSpec, here: RunDir, code: int) -> int:
+    """Write exit.json from what the ranks left."""
+    ranks = spec.ranks * spec.nodes
+    records = {rank: rank_record(here.rank_exit(rank)) for rank in range(ranks)}
+    codes = {rank: int(record["exit_code"]) for rank, record in records.items() if record}
+    failures = [
+        Failure.from_record(rank, codes[rank], 0, record, here.log(rank))
+        for rank, record in records.items()
+        if record and codes[rank] not in (0, REQUEUE)
+    ]
+    silent = [rank for rank in range(ranks) if rank not in codes]
+    if silent and not failures:
+        said = "ended without a word, as when it is killed"
+        failures = [Failure(rank, code or 1, 0, "exit", said, log=here.log(rank), reported=False) for rank in silent]
+    first = Failure.first(failures) if failures else None
+    if first is not None:
+        code = first.exit_code
+    elif codes and set(codes.values()) <= {0, REQUEUE}:
+        code = max(codes.values())
+    write_exit(here.exit_json, code, failures, first)
+    return code
+
+
+def head(here: RunDir, sha256: str) -> int:
+    """The head process of the runtime: a group, and its end."""
+    from echelon.launcher.dragon.group import CollectiveGroup
+    from echelon.launcher.dragon.system import System
+
+    spec, said = read_spec(here, sha256)
+    os.chdir(str(said.get("cwd", ".")))
+    ranks = spec.ranks * spec.nodes
+    policies = System().gpu_policies() or System().cpu_policies(ranks)
+    if len(policies) < ranks:
+        raise UsageError(f"{ranks} ranks were asked for, but Dragon's nodes have {len(policies)} GPUs, one for each rank.")
+    group = CollectiveGroup(run_rank, (str(here.path), here.attempt, sha256), policies=policies[:ranks])
+    try:
+        group.start()
+        group.join()
+    except RankFailedError:  # who, and why, is in the ranks' records
+        return 1
+    finally:
+        group.close()
+    return 0
+
+
+def run_rank(path: str, attempt: int, sha256: str) -> int:
+    """The program, on one rank."""
+    from echelon.launcher.local.nodes import interface_of, local_address_towards
+    from echelon.launcher.local.placement import interfaces
+    from echelon.launcher.local.run import rank_environment
+    from echelon.launcher.local.worker import Start, run_program
+
+    here = RunDir(path, attempt)
+    spec, said = read_spec(here, sha256)
+    info = RankInfo()
+    given = dict(os.environ)
+    if info.local_world_size < info.world_size:  # else it is loopback
+        given = {**interfaces(interface_of(local_address_towards(info.master_addr))), **given}
+    os.environ.update(rank_environment(spec, here, given, info.local_world_size, restart=spec.restart))
+    os.chdir(str(said.get("cwd", ".")))
+    log = open_to_append(here.log(info.rank))
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    signal.signal(signal.SIGINT, _as_a_wish_to_end)
+    record = here.rank_exit(info.rank)
+    sys_path = [place for place in sys.path if place]
+    start = Start(spec.kind, spec.target, spec.args, {}, os.getcwd(), sys_path, record=str(record.absolute()), code=spec.code)
+    code = run_program(start)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code not in (0, REQUEUE):
+        os._exit(code)  # not an exception: Dragon would print it once more, without saying whose it is
+    return code
+
+
+def _as_a_wish_to_end(number: int, frame: Any) -> None:
+    """Dragon's runtime ends under SIGTERM, so a request comes as SIGINT; to the program it is what it is everywhere."""
+    os.kill(os.getpid(), signal.SIGTERM if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL else signal.SIGUSR1)
+
+
+def main(argv: list[str] | None = None) -> int:
+    path, _, sha256, *attempt = sys.argv[1:] if argv is None else argv
+    try:
+        return head(RunDir(path, int(attempt[0])), sha256) if attempt else run(RunDir(Path(path)), sha256)
+    except EchelonError as error:
+        print(f"echelon: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    from echelon.launcher.dragon import job as dragon_job
+
+    sys.exit(dragon_job.main())  # functions that are sent to ranks belong to a module that can be imported

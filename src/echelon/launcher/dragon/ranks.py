@@ -1,0 +1,209 @@
+"""Ranks on Dragon's runtime: its own CollectiveGroup, with what it leaves to its users.
+
+It wants a list of policies with host names, sets none of the variables that torch reads, has one fixed port, gives neither
+values nor tracebacks back, and raises a rank's failure once more instead of closing. All of that is dealt with here.
+Tested with dragonhpc 0.15.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts.errors import RankFailedError, RankTimeoutError, UsageError
+from echelon.contracts.machine import usable_cores
+from echelon.contracts.rank import RankInfo
+from echelon.contracts.run_dir import write_json
+from echelon.contracts.terminal import printable
+from echelon.launcher.calls import load_exception, load_value
+from echelon.launcher.dragon.command import FOLDER_VARIABLE
+from echelon.launcher.dragon.group import set_threads
+from echelon.launcher.failure import render
+from echelon.launcher.job import Failure
+from echelon.launcher.local import worker
+from echelon.launcher.local.nodes import free_port
+from echelon.launcher.records import rank_record
+
+__all__ = ["DragonRanks"]
+
+# After Dragon has said that a rank failed: until the others have written down how they fell, so that the first is found.
+_HEAR_OUT_S = 0.5
+# Dragon's patience with ranks that it interrupts because another has failed.
+_INTERRUPT_S = 5.0
+_INTERRUPTED = "KeyboardInterrupt"
+_LOOK_S = 0.2
+
+
+class DragonRanks:
+    """One group. Ranks leave their values and failures in a folder that all nodes must see; on one node, any temporary one.
+
+    Args:
+        placed: the function, `take_place` included.
+        policies: with or without host names.
+        port: of the group's store; None finds a free one.
+    """
+
+    def __init__(
+        self, placed: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policies: Sequence[Any], port: int | None
+    ) -> None:
+        from dragon.ai.collective_group import CollectiveGroup
+        from dragon.native.machine import Node, System
+
+        hosts = [Node(number).hostname for number in System().nodes]
+        self._ranks = len(policies)
+        for rank, policy in enumerate(policies):
+            if policy.host_name and policy.host_name not in hosts:
+                raise UsageError(
+                    f"policy {rank}: host_name {policy.host_name!r} is none of Dragon's nodes, which are {', '.join(hosts)}."
+                )
+        # `echelon dragon` removes its folder in any case. Under a plain `dragon` all nodes see where it was started.
+        shared = os.environ.get(FOLDER_VARIABLE) or (os.getcwd() if len(hosts) > 1 else None)
+        self._folder = Path(tempfile.mkdtemp(prefix="echelon-group-", dir=shared))
+        self._failed = False
+        self._closed, self._closing = threading.Event(), threading.Lock()
+        theirs = [_dragons(policy, hosts[rank * len(hosts) // self._ranks]) for rank, policy in enumerate(policies)]
+        self._key = secrets.token_hex(32)
+        call = (str(self._folder), self._key, placed, tuple(args), dict(kwargs))
+        try:
+            self._group: Any = CollectiveGroup(
+                _run_rank, call, None, hide_stderr=placed.hide_stderr, port=port or free_port(), policies=theirs
+            )
+            self._group.init()
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    def start(self) -> None:
+        self._group.start()
+        threading.Thread(target=self._close_at_the_end, name="echelon-group").start()
+
+    def join(self, timeout: float | None) -> list[Any]:
+        try:
+            self._group.join(timeout)
+        except TimeoutError:
+            raise RankTimeoutError(f"the ranks had not finished after {timeout:g} s.", rank=0, exit_code=124) from None
+        except Exception as error:  # Dragon's own class, with exit codes and no more
+            self._failed = True
+            failed = self._failure(str(error))
+            raise failed from load_exception(self._value(failed.rank, ".error"), self._key)
+        if failures := self._reported():
+            self._failed = True
+            failed = self._error(failures)
+            raise failed from load_exception(self._value(failed.rank, ".error"), self._key)
+        return [load_value(self._value(rank), self._key) for rank in range(self._ranks)]
+
+    def close(self) -> None:
+        with self._closing:
+            if self._closed.is_set():
+                return
+            try:
+                self._close()
+            finally:
+                self._closed.set()
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _close(self) -> None:
+        if not self._failed:
+            try:
+                self._group.close()
+                return
+            except Exception:  # a rank's failure that nobody joined: it is raised instead of closing
+                pass
+        # The same without raising what `join` has raised already. It has no public name.
+        with contextlib.suppress(Exception):
+            self._group._close_no_decorator()
+
+    def _close_at_the_end(self) -> None:
+        """For a script that ends without closing, as by an error: Dragon's own thread of the group would keep it for ever."""
+        while not self._closed.wait(_LOOK_S):
+            if not threading.main_thread().is_alive():
+                self.close()
+
+    def _value(self, rank: int, error: str = "") -> Path:
+        return self._folder / f"value.rank{rank}.pkl{error}"
+
+    def _reported(self) -> list[Failure]:
+        records = {rank: rank_record(self._folder / f"exit.rank{rank}.json") for rank in range(self._ranks)}
+        return [
+            Failure.from_record(rank, int(record["exit_code"]), 0, record, self._folder / f"rank{rank}")
+            for rank, record in records.items()
+            if record and record["exit_code"]
+        ]
+
+    def _hear_out(self) -> list[Failure]:
+        """Once a rank has failed, Dragon interrupts the others. One that was killed says nothing."""
+        began = time.monotonic()
+        while True:
+            failures = self._reported()
+            heard = len(failures) + sum(self._value(rank).exists() for rank in range(self._ranks))
+            own = any(f.kind != _INTERRUPTED for f in failures)
+            patience_s = _HEAR_OUT_S if own or heard >= self._ranks - 1 else _INTERRUPT_S
+            if heard == self._ranks or time.monotonic() - began > patience_s:
+                return failures
+            time.sleep(0.02)
+
+    def _failure(self, text: str) -> RankFailedError:
+        failures = self._hear_out()
+        if own := [f for f in failures if f.kind != _INTERRUPTED]:
+            return self._error(own)
+        heard = {f.rank for f in failures}
+        silent = [r for r in range(self._ranks) if r not in heard and not self._value(r).exists()]
+        if not silent and failures:
+            return self._error(failures)
+        which = f"rank {' or '.join(map(str, silent))}" if silent else "a rank"
+        rank = silent[0] if len(silent) == 1 else -1
+        return RankFailedError(f"{which} ended without a word, as when it is killed. Dragon says: {text}", rank=rank, exit_code=1)
+
+    def _error(self, failures: Sequence[Failure]) -> RankFailedError:
+        first = Failure.first(failures)
+        first = replace(first, log=None)  # Dragon shows what ranks write, as they write it
+        text = f"{render(first, self._ranks)}\n\n{printable(first.traceback)}".rstrip()
+        return RankFailedError(text, rank=first.rank, exit_code=first.exit_code)
+
+
+def _run_rank(folder: str, key: str, placed: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """What Dragon starts: torch's variables, the place, the function, and a record of how it ended."""
+    info = _known_to_torch(RankInfo())
+    record = Path(folder) / f"exit.rank{info.rank}.json"
+    try:
+        worker.leave_value(lambda: placed(*args, **kwargs), f"{folder}/value.rank{info.rank}.pkl", placed.__name__, key)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            error = RuntimeError("the function called sys.exit(), which leaves nothing to return. Return instead.")
+        write_json(record, {"exit_code": 1, **worker.describe(error)})
+        # Not an exception: Dragon would print it without saying whose it is. And at once: the others wait.
+        os._exit(1)
+
+
+def _known_to_torch(info: RankInfo) -> RankInfo:
+    """The rank's facts under torchrun's names; on one node over loopback, whatever the host's name resolves to."""
+    env = info.to_env()
+    if info.local_world_size == info.world_size:
+        env["MASTER_ADDR"] = os.environ["_DRAGON_CG_MASTER_ADDR"] = "127.0.0.1"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(env)
+    if "OMP_NUM_THREADS" not in os.environ:
+        set_threads(max(1, usable_cores() // info.local_world_size))
+    return RankInfo()
+
+
+def _dragons(policy: Any, host: str) -> Any:
+    """A policy as Dragon's group needs it: by host name."""
+    from dragon.infrastructure.policy import Policy
+
+    return Policy(
+        placement=Policy.Placement.HOST_NAME,
+        host_name=policy.host_name or host,
+        cpu_affinity=list(policy.cpu_affinity),
+        gpu_affinity=list(policy.gpu_affinity),
+        gpu_env_str=policy.gpu_env_str,
+    )

@@ -1,0 +1,364 @@
+"""A launch command, such as `accelerate launch` or `torchrun`: checked when a job is submitted, run once on every node.
+
+It is a list of words, never a text for a shell. The ranks that it starts run the user's script again, as far as the call that
+was submitted (`launcher.inside`); what they leave by rank becomes the node's record here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from echelon.contracts.asked import Asked
+from echelon.contracts.errors import UsageError
+from echelon.contracts.files import open_to_append, parse_object, read_bytes, read_end
+from echelon.contracts.redact import redacted_words
+from echelon.contracts.run_dir import RunDir
+from echelon.contracts.stopping import REQUEUE
+from echelon.launcher.calls import checksum
+from echelon.launcher.functions.inside import Place
+from echelon.launcher.job import Failure, JobSpec, Outcome
+from echelon.launcher.local.attempt import write_exit
+from echelon.launcher.local.nodes import Meeting, free_port
+from echelon.launcher.local.run import rank_environment
+from echelon.launcher.local.server import adopt_orphans, die_with_parent
+from echelon.launcher.records import place_record, rank_record
+
+__all__ = ["PLACEHOLDERS", "parse", "run_command", "substitute"]
+
+PLACEHOLDERS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
+_FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_SHELL = {"&&", "||", "|", ";", "&", ">", ">>", "<", "2>&1"}
+# Which would tell the ranks of another job, or of another place, who they are.
+_FOREIGN = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|ROLE_|GROUP_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ECHELON_(ASKED|CALL|STORE_PREFIX))"
+)
+_POLL_S = 0.05
+# Of the ranks that fell, this node may have none but those which lost a peer: how long to wait for word of the others.
+_CULPRIT_WAIT_S = 5.0
+_LAST_WAIT_S = 5.0
+_TAIL_LINES = 15
+_MOST_LOG = 16 << 20
+
+
+def parse(command: str) -> list[str]:
+    """The words of a launch command.
+
+    Raises:
+        UsageError: an unknown placeholder, an unbalanced quote, or words that only a shell would understand.
+    """
+    if not command.isprintable():
+        raise UsageError(f"distributed_launch_command {command!r}: one line, without control characters.")
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"distributed_launch_command {command!r}: {error}.") from None
+    if not words:
+        raise UsageError("distributed_launch_command is empty. Such as: torchrun --nproc-per-node {num_processes} main.py")
+    for name in _FIELD.findall(command):
+        if name not in PLACEHOLDERS:
+            known = ", ".join(f"{{{p}}}" for p in PLACEHOLDERS)
+            raise UsageError(f"distributed_launch_command has {{{name}}}, and there are only {known}.")
+    if shell := next((word for word in words if word in _SHELL), None):
+        raise UsageError(
+            f"distributed_launch_command has {shell!r}, but is run without a shell. Put what comes before into `setup`."
+        )
+    return words
+
+
+def substitute(words: Sequence[str], values: Mapping[str, str | int]) -> list[str]:
+    """The words with each placeholder replaced; every other brace stays, as in JSON."""
+    return [_FIELD.sub(lambda m: str(values.get(m[1], m[0])), word) for word in words]
+
+
+def run_command(spec: JobSpec, here: RunDir, meeting: Meeting, task: int, key: str) -> Outcome:
+    """Run the command on this node until it and its ranks have ended, and write the node's record.
+
+    Raises:
+        UsageError: there is no such program.
+    """
+    about = _about(spec)
+    at = Place(str(here.attempt_path.absolute()), meeting.node, task=task, key=key, **about["call"])
+    given = {k: v for k, v in os.environ.items() if not _FOREIGN.fullmatch(k)}
+    env = {**rank_environment(spec, here, given, spec.ranks, restart=False, meeting=meeting), **at.to_env()}
+    env["ECHELON_SCREEN"] = "launcher"
+    asked = Asked(spec.ranks * spec.nodes, spec.nodes, " ".join(redacted_words(spec.args)))
+    env.update(asked.to_env())
+    values: dict[str, str | int] = {
+        "num_processes": spec.ranks * spec.nodes,
+        "num_machines": spec.nodes,
+        "machine_rank": meeting.node,
+        "main_process_ip": meeting.host,
+        "main_process_port": meeting.port or free_port(),
+    }
+    words = [*substitute(spec.args, values), *about["argv"]]
+    # `python` and `accelerate` are those of the interpreter that submitted, whatever a login shell would find first.
+    env["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), env.get("PATH", os.defpath)))
+    words[0] = _program(words[0], env)
+    if meeting.listener is not None:
+        meeting.listener.close()  # it held the port until now, for the command
+    outcome, failures = _Command(spec, here, meeting, asked).run(words, env)
+    write_exit(meeting.exit_path(here), outcome.exit_code, failures, outcome.failure)
+    return outcome
+
+
+def _about(spec: JobSpec) -> dict[str, Any]:
+    """Which call of the script it is, and the script's own arguments.
+
+    Raises:
+        UsageError: not what was submitted.
+    """
+    try:
+        text = read_bytes(spec.code)
+    except OSError as error:
+        raise UsageError(f"{spec.code} cannot be read: {error.strerror}. Submit again.") from error
+    about = parse_object(text) if checksum(text) == spec.sha256 else None
+    if about is None:
+        raise UsageError(f"{spec.code} is not what was submitted. Who can write there? Submit again.")
+    return about
+
+
+def _program(name: str, env: Mapping[str, str]) -> str:
+    """Where the program is on the PATH of `env`."""
+    found = shutil.which(name, path=env["PATH"])
+    if found is None:
+        raise UsageError(
+            f"distributed_launch_command begins with {name!r}, and {socket.gethostname()} has no such program, neither beside "
+            f"{sys.executable} nor on its PATH. Install it, name it with its whole path, or load its environment in `setup`."
+        )
+    return found
+
+
+class _Command:
+    """The command of one node while it runs.
+
+    Attributes:
+        ended: when each rank of this node was seen to have ended, in ns of the monotonic clock.
+        left: ranks that have ended as they were asked to, to go on later.
+        stopped_by: the signal that asked for an end of all.
+        cut_short: ranks were killed because others had left as they were asked to.
+    """
+
+    def __init__(self, spec: JobSpec, here: RunDir, meeting: Meeting, asked: Asked) -> None:
+        self.spec, self.meeting, self.here, self.asked = spec, meeting, here, asked
+        self.folder = here.attempt_path
+        self.log = self.folder / f"node{meeting.node}.log"
+        self.pids: dict[int, int] = {}
+        self.ended: dict[int, int] = {}
+        self.left: set[int] = set()
+        self.local_world_size = 0
+        self._find_at, self._pause_s = 0.0, _POLL_S
+        self.wishes, self.told = 0, dict[int, int]()
+        self.stopped_by: int | None = None
+        self.cut_short = False
+
+    def run(self, words: Sequence[str], env: Mapping[str, str]) -> tuple[Outcome, list[Failure]]:
+        adopt_orphans()
+        previous = {number: signal.signal(number, hear) for number, hear in self._handlers().items()}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+        try:
+            with open(open_to_append(self.log), "w") as log:
+                process = subprocess.Popen(
+                    words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(env), preexec_fn=_before_exec
+                )
+            code = self._wait(process)
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            _kill_children()
+        return self._outcome(code)
+
+    def _handlers(self) -> dict[signal.Signals, Callable[[int, FrameType | None], None]]:
+        def wish(number: int, frame: FrameType | None) -> None:
+            self.wishes += 1
+            with contextlib.suppress(OSError):
+                os.write(2, b"echelon: SIGUSR1: asked the ranks to save and end\n")
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            self.stopped_by = self.stopped_by or number
+
+        return {signal.SIGUSR1: wish, signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: stop}
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> int:
+        """Until the command and its ranks have ended; its exit code. A rank may outlive it: whoever started it was stopped."""
+        asked = False
+        until: float | None = None
+        while True:
+            code = process.poll()
+            running = self._look(now=code is not None)
+            if code is not None and not running:
+                return code
+            self._pass_on(running)
+            if self.stopped_by is not None and not asked:
+                asked, until = True, time.monotonic() + self.spec.grace_s
+                process.terminate()
+            if until is None and (code is not None or self.left):
+                until = time.monotonic() + (self.spec.grace_s if self.left else _LAST_WAIT_S)
+            if until is not None and time.monotonic() > until:
+                self.cut_short = bool(self.left)
+                _kill_children()
+                return process.wait()
+            time.sleep(_POLL_S)
+
+    def _record(self, rank: int) -> Path:
+        return self.folder / f"exit.rank{rank}.json"
+
+    def _look(self, *, now: bool) -> list[int]:
+        """The ranks of this node that run, and have begun the call. The folder is asked `now`, or after growing pauses."""
+        if now or time.monotonic() > self._find_at:
+            self._pause_s = min(2.0, self._pause_s * 1.1)  # a shared file system is asked by everybody
+            self._find_at = time.monotonic() + self._pause_s
+            self._find()
+        for rank in [r for r, pid in self.pids.items() if r not in self.ended and not _runs(pid)]:
+            self.ended[rank] = time.monotonic_ns()  # and never asked for again: the number may be another process's
+            if (rank_record(self._record(rank)) or {}).get("exit_code") == REQUEUE:
+                self.left.add(rank)
+        return [rank for rank in self.pids if rank not in self.ended]
+
+    def _find(self) -> None:
+        for path in self.folder.glob(f"pid.node{self.meeting.node}.rank*.json"):
+            about = place_record(path)
+            if about is None:
+                continue
+            rank, pid = about["rank"], about["pid"]
+            self.local_world_size = about["local_world_size"]
+            if self.pids.get(rank) != pid:  # also where the command has started its ranks again by itself
+                self.pids[rank] = pid
+                self.ended.pop(rank, None)
+                self.told.pop(rank, None)
+
+    def _pass_on(self, running: Sequence[int]) -> None:
+        """A rank that begins its call late is told, too."""
+        for rank in running:
+            if self.told.get(rank, 0) < self.wishes:
+                self.told[rank] = self.wishes
+                if _descends(self.pids[rank]):  # what a file names may be any process
+                    os.kill(self.pids[rank], signal.SIGUSR1)
+
+    def _outcome(self, code: int) -> tuple[Outcome, list[Failure]]:
+        records = {rank: rank_record(self._record(rank)) for rank in sorted(self.pids)}
+        codes = [record["exit_code"] if record else None for record in records.values()]
+        failures = [self._failure(rank, record) for rank, record in records.items() if not record or _failed(record)]
+        left = REQUEUE in codes
+        # The command may stumble over its own end, when all that it was for is done.
+        well = bool(codes) and set(codes) == {0} and (code == 0 or len(codes) == self.local_world_size)
+        if left or self.stopped_by is not None:  # then those have not failed that lost a peer, or were made to end
+            ended = self.cut_short or self.stopped_by is not None
+            failures = [f for f in failures if not f.is_victim and (f.reported or not ended)]
+        elif not failures and not well:
+            failures = [self._command_failure(code, began=bool(records))]
+        elif not failures and len(records) != self.spec.ranks:
+            failures = [self._too_few(sorted(records))]
+        elif failures and all(f.is_victim for f in failures):
+            failures += self._of_other_nodes()
+        if failures:
+            first = Failure.first(failures)
+            return Outcome(first.exit_code, first), failures
+        if left:
+            return Outcome(REQUEUE), []
+        return Outcome(0 if well or self.stopped_by is None else 128 + self.stopped_by), []
+
+    def _failure(self, rank: int, record: Mapping[str, Any] | None) -> Failure:
+        log = self.folder / f"rank{rank}.log"
+        if record is not None:
+            return Failure.from_record(rank, int(record["exit_code"]), 0, record, log)
+        text = f"it ended without a word: killed, perhaps for want of memory (`dmesg`). What the command says: {self.log}"
+        return Failure(rank, 1, self.ended.get(rank, 0), "exit", text, log=log, reported=False)
+
+    def _command_failure(self, code: int, *, began: bool) -> Failure:
+        """Nothing of the ranks tells it: the command's own last words do."""
+        lines = read_end(self.log, _MOST_LOG).decode(errors="replace").splitlines()
+        # The ranks' own error comes first; torchrun's summary of it, without a reason, is what the log ends with.
+        first = next((n for n, line in enumerate(lines) if line.startswith("Traceback (")), len(lines) - _TAIL_LINES)
+        lines = lines[max(0, first) :][:_TAIL_LINES]
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        what = "" if began else " before any rank came to the call that was submitted"
+        text = "\n".join([f"the launch command {how}{what}. Its words:", *lines])
+        rank = self.meeting.node * self.spec.ranks
+        return Failure(rank, 128 - code if code < 0 else code or 1, time.monotonic_ns(), "exit", text, log=self.log)
+
+    def _too_few(self, ranks: Sequence[int]) -> Failure:
+        """All that came to the call ended well, but they are not those that were asked for."""
+        came = f"{len(ranks)} came to the call on node {self.meeting.node} (rank {', '.join(map(str, ranks))})"
+        return Failure(
+            ranks[0], 1, time.monotonic_ns(), "LauncherEnvironmentError", str(self.asked.error(came)), ours=True, log=self.log
+        )
+
+    def _of_other_nodes(self) -> list[Failure]:
+        """What the ranks of other nodes wrote that failed by themselves; waits until their launchers have ended, too."""
+        others = [n for n in range(self.meeting.nodes) if n != self.meeting.node]
+        until = time.monotonic() + _CULPRIT_WAIT_S
+        while time.monotonic() < until:
+            found = [
+                Failure.from_record(rank, int(record["exit_code"]), 0, record, self.folder / f"rank{rank}.log")
+                for path in sorted(self.folder.glob("exit.rank*.json"))
+                if (rank := _rank_of(path)) not in self.pids and (record := rank_record(path)) is not None and _failed(record)
+            ]
+            if culprits := [f for f in found if not f.is_victim]:
+                return culprits
+            if all(self.here.node_exit(n).exists() for n in others):
+                break
+            time.sleep(_POLL_S)
+        return []
+
+
+def _rank_of(path: Path) -> int:
+    number = path.name.split(".")[1].removeprefix("rank")
+    return int(number) if number.isascii() and number.isdigit() and len(number) < 10 else -1
+
+
+def _failed(record: Mapping[str, Any]) -> bool:
+    return int(record["exit_code"]) not in (0, REQUEUE)
+
+
+def _before_exec() -> None:
+    """In the child. Slurm sends SIGUSR1 to every process of a step: the command would be killed by it."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    die_with_parent(signal.SIGTERM)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except (OSError, IndexError):
+        return False
+
+
+def _descends(pid: int) -> bool:
+    """Whether a process was started by this one, or by one that was; Linux alone tells, and elsewhere it counts as true."""
+    if not os.path.exists("/proc/self/stat"):
+        return True
+    while pid > 1:
+        if pid == os.getpid():
+            return True
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                pid = int(file.read().rpartition(b")")[2].split()[1])
+        except (OSError, IndexError, ValueError):
+            return False
+    return False
+
+
+def _kill_children() -> None:
+    """What is left of the command; what it started has become ours."""
+    import psutil  # type: ignore[import-untyped,unused-ignore]  # here: few need it
+
+    for process in psutil.Process().children(recursive=True):
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue

@@ -1,0 +1,270 @@
+"""Run a function on ranks of this machine and get each rank's value back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
+from echelon.contracts.run_dir import RunDir
+from echelon.contracts.stopping import REQUEUE
+from echelon.contracts.terminal import printable
+from echelon.launcher.calls import Call, load_exception, load_value, pack, refuse_in_bootstrap, write_call
+from echelon.launcher.failure import render
+from echelon.launcher.job import JobSpec, parse_ranks
+from echelon.launcher.local.relay import SilentScreen
+from echelon.launcher.local.run import run_local
+from echelon.launcher.local.server import ForkServer
+from echelon.launcher.local.worker import SLOW_MODULES
+from echelon.launcher.records import rank_record
+
+__all__ = ["launch", "preload", "spawn"]
+
+T = TypeVar("T")
+
+_TEMPORARY_NAME = "launch"
+
+_server: ForkServer | None = None
+_loaded_by_ranks: set[str] = set()
+_one_at_a_time = threading.Lock()  # the server speaks with one caller
+
+
+def _shared_server() -> ForkServer:
+    """One server for all launches of this process: the first pays for importing torch, the others take milliseconds."""
+    global _server
+    if _server is None or not _server.alive():
+        _server = ForkServer.start(_needed())
+    return _server
+
+
+def _needed() -> list[str]:
+    """What the server loads, so that no rank has to: what this process has loaded, and what ranks have had to before."""
+    return [m for m in SLOW_MODULES if m == "torch" or m in sys.modules or m in _loaded_by_ranks]
+
+
+@contextlib.contextmanager
+def _one_server(*, wait: bool) -> Iterator[ForkServer]:
+    """The shared server, or while another call has it, and this one cannot wait, a new one."""
+    if _one_at_a_time.acquire(blocking=wait):
+        try:
+            yield _shared_server()
+        finally:
+            _one_at_a_time.release()
+    else:
+        server = ForkServer.start(_needed())
+        try:
+            yield server
+        finally:
+            server.close()
+
+
+def preload(*modules: str) -> None:
+    """Start the server of this process's launches now, with these modules: it imports them while the caller goes on."""
+    global _server
+    if _server is None or not _server.alive():
+        _server = ForkServer.start(modules)
+
+
+def launch(
+    fn: Callable[..., T],
+    *,
+    ranks: int | str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    max_restarts: int = 0,
+    timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+) -> list[T]:
+    """Call `fn(*args, **kwargs)` on every rank and return the values, by rank.
+
+    The ranks find torchrun's variables in their environment, so `init_from_env()` and `env://` work in `fn`. Rank 0's
+    output is shown; that of the others goes to files.
+
+    Args:
+        fn: any function whose arguments and surroundings can be sent; one of a module or a script is sent by its name, a lambda,
+            a closure or one of a notebook's cells by value (cloudpickle).
+        ranks: how many processes; "auto" is one per GPU, else one per core.
+        max_restarts: how often the group is started again after a rank failed.
+        timeout_s: after so long the job is stopped and the stacks of all ranks are shown.
+        env: more environment variables for the ranks.
+        quiet: rank 0's output goes to its log only.
+        run_dir: where logs go. By default a temporary folder, which is kept only if a rank fails.
+    Raises:
+        RankFailedError: with the text of the first failing rank's traceback; the exception itself is its `__cause__`.
+        RankTimeoutError: with the stacks of all ranks.
+        SystemExit: with code 75, as the ranks had it: they were asked to stop, and saved.
+        UsageError: `fn` cannot be sent to another process, or `ranks` makes no sense.
+    """
+    return call(
+        fn,
+        ranks=ranks,
+        args=args,
+        kwargs=kwargs,
+        max_restarts=max_restarts,
+        timeout_s=timeout_s,
+        env=env,
+        run_dir=run_dir,
+        quiet=quiet,
+    )
+
+
+class Cancel:
+    """Ends a `call` from another thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._server: ForkServer | None = None
+        self._wanted = False
+
+    def now(self) -> None:
+        """The kernel kills the ranks, since their server dies; the next launch starts another one."""
+        with self._lock:
+            self._wanted = True
+            if self._server is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._server.pid, signal.SIGKILL)
+
+    def begun(self, server: ForkServer | None) -> None:
+        """The call has this server to itself now; or no longer.
+
+        Raises:
+            EchelonError: it is not wanted any more.
+        """
+        with self._lock:
+            if server is not None and self._wanted:
+                raise EchelonError("cancelled before it began.")
+            self._server = server
+
+
+def call(
+    fn: Callable[..., T],
+    *,
+    ranks: int | str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    max_restarts: int = 0,
+    timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    cancel: Cancel | None = None,
+) -> list[T]:
+    """`launch`, which another thread may cancel."""
+    count = parse_ranks(ranks)
+    refuse_in_bootstrap("launch()")
+    check_environment(env or {}, "env")
+    payload = pack(Call(fn, [(tuple(args), dict(kwargs or {}))], argv=sys.argv))
+    if run_dir is not None:
+        run = RunDir.create(run_dir, None, stem=_name_of(fn))
+        return _launch(payload, count, max_restarts, timeout_s, env, run, quiet, cancel)
+    folder = Path(tempfile.mkdtemp(prefix="echelon-"))
+    keep = False
+    try:
+        return _launch(payload, count, max_restarts, timeout_s, env, RunDir.create(folder, _TEMPORARY_NAME), quiet, cancel)
+    except RankFailedError:
+        keep = True  # the error names the logs in there
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _launch(
+    payload: bytes,
+    ranks: int,
+    max_restarts: int,
+    timeout_s: float | None,
+    env: Mapping[str, str] | None,
+    run: RunDir,
+    quiet: bool,
+    cancel: Cancel | None = None,
+) -> list[Any]:
+    call = run.path / "call.pkl"
+    job = JobSpec(str(call.absolute()), "call", ranks=ranks, max_restarts=max_restarts, grace_s=5.0, env=dict(env or {}))
+    key = secrets.token_hex(32)
+    fields = call_fields(write_call(call, payload), key)
+    screen = SilentScreen() if quiet else None
+    with _one_server(wait=cancel is None) as server, _cancellable(cancel, server):
+        server.preload(_needed())
+        outcome = run_local(job, run, screen=screen, server=server, start_fields=fields, timeout_s=timeout_s)
+    _loaded_by_ranks.update(m for m in (rank_record(run.rank_exit(0)) or {}).get("loaded", ()) if m in SLOW_MODULES)
+    results = [run.attempt_path / f"value.rank{rank}.pkl" for rank in range(ranks)]
+    if outcome.failure is not None:
+        failure = outcome.failure
+        text = f"{render(failure, ranks)}\n\n{printable(failure.traceback)}".rstrip()
+        error = RankFailedError(text, rank=failure.rank, exit_code=failure.exit_code, logs=str(run.attempt_path))
+        raise error from load_exception(run.attempt_path / f"value.rank{failure.rank}.pkl.error", key)
+    if outcome.exit_code == REQUEUE:  # the ranks saved and ended as they were asked to: so does their caller
+        raise SystemExit(REQUEUE)
+    if outcome.exit_code:
+        # A signal that was meant for this process: our ranks have ended, now it takes its ordinary course.
+        signal.raise_signal(outcome.exit_code - 128)
+        raise KeyboardInterrupt
+    return [load_value(path, key) for path in results]
+
+
+@contextlib.contextmanager
+def _cancellable(cancel: Cancel | None, server: ForkServer) -> Iterator[None]:
+    if cancel is None:
+        yield
+        return
+    cancel.begun(server)
+    try:
+        yield
+    finally:
+        cancel.begun(None)
+
+
+def call_fields(sha256: str, key: str, task: int = 0) -> dict[str, Any]:
+    """The fields of `worker.Start` for a call whose file has this checksum; of an array, for one of its tasks.
+
+    Args:
+        key: seals the values.
+    """
+    result = lambda attempt, info: str(attempt.folder.absolute() / f"value.rank{info.rank}.pkl")  # noqa: E731
+    return {"result": result, "sha256": sha256, "task": task, "key": key}
+
+
+def check_environment(env: Mapping[str, str], what: str) -> None:
+    for name, value in env.items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            kind = type(value).__name__  # not the value, which may be a secret
+            raise UsageError(f"{what}[{name!r}] is of type {kind}: names and values of environment variables are strings.")
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    return str(getattr(fn, "__name__", "launch"))
+
+
+def spawn(fn: Callable[..., T], args: Sequence[Any] = (), nprocs: int | str = 1, **options: Any) -> list[T]:
+    """`torch.multiprocessing.spawn`'s call: `fn(rank, *args)` on `nprocs` ranks; returns each rank's value.
+
+    `options` are those of `launch`. `join`, `daemon` and `start_method` of the original are accepted where they change
+    nothing: joining is what this does, and ranks never outlive the caller.
+    """
+    for name, harmless in (("join", (True,)), ("daemon", (True, False)), ("start_method", ("spawn", "forkserver"))):
+        if options.pop(name, harmless[0]) not in harmless:
+            raise UsageError(f"spawn({name}=...): only {' or '.join(map(repr, harmless))} is possible here.")
+    return launch(_WithRank(fn), ranks=nprocs, args=args, **options)
+
+
+class _WithRank:
+    """Passes the rank as the first argument."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.__name__ = getattr(fn, "__name__", "spawn")
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fn(int(os.environ["RANK"]), *args)

@@ -1,0 +1,340 @@
+"""The elastic agent of this machine: torchelastic's agent over ranks that are forked instead of started.
+
+torchelastic documents `SimpleElasticAgent` as the class to extend, by four methods with a leading underscore; they and
+`_remaining_restarts` are all that is used of it (tests/test_elastic_seam.py notices a change; tested with torch 2.13.0).
+It keeps the decisions (ranks, restarts, when a group is done); ours are how a rank starts, stops and is heard to end.
+
+With `launcher.rendezvous` the only module of this room that imports torch at its top; `launcher.local` imports it inside a
+function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from torch.distributed.elastic.agent.server import SimpleElasticAgent, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from echelon.contracts.errors import RankTimeoutError
+from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
+from echelon.contracts.stopping import REQUEUE
+from echelon.contracts.terminal import printable
+from echelon.launcher.job import Failure, JobSpec
+from echelon.launcher.local.attempt import Attempt, Requests
+from echelon.launcher.local.nodes import Meeting
+from echelon.launcher.local.rendezvous import NODES_WAIT_S, NodesRendezvous, OneNodeRendezvous
+from echelon.launcher.local.server import ForkServer
+from echelon.launcher.local.shrink import Plan, loaders_of, next_ranks
+from echelon.launcher.local.watch import Pulses, Seen, Watch, blame, is_stopped, stall_after
+from echelon.launcher.local.worker import STACK_SIGNAL
+
+__all__ = ["ForkAgent"]
+
+# How long a rank may take to react to SIGTERM once another has failed: it has nothing left to finish.
+_FAILURE_GRACE_S = 5.0
+_CULPRIT_WAIT_S = 2.0
+
+
+class ForkAgent(SimpleElasticAgent):
+    """Runs the ranks of one node through a `ForkServer`.
+
+    Args:
+        job: what to run.
+        server: forks the ranks.
+        begin_attempt: called with the number of each attempt; returns its folder and, for rank 0, the two descriptors
+            that become its standard output and error.
+        start_fields: the fields of `worker.Start` for a rank, without the rank's own variables.
+        requests: to stop and go on later; the ranks are asked, and may refuse.
+        timeout_s: after so long the stacks of all ranks are collected and `RankTimeoutError` is raised; None never does.
+        meeting: with the agents of other nodes; None is alone.
+        say: shows a line beside the ranks' own output.
+    Attributes:
+        restarts: how many there were.
+        plan: how many ranks the present or coming attempt has, and why.
+        failures: of the latest failed attempt.
+        cut_short: ranks were ended because others had left, or because the time was up.
+        seen: how far the ranks had come when they were first asked to end.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        server: ForkServer,
+        begin_attempt: Callable[[int], tuple[Attempt, tuple[int, ...]]],
+        start_fields: Callable[[Attempt, RankInfo], Mapping[str, Any]],
+        run_id: str,
+        requests: Requests,
+        timeout_s: float | None = None,
+        meeting: Meeting | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._meetings = OneNodeRendezvous(run_id)
+        if meeting is not None and meeting.nodes > 1:
+            self._meetings = NodesRendezvous(run_id, meeting, comes_again=job.max_restarts > 0)
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=job.ranks,
+            rdzv_handler=self._meetings,
+            entrypoint=job.target,
+            max_restarts=job.max_restarts,
+            monitor_interval=0.01,
+        )
+        super().__init__(spec, exit_barrier_timeout=NODES_WAIT_S)
+        self._job, self._server = job, server
+        self._token = meeting.token if meeting is not None else secrets.token_hex(16)
+        self._begin_attempt, self._start_fields = begin_attempt, start_fields
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+        self._look_at_records_at = 0.0
+        self._requests, self._passed_on = requests, 0
+        self._leave_by: float | None = None
+        self.attempt: Attempt | None = None
+        self.failures: list[Failure] = []
+        self._world_size = job.ranks
+        self.plan = Plan(job.ranks, "")
+        self.restarts, self.cut_short = 0, False
+        self.pulses = Pulses()
+        self.seen: dict[int, Seen] = {}
+        self._watch = Watch(stall_after(job.stall_after_s), say or _say, self._ask_stack)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.restarts += self.attempt is not None
+        self.attempt, fds = self._begin_attempt(self.restarts)
+        self.failures = []
+        self.pulses.close()
+        self.seen = {}
+        # torchelastic does not count a restart that another node asked for.
+        self._remaining_restarts = self._job.max_restarts - self.restarts
+        try:
+            for worker in worker_group.workers:
+                info = self._rank_info(worker, worker_group)
+                self._world_size = info.world_size
+                request = dict(self._start_fields(self.attempt, info))
+                request["env"] = {**request["env"], **info.to_env(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+                request["env"][STORE_PREFIX_VARIABLE] = f"{self._token}/{self.restarts}"
+                request["pulse"] = True
+                outputs = fds if info.rank == 0 else ()
+                self.attempt.pids[info.rank] = self._server.fork(request, (*outputs, self.pulses.make(info.rank)))
+        finally:
+            for fd in fds:
+                os.close(fd)
+        if self.restarts == 0 and self._job.max_restarts > 0:
+            # A restart should not wait for what the first start imported rank by rank.
+            self._server.preload(["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"])
+        return {worker.local_rank: self.attempt.pids[worker.global_rank] for worker in worker_group.workers}
+
+    def _rank_info(self, worker: Worker, group: WorkerGroup) -> RankInfo:
+        assert group.master_addr is not None and group.master_port is not None  # the rendezvous has set them
+        return RankInfo(
+            rank=worker.global_rank,
+            local_rank=worker.local_rank,
+            node_rank=group.group_rank or 0,
+            world_size=worker.world_size,
+            local_world_size=group.spec.local_world_size,
+            master_addr=group.master_addr,
+            master_port=group.master_port,
+            restart_count=self.restarts,
+            run_id=group.spec.rdzv_handler.get_run_id(),
+        )
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        attempt = self._note_ends(0.0)
+        looks = time.monotonic() > self._look_at_records_at
+        if looks:
+            self._look_at_records_at = time.monotonic() + 1.0
+        self._see_to_requests(attempt, looks)
+        if looks:
+            self._watch.look(attempt.pids, attempt.running, self.pulses)
+        if (looks and attempt.stuck()) or any(attempt.failure(rank) for rank in attempt.ended):
+            failures = self._hear_them_out()
+            if (self.cut_short or attempt.left()) and all(f.is_victim for f in failures):
+                attempt.forgiven.update(f.rank for f in failures)  # they lost a peer that had left as it was asked to
+                return RunResult(WorkerState.HEALTHY)
+            self.failures = failures
+            self._plan_restart(attempt)
+            return RunResult(WorkerState.FAILED, {}, {f.rank: self._as_torch(f, attempt) for f in failures})
+        if len(attempt.ended) == len(attempt.pids):
+            if not self._meetings.all_done():
+                return RunResult(WorkerState.HEALTHY)
+            return RunResult(WorkerState.SUCCEEDED, dict.fromkeys(attempt.ended))
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self._raise_timeout(attempt)
+        return RunResult(WorkerState.HEALTHY)
+
+    def _see_to_requests(self, attempt: Attempt, looks: bool) -> None:
+        """Pass on what was asked of the ranks. Once one has left, or the time is up, the others have the grace time."""
+        requests, now, grace_s = self._requests, time.monotonic(), self._job.grace_s
+        if requests.time_is_up(now) and self._leave_by is None:
+            self._leave_by = now + grace_s
+            requests.add()
+            _say(f"{requests.stop_after_s:g} s are over: asked the ranks to save and end within {grace_s:g} s")
+        if self._passed_on != requests.count:
+            self._passed_on = requests.count
+            for rank in attempt.running:
+                self._server.signal(attempt.pids[rank], signal.SIGUSR1, group=False)
+        if self._leave_by is None and attempt.left(records=looks):
+            self._leave_by = now + grace_s
+        if self._leave_by is not None and now > self._leave_by and attempt.running:
+            self.cut_short = True
+            _say(f"rank {', '.join(map(str, attempt.running))} did not end within {grace_s:g} s and is stopped")
+            late = attempt.running
+            self._end(signal.SIGTERM, min(_FAILURE_GRACE_S, grace_s))
+            attempt.forgiven.update(rank for rank, code in attempt.exit_codes().items() if rank in late and code < 0)
+
+    def _plan_restart(self, attempt: Attempt) -> None:
+        """Whether there is a next attempt, and with how many ranks."""
+        if self._requests.count or attempt.left():
+            self._remaining_restarts = 0  # who was asked to stop is not started again
+        elif self._job.min_ranks is not None and self._remaining_restarts:
+            loaders = loaders_of(attempt.folder.parent)
+            self.plan = next_ranks(len(attempt.pids), self._job.min_ranks, self.failures, loaders)
+            if not self.plan.ranks:
+                self._remaining_restarts = 0
+
+    def _hear_them_out(self) -> list[Failure]:
+        """Ranks fall within milliseconds of one another: wait, so that the first is found by its time, not by luck.
+
+        While all that is known is that a peer has gone, wait longer for that peer.
+        """
+        until = time.monotonic() + _CULPRIT_WAIT_S
+        while True:
+            attempt = self._note_ends(0.05)
+            failures = attempt.failures()
+            if not all(f.is_victim for f in failures):
+                return _name_stopped(failures, self._seen(attempt))
+            if len(attempt.ended) == len(attempt.pids) or time.monotonic() > until:
+                break
+        left = [rank for rank, (status, _) in attempt.ended.items() if status == 0]
+        if left:
+            hint = f"(rank {', '.join(map(str, sorted(left)))} had ended before, with exit code 0: it left while this one waited)"
+            failures = [replace(f, message=f"{f.message}\n{hint}") for f in failures]
+        seen = self._seen(attempt)
+        if any(f.waited for f in failures):
+            self._ask_stacks(attempt)
+            running = attempt.running
+            seen = {r: replace(s, where=self.pulses.where(r)) if r in running and not s.stopped else s for r, s in seen.items()}
+        if len(seen) < self._world_size:  # the guilty one may be another node's: `conclude` knows all
+            return failures
+        return blame(failures, seen)
+
+    def _seen(self, attempt: Attempt) -> dict[int, Seen]:
+        return {r: Seen(self.pulses.read(r), r in attempt.running and is_stopped(pid)) for r, pid in attempt.pids.items()}
+
+    def _ask_stack(self, rank: int) -> None:
+        assert self.attempt is not None
+        self._server.signal(self.attempt.pids[rank], STACK_SIGNAL, group=False)
+
+    def _ask_stacks(self, attempt: Attempt) -> None:
+        """Every rank that still runs writes the stacks of its threads; it answers even when Python code is stuck."""
+        for rank in attempt.running:
+            self.pulses.ask(rank, self._ask_stack)
+        time.sleep(0.5)
+
+    def _raise_timeout(self, attempt: Attempt) -> NoReturn:
+        """Every rank that still runs writes the stacks of its threads; the error shows them side by side."""
+        running = attempt.running
+        self._ask_stacks(attempt)
+        stacks = []
+        for rank in attempt.pids:
+            text = self.pulses.stack(rank)
+            state = "ended" if rank not in running else "still running"
+            stacks.append(f"--- rank {rank} ({state}) ---\n{printable(text) or '(no Python stack)'}")
+        raise RankTimeoutError(
+            f"{len(running)} of {len(attempt.pids)} ranks had not finished after {self._timeout_s:g} s: "
+            f"rank {', '.join(map(str, running))}.\n" + "\n".join(stacks),
+            rank=running[0],
+            exit_code=124,
+            logs=str(attempt.folder),
+        )
+
+    def exit_code(self, otherwise: int) -> int:
+        """75 if the ranks have left to be started again, else what the caller made of their ends."""
+        codes = set(self.attempt.exit_codes().values()) if self.attempt is not None else set()
+        if otherwise == 0:
+            return REQUEUE if self.cut_short or REQUEUE in codes else 0
+        return REQUEUE if REQUEUE in codes and codes <= {0, REQUEUE} else otherwise
+
+    def _note_ends(self, settle_s: float) -> Attempt:
+        assert self.attempt is not None
+        until = time.monotonic() + settle_s
+        while True:
+            exits = self._server.poll(max(0.0, until - time.monotonic()))
+            for rank, pid in self.attempt.pids.items():
+                if pid in exits and rank not in self.attempt.ended:
+                    self.attempt.ended[rank] = exits[pid]
+                    self._server.forget(pid)
+            if time.monotonic() >= until or len(self.attempt.ended) == len(self.attempt.pids):
+                return self.attempt
+
+    @staticmethod
+    def _as_torch(failure: Failure, attempt: Attempt) -> ProcessFailure:
+        return ProcessFailure(
+            local_rank=list(attempt.pids).index(failure.rank),
+            pid=attempt.pids[failure.rank],
+            exitcode=failure.exit_code,
+            error_file="",  # ours has another form
+        )
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._end(signal.SIGTERM, min(_FAILURE_GRACE_S, self._job.grace_s))
+        if self.plan.ranks:  # the next rendezvous hands out so many places
+            worker_group.spec.local_world_size = self.plan.ranks
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._end(death_sig, self._job.grace_s)  # torch's is in whole seconds
+        self._worker_group.spec.rdzv_handler.shutdown()
+
+    def _end(self, number: int, grace_s: float) -> None:
+        """Ask the ranks that still run to stop, and kill those that have not by the end of the grace time.
+
+        The request goes to the rank alone: it may want to save, for which it needs its data workers and helpers.
+        """
+        if self.attempt is None:
+            return
+        if self.attempt.running:
+            self.seen = self._seen(self.attempt)
+        for sign, wait_s in ((number, grace_s), (signal.SIGKILL, 10.0)):
+            for pid in [self.attempt.pids[rank] for rank in self.attempt.running]:
+                self._server.signal(pid, sign, group=sign == signal.SIGKILL)
+                if sign != signal.SIGKILL:
+                    self._server.signal(pid, signal.SIGCONT)  # a stopped process would not get the first one
+            until = time.monotonic() + wait_s
+            while len(self.attempt.ended) < len(self.attempt.pids) and time.monotonic() < until:
+                self._note_ends(min(0.1, max(0.001, until - time.monotonic())))
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # a terminal that has gone
+        sys.stderr.write(printable(f"echelon: {text}") + "\n")
+        sys.stderr.flush()
+
+
+def _name_stopped(failures: list[Failure], seen: Mapping[int, Seen]) -> list[Failure]:
+    """Of a failure that is nobody's waiting, it is still worth knowing that a rank stood still."""
+    stopped = [rank for rank, s in seen.items() if s.stopped]
+    if not stopped:
+        return failures
+    hint = f"(rank {', '.join(map(str, stopped))} is stopped, as by SIGSTOP or a debugger)"
+    return [replace(f, message=f"{f.message}\n{hint}") for f in failures]
+
+
+def quiet_elastic_logs() -> None:
+    """torchelastic warns of each failure in its own words; ours say it once, with the cause first."""
+    import logging
+
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):  # which sets a level of its own
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("torchelastic-events-null").propagate = False  # one JSON line per change of state
+    if not sys.warnoptions:
+        import warnings
+
+        warnings.filterwarnings("ignore", module=r"torch\.distributed\.elastic.*")

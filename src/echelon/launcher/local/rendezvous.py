@@ -1,0 +1,178 @@
+"""Where the agents of a job meet, and the store in which their ranks do. Nothing that is read there is ever unpickled.
+
+Every attempt on one node has a store of its own: a new socket on loopback, a new server, no key of an earlier attempt. With
+torchrun's shared store, restarted ranks read the addresses of dead ones and wait for half an hour. On several nodes there is
+one store on one address, and every attempt has a prefix of its own.
+
+Imports torch at its top, as `launcher.elastic` does, whose part it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from echelon.contracts.errors import EchelonError
+from echelon.launcher.local.nodes import Meeting
+
+__all__ = ["NODES_WAIT_S", "NodesRendezvous", "OneNodeRendezvous"]
+
+_LOOPBACK = "127.0.0.1"
+# Between the first node that has come so far, or has ended, and the last.
+NODES_WAIT_S = 300.0
+_ENDED = -1  # in the place of a meeting's number
+
+
+class OneNodeRendezvous(RendezvousHandler):
+    """The meeting of one agent with itself: no port for the agents, and a fresh store for the ranks at every attempt."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._closed = False
+        self._store: dist.TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return "echelon-one-node"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        # Bound here and handed over: no other process can take the port first, and nothing listens beyond loopback.
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind((_LOOPBACK, 0))
+        listener.listen(1024)
+        port = int(listener.getsockname()[1])
+        self._store = dist.TCPStore(
+            _LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            timeout=timedelta(seconds=60),
+        )
+        return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def all_done(self) -> bool:
+        """Called when all ranks of this node have ended well: whether those of the others have, too."""
+        return True
+
+    def shutdown(self) -> bool:
+        self._closed, self._store = True, None
+        return True
+
+
+class NodesRendezvous(OneNodeRendezvous):
+    """The meeting of the agents of several nodes, and of their ranks: both through one store, which the first node serves.
+
+    Whoever comes to the next meeting, since ranks of its own have failed, is seen by the others, which then come too. A meeting
+    is between the same nodes as the first: of another set of nodes the batch system makes another start of the job. Every
+    key begins with the token of the start, and every value is plain text.
+
+    Args:
+        comes_again: there may be a next meeting.
+    """
+
+    def __init__(self, run_id: str, meeting: Meeting, *, comes_again: bool) -> None:
+        super().__init__(run_id)
+        self._meeting, self._comes_again, self._number = meeting, comes_again, -1
+        self._look_at = self._done_look_at = 0.0
+
+    def get_backend(self) -> str:
+        return "echelon-nodes"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        at = self._meeting
+        if self._store is None:
+            self._store = dist.TCPStore(
+                at.host,
+                at.port,
+                is_master=at.listener is not None,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=NODES_WAIT_S),
+                master_listen_fd=at.listener.detach() if at.listener is not None else None,
+            )
+        self._number += 1
+        if self._number:
+            self._come_again(self._store)
+        agents = dist.PrefixStore(f"{at.token}/agents/{self._number}", self._store)
+        return RendezvousInfo(agents, at.node, at.nodes, RendezvousStoreInfo(at.host, at.port))
+
+    def _key(self, node: int | str, number: int) -> str:
+        return f"{self._meeting.token}/came/{number}/{node}"
+
+    def _come_again(self, store: dist.TCPStore) -> None:
+        """
+        Raises:
+            EchelonError: another node does not come any more.
+        """
+        others = [node for node in range(self._meeting.nodes) if node != self._meeting.node]
+        until = time.monotonic() + NODES_WAIT_S
+        try:
+            for who in (self._meeting.node, "any"):
+                store.set(self._key(who, self._number), "1")
+            while missing := [node for node in others if not store.check([self._key(node, self._number)])]:
+                ended = [node for node in missing if store.check([self._key(node, _ENDED)])]
+                if ended or time.monotonic() > until:
+                    raise EchelonError(f"no restart: the ranks of node {', '.join(map(str, ended or missing))} have ended")
+                time.sleep(0.05)
+        except dist.DistError as error:  # the store has gone with the first node
+            raise EchelonError("no restart: the first node has ended") from error
+
+    def num_nodes_waiting(self) -> int:
+        if not self._comes_again or time.monotonic() < self._look_at or self._store is None:
+            return 0
+        self._look_at = time.monotonic() + 0.5
+        try:
+            return int(self._store.check([self._key("any", self._number + 1)]))
+        except dist.DistError:  # the first node has ended, which the ranks will hear by themselves
+            return 0
+
+    def all_done(self) -> bool:
+        """As long as others run, this node may have to come to one more meeting.
+
+        Raises:
+            EchelonError: ranks of another node have failed for good.
+        """
+        if time.monotonic() < self._done_look_at or self._store is None:
+            return False
+        self._done_look_at = time.monotonic() + 0.1
+        at, done = self._meeting, f"{self._meeting.token}/done/{self._number}"
+        try:
+            self._store.set(f"{done}/{at.node}", "1")
+            late = [node for node in range(at.nodes) if not self._store.check([f"{done}/{node}"])]
+            ended = [node for node in late if self._store.check([self._key(node, _ENDED)])]
+        except dist.DistError as error:
+            raise EchelonError("the ranks of this node ended well, but the first node has failed") from error
+        if ended:
+            raise EchelonError(f"the ranks of this node ended well, but those of node {', '.join(map(str, ended))} have failed")
+        return not late
+
+    def set_closed(self) -> None:
+        """No meeting any more: the ranks of this node have ended, well or for good."""
+        if not self._closed and self._store is not None:
+            with contextlib.suppress(dist.DistError):
+                self._store.set(self._key(self._meeting.node, _ENDED), "1")
+        super().set_closed()
+
+    def shutdown(self) -> bool:
+        self.set_closed()
+        return super().shutdown()

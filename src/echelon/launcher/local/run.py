@@ -1,0 +1,278 @@
+"""Run a job on this machine: the elastic agent here, the ranks forked from a server that has torch loaded.
+
+One rank without restarts runs in this very process instead: `launcher.here`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from echelon.contracts.errors import EchelonError
+from echelon.contracts.machine import usable_cores
+from echelon.contracts.rank import RankInfo
+from echelon.contracts.run_dir import RESTART_VARIABLE, RunDir, has_begun
+from echelon.launcher.failure import render
+from echelon.launcher.job import Failure, JobSpec, Outcome
+from echelon.launcher.local.attempt import Attempt, Requests, write_exit
+from echelon.launcher.local.nodes import Meeting
+from echelon.launcher.local.placement import bound, interfaces
+from echelon.launcher.local.relay import PlainScreen, Relay, Screen
+from echelon.launcher.local.server import ForkServer
+
+__all__ = ["path_without_launcher", "rank_environment", "run_local"]
+
+_DESCRIPTORS = 1 << 16
+
+
+def rank_environment(
+    job: JobSpec, run: RunDir, given: Mapping[str, str], ranks: int, *, restart: bool, meeting: Meeting | None = None
+) -> dict[str, str]:
+    """What every rank's environment holds apart from its rank.
+
+    Args:
+        given: this process's own, as the user gave it.
+        ranks: how many there are this time on this node.
+        restart: this attempt begins anew.
+        meeting: with other nodes; None is one node.
+    """
+    env = {**given, **run.to_env(), **job.env}
+    env.pop(RESTART_VARIABLE, None)
+    if restart:
+        env[RESTART_VARIABLE] = "1"
+    # Two processes with two threads each are five times slower on two cores than with one: the threads wait for one another.
+    env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    for name, value in interfaces(meeting.interface if meeting is not None and meeting.nodes > 1 else None).items():
+        env.setdefault(name, value)
+    return env
+
+
+def run_local(
+    job: JobSpec,
+    run: RunDir,
+    *,
+    screen: Screen | None = None,
+    server: ForkServer | None = None,
+    start_fields: Mapping[str, Any] | None = None,
+    timeout_s: float | None = None,
+    meeting: Meeting | None = None,
+) -> Outcome:
+    """Run `job` on ranks of this machine until all have ended, restarting the group as often as the job allows.
+
+    Args:
+        run: the run folder; logs and records go to its attempts.
+        screen: who shows rank 0's output; by default it goes to this process's own.
+        server: forks the ranks; by default this process forks itself, which needs it to be single-threaded.
+        start_fields: more fields of `worker.Start`, as `launch` of a function needs.
+        timeout_s: raise `RankTimeoutError` with all stacks after so long.
+        meeting: with the launchers of other nodes, each of which runs `job.ranks` ranks; None is one node.
+    Returns:
+        Exit code 0, or the first failing rank's with its failure; 75 when ranks ended to be started again later; 128 + n when
+        signal n stopped the job.
+    """
+    requests = Requests(job.stop_after_s)
+    given = {**os.environ, "ECHELON_SCREEN": "launcher"}  # rank 0 need not draw progress: the screen here does
+    with _sigusr1_asks(requests):
+        if server is None:  # this process becomes the server; libgomp reads the number when torch is imported, below
+            threads = rank_environment(job, run, given, job.ranks, restart=False)["OMP_NUM_THREADS"]
+            os.environ.setdefault("OMP_NUM_THREADS", threads)
+        from echelon.launcher.local.elastic import ForkAgent, quiet_elastic_logs
+
+        quiet_elastic_logs()
+        own = contextlib.closing(ForkServer.fork_self()) if server is None else contextlib.nullcontext(server)
+        with own as forks, _many_descriptors():
+            relay = Relay(screen or PlainScreen())
+            starts = _Starts(job, run, given, meeting, start_fields or {}, relay)
+            starts.agent = ForkAgent(job, forks, starts.begin, starts.fields, run.name, requests, timeout_s, meeting, relay.say)
+            relay.start()
+            try:
+                outcome = _until_ended(starts)
+            finally:
+                starts.agent.pulses.close()
+                relay.stop()
+        starts.record(run, outcome.exit_code, outcome.failure)
+    return outcome
+
+
+@contextlib.contextmanager
+def _many_descriptors() -> Iterator[None]:
+    """As many open files as this process may have: whoever connects to the store's port, and says nothing, holds one.
+
+    The ranks, whose server was started before, keep the user's own limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        yield
+        return
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _until_ended(starts: _Starts) -> Outcome:
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    agent = starts.agent
+    try:
+        with _signals_raise(SignalException, starts.job.grace_s, patient=starts.meeting is not None):
+            result = agent.run()
+    except SignalException as stop:
+        return Outcome(agent.exit_code(128 + int(stop.sigval)), None, agent.restarts)
+    except EchelonError as error:  # out of time, or the server was killed
+        first = Failure.first(agent.failures) if agent.failures else None
+        starts.record(starts.run, first.exit_code if first else 1, first, str(error).partition("\n")[0])
+        raise
+    failure = Failure.first(agent.failures) if result.is_failed() else None
+    note = "" if agent.plan.ranks else f"not started again: {agent.plan.why}"
+    return Outcome(failure.exit_code if failure else agent.exit_code(0), failure, agent.restarts, note)
+
+
+class _Starts:
+    """Every start of a job's ranks: its folder, and what each rank is told.
+
+    Args:
+        run: stands at the newest attempt.
+        given: the environment, as the user gave it.
+        more: further fields of `worker.Start`.
+    Attributes:
+        agent: that starts them.
+    """
+
+    agent: Any
+
+    def __init__(
+        self,
+        job: JobSpec,
+        run: RunDir,
+        given: Mapping[str, str],
+        meeting: Meeting | None,
+        more: Mapping[str, Any],
+        relay: Relay,
+    ) -> None:
+        self.job, self.run, self.meeting, self.relay = job, run, meeting, relay
+        self._given, self._more, self._first = given, more, run.attempt
+        # `launch` needs the caller's whole path; a program has its own folder there, instead of the launcher's.
+        self._sys_path = [p for p in sys.path if p] if job.kind == "call" else path_without_launcher()
+
+    def begin(self, number: int) -> tuple[Attempt, tuple[int, ...]]:
+        here = self.run.at_attempt(self._first + number)
+        self.run.attempt = here.attempt
+        if number:
+            self._end_before(here, number)
+        shown = self.meeting is None or self.meeting.node == 0
+        return Attempt(here.attempt, here.attempt_path), self.relay.open(here.log(0)) if shown else ()
+
+    def _end_before(self, here: RunDir, number: int) -> None:
+        """Of the start before, which failed: its record, and a word of why there is one more."""
+        failures, plan = self.agent.failures, self.agent.plan
+        first = Failure.first(failures) if failures else None
+        self.record(here.at_attempt(here.attempt - 1), first.exit_code if first else 1, first)
+        before = render(first, self.job.ranks) if first else "echelon: ranks of another node failed"
+        how = f" with {plan.ranks} ranks: {plan.why}" if plan.why else ""
+        with contextlib.suppress(OSError):  # a terminal that has gone
+            sys.stderr.write(f"{before}\nechelon: restart {number} of {self.job.max_restarts}{how}\n")
+
+    def record(self, here: RunDir, code: int, first: Failure | None, stopped: str | None = None) -> None:
+        path = self.meeting.exit_path(here) if self.meeting is not None else here.exit_json
+        several = self.meeting is not None and self.meeting.nodes > 1
+        seen = {rank: s.as_json() for rank, s in self.agent.seen.items()} if several else None
+        write_exit(path, code, self.agent.failures, first, stopped, seen)
+
+    def fields(self, attempt: Attempt, info: RankInfo) -> dict[str, Any]:
+        """What `worker.Start` is made of."""
+        here = RunDir(self.run.path, attempt.number)
+        # Until an attempt has set aside what was there: one that died before would else go on from it.
+        earlier = (RunDir(here.path, n).attempt_path for n in range(self._first, attempt.number))
+        restart = self.job.restart and not any(map(has_begun, earlier))
+        ranks, job = info.local_world_size, self.job
+        env = rank_environment(job, here, self._given, ranks, restart=restart, meeting=self.meeting)
+        cores, place = bound(info.local_rank, ranks, {**self._given, **job.env}, cores=job.bind, devices=job.own_device)
+        return {
+            "kind": job.kind,
+            "target": job.target,
+            "args": list(job.args),
+            "env": {**env, **place},
+            "cwd": os.getcwd(),
+            "code": job.code,
+            "sys_path": self._sys_path,
+            "log": str(attempt.log_path(info.rank).absolute()),
+            "record": str(attempt.record_path(info.rank).absolute()),
+            "cores": cores,
+            **{k: v(attempt, info) if callable(v) else v for k, v in self._more.items()},
+        }
+
+
+@contextlib.contextmanager
+def _signals_raise(exception: type[Exception], grace_s: float, *, patient: bool) -> Iterator[None]:
+    """The first SIGINT, SIGTERM or SIGHUP raises in the main thread, so that the agent stops its ranks; the next kills at once.
+
+    One that is ignored stays so: `nohup` means what it says. With `patient`, the next does nothing: a batch system sends
+    several at once, and is not to be hindered from killing by SIGKILL when its patience is over.
+    """
+
+    on_terminal = os.isatty(2)
+
+    def kill(number: int, frame: FrameType | None) -> None:
+        if on_terminal:
+            os.write(2, b"\x1b[?25h")  # a live line hides the cursor
+        os._exit(128 + number)  # the server notices our end and kills the ranks
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for heard in previous:
+            signal.signal(heard, signal.SIG_IGN if patient else kill)
+        more = "" if patient else "; once more kills them at once"
+        _write_now(f"{signal.Signals(number).name}: asked the ranks to stop within {grace_s:g} s{more}")
+        raise exception(f"stopped by {signal.Signals(number).name}", signal.Signals(number))
+
+    previous: dict[signal.Signals, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, stop)
+    except ValueError:  # not the main thread, as in a notebook's executor: whoever owns the main thread owns the signals
+        pass
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _write_now(text: str) -> None:
+    """For a handler of signals: to descriptor 2 itself, since it may interrupt a write to sys.stderr."""
+    with contextlib.suppress(OSError):
+        os.write(2, (f"\r\nechelon: {text}\r\n" if os.isatty(2) else f"echelon: {text}\n").encode())
+
+
+@contextlib.contextmanager
+def _sigusr1_asks(requests: Requests) -> Iterator[None]:
+    """SIGUSR1 is passed on to the ranks, from the first moment; this process itself goes on."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        requests.add()
+        _write_now("SIGUSR1: asked the ranks to save and end")
+
+    previous: Any = signal.SIG_IGN
+    with contextlib.suppress(ValueError):  # not the main thread: whoever owns it owns the signals
+        if signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN:
+            previous = signal.signal(signal.SIGUSR1, ask)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # whoever started early may have held it back
+    try:
+        yield
+    finally:
+        if previous != signal.SIG_IGN:
+            signal.signal(signal.SIGUSR1, previous)
+
+
+def path_without_launcher() -> list[str]:
+    """Where the launcher looks for modules, without the first place, which is its own folder or the one it was started in."""
+    return [p for p in sys.path[0 if sys.flags.safe_path else 1 :] if p]

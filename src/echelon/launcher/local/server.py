@@ -1,0 +1,334 @@
+"""A server that has torch loaded and forks ranks: a rank starts in milliseconds instead of importing torch again.
+
+The server is single-threaded and never touches CUDA, so that forking it is safe. It speaks lines of JSON over one socket
+with its owner: requests `{"fork": {...}}`, `{"signal": [pid, number]}`, answers `{"forked": pid}`, `{"exited": pid, ...}`.
+When the owner goes away, however it dies, the socket closes and the server kills every process it started; when the
+server itself is killed, the kernel kills the ranks (parent-death signal) and the owner what these had started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from echelon.contracts.errors import EchelonError
+from echelon.contracts.stopping import SIGNALS
+
+__all__ = ["ForkServer", "serve"]
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """This process gets the signal when its parent ends."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """What a child of this process started becomes a child of this process when that child ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    """Linux only; elsewhere the socket's end is the only sign of the owner's death."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+class ForkServer:
+    """The owner's end: asks for ranks and hears how they end. Not thread-safe."""
+
+    def __init__(self, sock: socket.socket, pid: int, process: subprocess.Popen[bytes] | None = None) -> None:
+        self._socket, self.pid, self._process = sock, pid, process
+        self._buffer = b""
+        self._exits: dict[int, tuple[int, int]] = {}
+        self._running: set[int] = set()
+        self._owner = os.getpid()
+
+    @classmethod
+    def start(cls, preload: Sequence[str] = ("torch",)) -> ForkServer:
+        """A fresh process that imports `preload` first. For a caller that may have threads or CUDA and must not fork."""
+        ours, theirs = socket.socketpair()
+        code = f"from echelon.launcher.local.server import main; main({theirs.fileno()}, {list(preload)!r})"
+        # One thread per library at import: libgomp reads this once, and forking a process with running threads is unsafe.
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        # Without -P the first place on its path would be the folder it is started in, which may be anybody's.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", code], pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL, process_group=0
+        )
+        theirs.close()
+        server = cls(ours, process.pid, process)
+        atexit.register(server.close)
+        return server
+
+    @classmethod
+    def fork_self(cls) -> ForkServer:
+        """Fork this process as the server: it has its imports at no cost. Only for a single-threaded process."""
+        ours, theirs = socket.socketpair()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            try:
+                os.setpgid(0, 0)
+                serve(theirs)
+            finally:
+                os._exit(0)
+        theirs.close()
+        return cls(ours, pid)
+
+    def fork(self, request: Mapping[str, Any], fds: Sequence[int] = ()) -> int:
+        """Start a rank; the fields of `request` are `worker.Start`'s. `fds` become its standard output and error.
+
+        Returns:
+            The rank's process id, which is also its process group.
+        """
+        with contextlib.suppress(OSError):  # the server has gone: the answer says so
+            self._send({"fork": {**request, "fds": len(fds)}}, fds)
+        while True:
+            message = self._receive(None)
+            assert message is not None  # no timeout was given
+            if "forked" in message:
+                pid = int(message["forked"])
+                self._running.add(pid)
+                return pid
+            self._note(message)
+
+    def poll(self, timeout_s: float = 0.0) -> dict[int, tuple[int, int]]:
+        """The ranks that have ended so far: {pid: (wait status, time on the monotonic clock in ns)}."""
+        while (message := self._receive(timeout_s)) is not None:
+            self._note(message)
+            timeout_s = 0.0
+        return self._exits
+
+    def alive(self) -> bool:
+        """False in a forked child of the owner, after `close`, and when the server was killed."""
+        if os.getpid() != self._owner or self._socket.fileno() < 0:
+            return False
+        return self._process is None or self._process.poll() is None
+
+    def forget(self, pid: int) -> None:
+        self._exits.pop(pid, None)
+
+    def signal(self, pid: int, number: int, *, group: bool = True) -> None:
+        """Send a signal to a rank, and with `group` to every process it started.
+
+        It goes through the server, which alone knows that the pid has not been given to another process.
+        """
+        with contextlib.suppress(OSError):
+            self._send({"signal": [pid, int(number), group]})
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """Import modules into the server while it is idle, so that ranks forked later have them."""
+        with contextlib.suppress(OSError):
+            self._send({"preload": list(modules)})
+
+    def close(self) -> None:
+        """End the server and every process it started. Safe to call twice and in a forked child of the owner."""
+        if os.getpid() != self._owner or self._socket.fileno() < 0:
+            return
+        atexit.unregister(self.close)
+        self._socket.close()
+        with contextlib.suppress(ChildProcessError, InterruptedError):
+            if self._process is not None:
+                self._process.wait()
+            else:
+                os.waitpid(self.pid, 0)
+
+    def _send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        if fds:
+            # The descriptors ride on one byte of their own: a stream may cut the message, but never this byte.
+            socket.send_fds(self._socket, [b"F"], list(fds))
+        self._socket.sendall(data)
+
+    def _receive(self, timeout_s: float | None) -> dict[str, Any] | None:
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._socket], [], [], timeout_s)
+            if not ready:
+                return None
+            try:
+                chunk = self._socket.recv(65536)
+            except ConnectionError:
+                chunk = b""
+            if not chunk:
+                for pid in self._running:  # the kernel has killed the ranks; this is for what they had started
+                    _kill_group(pid, signal.SIGKILL)
+                raise EchelonError("the process that forks the ranks has gone. Was it killed? `dmesg` tells of the OOM killer.")
+            self._buffer += chunk
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _note(self, message: Mapping[str, Any]) -> None:
+        if "exited" in message:
+            pid = int(message["exited"])
+            self._exits[pid] = (int(message["status"]), int(message["time_ns"]))
+            self._running.discard(pid)
+
+
+def main(fd: int, preload: Sequence[str]) -> None:
+    """The server's process: `ForkServer.start` runs this."""
+    for name in preload:
+        with contextlib.suppress(ImportError):
+            __import__(name)
+    serve(socket.socket(fileno=fd))
+
+
+class _Server:
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket, self.buffer, self.fds = sock, b"", list[int]()
+        self.children: set[int] = set()
+        self.wake_read, self.wake_write = os.pipe()
+        os.set_blocking(self.wake_write, False)
+
+    def run(self) -> None:
+        signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        # The owner decides when ranks stop; a Ctrl-C reaches it, and its end reaches us.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        while True:
+            ready = select.select([self.socket.fileno(), self.wake_read], [], [])[0]
+            if self.wake_read in ready:
+                os.read(self.wake_read, 4096)
+                self.reap()
+            if self.socket.fileno() in ready and not self.read():
+                return
+
+    def read(self) -> bool:
+        """Handle what the owner sent; False when it has gone."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self.socket, 65536, 8)
+        except ConnectionError:
+            return False
+        if not data:
+            return False
+        self.fds += fds
+        self.buffer += data
+        while b"\n" in self.buffer:
+            line, self.buffer = self.buffer.split(b"\n", 1)
+            self.handle(json.loads(line.lstrip(b"F")))
+        return True
+
+    def handle(self, message: dict[str, Any]) -> None:
+        if "fork" in message:
+            self.fork(message["fork"])
+        elif "signal" in message:
+            pid, number, group = message["signal"]
+            if pid in self.children and group:
+                _kill_group(pid, number)
+            elif pid in self.children:
+                os.kill(pid, number)
+        elif "preload" in message:
+            for name in message["preload"]:
+                with contextlib.suppress(ImportError):
+                    __import__(name)
+
+    def fork(self, request: dict[str, Any]) -> None:
+        count = int(request.pop("fds"))
+        fds, self.fds = self.fds[:count], self.fds[count:]
+        gc.freeze()  # objects loaded so far leave the collector, so that its passes do not unshare every page
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self.become_rank(request, fds)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)  # never reached after a start that worked
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.setpgid(pid, pid)  # both sides set it: whichever runs first
+        for fd in fds:
+            os.close(fd)
+        self.children.add(pid)
+        self.send({"forked": pid})
+
+    def become_rank(self, request: dict[str, Any], fds: list[int]) -> None:
+        with contextlib.suppress(PermissionError):
+            os.setpgid(0, 0)
+        server = os.getppid()
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:  # the server died before the line above
+            os._exit(1)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.socket.close()
+        os.close(self.wake_read)
+        os.close(self.wake_write)
+        from echelon.launcher.local import worker
+
+        worker.run(worker.Start(**request), fds)
+
+    def reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                break
+            if pid in self.children:
+                self.children.discard(pid)
+                _kill_group(pid, signal.SIGKILL)  # what the rank started: its data workers must not outlive it
+                self.send({"exited": pid, "status": status, "time_ns": time.monotonic_ns()})
+        if not self.children:
+            self.kill_orphans()
+
+    def kill_orphans(self) -> None:
+        """Kill what ranks had started in a process group or session of its own: as subreaper, we have become its parent."""
+        import psutil  # type: ignore[import-untyped,unused-ignore]  # here: few need it, and it is slower to import than a rank
+
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def kill_all(self) -> None:
+        for pid in self.children:
+            _kill_group(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):  # none is left
+            while True:
+                if not self.children:
+                    self.kill_orphans()
+                pid, _ = os.waitpid(-1, 0)
+                self.children.discard(pid)
+
+
+def _kill_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def serve(sock: socket.socket) -> None:
+    """Serve one owner until it goes away, then kill every process started for it."""
+    server = _Server(sock)
+    try:
+        server.run()
+    except Exception:
+        traceback.print_exc()  # of ours: nothing that a rank does gets here
+    finally:
+        server.kill_all()

@@ -1,0 +1,237 @@
+"""What a checkpoint says about its run, and what is different in the run that takes it up."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.checkpoint import strict
+from echelon.checkpoint.renamed import moved
+from echelon.checkpoint.store import table
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError
+from echelon.contracts.redact import redacted_fields
+from echelon.contracts.run_dir import RunDir, read_json
+from echelon.data import resume
+from echelon.data.loader import Loader
+from echelon.data.stream import StreamLoader
+from echelon.loop.checkpointing import forgotten
+from echelon.loop.unit import Unit
+from echelon.parallel.partition import Partition
+from echelon.parallel.strategy import Prepared
+from echelon.world import agree
+from echelon.world.init import World
+
+__all__ = ["check", "facts", "renamed"]
+
+_HARMLESS = ("world_size", "dp_size", "mesh", "strategy", "torch", "echelon", "python", "command")
+# Of what a user wraps by hand.
+_BY_HAND = {"DDPPrepared": "ddp", "FSDPPrepared": "fsdp", "FSDP1Prepared": "fsdp1", "DPPrepared": "dp"}
+# Options that say how an optimizer computes, not what: the script's are used.
+_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
+# Options that a schedule moves.
+_SCHEDULED = {"lr": ("initial_lr",), "momentum": ("max_momentum",), "betas": ("max_momentum",)}
+
+# Of one of the user's values as text.
+_MOST_BYTES = 1 << 20
+
+Row = tuple[str, str, str, str, bool]  # what, saved, now, what it means, harmful
+
+
+def facts(unit: Unit, loader: Any) -> dict[str, Any]:
+    """What the manifest says of a run, all of it plain numbers and text; most is compared when it is restored."""
+    return {
+        "world_size": World.current(torch.device("cpu")).size,
+        "dp_size": getattr(getattr(unit, "prepared", None), "dp_size", None),
+        "mesh": _mesh(unit),
+        "strategy": _strategy(unit),
+        "torch": torch.__version__,
+        "echelon": version("echelon"),
+        "python": platform.python_version(),
+        "modules": {name: type(getattr(m, "module", m)).__name__ for name, m in unit.tracked_modules().items()},
+        "optimizers": {name: type(Partition.behind(o)).__name__ for name, o in unit.tracked_optimizers().items()},
+        "options": {name: [_options(group) for group in o.param_groups] for name, o in unit.tracked_optimizers().items()},
+        "data": _of_loader(loader),
+        "states": forgotten.kinds(unit),
+        "user": _users(unit),
+        "command": _command(),
+    }
+
+
+def _mesh(unit: Unit) -> dict[str, int]:
+    """The axes of ranks by name, and their sizes; the data's alone if nothing is sharded."""
+    axes: dict[str, int] = {}
+    for mesh in (p.device_mesh for m in unit.tracked_modules().values() for p in m.parameters() if hasattr(p, "device_mesh")):
+        if mesh.ndim > len(axes):
+            names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+            axes = {name: mesh.size(i) for i, name in enumerate(names)}
+    place = unit.data_place
+    return axes or ({"data": place[1]} if place is not None else {})
+
+
+def _strategy(unit: Unit) -> str | None:
+    given = getattr(unit, "_given_strategy", None)
+    if given is not None:
+        return given if isinstance(given, str) else type(given).__name__
+    world = World.current(torch.device("cpu"))
+    kinds = {_BY_HAND.get(type(Prepared.of(m, world)).__name__) for m in unit.tracked_modules().values()} - {None}
+    return "+".join(sorted(map(str, kinds))) or None
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group's options as the script gave them, as far as a schedule has not moved them."""
+    found = {}
+    for key, value in group.items():
+        moved = next((group[k] for k in _SCHEDULED.get(key, ()) if k in group), None)
+        if key in _HOW or key == "initial_lr" or (moved is not None and key != "lr"):
+            continue
+        plain = moved if moved is not None else value
+        plain = plain.item() if isinstance(plain, torch.Tensor) and plain.numel() == 1 else plain
+        if _is_plain(plain):
+            found[key] = json.loads(json.dumps(plain))  # as it will be read: tuples are lists
+    return found
+
+
+def _of_loader(loader: Any) -> dict[str, Any]:
+    """Of our loaders; what others' states mean is their own business."""
+    if isinstance(loader, Loader):
+        return resume.facts(loader.state_dict())
+    if isinstance(loader, StreamLoader):
+        return {"global_batch": loader.global_batch, "accumulation": loader.accumulation, "num_workers": loader.num_workers}
+    return {}
+
+
+def _users(unit: Unit) -> dict[str, Any]:
+    """The unit's attribute `config`, as far as JSON can hold it: a dict, a dataclass, or an object such as a Namespace."""
+    config = getattr(unit, "config", None)
+    if isinstance(config, (nn.Module, type)) or config is None:
+        return {}
+    if dataclasses.is_dataclass(config):
+        config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    elif not isinstance(config, Mapping):
+        config = getattr(config, "__dict__", {})
+    plain = {str(key): json.loads(json.dumps(value)) for key, value in config.items() if _is_plain(value)}
+    found: dict[str, Any] = redacted_fields(plain)  # whoever reads checkpoints reads it
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold it, and nobody would rather have it in a file of its own."""
+    try:
+        text = json.dumps(value)
+        strict.check_depth([[[[value]]]])
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return len(text) <= _MOST_BYTES
+
+
+def _command() -> list[str]:
+    run = RunDir.current()
+    about = read_json(run.run_json) if run is not None else None
+    return [str(word) for word in (about or {}).get("command", [])]
+
+
+_OF_STATES = ("modules", "optimizers", "options", "states")
+
+
+def renamed(saved: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, Any]:
+    """A checkpoint's facts with the names of states that they have now."""
+    by_state = {k: each for k, each in saved.items() if k in _OF_STATES and isinstance(each, dict)}
+    return {**saved, **{k: {moved(n, renames): v for n, v in each.items()} for k, each in by_state.items()}}
+
+
+def check(saved: Mapping[str, Any], unit: Unit, loader: Any, *, optimizers: bool, allowed: Iterable[str]) -> tuple[str, set[str]]:
+    """Compare a checkpoint's facts with this run. Collective: what is different on one rank is an error on all.
+
+    Returns:
+        a table of what changed, "" if nothing did, and the names of what is not harmless but allowed.
+    Raises:
+        CheckpointMismatchError: a change that is neither harmless nor allowed, with the table.
+        CheckpointCorruptError: `saved` is not what `facts` gives.
+    """
+    now, allowed, problem = facts(unit, loader), set(allowed), None
+    rows: list[Row] = []
+    try:
+        for name in _OF_STATES:
+            strict.mapping(saved.get(name, {}), name)
+        for kind in (*saved.get("states", {}).values(), saved.get("position") or ""):
+            strict.text(kind, "the kind of a state or a loader")
+        rows = _changes(saved, now, optimizers)
+        if isinstance(loader, Loader):
+            allowed |= loader.accept_changes
+            if saved.get("data"):
+                rows += [(c.name, c.saved, c.now, c.meaning, c.harmful) for c in resume.changes(saved["data"], now["data"])]
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:  # it is not what `facts` gave
+        problem = repr(error)
+    told = agree.gather([rows, sorted(allowed), problem])
+    if odd := next((text for *_, text in told if text is not None), None):
+        raise CheckpointCorruptError(f"what the checkpoint says of its run is not what echelon writes: {odd}.")
+    everyones = dict.fromkeys(tuple(row) for each, *_ in told for row in each)
+    if not everyones:
+        return "", set()
+    allowed = {name for _, each, _ in told for name in each}
+    shown = [
+        (name, a, b, meaning if not harmful else f"{'allowed' if name in allowed else 'NOT harmless'}: {meaning}")
+        for name, a, b, meaning, harmful in sorted(everyones, key=lambda row: (row[4], row[0]))
+    ]
+    text = table(("what", "saved", "now", ""), shown, most=40)
+    harmful = {name for name, *_, is_harmful in everyones if is_harmful}
+    refused = sorted(harmful - allowed)
+    if refused:
+        raise CheckpointMismatchError(
+            f"this run is not the one that was saved:\n{text}"
+            f"If it is meant, pass RestoreOptions(allow_changes={tuple(refused)!r})."
+        )
+    return text, harmful
+
+
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any], optimizers: bool) -> list[Row]:
+    """What differs, other than the loader.
+
+    Raises:
+        TypeError, ...: `saved` is not what `facts` gives.
+    """
+    for name in ("user", "optimizers", "options", "data"):
+        if not isinstance(saved.get(name, {}), Mapping):
+            raise TypeError(f"{name} is {type(saved[name]).__name__}")
+    rows: list[Row] = []
+    for name in _HARMLESS:
+        if name in saved and saved[name] != now[name]:
+            rows.append((name, _shown(saved[name]), _shown(now[name]), "harmless", False))
+    before, after = saved.get("user", {}), now["user"]
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            was, is_ = before.get(name, "-"), after.get(name, "-")
+            rows.append((f"config.{name}", _shown(was), _shown(is_), "harmless: yours", False))
+    if not optimizers:
+        return rows
+    for name, kind in saved.get("optimizers", {}).items():
+        if kind != now["optimizers"].get(name, kind):
+            rows.append((name, _shown(kind), now["optimizers"][name], "it begins without what the saved one knew", True))
+        elif name in now["options"] and len(saved.get("options", {}).get(name, ())) == len(now["options"][name]):
+            rows += _given(name, saved["options"][name], now["options"][name])
+    return rows
+
+
+def _given(name: str, saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[Row]:
+    """Options that the script gives otherwise than the saved one did. As in torch, the saved values go on."""
+    rows: list[Row] = []
+    for index, (was, is_) in enumerate(zip(saved, now, strict=True)):
+        where = name if len(saved) == 1 else f"{name}[{index}]"
+        for key in sorted(was.keys() & is_.keys()):
+            if was[key] != is_[key]:
+                rows.append((f"{where}.{key}", _shown(was[key]), _shown(is_[key]), "harmless: the saved value is used", False))
+    return rows
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return " x ".join(f"{name} {size}" for name, size in value.items()) or "-"
+    text = " ".join(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,135 @@
+"""What a checkpoint holds: a unit's state by name, what is a rank's own, the loader's position, and facts for the manifest."""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from echelon.checkpoint.policy import BestCheckpointConfig
+from echelon.checkpoint.snapshot import Planned, Snapshot, snapshot
+from echelon.data.lossy import shuffle_buffer
+from echelon.data.place import Placed
+from echelon.data.prefetch import restored_state
+from echelon.data.stream import StreamLoader
+from echelon.loop.checkpointing import changes, restoring
+from echelon.loop.checkpointing.trained import Frozen
+from echelon.loop.metrics import share_of
+from echelon.loop.unit import TrainUnit
+from echelon.parallel import reduction_order
+from echelon.parallel.state import states_by_name
+from echelon.world import agree, streams
+
+if TYPE_CHECKING:
+    from echelon.loop.state import State
+
+__all__ = ["is_unevaluated", "monitored", "take"]
+
+logger = logging.getLogger(__name__)
+
+
+def take(
+    state: State, unit: TrainUnit[Any], planned: Planned, best: BestCheckpointConfig | None, frozen: Frozen | None = None
+) -> tuple[Snapshot, dict[str, Any]]:
+    """The whole state, and what the manifest says of it. Collective.
+
+    Args:
+        planned: who writes what, from the save before.
+        best: names the number that decides which checkpoints stay.
+        frozen: leaves out what is frozen.
+    """
+    metrics = unit.tracked_metrics()
+    states = states_by_name({name: value for name, value in unit.app_state().items() if name not in metrics})
+    feed = state.train_state.feed if state.train_state is not None else None
+    loader = state.train_state.dataloader if state.train_state is not None else None
+    own: dict[str, Any] = {
+        "streams": streams.states(),
+        "metrics": {name: share_of(metric) for name, metric in metrics.items()},
+        "reduction_order": reduction_order.noted(unit.tracked_modules()),
+    }
+    position = None
+    if feed is not None:
+        position = feed.loader_state()
+    elif unit.train_progress.num_steps_completed_in_epoch:  # restored in mid-epoch, and nothing read since
+        position = restored_state(loader)
+    if unit.train_progress.num_steps_completed_in_epoch:
+        _warn_if_inexact(state, loader, position)
+    if not isinstance(loader, Placed) and restoring.differs_by_rank(position):
+        own["train_dataloader"], position = position, restoring.BY_RANK
+    # Empty after an epoch's end, and for a loader without a state.
+    states["train_dataloader"] = _Fixed(position or {})
+    left: dict[str, Any] = {}
+    if frozen is not None:
+        states, left = frozen.leave_out(states, unit)
+    taken = snapshot(states, own, planned)
+    metrics_now = monitored(best.monitored_metric, state, unit) if best is not None else {}
+    config = changes.facts(unit, loader)
+    if position and not isinstance(loader, Placed):  # where progress alone does not tell it
+        config["position"] = type(loader).__name__
+    facts = {"config": config, "host": socket.gethostname(), "metrics": metrics_now}
+    if left:
+        facts["frozen"] = left
+    return taken, facts
+
+
+# Runs in which it was said.
+_told: weakref.WeakSet[State] = weakref.WeakSet()
+
+
+def _warn_if_inexact(state: State, loader: Any, position: Any) -> None:
+    """Once in a run, at its first save in mid-epoch: one that goes on from there will not have the samples that this one has."""
+    if loader is None or state in _told:
+        return
+    kind, why = type(loader).__name__, None
+    if isinstance(loader, StreamLoader):
+        why = loader.inexact()
+    elif position is None:
+        why = f"{kind} has no state: a run that goes on from here begins the epoch anew, with samples that it has seen. "
+        why += "echelon.Loader goes on."
+    elif buffer := shuffle_buffer(getattr(loader, "dataset", None)):
+        why = f"the dataset of the {kind} shuffles through a buffer, which is not in its state: a run that goes on from here "
+        why += f"misses up to {buffer} samples of each stream in this epoch."
+    if why is not None:
+        _told.add(state)
+        if agree.is_rank0():
+            logger.warning("saved in the middle of an epoch, but %s", why)
+
+
+def is_unevaluated(state: State, unit: TrainUnit[Any]) -> bool:
+    """Whether an evaluation of these weights is due that has not come to its end."""
+    return state.eval_state is not None and unit.train_progress.evaluation_due
+
+
+def monitored(name: str, state: State, unit: TrainUnit[Any]) -> dict[str, float]:
+    """The monitored number, rank 0's for all; without it, if the unit does not have it or it is not finite."""
+    if is_unevaluated(state, unit):
+        logger.warning("the checkpoint is kept without its %s: the run ends before the evaluation of these weights", name)
+        return {}
+    say = logger.error
+    try:
+        value = getattr(unit, name)
+        say = logger.info if value is None else say  # there was no evaluation yet
+        number = float(value.compute() if hasattr(value, "compute") else value)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        say("the checkpoint has no %s: %s", name, error)
+        number = math.nan
+    number = agree.gather(repr(number))[0] if agree.is_joined() else repr(number)  # type: ignore[assignment]
+    if not math.isfinite(float(number)):
+        say("the checkpoint is kept without its %s, which is %s", name, number)
+        return {}
+    return {name: float(number)}
+
+
+class _Fixed:
+    """A state that was taken already."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError("only ever saved")

@@ -1,0 +1,76 @@
+"""What a checkpoint holds and the program has no more: state that nobody asks for, and layers under other names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from echelon.checkpoint.renamed import Naming, moved
+from echelon.loop.unit import TrainUnit, Unit
+
+if TYPE_CHECKING:
+    from echelon.loop.checkpointing.restoring import RestoreOptions
+
+__all__ = ["forgotten", "kinds", "naming"]
+
+_KINDS = ("modules", "optimizers", "lr_schedulers", "progress", "misc_statefuls", "metrics")
+
+
+def kinds(unit: Unit) -> dict[str, str]:
+    """What each state of a unit is, for the manifest."""
+    return {name: kind for kind in _KINDS for name in getattr(unit, f"tracked_{kind}")()}
+
+
+def _saved_kinds(config: Mapping[str, Any], names: list[str]) -> dict[str, str]:
+    """The same of a checkpoint; older ones say it of modules and optimizers only."""
+    found = {name: "progress" if name.endswith("_progress") else "misc_statefuls" for name in names}
+    found |= {name: "lr_schedulers" for name in names if "lr_scheduler" in name}
+    found |= {name: kind for kind in ("modules", "optimizers") for name in config.get(kind, {})}
+    return {**found, **config.get("states", {})}
+
+
+def forgotten(
+    config: Mapping[str, Any], names: Iterable[str], unit: Unit, options: RestoreOptions
+) -> tuple[list[str], list[str]]:
+    """What the unit has no more of the states in a checkpoint: what to refuse when strict, and what to list in any case.
+
+    A run that went on without would be another one, and its next checkpoint would lack it. A unit that does not train, and one
+    that takes weights only, leaves what belongs to training behind without a word.
+    """
+    kind_of = {name: kind for name, kind in _saved_kinds(config, list(names)).items() if name != "train_dataloader"}
+    trains = isinstance(unit, TrainUnit) and not options._weights_only
+    wanted = {"modules": options.restore_modules, "misc_statefuls": not options._weights_only, "progress": False}
+    wanted |= {"optimizers": options.restore_optimizers and trains, "lr_schedulers": options.restore_lr_schedulers and trains}
+    wanted |= {"metrics": options.restore_metrics and trains}
+    gone = sorted(name for name, kind in kind_of.items() if wanted.get(kind, True) and name not in unit.app_state())
+    meant = {*options.allow_changes, *unit.may_lack}
+    refused = [name for name in gone if trains and name not in meant]
+    return refused, [name for name in gone if name not in refused]
+
+
+def naming(renames: Mapping[str, str], states: Mapping[str, Any]) -> Naming:
+    """What names in a checkpoint are called now: of states, of tensors, and so of an optimizer's state of these.
+
+    Args:
+        renames: beginnings of names, with the state's, as `{"module.encoder": "module.backbone"}`.
+        states: what will be restored, by name.
+    """
+    back = {new: old for old, new in renames.items()}
+    tables: dict[str, dict[str, str]] = {}
+    for name, state in states.items():
+        if hasattr(state, "full_names"):
+            pairs = {here: (full, moved(full, back)) for here, full in state.full_names().items()}
+            # An optimizer's names have their module's in front only if it has several.
+            tables[name] = {was if here == full else was.partition(".")[2]: here for here, (full, was) in pairs.items()}
+
+    def now(name: str) -> str:
+        state, _, key = moved(name, renames).partition(".")
+        kind, _, rest = key.partition(".")
+        if kind in ("state", "param_groups") and state in tables:
+            words = rest.split(".")
+            for end in range(len(words), 0, -1):
+                if (here := tables[state].get(".".join(words[:end]))) is not None:
+                    return ".".join([state, kind, here, *words[end:]])
+        return f"{state}.{key}" if key else state
+
+    return now

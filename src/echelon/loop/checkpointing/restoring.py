@@ -1,0 +1,285 @@
+"""Put a unit back to a checkpoint: which one, what of it, and what has changed since."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from echelon.checkpoint import commit, foreign, store
+from echelon.checkpoint.place import Place
+from echelon.checkpoint.store import Report
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, UsageError
+from echelon.contracts.terminal import printable
+from echelon.data.fingerprint import checksum
+from echelon.data.loader import Loader
+from echelon.loop.checkpointing import changes, forgotten
+from echelon.loop.checkpointing.trained import without_frozen
+from echelon.loop.metrics import load_share
+from echelon.loop.unit import TrainUnit, Unit
+from echelon.parallel import reduction_order
+from echelon.parallel.state import states_by_name
+from echelon.world import agree, streams
+
+__all__ = ["BY_RANK", "RestoreOptions", "differs_by_rank", "restore", "restore_first"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RestoreOptions:
+    """What to take from a checkpoint.
+
+    Args:
+        strict: False leaves alone what the checkpoint does not have, and what it has and nobody asks for; both are logged.
+        init_optim_states: TorchTNT's; always done where it is needed.
+        allow_changes: names of changes that are not harmless, such as "global_batch", and are meant; and of states that the
+            checkpoint has and the unit has no more, to leave out.
+        rename: what is called otherwise now: the beginning of a name in the checkpoint, and its name here, such as
+            `{"module.encoder": "module.backbone"}`. An optimizer's state follows.
+        show_changes: log a table of what changed since it was saved, harmless changes too.
+    """
+
+    restore_modules: bool = True
+    restore_train_progress: bool = True
+    restore_eval_progress: bool = True
+    restore_predict_progress: bool = True
+    restore_optimizers: bool = True
+    restore_lr_schedulers: bool = True
+    strict: bool = True
+    init_optim_states: bool = True
+    allow_changes: tuple[str, ...] = ()
+    restore_metrics: bool = True
+    rename: Mapping[str, str] = field(default_factory=dict)
+    show_changes: bool = True
+
+    @classmethod
+    def weights_only(cls, *, strict: bool = True) -> RestoreOptions:
+        """For fine-tuning: modules, and nothing else that the checkpoint holds."""
+        return cls(True, False, False, False, False, False, strict)
+
+    @property
+    def _weights_only(self) -> bool:
+        return not (self.restore_train_progress or self.restore_optimizers or self.restore_lr_schedulers)
+
+
+def restore_first(
+    dirpath: Place, ordered: list[Place], unit: Unit, loader: Iterable[Any] | None, options: RestoreOptions, fall_back: bool
+) -> bool:
+    """Restore the first of these checkpoints that is whole; False if there are none.
+
+    Raises:
+        CheckpointCorruptError: none of them is whole; or, without `fall_back`, the first is not.
+    """
+    wrong: list[str] = []
+    for path in ordered:
+        try:
+            manifest = commit.verify(path)
+            # What is only found here, an older checkpoint then writes over.
+            _restore(path, manifest, unit, loader, options)
+        except (CheckpointCorruptError, CheckpointNotFoundError) as error:
+            if not fall_back:
+                raise CheckpointCorruptError(f"{path} is the newest and corrupt: {error}") from error
+            wrong.append(str(error))
+            logger.warning("%s is corrupt and passed over: %s", path, printable(str(error)))
+            continue
+        if wrong:
+            logger.warning("went on from %s instead", path)
+        return True
+    if wrong:
+        raise CheckpointCorruptError(
+            f"every checkpoint in {dirpath} is corrupt: {' '.join(wrong)} To begin anew, and keep these aside: "
+            "`echelon run --restart`, or restart=True at the saver and no restore."
+        )
+    return False
+
+
+def restore(path: Place, unit: Unit, loader: Iterable[Any] | None, options: RestoreOptions) -> Report:
+    if isinstance(path, Path) and foreign.is_weights(path):
+        modules = unit.tracked_modules()
+        if len(modules) != 1:
+            raise UsageError(f"{path} holds the weights of one module, and the unit has {len(modules)}: {', '.join(modules)}.")
+        ((name, module),) = modules.items()
+        report = foreign.read_weights(path, states_by_name({name: module})[name], strict=options.strict, rename=options.rename)
+        _log(report, path)
+        return report
+    try:
+        manifest = commit.verify(path)
+    except CheckpointNotFoundError as error:
+        if inside := commit.candidates(path) or commit.candidates(path / "checkpoints"):
+            raise CheckpointNotFoundError(
+                f"{path} is a folder of checkpoints, not one. The newest in it is {inside[0]}; restore_from_latest takes it."
+            ) from error
+        raise
+    return _restore(path, manifest, unit, loader, options)
+
+
+def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, options: RestoreOptions) -> Report:
+    chosen = _chosen(unit, options)
+    allowed = options.allow_changes
+    seeks = loader is not None and hasattr(loader, "load_state_dict")
+    config = changes.renamed(manifest.get("config", {}), options.rename)
+    table, meant = changes.check(config, unit, loader, optimizers=options.restore_optimizers, allowed=allowed)
+    if table and options.show_changes and _speaks():
+        logger.warning("since %s was saved, changed:\n%s", path, table)  # harmless ones, too: a lower lr that is not used
+    if meant & set(config.get("optimizers", {})):
+        chosen = {name: value for name, value in chosen.items() if name not in meant}
+    # Of all first: an optimizer's names are those of its modules, restored or not.
+    states = {name: state for name, state in states_by_name(unit.app_state()).items() if name in chosen}
+    frozen, note = manifest.get("frozen", {}), not options._weights_only  # which a script does at every start
+    states = without_frozen(states, frozen, unit, path, strict=options.strict, note=note)
+    if seeks:
+        states["train_dataloader"] = _IfSaved(loader, meant, lambda: store.read_rank(path, manifest))
+    elif config.get("position") and isinstance(unit, TrainUnit) and options.restore_train_progress and _speaks():
+        logger.warning(
+            "%s holds where a %s stood in the middle of an epoch; give it, too: train_dataloader=. Training on without reads the "
+            "epoch's first batches again.",
+            path,
+            printable(config["position"]),
+        )
+    own = None
+    if not options._weights_only:
+        own = store.on_each(path, lambda: _own(path, manifest))
+    report = store.read_states(
+        path,
+        states,
+        manifest,
+        strict=options.strict,
+        forgotten=lambda names: forgotten.forgotten(config, names, unit, options),
+        rename=options.rename,
+        naming=forgotten.naming(options.rename, states) if options.rename else None,
+    )
+    _log(report, path)
+    if not options._weights_only:
+        _load_own(path, own, unit, metrics=options.restore_metrics)
+    unit.restored()
+    return report
+
+
+def _own(path: Place, manifest: dict[str, Any]) -> dict[str, Any] | None:
+    """What this rank wrote for itself: random streams, shares of metrics; None if another number of ranks did."""
+    own = store.read_rank(path, manifest)
+    if own is None:
+        return None
+    orders = own.get("reduction_order", {})
+    if not all(isinstance(each, dict) for each in (own.get("streams"), own.get("metrics"), orders)):
+        raise CheckpointCorruptError(f"{path} holds of a rank's own what echelon does not write: {', '.join(map(repr, own))}.")
+    if not all(isinstance(order, list) and all(isinstance(name, str) for name in order) for order in orders.values()):
+        raise CheckpointCorruptError(f"{path} holds an order of gradients that is none.")
+    return own
+
+
+def _load_own(path: Place, own: dict[str, Any] | None, unit: Unit, *, metrics: bool) -> None:
+    """
+    Args:
+        metrics: whether shares of metrics are wanted.
+    """
+    # Ranks agree: with streams restored on some and not on others, none would be what it was.
+    if not agree.any_rank(own is None) and own is not None:
+        store.on_each(path, lambda: _load_streams(path, own["streams"]))
+        for name, metric in unit.tracked_metrics().items():
+            if metrics and name in own["metrics"]:
+                load_share(metric, own["metrics"][name])
+        reduction_order.replay(unit.tracked_modules(), own.get("reduction_order", {}))
+    elif isinstance(unit, TrainUnit):
+        streams.renew(unit.train_progress.num_steps_completed)
+        if metrics and unit.tracked_metrics():
+            logger.warning("saved by another number of ranks: the shares of %s begin anew", ", ".join(unit.tracked_metrics()))
+
+
+def _load_streams(path: Place, saved: dict[str, Any]) -> None:
+    try:
+        streams.load_states(saved)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        raise CheckpointCorruptError(f"{path} holds random streams that are none: {error!r}.") from None
+
+
+def _chosen(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
+    state = unit.app_state()  # first: it builds what is built at first use
+    dropped: set[str] = set()
+    if not options.restore_modules:
+        dropped |= set(unit.tracked_modules())
+    if not options.restore_optimizers:
+        dropped |= set(unit.tracked_optimizers())
+    if not options.restore_lr_schedulers:
+        dropped |= set(unit.tracked_lr_schedulers())
+    if options._weights_only:  # for fine-tuning: neither averages nor a user's other state
+        dropped |= set(unit.tracked_misc_statefuls())
+    for phase in ("train", "eval", "predict"):
+        if not getattr(options, f"restore_{phase}_progress"):
+            dropped.add(f"{phase}_progress")
+    dropped |= set(unit.tracked_metrics())  # each rank has a share of its own
+    return {name: value for name, value in state.items() if name not in dropped}
+
+
+def _log(report: Report, path: Place) -> None:
+    if report.missing:
+        logger.warning("%s does not have, and left as they are: %s", path, printable(", ".join(report.missing)))
+    if report.cast and _speaks():
+        kinds = Counter(report.cast.values())
+        shown = ", ".join(f"{n} from {a} to {b}" for (a, b), n in kinds.items())
+        logger.warning("%s: tensors cast: %s; the first is %s", path, shown, printable(next(iter(report.cast))))
+    if report.unexpected:
+        logger.warning("%s has, and nobody asked for: %s", path, printable(", ".join(report.unexpected)))
+
+
+def _speaks() -> bool:
+    import torch.distributed as dist
+
+    return not agree.is_joined() or dist.get_rank() == 0
+
+
+# Stands for the state of a loader that has another on every rank, each in that rank's own file.
+BY_RANK = {"by_rank": True}
+
+
+def differs_by_rank(state: Any) -> bool:
+    """Whether ranks have states of their own, as foreign loaders with shards do. Collective."""
+    sums = agree.gather(checksum(state)) if agree.is_joined() else [0]
+    return sums[0] is None or any(each != sums[0] for each in sums)
+
+
+class _IfSaved:
+    """The loader's state; a checkpoint from the end of an epoch holds none, and the next epoch begins at its start.
+
+    Args:
+        meant: what may differ, beside what the loader itself accepts: it goes on where the saved one stood.
+        own: reads what this rank wrote for itself; None if another number of ranks did.
+    """
+
+    def __init__(self, loader: Any, meant: set[str], own: Callable[[], dict[str, Any] | None]) -> None:
+        self._loader, self._meant, self._own = loader, meant, own
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._loader.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not state_dict:
+            return
+        if state_dict == BY_RANK:
+            own = self._own()
+            if own is None:
+                raise CheckpointMismatchError(
+                    f"every rank had a {type(self._loader).__name__} of its own state, and another number of ranks goes on. "
+                    "Use as many, or do not restore the loader; echelon.Loader goes on with any number."
+                )
+            if not isinstance(own.get("train_dataloader"), dict):
+                raise CheckpointCorruptError("the checkpoint holds no state of this rank's loader, and should.")
+            state_dict = own["train_dataloader"]
+        if not isinstance(self._loader, Loader):
+            self._loader.load_state_dict(state_dict)
+            return
+        accepted = self._loader.accept_changes
+        self._loader.accept_changes = accepted | self._meant
+        try:
+            self._loader.load_state_dict(state_dict)
+        except UsageError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointCorruptError(f"the checkpoint holds no state of a Loader: {error!r}.") from None
+        finally:
+            self._loader.accept_changes = accepted

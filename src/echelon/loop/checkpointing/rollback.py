@@ -1,0 +1,174 @@
+"""When a run diverges: back to the last good checkpoint, and on without the batches that did it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from echelon.checkpoint import commit
+from echelon.contracts.errors import DivergedError, UsageError
+from echelon.data.loader import Loader
+from echelon.loop.callback import Callback
+from echelon.loop.checkpointing import restoring
+from echelon.loop.checkpointing.restoring import RestoreOptions
+from echelon.loop.unit import TrainUnit
+from echelon.world import agree
+
+if TYPE_CHECKING:
+    from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
+    from echelon.loop.state import State
+
+__all__ = ["RollBack"]
+
+logger = logging.getLogger(__name__)
+
+# A normal distribution's standard deviation is so many times its median absolute deviation.
+_DEVIATION_PER_MAD = 1.4826
+# Of few losses the spread says little.
+_ENOUGH = 16
+
+
+class RollBack(Callback):
+    """Watches the loss of every update. When it is not finite, or far above what it was, all ranks go back to the newest
+    checkpoint from before, and go on without the batches of that update; they count as steps, so that every later step
+    trains on the samples that it would have had. Put it before the saver in the list of callbacks.
+
+    Reading the loss makes the host wait for a GPU once per update.
+
+    Args:
+        saver: whose checkpoints to go back to; more frequent ones lose less work. Without any, one is saved as training begins.
+        deviations: how many standard deviations above the median of the recent losses is too far; None accepts what is finite.
+            The default is far outside noise: at 8 no run of well-behaved losses is disturbed.
+        history: how many updates are recent.
+        skip: how many updates to leave out, beginning with the one that was seen; a damage seen late needs more.
+        at_most: how often in a run, over all its attempts; once more ends it.
+        watch: the number to watch, of this rank; by default an AutoUnit's loss over the global batch, and the gradient norm if
+            it is clipped, of which only an infinite one counts. Required for other units.
+    Raises:
+        DivergedError: on all ranks, when it happens once more than `at_most`.
+    """
+
+    may_stop = False
+
+    def __init__(
+        self,
+        saver: DistributedCheckpointSaver,
+        *,
+        deviations: float | None = 8.0,
+        history: int = 64,
+        skip: int = 1,
+        at_most: int = 3,
+        watch: Callable[[State, Any], float] | None = None,
+    ) -> None:
+        if history < _ENOUGH or skip < 1 or at_most < 1 or (deviations is not None and not deviations > 0):
+            raise UsageError(
+                f"history {history}, skip {skip}, at_most {at_most}, deviations {deviations}: at least {_ENOUGH}, 1, 1; above 0."
+            )
+        self.saver, self.deviations, self.skip, self.at_most, self.watch = saver, deviations, skip, at_most, watch
+        self._losses: deque[tuple[int, float]] = deque(maxlen=history)
+        self._limit, self._limit_is_good_for = math.inf, 0
+        self._from = 0  # the first step of the window under way
+
+    def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
+        if self.watch is None and not hasattr(unit, "latest_update"):
+            raise UsageError(
+                f"RollBack: {type(unit).__name__} is no AutoUnit: say what to watch with watch=lambda state, unit: ..."
+            )
+        if state.train_state is not None and not hasattr(state.train_state.dataloader, "load_state_dict"):
+            name = type(state.train_state.dataloader).__name__
+            raise UsageError(f"RollBack: {name} cannot go back: it has no load_state_dict. echelon.Loader has.")
+        self.saver.take_over(unit, state)  # what is set aside then is no place to go back to
+        self._from = step = unit.train_progress.num_steps_completed
+        if not any(commit.step_of(path) <= step for path in commit.candidates(self.saver.dirpath)):
+            self.saver.save(state, unit)
+
+    def on_train_step_end(self, state: State, unit: TrainUnit[Any]) -> None:
+        if not unit.at_boundary:
+            return
+        step = unit.train_progress.num_steps_completed
+        if self.watch is None:
+            loss, norm = (float(value) if value is not None else 0.0 for value in unit.latest_update)  # type: ignore[attr-defined]
+            if unit.grad_scaler is not None:  # type: ignore[attr-defined]
+                norm = 0.0  # the scaler leaves an update with an inf out itself, and lowers its scale
+            problem, agreed = self._problem(loss, norm), unit.agrees_on_updates  # type: ignore[attr-defined]
+        else:
+            loss = self.watch(state, unit)
+            problem, agreed = self._problem(loss, 0.0), False
+        if problem is None if agreed else not agree.any_rank(problem is not None):
+            self._losses.append((step, loss))
+            self._from = step
+            return
+        self._go_back(state, unit, problem)
+
+    def _problem(self, loss: float, norm: float) -> str | None:
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if not math.isfinite(norm):
+            return f"the gradient norm is {norm}"
+        if self.deviations is not None and len(self._losses) >= _ENOUGH:
+            if self._limit_is_good_for == 0:  # sorting at every update would cost more than it tells
+                values = [each for _, each in self._losses]
+                middle = statistics.median(values)
+                spread = statistics.median(abs(each - middle) for each in values) * _DEVIATION_PER_MAD
+                self._limit = middle + self.deviations * max(spread, 1e-3 * abs(middle))
+                self._limit_is_good_for = _ENOUGH
+            self._limit_is_good_for -= 1
+            if loss > self._limit:
+                return f"the loss is {loss:.6g}, above {self._limit:.6g}"
+        return None
+
+    def _go_back(self, state: State, unit: TrainUnit[Any], problem: str | None) -> None:
+        progress = unit.train_progress
+        step, first = progress.num_steps_completed, self._from
+        while (end := next((stop for start, stop in progress.skipped if start <= first < stop), None)) is not None:
+            first = end  # left out already
+        told = "; ".join(f"rank {r}: {each}" for r, each in enumerate(agree.gather(problem)) if each)
+        samples = _samples(state, unit, step - first)
+        what = f"step {first}: {told}" + (f" (samples {samples})" if samples else "")
+        if len(progress.skipped) >= self.at_most:
+            raise DivergedError(
+                f"{what}. {len(progress.skipped)} updates were left out before, and at_most is {self.at_most}: "
+                "a lower learning rate or clipping may help; the checkpoints are as they were."
+            )
+        skipped = [*progress.skipped, (first, first + (step - first) * self.skip)]
+        self.saver.settle(state)
+        ordered = []
+        for path in commit.candidates(self.saver.dirpath):
+            if commit.step_of(path) <= first:
+                ordered.append(path)
+            else:
+                commit.on_rank0(partial(commit.set_aside, path, "diverged"))
+        assert state.train_state is not None
+        loader = state.train_state.dataloader
+        if not restoring.restore_first(self.saver.dirpath, ordered, unit, loader, RestoreOptions(), fall_back=True):
+            raise DivergedError(f"{what}, and {self.saver.dirpath} holds no checkpoint from before to go back to.")
+        progress.skipped = skipped
+        state.go_on_from_progress()
+        back = progress.num_steps_completed
+        self._from, self._limit_is_good_for = back, 0
+        while self._losses and self._losses[-1][0] > back:
+            self._losses.pop()
+        if state.recorder is not None:
+            state.recorder.event("rolled_back", step=step, to=back, why=told, skipped=list(skipped[-1]), samples=samples)
+        if agree.is_rank0():
+            logger.warning("%s; back to step %s, and on without steps %s to %s", what, back, first, skipped[-1][1] - 1)
+
+
+def _samples(state: State, unit: TrainUnit[Any], steps: int) -> list[int]:
+    """The samples of the update that ended now; at most so many as a person reads."""
+    assert state.train_state is not None
+    loader = state.train_state.dataloader
+    if not isinstance(loader, Loader):
+        return []
+    batch = (unit.train_progress.num_steps_completed_in_epoch - steps) // loader.accumulation
+    start = batch * loader.global_batch
+    positions = np.arange(start, min(start + min(loader.global_batch, 256), loader.order.length), dtype=np.int64)
+    found: list[int] = loader.order.at(loader.epoch, positions).tolist()
+    return found

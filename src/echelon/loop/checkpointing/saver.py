@@ -1,0 +1,445 @@
+"""The checkpoint saver: saves a unit's whole state while it trains, and restores it at any number of ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from echelon.checkpoint import commit, manifest
+from echelon.checkpoint.background import Background
+from echelon.checkpoint.layout import raise_on_all
+from echelon.checkpoint.lease import Lease
+from echelon.checkpoint.place import Place, Remote, explain, make_folder, place
+from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
+from echelon.checkpoint.snapshot import Planned
+from echelon.checkpoint.store import Report
+from echelon.contracts import pulse
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError, UsageError
+from echelon.contracts.pulse import Phase
+from echelon.contracts.run_dir import begins_anew, note_begun
+from echelon.loop.callback import Callback
+from echelon.loop.checkpointing import contents, restoring
+from echelon.loop.checkpointing.restoring import RestoreOptions
+from echelon.loop.checkpointing.trained import Frozen
+from echelon.loop.unit import TrainUnit, Unit
+from echelon.parallel import reduction_order
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from echelon.loop.state import State
+
+__all__ = ["BestCheckpointConfig", "DistributedCheckpointSaver", "RestoreOptions"]
+
+
+logger = logging.getLogger(__name__)
+
+
+class DistributedCheckpointSaver(Callback):
+    """Saves modules, optimizers, schedulers, progress, the loader's position, random streams and other Statefuls.
+
+    A checkpoint is the folder `dirpath/step-NNNNNNNN`, complete or absent, whatever is killed when. Its parameters and
+    optimizer state are keyed by name, so it can be restored under another strategy and number of ranks. The end of training
+    is always saved. One live run may write into a folder.
+
+    Args:
+        dirpath: a folder, the same on all ranks, on storage that all can reach; or an fsspec URL such as "s3://bucket/run".
+        save_every_n_train_steps, save_every_n_epochs, save_every_n_eval_steps, save_every_n_eval_epochs: None is never. In the
+            middle of an accumulation window the save waits for its end, in an evaluation for the end of that.
+        keep_last_n_checkpoints: remove older ones after each save, or with `best_checkpoint_config` those that are less good;
+            None keeps all. The newest always stays.
+        keep_every_n_train_steps: checkpoints of every n-th step are never removed.
+        best_checkpoint_config: which number of the unit is written down with each checkpoint, and what "best" means.
+        async_checkpoint: the loop stops only to copy the state to host memory; a thread writes. Costs that memory.
+        on_busy: when a save is due while another is being written: "wait" for it, or "skip" this one.
+        tolerated_failures: how many saves in a row may fail for reasons of the storage (a full disk, a permission) with an error
+            in the log, before one ends the run. The save at the end of training always must succeed. 0 tolerates none.
+        only_trained: leave out parameters that are frozen from the beginning, as the base of an adapter: the script builds them
+            each time. A restore compares their checksums, and refuses another base. Buffers are saved.
+        restart: set checkpoints that are ahead of this run aside, instead of refusing to start.
+        process_group: not needed, and not used; TorchTNT's.
+    """
+
+    may_stop, saves = False, True
+
+    def __init__(
+        self,
+        dirpath: str | Path,
+        *,
+        save_every_n_train_steps: int | None = None,
+        save_every_n_epochs: int | None = None,
+        save_every_n_eval_steps: int | None = None,
+        save_every_n_eval_epochs: int | None = None,
+        keep_last_n_checkpoints: int | None = None,
+        keep_every_n_train_steps: int | None = None,
+        best_checkpoint_config: BestCheckpointConfig | None = None,
+        async_checkpoint: bool = False,
+        on_busy: Literal["wait", "skip"] = "wait",
+        tolerated_failures: int = 3,
+        only_trained: bool = False,
+        restart: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if on_busy not in ("wait", "skip"):
+            raise UsageError(f"on_busy {on_busy!r}: 'wait' or 'skip'.")
+        if tolerated_failures < 0:
+            raise UsageError(f"tolerated_failures {tolerated_failures}: 0 or more.")
+        self.dirpath: Place = _absolute(place(dirpath))  # wherever the program goes from here
+        self.every = Every(save_every_n_train_steps, save_every_n_epochs, save_every_n_eval_steps, save_every_n_eval_epochs)
+        self.best = best_checkpoint_config
+        self.keep = Keep(keep_last_n_checkpoints, keep_every_n_train_steps, best_checkpoint_config)
+        self.async_checkpoint, self.on_busy, self.restart = async_checkpoint, on_busy, restart
+        self.tolerated_failures, self.failures = tolerated_failures, 0
+        self._due, self._looked_at = False, 0  # a save, and the step at which it was last asked
+        self._lease = Lease(self.dirpath)
+        self._planned = Planned()
+        self._frozen = Frozen() if only_trained else None
+        self._background = Background(self._retire)
+        self._buffers: dict[str, Any] = {}
+        self._pending = (0, 0.0)  # of the save under way: its step, and when it began
+        self.stall_s = 0.0  # for which the loop stopped for the latest asynchronous save
+        self._holds = False  # the folder's lease; the same on all ranks, though only rank 0 has it
+
+    # --- when
+
+    def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
+        self.take_over(unit, state)
+        self._looked_at = _step(unit)
+        if self._frozen is not None:
+            self._frozen.begin(unit)
+        reduction_order.note(unit.tracked_modules().values())
+
+    def take_over(self, unit: TrainUnit[Any], state: State) -> None:
+        """Hold the folder's lease until the end of training, and set aside what must not be there. Collective, once in a run.
+
+        A run that is complete and saved has nothing to write: the folder may be read-only then.
+        """
+        if self._holds:
+            return
+        step, anew = unit.train_progress.num_steps_completed, _begins_anew(self.dirpath)
+        try:
+            self._take_folder()
+        except CheckpointWriteError as error:
+            here = state.train_state
+            if here is None or not here.is_complete(unit.train_progress) or not commit.is_saved(self.dirpath, step):
+                raise
+            logger.info("the run is complete, and its folder is left as it is: %s", error)
+        restart = self.restart or anew
+        for path in commit.candidates(self.dirpath):
+            # Another run's beginning is not this one's.
+            if commit.step_of(path) > step or (restart and step == 0):
+                self._meet_newer(path, step, restart)
+        if anew:
+            commit.on_rank0(note_begun, self.dirpath)
+            _begun.add(str(self.dirpath))
+
+    def _meet_newer(self, path: Place, step: int, restart: bool) -> None:
+        """What is ahead of this run would be mistaken for its newest. A corrupt one was passed over when the run was restored."""
+        why = "replaced"
+        if not restart:
+            try:
+                commit.verify(path)
+            except (CheckpointCorruptError, FileNotFoundError) as error:
+                why = "corrupt"
+                logger.warning("%s", error)
+            else:
+                self._release()
+                first = "Call restore_from_latest first, save" if step == 0 else "Save"
+                raise CheckpointError(
+                    f"{path} is ahead of this run, which is at step {step}: it would be mistaken for this run's newest. "
+                    f"{first} to another folder, or set it aside with restart=True or `echelon run --restart`."
+                )
+        commit.on_rank0(lambda: commit.set_aside(path, why))
+
+    def on_train_step_end(self, state: State, unit: TrainUnit[Any]) -> None:
+        every, steps, before = self.every.train_steps, _step(unit), self._looked_at
+        self._looked_at = steps
+        if self._background.busy:
+            self._look_after(state)
+        # Not by steps % every: a step that is left out after a rollback comes by unseen.
+        self._due = self._due or (every is not None and steps // every > before // every)
+        if self._due and unit.at_boundary and not _ends_epoch(state, unit):
+            self._save(state, unit)
+
+    def on_train_epoch_end(self, state: State, unit: TrainUnit[Any]) -> None:
+        every = self.every.epochs
+        if self._due or (every is not None and unit.train_progress.num_epochs_completed % every == 0):
+            self._save(state, unit)
+
+    def on_eval_step_end(self, state: State, unit: Any) -> None:
+        every = self.every.eval_steps
+        if every is not None and isinstance(unit, TrainUnit) and unit.eval_progress.num_steps_completed % every == 0:  # type: ignore[attr-defined]
+            self._due = True
+
+    def on_eval_end(self, state: State, unit: Any) -> None:
+        if not isinstance(unit, TrainUnit) or state.train_state is None:
+            return
+        every = self.every.eval_epochs
+        self._due = self._due or (every is not None and unit.eval_progress.num_epochs_completed % every == 0)  # type: ignore[attr-defined]
+        if self._due and unit.at_boundary:  # else at the next step that ends a window
+            self._save(state, unit)
+
+    def on_train_end(self, state: State, unit: TrainUnit[Any]) -> None:
+        try:
+            self._look_after(state, wait=True)
+            self.save(state, unit)
+        finally:
+            self._release()
+
+    def on_exception(self, state: State, unit: Unit, exc: BaseException) -> None:
+        self._background.abandon()
+        self._release()
+
+    # --- saving
+
+    def _take_folder(self) -> None:
+        def take() -> None:
+            make_folder(self.dirpath)
+            if self._lease.acquire():
+                commit.sweep(self.dirpath)
+
+        if not self._holds:
+            commit.on_rank0(take, self.dirpath)
+            self._holds = True
+
+    def _release(self) -> None:
+        if not self._background.busy:
+            self._buffers.clear()
+        self._holds = False
+        self._lease.release()
+
+    @pulse.during(Phase.CHECKPOINT)
+    def _save(self, state: State, unit: TrainUnit[Any]) -> None:
+        """A save in the middle of training, which goes on without it if the storage refuses."""
+        self._due = self.best is not None and _is_evaluated_next(state, unit)
+        if self._due:
+            return  # so that the number that is written down is of these weights
+        if self._background.busy:
+            if self.on_busy == "skip":
+                logger.warning("step %s is not saved: the save before it is still being written", _step(unit))
+                return
+            self._look_after(state, wait=True)
+        try:
+            if self.async_checkpoint:
+                self._start(state, unit)
+            elif self.save(state, unit) is not None:
+                self.failures = 0
+        except CheckpointWriteError as error:
+            self._failed(state, _step(unit), str(error), error)
+
+    @pulse.during(Phase.CHECKPOINT)
+    def save(self, state: State, unit: TrainUnit[Any]) -> Place | None:
+        """Save now and wait for it; None if this step is saved already. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, if one could not write its part.
+        """
+        self._due = False
+        self._look_after(state, wait=True)
+        began, step, held = time.perf_counter(), _step(unit), self._holds
+        if not held and commit.is_saved(self.dirpath, step):
+            return None
+        self._take_folder()
+        try:
+            staged = commit.stage(self.dirpath, step)
+            if staged is None:
+                self._note_metrics(state, unit, step)
+                return None
+            taken, facts = contents.take(state, unit, self._planned, self.best, self._frozen)
+            problem, files = None, {}
+            try:
+                files = taken.write(staged)
+            except Exception as error:  # libraries of object stores have errors of their own
+                problem = f"rank {taken.rank}: {explain(error, self.dirpath)}"
+            try:
+                raise_on_all(problem, CheckpointWriteError)
+                path = commit.publish(staged, step, files, facts)
+            except CheckpointWriteError:
+                commit.on_rank0(lambda: commit.discard(staged))
+                raise
+            commit.on_rank0(lambda: self._retire(path))
+        finally:
+            if not held:
+                self._release()
+        self._saved(state, step, time.perf_counter() - began)
+        return path
+
+    def _note_metrics(self, state: State, unit: TrainUnit[Any], step: int) -> None:
+        """A step was saved as a signal came, and its evaluation was made by the run that went on: now the number is known."""
+        if self.best is None or contents.is_unevaluated(state, unit):
+            return
+        metrics = contents.monitored(self.best.monitored_metric, state, unit)
+        if metrics:
+            commit.on_rank0(lambda: commit.note_metrics(self.dirpath / manifest.named(step), metrics), self.dirpath)
+
+    def _start(self, state: State, unit: TrainUnit[Any]) -> None:
+        """The part of an asynchronous save for which the loop stops."""
+        began, step = time.perf_counter(), _step(unit)
+        staged = commit.stage(self.dirpath, step)
+        if staged is None:
+            return
+        taken, facts = contents.take(state, unit, self._planned, self.best, self._frozen)
+        copied = taken.copy(self._buffers)
+        self._pending = (step, began)
+        self._background.start(staged, step, taken, copied, facts["config"]["world_size"], facts)
+        self.stall_s = time.perf_counter() - began
+        if state.recorder is not None:
+            state.recorder.event("checkpoint_started", step=step, stall_s=self.stall_s)
+            state.recorder.pause_clock()
+
+    def settle(self, state: State) -> None:
+        """Wait for a save under way, and forget one that is due. Collective."""
+        self._look_after(state, wait=True)
+        self._due = False
+
+    def _retire(self, newest: Place) -> None:
+        """Remove what need not stay, after a commit. Rank 0 alone, perhaps in a thread."""
+        try:
+            self._lease.refresh()
+            if self.keep.count is None:
+                return
+            whole = {commit.step_of(p): p for p in commit.committed(self.dirpath)}
+            metrics = {step: manifest.read(p).get("metrics", {}) for step, p in whole.items()} if self.best else {}
+            commit.retire(self.dirpath, [whole[step].name for step in self.keep.doomed(list(whole), metrics)])
+        except Exception as error:  # the save itself is committed
+            logger.error("%s is saved; older checkpoints could not be removed: %s", newest, error)
+
+    # --- after an asynchronous save, and when one fails
+
+    def _look_after(self, state: State, wait: bool = False) -> None:
+        """At a step's end while a save is under way: has it ended, and how?"""
+        if not self._background.busy:
+            return
+        ended, failure = (True, self._background.wait()) if wait else self._background.poll()
+        if not ended:
+            return
+        step, began = self._pending
+        if failure is not None:
+            self._failed(state, step, failure, None)
+        else:
+            self.failures = 0
+            self._saved(state, step, time.perf_counter() - began, pause=False)
+
+    def _failed(self, state: State, step: int, text: str, cause: BaseException | None) -> None:
+        """Say so on every rank, and go on; too many in a row end the run."""
+        self.failures += 1
+        if state.recorder is not None:
+            state.recorder.event("checkpoint_failed", step=step, error=text)
+        if self.failures > self.tolerated_failures:
+            raise CheckpointWriteError(
+                f"step {step} could not be saved, {self.failures} failures in a row: {text}. Older checkpoints are as they were."
+            ) from cause
+        logger.error("step %s could not be saved, training goes on: %s. Older checkpoints are as they were.", step, text)
+
+    def _saved(self, state: State, step: int, seconds: float, pause: bool = True) -> None:
+        if state.recorder is not None:
+            path = self.dirpath / manifest.named(step)
+            state.recorder.event("checkpoint_saved", path=str(path), step=step, seconds=seconds)
+            if pause:
+                state.recorder.pause_clock()
+
+    # --- restoring
+
+    @staticmethod
+    def restore(
+        path: str | Path | Remote,
+        unit: Unit,
+        *,
+        train_dataloader: Iterable[Any] | None = None,
+        restore_options: RestoreOptions | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> Report:
+        """Put a unit, and the loader if given, back to a checkpoint. Collective.
+
+        Random streams, and each rank's share of metrics, are restored if as many ranks run as had saved. A file of weights
+        (`.safetensors`, `.pt`), or a folder with `model.safetensors.index.json`, restores the unit's one module.
+
+        Returns:
+            what a load that is not strict left alone; it is also logged.
+        Raises:
+            CheckpointNotFoundError, CheckpointUnreadableError, CheckpointCorruptError: three different answers.
+            CheckpointMismatchError: it does not fit the unit, or another run was saved; with a table.
+        """
+        return restoring.restore(place(path), unit, train_dataloader, restore_options or RestoreOptions())
+
+    @staticmethod
+    def restore_from_latest(
+        dirpath: str | Path,
+        unit: Unit,
+        *,
+        train_dataloader: Iterable[Any] | None = None,
+        restore_options: RestoreOptions | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        fall_back: bool = True,
+    ) -> bool:
+        """Restore the newest valid checkpoint in a folder; False if there is none, or under `echelon run --restart`. Collective.
+
+        Args:
+            fall_back: when the newest is corrupt, say what is wrong with it and take the newest older one that is not; False
+                makes it an error. If all are corrupt it is an error in any case: a run with progress never begins anew by itself.
+        """
+        folder, options = place(dirpath), restore_options or RestoreOptions()
+        if _begins_anew(_absolute(folder)):
+            logger.warning("--restart: what is in %s is not restored", folder)
+            return False
+        return restoring.restore_first(folder, commit.candidates(folder), unit, train_dataloader, options, fall_back)
+
+    @staticmethod
+    def restore_from_best(
+        dirpath: str | Path,
+        unit: Unit,
+        metric_name: str,
+        mode: Literal["min", "max"] = "min",
+        *,
+        train_dataloader: Iterable[Any] | None = None,
+        restore_options: RestoreOptions | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        fall_back: bool = True,
+    ) -> bool:
+        """As `restore_from_latest`, of the checkpoints that have the metric the best; False if none has it."""
+        folder, options = place(dirpath), restore_options or RestoreOptions()
+        best = BestCheckpointConfig(metric_name, mode)
+
+        def names() -> list[str]:
+            metrics = {commit.step_of(p): manifest.read(p).get("metrics", {}) for p in commit.committed(folder)}
+            return [manifest.named(step) for step in best.best_first(metrics)]
+
+        ordered = [folder / name for name in commit.on_rank0(names)]
+        if not ordered:
+            logger.warning("no checkpoint in %s has a metric %r: nothing is restored", folder, metric_name)
+        return restoring.restore_first(folder, ordered, unit, train_dataloader, options, fall_back)
+
+
+# Folders in which this process has begun anew; what is in them since then is its own.
+_begun: set[str] = set()
+
+
+def _begins_anew(folder: Place) -> bool:
+    return begins_anew() and str(folder) not in _begun
+
+
+def _absolute(folder: Place) -> Place:
+    return folder.absolute() if isinstance(folder, Path) else folder
+
+
+def _ends_epoch(state: State, unit: TrainUnit[Any]) -> bool:
+    """Whether the epoch ends with this step: saved after its end, any loader goes on with the next one."""
+    here, progress = state.train_state, unit.train_progress
+    if here is None or here.feed is None or not here.feed.is_last:
+        return False
+    if here.feed.length is not None and here.feed.used >= here.feed.length:
+        return True
+    if here.max_steps_per_epoch is not None and progress.num_steps_completed_in_epoch >= here.max_steps_per_epoch:
+        return True
+    return here.feed.length is None and (here.max_steps is None or progress.num_steps_completed < here.max_steps)
+
+
+def _step(unit: TrainUnit[Any]) -> int:
+    return unit.train_progress.num_steps_completed
+
+
+def _is_evaluated_next(state: State, unit: TrainUnit[Any]) -> bool:
+    return state.eval_state is not None and unit.train_progress.evaluation_due and not state.should_stop
