@@ -79,7 +79,8 @@ def _run(verb: str, arguments: Sequence[str]) -> int:
     except OSError as error:
         if error.errno not in FULL_DISK:
             raise
-        what = error.filename or ("a file" if flush_streams() is None else "standard output")
+        lost = flush_streams() is not None or verb not in _ACTS  # a buffer that was too small has nothing left to flush
+        what = error.filename or ("standard output" if lost else "a file")
         print(printable(f"echelon: {what} cannot be written: {error.strerror}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before or after the ranks: while they run, the launcher hears it itself
