@@ -24,8 +24,9 @@ import echelon as ech
 from echelon.checkpoint import store
 from echelon.loop.averaged import AveragedWeights
 from echelon.parallel.parallelize import parallelize
+from echelon.parallel.shards import local
 from echelon.parallel.state import states_by_name
-from echelon.parallel.strategy import Prepared, local
+from echelon.parallel.strategy import Prepared
 from echelon.world.init import World
 from tests.conftest import Ranks
 from tests.models import batch, net

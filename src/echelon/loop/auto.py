@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -186,6 +186,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         self._plateau = False
         self.window = Window(self.gradient_accumulation_steps, fixed=self._bitwise is not None)
         self.eval_loss = self.test_loss = float("nan")  # of the latest evaluation and test, over all ranks
+        self._around_window = ExitStack()  # the strategy's context of the window under way
+        self._held: list[Any] = []  # its micro-batches, where the strategy takes them at once
         self._evaluation = _EvalLoss()
         self._parts_of_step = 1
         self._reduces = False  # whether windows are summed over ranks
@@ -283,7 +285,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
     def phase_started(self, state: State, phase: str) -> None:
         check_own_names(self)
         if phase == "train":
-            together = self.prepared.dp_size > 1 or self.prepared.forward_is_collective
+            together = self.prepared.averaged_over > 1 or self.prepared.forward_is_collective
             self._reduces = agree.is_joined() and together
             check_trainable(self, together=self._reduces or not agree.is_joined(), has_strategy=self._given_strategy is not None)
             self.configure()
@@ -328,6 +330,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         if phase == "train" and self.window.count:
             logger.warning("the epoch ended in the middle of an accumulation window: its micro-batches are left out")
             self.window.discard()
+            self._held.clear()
+            self._around_window.close()
             if self._bitwise is not None:
                 self._bitwise.discard()
             self.zero_grad(state)
@@ -369,19 +373,57 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         if self.zero_grad_at_train_step_start and window.count == 1:
             self.zero_grad(state)
 
+        if prepared.takes_windows:
+            return self._take_into_window([*((state, *each, False) for each in earlier), (state, data, weight, False)], last)
+        if window.count == 1:
+            self._around_window.enter_context(prepared.window())
         losses = []
-        for piece, its_weight in earlier:
-            self._compute((state, piece, its_weight, False))
-            losses.append(window.latest_loss)
-        outputs = self._compute((state, data, weight, last))
+        try:
+            for piece, its_weight in earlier:
+                self._compute((state, piece, its_weight, False))
+                losses.append(window.latest_loss)
+            outputs = self._compute((state, data, weight, last))
+        except BaseException:
+            self._around_window.close()
+            raise
         loss = window.latest_loss
         if earlier:
             loss = mean_loss([*losses, loss], [*(w for _, w in earlier), weight])
+        if last:
+            self._around_window.close()
         norm = self._update(state) if last else None
         if self._reports_step:
             step = self.train_progress.num_steps_completed
             self.on_train_step_end(state, data, step, TrainStepResults(loss, norm, outputs))
         return loss, outputs
+
+    def _take_into_window(self, pieces: list[tuple[State, T, Any, bool]], last: bool) -> tuple[Any, Any]:
+        """One step under a strategy that computes windows at once: only the last one's has a loss and outputs.
+
+        `on_train_step_end` is called for all steps of the window then, in their order.
+        """
+        self._held.append(pieces)
+        if not last:
+            return None, None
+        steps, self._held = self._held, []
+        micro_batches = [each for step in steps for each in step]
+        state, prepared = micro_batches[0][0], self.prepared
+        with prepared.window():
+            made = iter(prepared.forward_backward_window(micro_batches, self._forward, self._backward))
+        if self._reduces:
+            self.window.start_reduction(state.stop_requested)
+        results = []
+        for step in steps:
+            of_step = [next(made) for _ in step]
+            losses = [loss.detach() for loss, _ in of_step]
+            loss = mean_loss(losses, [weight for _, _, weight, _ in step]) if len(step) > 1 else losses[0]
+            results.append((step[-1][1], loss, of_step[-1][1]))
+        norm = self._update(state)
+        first = self.train_progress.num_steps_completed - len(steps) + 1
+        for number, (data, loss, outputs) in enumerate(results if self._reports_step else (), first):
+            at_end = norm if number == self.train_progress.num_steps_completed else None
+            self.on_train_step_end(state, data, number, TrainStepResults(loss, at_end, outputs))
+        return results[-1][1:]
 
     def _weigh(self, data: T, padded: bool) -> Any:
         weight = 0 if padded else self.weight(data)
@@ -438,7 +480,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         if last and self._reduces:
             window.start_reduction(state.stop_requested)
         assert window.reference is not None
-        scale = weight * self.prepared.dp_size / window.reference
+        scale = weight * self.prepared.averaged_over / window.reference
         if self.grad_scaler is not None:
             loss = self.grad_scaler.scale(loss)
         if not isinstance(scale, torch.Tensor) and scale == 0:
@@ -479,6 +521,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
             optimizer.step()
         if not self.zero_grad_at_train_step_start:
             self.zero_grad(state)
+        if updated:
+            prepared.after_step()
         if updated and self.swa_model is not None:
             self.swa_model.step()
         if updated and self.step_lr_interval == "step":

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.shards import is_split
 
 if TYPE_CHECKING:
     from echelon.loop.auto import AutoUnit
@@ -121,7 +122,7 @@ def recall(thing: object, said: Mapping[str, bytes]) -> None:
 
 def _plain(unit: AutoUnit[Any]) -> torch.nn.Module:
     module = unit.prepared.unwrapped
-    sharded = [name for name, p in module.named_parameters() if hasattr(p, "full_tensor")]
+    sharded = [name for name, p in module.named_parameters() if is_split(p)]
     if sharded:
         raise UsageError(
             f"the module of {type(unit).__name__} is sharded already ({sharded[0]}), which cannot be undone. Build the unit "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -17,15 +17,16 @@ __all__ = ["name_before", "note"]
 _names: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
 
 
-def note(before: Iterable[tuple[str, nn.Parameter]], after: Mapping[str, nn.Parameter]) -> None:
+def note(before: Iterable[tuple[str, nn.Parameter]], after: Iterable[nn.Parameter]) -> None:
     """Remember what was replaced.
 
     Args:
         before: a module's parameters by name, before it was made parallel.
-        after: and afterwards.
+        after: its parameters afterwards.
     """
+    kept = {id(parameter) for parameter in after}
     for name, parameter in before:
-        if after.get(name) is not parameter:
+        if id(parameter) not in kept:  # whatever it is called now
             key = id(parameter)
             _names[key] = weakref.ref(parameter, functools.partial(_forget, key)), name
 

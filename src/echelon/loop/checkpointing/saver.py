@@ -25,7 +25,6 @@ from echelon.loop.checkpointing import contents, restoring
 from echelon.loop.checkpointing.restoring import RestoreOptions
 from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.unit import TrainUnit, Unit
-from echelon.parallel import reduction_order
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -110,7 +109,8 @@ class DistributedCheckpointSaver(Callback):
         self._looked_at = _step(unit)
         if self._frozen is not None:
             self._frozen.begin(unit)
-        reduction_order.note(unit.tracked_modules().values())
+        for prepared in unit.prepared_modules().values():
+            prepared.keep_extras()
 
     def take_over(self, unit: TrainUnit[Any], state: State) -> None:
         """Hold the folder's lease until the end of training, and set aside what must not be there. Collective, once in a run.
