@@ -24,7 +24,7 @@ from echelon.contracts.stopping import REQUEUE
 from echelon.data.loader import Loader
 from echelon.data.multi_loader import MultiDataLoader, loaders_of
 from echelon.data.place import Placed
-from echelon.data.prefetch import Feed, known_length
+from echelon.data.prefetch import NO_STEP, Feed, known_length
 from echelon.data.workers import explain
 from echelon.loop import agreements
 from echelon.loop.accept import KINDS, callbacks_of, check_unit, inner_of, is_real, keeps, overrides
@@ -149,62 +149,6 @@ class Run:
             self._evaluate_within_fit()
             self._agree_to_stop()
 
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        """Sinks around the run, and `on_exception` for whatever ends it, a Ctrl-C included."""
-        state, rank = self.state, dist.get_rank() if agree.is_joined() else 0
-        sinks = default_sinks() if rank == 0 else []
-        if sinks:
-            state.recorder = Recorder(sinks, getattr(self._inner, "weight_unit", "samples"))
-        try:
-            yield
-        except BaseException as error:
-            # A loader's worker may die at any moment of a step.
-            named = explain(error)
-            self._tell(named or error)
-            if named is not None:
-                raise named from error
-            raise
-        self._close_sinks()
-        pulse.leave()
-
-    def _tell(self, error: BaseException) -> None:
-        """Everyone who wants to know of the error. What fails meanwhile is logged and hides neither the error nor the rest."""
-        leaves = isinstance(error, SystemExit) and error.code == REQUEUE and stop.asked() is not None
-        told: list[Callable[[], None]] = [
-            lambda: (
-                self._event("stopped", signal=stop.asked(), saved=False)
-                if leaves
-                else self._event("exception", kind=type(error).__name__, message=redacted(str(error)))
-            ),
-            lambda: self.unit.on_exception(self.state, error),
-            *(partial(c.on_exception, self.state, self.unit, error) for c in self.callbacks if overrides(c, "on_exception")),
-            self._close_sinks,
-        ]
-        for tell in told:
-            try:
-                tell()
-            except Exception:
-                logger.exception("while %s was being reported", type(error).__name__)
-
-    def _close_sinks(self) -> None:
-        recorder, self.state.recorder = self.state.recorder, None
-        if recorder is not None:
-            recorder.close()
-
-    @contextlib.contextmanager
-    def _mode(self, mode: str) -> Iterator[None]:
-        """Modules in train or eval mode, and put back as they were, each submodule by itself, whatever happens."""
-        modules = [m for root in self._inner.tracked_modules().values() for m in root.modules()]
-        before = [(m, m.training) for m in modules]
-        for root in self._inner.tracked_modules().values():
-            root.train(mode == "train")
-        try:
-            yield
-        finally:
-            for module, training in before:
-                module.training = training
-
     def _begin(self, phase: str) -> None:
         self._inner.phase_started(self.state, phase)
         self._place_loader(phase)
@@ -216,14 +160,6 @@ class Run:
         place = self._inner.data_place
         if isinstance(loader, (Placed, MultiDataLoader)) and place is not None:
             loader.place(*place)
-
-    def _call(self, hooks: tuple[Hook, ...]) -> None:
-        for hook in hooks:
-            hook(self.state, self.unit)
-
-    def _event(self, event: str, **fields: Any) -> None:
-        if self.state.recorder is not None:
-            self.state.recorder.event(event, **fields)
 
     # --- one epoch
 
@@ -268,24 +204,6 @@ class Run:
                 self._agree_to_stop()
         return True
 
-    def _marks_due(self, here: PhaseState, progress: Progress) -> bool:
-        """Note an evaluation that belongs after this step, before a checkpoint is written at it; True if it comes at once.
-
-        The last step of all that `max_steps` allows is evaluated, too: where it ends an epoch, once that is closed.
-        """
-        steps, done = here.evaluate_every_n_steps, progress.num_steps_completed
-        at_once = steps is not None and done % steps == 0
-        if at_once or (done == here.max_steps and (steps or here.evaluate_every_n_epochs)):
-            progress.evaluation_due = True
-        return at_once
-
-    def _evaluates_after_epoch(self, progress: Progress) -> bool:
-        here = self.state.train_state
-        assert here is not None
-        epochs, steps = here.evaluate_every_n_epochs, here.evaluate_every_n_steps
-        just_evaluated = steps and progress.num_steps_completed % steps == 0
-        return bool(epochs and progress.num_epochs_completed % epochs == 0 and not just_evaluated)
-
     def _warn_of_nothing(self, phase: str) -> None:
         here = self.state.active_phase_state()
         if phase == "train" and here is not None and here.max_epochs is None:
@@ -293,170 +211,6 @@ class Run:
                 "the loader gave no batch, and without max_epochs training would go on for ever. Is it a used-up iterator?"
             )
         logger.warning("the loader of this %s epoch gave no batch. Is it a used-up iterator?", phase)
-
-    def _steps(self, phase: str, progress: Progress) -> bool:
-        """The steps of one epoch; True if it came to its end."""
-        unit, inner, state, hooks = self.unit, self._inner, self.state, self.hooks[phase]
-        here = state.active_phase_state()
-        assert here is not None
-        feed = self._feed(phase, here, progress)
-        step, fetch = self._step_and_fetch(phase, feed)
-        before_step = hooks.next_end + hooks.step_start
-        waits, durations = here.iteration_timer.series("data_wait_time"), here.iteration_timer.series(f"{phase}_iteration_time")
-        clock = time.perf_counter
-        beat = self._beat(phase, progress)
-        fetching, stepping = (Phase.DATA, Phase.STEP) if phase == "train" else (Phase.EVAL_DATA, Phase.EVAL_STEP)
-        in_step = self._inner.forward_is_collective or any(getattr(c, "meets_in_steps", False) is True for c in self.callbacks)
-        in_step = in_step or getattr(here.dataloader, "meets_in_steps", False)
-        agrees = not state.alone and (phase == "train" or in_step)
-        per_step_agreement = phase == "train" and self._agree_each_step
-        may_evaluate = phase == "train" and state.eval_state is not None
-        unsized = agreements.on_lengths(phase, feed, self.unit) if agrees else False
-        given_up = False
-        cuts = agreements.cuts_evaluation(state, together=in_step) if phase == "eval" else None
-        while not (state.should_stop and (inner.at_boundary or phase != "train")) and (cuts is None or not cuts.asked()):
-            for hook in hooks.next_start:
-                hook(state, unit)
-            beat(fetching)
-            start = clock()
-            try:
-                batch = fetch()
-            except StopIteration:
-                if unsized:
-                    agreements.on_end(phase, feed.used, ended=True)
-                given_up = feed.used < (feed.total or 0)  # by a get_next_*_batch of the unit's own: its epoch ends here
-                break
-            if unsized:
-                agreements.on_end(phase, feed.used, ended=False)
-            if progress.skipped and phase == "train" and progress.skips:
-                self._skip(progress, feed, batch)
-                if may_evaluate and self._marks_due(here, progress):
-                    self._evaluate_within_fit()
-                    self._agree_to_stop()
-                continue
-            fetched = clock()
-            beat(stepping)
-            waits.append(fetched - start)
-            for hook in before_step:
-                hook(state, unit)
-            try:
-                here.step_output = step(state, batch)
-            except StopIteration:
-                if batch is not feed:
-                    raise EchelonError(
-                        f"{type(unit).__name__}.{phase}_step raised StopIteration; annotate its data as Iterator."
-                    ) from None
-                break
-            progress.num_steps_completed += 1
-            progress.num_steps_completed_in_epoch += 1
-            evaluates = may_evaluate and self._marks_due(here, progress)
-            durations.append(clock() - fetched)
-            beat(Phase.AFTER if phase == "train" else fetching)
-            for hook in hooks.step_end:
-                hook(state, unit)
-            here.step_output = None
-            if state.went_back:
-                break
-            if per_step_agreement and inner.at_boundary:
-                self._agree_to_stop()
-            if evaluates:
-                self._evaluate_within_fit()
-                self._agree_to_stop()
-        beat(Phase.BETWEEN)
-        if cuts is not None:
-            cuts.settle()
-        ended = state.went_back or given_up or self._ended(here, feed, progress)
-        if ended:
-            here.feed = None  # an epoch that was cut short keeps it: a checkpoint at the end wants its position
-        return ended
-
-    def _beat(self, phase: str, progress: Progress) -> Callable[[int], None]:
-        """Tells whoever watches this rank where it is: called a few times a step, for a fraction of a microsecond."""
-        pulse.begin()
-        at = pulse.at
-        if phase == "train":
-            return lambda place: at(place, progress.num_steps_completed)
-        trained = self.unit.train_progress.num_steps_completed if isinstance(self.unit, TrainUnit) else 0
-        return lambda place: at(place, trained, progress.num_steps_completed_in_epoch)
-
-    def _skip(self, progress: Progress, feed: Feed, batch: Any) -> None:
-        """Count a step without training on its batch."""
-        if batch is feed:  # a step that fetches for itself
-            next(feed, None)
-        progress.increment_step()
-
-    def _step_and_fetch(self, phase: str, feed: Feed) -> tuple[Callable[[State, Any], Any], Callable[[], Any]]:
-        """The unit's step, timed if the user asked for it, and the call that gets a batch for it."""
-        unit, state, method = self.unit, self.state, f"get_next_{phase}_batch"
-        step: Callable[[State, Any], Any] = getattr(unit, f"{phase}_step")
-        fetch: Callable[[], Any] = feed.__next__
-        if wants_iterator(step):
-            fetch = partial(_itself, feed)
-        elif is_real(unit) and not keeps(unit, method, KINDS[phase]):
-            fetch = partial(getattr(unit, method), state, feed)
-        if state.timer is None:
-            return step, fetch
-        own = fetch.func is _itself if isinstance(fetch, partial) else False  # a step that waits for its own batches
-        step = _timed(state.timer, f"{type(unit).__name__}.{phase}_step", step)
-        return step, fetch if own else _timed(state.timer, f"{phase}.next(data_iter)", fetch)
-
-    def _ended(self, here: PhaseState, feed: Feed, progress: Progress) -> bool:
-        """Whether the epoch came to its end, rather than being cut short by a stop or by max_steps."""
-        if here.max_steps_per_epoch is not None and progress.num_steps_completed_in_epoch >= here.max_steps_per_epoch:
-            return True
-        if feed.length is not None:
-            return feed.used >= feed.length
-        return not (self.state.should_stop or (here.max_steps is not None and progress.num_steps_completed >= here.max_steps))
-
-    def _feed(self, phase: str, here: PhaseState, progress: Progress) -> Feed:
-        hooks, loader = self.hooks[phase], here.dataloader
-        limits = []
-        if here.max_steps_per_epoch is not None:
-            limits.append(here.max_steps_per_epoch - progress.num_steps_completed_in_epoch)
-        if here.max_steps is not None:
-            limits.append(here.max_steps - progress.num_steps_completed)
-        for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-            set_epoch = getattr(part, "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(progress.num_epochs_completed)
-        if isinstance(loader, Placed):
-            # The unit's progress says where an epoch goes on; a loader that was looked into or stopped early does not.
-            progress.num_steps_completed_in_epoch = loader.seek(progress.num_steps_completed_in_epoch)
-        for part in loaders_of(loader):
-            if isinstance(part, Loader):
-                self._check_tail(phase, part)
-        goes_on = phase == "train" and progress.num_steps_completed_in_epoch > 0 and not isinstance(loader, Placed)
-        by_its_state = goes_on and hasattr(loader, "load_state_dict")
-        if goes_on and not by_its_state and known_length(loader) == progress.num_steps_completed_in_epoch:
-            loader = ()  # the epoch was whole when it was saved
-        elif goes_on and not by_its_state:
-            logger.warning(
-                "training goes on after step %s of an epoch, but %s has no state: it begins anew. echelon.Loader goes on.",
-                progress.num_steps_completed_in_epoch,
-                type(loader).__name__,
-            )
-        goes_on_after = progress.num_steps_completed_in_epoch if by_its_state else 0
-        self._call(hooks.iter_start)
-        move, stream = self._inner.placement(phase)
-        if move is not None:
-            state, to_device = self.state, move
-
-            def move(batch: Any, non_blocking: bool) -> Any:
-                return to_device(state, batch, non_blocking)
-
-        limit, parts = max(0, min(limits)) if limits else None, self._inner.parts_of_step(phase)
-        timer = self.state.timer
-        make: Callable[..., Feed] = Feed if timer is None else _timed(timer, f"{phase}.iter(dataloader)", Feed)
-        here.feed = feed = make(loader, limit=limit, move=move, stream=stream, parts=parts, resumed=goes_on_after)
-        self._call(hooks.iter_end)
-        return feed
-
-    def _check_tail(self, phase: str, loader: Loader) -> None:
-        if not self._inner.weighs_padding and (loader.pads or (phase == "train" and loader.is_uneven)):
-            raise UsageError(
-                f"the last global batch ({loader.order.length % loader.global_batch} samples) cannot be shared evenly by "
-                f"{loader.dp[1]} ranks, and only AutoUnit weighs shares by their size. Use Loader(..., tail='drop')."
-            )
 
     # --- what ranks agree on
 
@@ -499,13 +253,15 @@ class Run:
         return min(bounds, default=None)
 
 
-def _timed(timer: TimerProtocol, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        with timer.time(name):
-            return call(*args, **kwargs)
-
-    return timed
-
-
-def _itself(feed: Feed) -> Feed:
-    return feed
+@contextlib.contextmanager
+def _mode(inner: Unit, mode: str) -> Iterator[None]:
+    """Modules in train or eval mode, and put back as they were, each submodule by itself, whatever happens."""
+    roots = inner.tracked_modules().values()
+    before = [(m, m.training) for root in roots for m in root.modules()]
+    for root in roots:
+        root.train(mode == "train")
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
