@@ -20,8 +20,9 @@ def after_step(here: PhaseState, progress: Progress) -> bool:
     return at_once
 
 
-def after_epoch(here: PhaseState, progress: Progress) -> bool:
-    """Whether one belongs after the epoch that was just counted."""
+def after_epoch(here: PhaseState, progress: Progress) -> None:
+    """Note one that belongs after the epoch that was just counted, before a checkpoint is written at its end."""
     epochs, steps = here.evaluate_every_n_epochs, here.evaluate_every_n_steps
     just_evaluated = steps and progress.num_steps_completed % steps == 0
-    return bool(epochs and progress.num_epochs_completed % epochs == 0 and not just_evaluated)
+    if epochs and progress.num_epochs_completed % epochs == 0 and not just_evaluated:
+        progress.evaluation_due = True

@@ -1,41 +1,32 @@
-"""One call of an entry point: the loop that serves all phases, its hooks, and what the ranks agree on meanwhile.
+"""One call of an entry point: its epochs, the evaluations between them, and how it ends.
 
-`loop/run.py` has the story and the public functions.
+`loop/run.py` has the story and the public functions; `steps` the steps of an epoch, `feeding` where their batches come from.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from echelon.contracts import pulse
-from echelon.contracts.errors import EchelonError, UsageError
-from echelon.contracts.pulse import Phase
+from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
-from echelon.contracts.redact import redacted
 from echelon.contracts.stopping import REQUEUE
-from echelon.data.loader import Loader
-from echelon.data.multi_loader import MultiDataLoader, loaders_of
+from echelon.data.multi_loader import MultiDataLoader
 from echelon.data.place import Placed
-from echelon.data.prefetch import NO_STEP, Feed, known_length
-from echelon.data.workers import explain
-from echelon.loop import agreements
-from echelon.loop.accept import KINDS, callbacks_of, check_unit, inner_of, is_real, keeps, overrides
+from echelon.loop import agreements, due
+from echelon.loop.accept import callbacks_of, check_unit, inner_of, overrides
 from echelon.loop.callback import Callback
-from echelon.loop.hooks import Hook, Hooks
+from echelon.loop.hooks import Hooks
 from echelon.loop.optimizer_checks import check_tracked
-from echelon.loop.progress import Progress
-from echelon.loop.record import Recorder
-from echelon.loop.state import ActivePhase, EntryPoint, PhaseState, State, TimerProtocol
-from echelon.loop.unit import TrainUnit, wants_iterator
-from echelon.observe.sinks.folder import default_sinks
+from echelon.loop.reporting import Reporting
+from echelon.loop.stage import Stage
+from echelon.loop.state import ActivePhase, EntryPoint, State
+from echelon.loop.steps import Between, Steps
+from echelon.loop.unit import TrainUnit, Unit
 from echelon.world import agree, stop
 
 __all__ = ["Run"]
@@ -55,7 +46,11 @@ class Run:
             check_unit(unit, phase, entry, getattr(state, f"{phase}_state").dataloader)
         self.state, self.unit, self.callbacks = state, unit, callbacks_of(callbacks)
         self._inner = inner_of(unit)
-        self.hooks = {phase: Hooks(phase, unit, self.callbacks, state.timer) for phase in phases}
+        self._stages = {
+            phase: Stage(phase, state, unit, self._inner, self.callbacks, Hooks(phase, unit, self.callbacks, state.timer))
+            for phase in phases
+        }
+        self._reporting = Reporting(state, unit, self.callbacks, getattr(self._inner, "weight_unit", "samples"))
         state.alone = not agree.is_joined()
         if state.alone and (launched := RankInfo().world_size) > 1:
             logger.warning(
@@ -67,47 +62,56 @@ class Run:
     # --- the whole run
 
     def train(self) -> None:
-        state, progress, phase = self.state, self.unit.train_progress, self.state.train_state
-        assert phase is not None
-        if phase.max_epochs is None and phase.max_steps is None and not phase.endless:
+        """Train from where the unit's progress stands until a limit is reached, or a stop is agreed on."""
+        state, stage = self.state, self._stages["train"]
+        here, progress = stage.here, stage.progress
+        if here.max_epochs is None and here.max_steps is None and not here.endless:
             raise UsageError(
                 f"{state.entry_point.name.lower()}() needs max_epochs or max_steps: without both it would never end. Give "
                 "max_epochs=math.inf for a run that ends when something calls state.stop()."
             )
-        with stop.listening(state.stop_for_signal), self._running(), torch.enable_grad(), self._mode("train"):
+        with stop.listening(state.stop_for_signal), self._reporting.running(), torch.enable_grad(), _mode(self._inner, "train"):
             if stop.asked() is not None:  # before this loop began
                 state.stop_for_signal()
-            agreements.on_limits(phase, progress)
-            self._begin("train")
+            agreements.on_limits(here, progress)
+            self._begin(stage)
             check_tracked(self._inner)
             self._agree_on_agreeing()
             self._agree_to_stop()
-            self._event("train_start", total_steps=self._total_steps(), step=progress.num_steps_completed)
-            self._make_up_for_evaluation()
-            while not self._done(phase, progress):
-                if not self._epoch("train"):
+            self._reporting.event("train_start", total_steps=here.total_steps(), step=progress.num_steps_completed)
+            self._evaluate_if_due()  # the state that was restored was saved before an evaluation
+            while not state.should_stop and not here.is_complete(progress):
+                if not self._train_epoch(stage):
                     break
-            if state.recorder is not None:
-                state.recorder.flush()
-            by_script = state.stopped_by_script = state.should_stop and agree.any_rank(state.stopped_by_script)
-            self._inner.phase_ended(state, "train")
-            self._call(self.hooks["train"].end)
-            self._event("train_end", step=progress.num_steps_completed)
-            leaves = self._leaves(phase, progress, by_script)
+            leaves = self._end_training(stage)
         if leaves:
             raise SystemExit(REQUEUE)
 
-    def _leaves(self, phase: PhaseState, progress: Progress, by_script: bool) -> bool:
+    def _end_training(self, stage: Stage) -> bool:
+        """True if the process is to leave, and to be started again to go on."""
+        state = self.state
+        if state.recorder is not None:
+            state.recorder.flush()
+        state.stopped_by_script = state.should_stop and agree.any_rank(state.stopped_by_script)
+        self._inner.phase_ended(state, "train")
+        stage.call(stage.hooks.end)
+        self._reporting.event("train_end", step=stage.progress.num_steps_completed)
+        return self._leaves(stage)
+
+    def _leaves(self, stage: Stage) -> bool:
         """Whether this run was asked to stop by a signal, on any rank, before it was complete or ended by its own script."""
         heard = next((signal for signal in agree.gather(stop.asked()) if signal is not None), None)
         if heard is None:
             return False
         stop.asked_elsewhere(heard)
-        if by_script or self._complete(phase, progress):
+        complete = stage.here.is_complete(stage.progress) and not (
+            self.state.eval_state is not None and stage.progress.evaluation_due
+        )
+        if self.state.stopped_by_script or complete:
             return False
         stop.leaving()
-        step, saved = progress.num_steps_completed, any(getattr(c, "saves", False) is True for c in self.callbacks)
-        self._event("stopped", step=step, signal=heard, saved=saved)
+        step, saved = stage.progress.num_steps_completed, any(getattr(c, "saves", False) is True for c in self.callbacks)
+        self._reporting.event("stopped", step=step, signal=heard, saved=saved)
         but = "" if saved else ", nothing saved: there is no DistributedCheckpointSaver"
         logger.warning("%s: stopped after step %s%s; exit code %s asks to be started again", heard, step, but, REQUEUE)
         return True
@@ -115,142 +119,124 @@ class Run:
     def once(self, phase: str) -> None:
         """One epoch of a phase other than training."""
         stop.leave_if_asked()
-        with stop.listening(), self._running():
-            self._evaluation(phase)
+        with stop.listening(), self._reporting.running():
+            self._evaluate(self._stages[phase])
 
-    def _evaluation(self, phase: str) -> None:
-        within_fit = self.state.entry_point is EntryPoint.FIT
-        # Sharded parameters that were touched under inference_mode can never be trained again.
-        plain = within_fit or self._inner.forward_is_collective or phase != "predict"
-        with torch.no_grad() if plain else torch.inference_mode(), self._mode("eval"):
-            self._event("eval_start", phase=phase, within_fit=within_fit)
-            self._begin(phase)
-            with self._inner.evaluating():
-                whole = self._epoch(phase)
-            self._call(self.hooks[phase].end)
-            loss = getattr(self.unit, "eval_loss", None) if phase == "eval" and whole else None
-            step = self.unit.train_progress.num_steps_completed if isinstance(self.unit, TrainUnit) else None
-            self._event(
-                "eval_end", phase=phase, within_fit=within_fit, step=step, eval_loss=loss if isinstance(loss, float) else None
-            )
-
-    def _evaluate_within_fit(self) -> None:
-        if not self.unit.train_progress.evaluation_due or self.state.should_stop:
-            return  # both intervals ended here, or the run is about to end
-        self.state.active_phase = ActivePhase.EVALUATE
-        self._evaluation("eval")
-        self.state.active_phase = ActivePhase.TRAIN
-        if self.state.recorder is not None:
-            self.state.recorder.pause_clock()
-
-    def _make_up_for_evaluation(self) -> None:
-        """An evaluation that the state which was restored was saved before."""
-        if self.state.eval_state is not None and self.unit.train_progress.evaluation_due:
-            self._evaluate_within_fit()
-            self._agree_to_stop()
-
-    def _begin(self, phase: str) -> None:
-        self._inner.phase_started(self.state, phase)
-        self._place_loader(phase)
-        self._call(self.hooks[phase].start)
-
-    def _place_loader(self, phase: str) -> None:
-        """Ranks that compute the same samples together, as with tensor parallelism, must be given the same."""
-        loader = getattr(self.state, f"{phase}_state").dataloader
-        place = self._inner.data_place
+    def _begin(self, stage: Stage) -> None:
+        self._inner.phase_started(self.state, stage.phase)
+        loader, place = stage.here.dataloader, self._inner.data_place
+        # Ranks that compute the same samples together, as with tensor parallelism, must be given the same.
         if isinstance(loader, (Placed, MultiDataLoader)) and place is not None:
             loader.place(*place)
+        stage.call(stage.hooks.start)
 
-    # --- one epoch
+    # --- an epoch of training
 
-    def _epoch(self, phase: str) -> bool:
-        """Run one epoch; False if a stop or max_steps cut it short."""
-        state, hooks = self.state, self.hooks[phase]
-        progress: Progress = getattr(self.unit, f"{phase}_progress")
-        within_fit = state.entry_point is EntryPoint.FIT
-        if phase != "train":
-            progress.num_steps_completed_in_epoch = 0  # an evaluation that was interrupted begins anew
+    def _train_epoch(self, stage: Stage) -> bool:
+        """Train an epoch, or what is left of one; False if a stop or `max_steps` cut it short."""
+        state, progress = self.state, stage.progress
+        fits = state.eval_state is not None
         if progress.num_steps_completed_in_epoch == 0:
-            self._call(hooks.epoch_start)
-        whole = self._steps(phase, progress)
-        if self.state.went_back:
-            self.state.went_back = False
-            self._make_up_for_evaluation()  # the older state may be from before one
+            stage.call(stage.hooks.epoch_start)
+        between = Between(
+            agree_to_stop=self._agree_to_stop if self._agree_each_step else None,
+            evaluate=self._evaluate_if_due if fits else None,
+        )
+        whole = Steps(stage, between).run()
+        if state.went_back:
+            state.went_back = False
+            self._evaluate_if_due()  # the older state may be from before one
             return True
-        if within_fit and phase == "eval":
-            whole = not agree.any_rank(not whole)  # without collectives in it, ranks leave an evaluation one by one
-            if not whole:
-                progress.abandon_epoch()
         if not whole:
-            if within_fit and phase == "train" and progress.evaluation_due:  # max_steps ended the training
+            if fits and progress.evaluation_due:  # max_steps ended the training
                 self._agree_to_stop()
-                self._evaluate_within_fit()
-                self._agree_to_stop()
+                self._evaluate_if_due()
             return False
-        if progress.num_steps_completed_in_epoch == 0:
-            self._warn_of_nothing(phase)
-        progress.increment_epoch()
-        self._inner.epoch_closed(state, phase)
-        if within_fit:
-            if phase == "eval":
-                self.unit.train_progress.evaluation_due = False
-            elif self._evaluates_after_epoch(progress):
-                progress.evaluation_due = True  # before a checkpoint is written at the epoch's end
-        self._call(hooks.epoch_end)
-        if phase == "train":
-            self._agree_to_stop()
-            if within_fit and progress.evaluation_due:
-                self._evaluate_within_fit()
-                self._agree_to_stop()
+        self._close_epoch(stage)
+        self._agree_to_stop()
+        self._evaluate_if_due()
         return True
 
-    def _warn_of_nothing(self, phase: str) -> None:
-        here = self.state.active_phase_state()
-        if phase == "train" and here is not None and here.max_epochs is None:
-            raise UsageError(
-                "the loader gave no batch, and without max_epochs training would go on for ever. Is it a used-up iterator?"
-            )
-        logger.warning("the loader of this %s epoch gave no batch. Is it a used-up iterator?", phase)
+    def _close_epoch(self, stage: Stage) -> None:
+        progress, within_fit = stage.progress, self.state.entry_point is EntryPoint.FIT
+        if progress.num_steps_completed_in_epoch == 0:
+            _tell_of_nothing(stage)
+        progress.increment_epoch()
+        self._inner.epoch_closed(self.state, stage.phase)
+        if within_fit and stage.trains:
+            due.after_epoch(stage.here, progress)
+        elif within_fit:
+            self.unit.train_progress.evaluation_due = False
+        stage.call(stage.hooks.epoch_end)
+
+    # --- an evaluation, a prediction, a test
+
+    def _evaluate_if_due(self) -> None:
+        """Within `fit`: an evaluation that is due and has not come to its end, unless the run is about to end."""
+        state = self.state
+        if state.eval_state is None or not self.unit.train_progress.evaluation_due:
+            return
+        if not state.should_stop:
+            state.active_phase = ActivePhase.EVALUATE
+            self._evaluate(self._stages["eval"])
+            state.active_phase = ActivePhase.TRAIN
+            if state.recorder is not None:
+                state.recorder.pause_clock()
+        self._agree_to_stop()
+
+    def _evaluate(self, stage: Stage) -> None:
+        phase, within_fit = stage.phase, self.state.entry_point is EntryPoint.FIT
+        # Sharded parameters that were touched under inference_mode can never be trained again.
+        plain = within_fit or self._inner.forward_is_collective or phase != "predict"
+        with torch.no_grad() if plain else torch.inference_mode(), _mode(self._inner, "eval"):
+            self._reporting.event("eval_start", phase=phase, within_fit=within_fit)
+            self._begin(stage)
+            with self._inner.evaluating():
+                whole = self._evaluation_epoch(stage)
+            stage.call(stage.hooks.end)
+            loss = getattr(self.unit, "eval_loss", None) if phase == "eval" and whole else None
+            step = self.unit.train_progress.num_steps_completed if isinstance(self.unit, TrainUnit) else None
+            eval_loss = loss if isinstance(loss, float) else None
+            self._reporting.event("eval_end", phase=phase, within_fit=within_fit, step=step, eval_loss=eval_loss)
+
+    def _evaluation_epoch(self, stage: Stage) -> bool:
+        """One pass over the loader; False if it was cut short."""
+        stage.progress.num_steps_completed_in_epoch = 0  # one that was interrupted begins anew
+        stage.call(stage.hooks.epoch_start)
+        whole = Steps(stage, Between()).run()
+        if self.state.entry_point is EntryPoint.FIT:
+            whole = not agree.any_rank(not whole)  # without collectives in it, ranks leave an evaluation one by one
+            if not whole:
+                stage.progress.abandon_epoch()
+        if whole:
+            self._close_epoch(stage)
+        return whole
 
     # --- what ranks agree on
 
     def _agree_on_agreeing(self) -> None:
         """Find out once whether a stop can come from a hook; only then do the ranks agree after every step."""
-        state = self.state
-        if not state.alone:
+        if not self.state.alone:
             stoppers = any(
                 getattr(c, "may_stop", True) and any(overrides(c, hook) for hook in _STEP_HOOKS) for c in self.callbacks
             )
             self._agree_each_step = agree.any_rank(stoppers or not self._inner.agrees_to_stop)
 
     def _agree_to_stop(self) -> None:
-        state = self.state
-        if not state.alone and agree.any_rank(state.stop_requested):
-            state.agree_to_stop()
+        if not self.state.alone and agree.any_rank(self.state.stop_requested):
+            self.state.agree_to_stop()
 
-    # --- limits
 
-    def _done(self, phase: PhaseState, progress: Progress) -> bool:
-        return self.state.should_stop or phase.is_complete(progress)
-
-    def _complete(self, phase: PhaseState, progress: Progress) -> bool:
-        """Whether nothing is left to do, an evaluation included that belongs to the last step."""
-        return phase.is_complete(progress) and not (self.state.eval_state is not None and progress.evaluation_due)
-
-    def _total_steps(self) -> int | None:
-        """Steps when the run is complete, as far as lengths tell."""
-        phase = self.state.train_state
-        assert phase is not None
-        bounds = [phase.max_steps] if phase.max_steps is not None else []
-        try:
-            per_epoch: int | None = len(phase.dataloader)  # type: ignore[arg-type]
-        except TypeError:
-            per_epoch = None
-        if phase.max_steps_per_epoch is not None:
-            per_epoch = phase.max_steps_per_epoch if per_epoch is None else min(per_epoch, phase.max_steps_per_epoch)
-        if phase.max_epochs is not None and per_epoch is not None:
-            bounds.append(phase.max_epochs * per_epoch)
-        return min(bounds, default=None)
+def _tell_of_nothing(stage: Stage) -> None:
+    """
+    Raises:
+        UsageError: only batches would ever end this training.
+    """
+    if stage.trains and stage.here.max_epochs is None:
+        raise UsageError(
+            "the loader gave no batch, and without max_epochs training would go on for ever. Is it a used-up iterator?"
+        )
+    logger.warning("the loader of this %s epoch gave no batch. Is it a used-up iterator?", stage.phase)
 
 
 @contextlib.contextmanager

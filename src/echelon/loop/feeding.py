@@ -40,7 +40,7 @@ class Batches(Iterator[Any]):
 
 
 def way_to_fetch(stage: Stage, batches: Batches) -> Callable[[], Any]:
-    """The call that gets a step's data: a batch, by the unit's own method if it has one; or `batches` for a step that iterates."""
+    """The call that gets a step's data: a batch, by the unit's own method if it has one; `batches` for a step that iterates."""
     method = f"get_next_{stage.phase}_batch"
     fetch: Callable[[], Any] = batches.__next__
     if wants_iterator(getattr(stage.unit, f"{stage.phase}_step")):

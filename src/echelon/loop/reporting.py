@@ -27,26 +27,26 @@ logger = logging.getLogger(__name__)
 
 
 class Reporting:
-    """Sinks around a run, and `on_exception` for whatever ends it, a Ctrl-C included."""
+    """Sinks around a run, and `on_exception` for whatever ends it, a Ctrl-C included.
 
-    def __init__(self, state: State, unit: Any, callbacks: Sequence[Callback]) -> None:
-        self.state, self.unit, self.callbacks = state, unit, callbacks
+    Args:
+        weight_unit: what the records' throughput counts.
+    """
+
+    def __init__(self, state: State, unit: Any, callbacks: Sequence[Callback], weight_unit: str) -> None:
+        self.state, self.unit, self.callbacks, self.weight_unit = state, unit, callbacks, weight_unit
 
     def event(self, event: str, **fields: Any) -> None:
         if self.state.recorder is not None:
             self.state.recorder.event(event, **fields)
 
     @contextlib.contextmanager
-    def running(self, weight_unit: str) -> Iterator[None]:
-        """The run happens in this context.
-
-        Args:
-            weight_unit: what the records' throughput counts.
-        """
+    def running(self) -> Iterator[None]:
+        """The run happens in this context."""
         rank = dist.get_rank() if agree.is_joined() else 0
         sinks = default_sinks() if rank == 0 else []
         if sinks:
-            self.state.recorder = Recorder(sinks, weight_unit)
+            self.state.recorder = Recorder(sinks, self.weight_unit)
         try:
             yield
         except BaseException as error:

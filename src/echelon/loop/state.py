@@ -130,6 +130,19 @@ class PhaseState:
         # Restored in mid-epoch, and nothing read since.
         return restored_state(self.dataloader) if progress.num_steps_completed_in_epoch else None
 
+    def total_steps(self) -> int | None:
+        """Steps when the run is complete, as far as lengths tell."""
+        bounds = [self.max_steps] if self.max_steps is not None else []
+        try:
+            per_epoch: int | None = len(self.dataloader)  # type: ignore[arg-type]
+        except TypeError:
+            per_epoch = None
+        if self.max_steps_per_epoch is not None:
+            per_epoch = self.max_steps_per_epoch if per_epoch is None else min(per_epoch, self.max_steps_per_epoch)
+        if self.max_epochs is not None and per_epoch is not None:
+            bounds.append(self.max_epochs * per_epoch)
+        return min(bounds, default=None)
+
     def is_complete(self, progress: Progress) -> bool:
         """Whether a limit on the whole run is reached."""
         if self.max_epochs is not None and progress.num_epochs_completed >= self.max_epochs:
