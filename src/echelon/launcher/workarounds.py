@@ -1,7 +1,7 @@
 """What launcher/ does to other libraries for want of a supported way: all of it, and nothing else.
 
-Each entry says what goes wrong without it, with which versions that was seen, and why no public name will do. For each there
-is a test in tests/test_workarounds.py that fails when it is no longer needed, or no longer possible: then it goes.
+Each entry says what goes wrong without it, the versions in which that was seen, the upstream issue, and why no public name
+will do. For each, a test in tests/test_workarounds.py fails when it is no longer needed, or no longer possible: then it goes.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# --- torch 2.13.0, gloo
+# ---- torch 2.13.0, gloo: https://github.com/pytorch/pytorch/issues/56297 (open)
 
-_ended_groups: list[Any] = []
+_destroyed_groups: list[Any] = []
 
 
 def keep_process_groups() -> None:
-    """Have process groups that are destroyed from here on live until this process ends: replaces `destroy_process_group`.
+    """Keep process groups that are destroyed from here on alive until this process ends. Replaces `destroy_process_group`.
 
-    A group of gloo's that is freed joins its threads without letting go of the interpreter's lock, for which one of them may be
-    waiting, to let go of a collective's tensors. So a function that returns, and with it its last reference to a wrapped
-    model, hangs now and then. Somebody must hold the group by then; torch tells nobody which groups there are.
+    When gloo's group is freed, its destructor joins the group's threads, and may do so without letting go of the interpreter's
+    lock. One of the threads may be waiting for that lock, to free the tensors of the last collective. So a function that
+    returns, and with it its last reference to a wrapped model, hangs now and then. Somebody must hold the group by then; but
+    torch has no public list of groups, and no callback when one is destroyed.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or hasattr(dist.destroy_process_group, "__wrapped__"):
@@ -51,28 +52,29 @@ def keep_process_groups() -> None:
 
     @functools.wraps(destroy)
     def destroy_and_keep(group: Any = None) -> None:
-        _ended_groups.append(group if group is not None else dist.group.WORLD)
+        _destroyed_groups.append(group if group is not None else dist.group.WORLD)
         destroy(group)
 
     dist.destroy_process_group = destroy_and_keep  # type: ignore[attr-defined]
 
 
-# --- CPython 3.11 to 3.14
-
-# A forked rank must not unwind through the frames of whoever forked it, nor be torn down: a thread of gloo's that still needs the
-# interpreter then takes the process along ("terminate called without an active exception"). So it ends by `os._exit`, which
-# runs nothing; what Python does before it tears down has no public name. `multiprocessing` ends its own children so, too.
+# ---- CPython 3.11 to 3.14: https://github.com/python/cpython/issues/83856 (exit functions in forked children)
+#
+# A forked rank cannot end by returning: that would run the code of the process that forked it. Nor can it tear the interpreter
+# down, since a thread of gloo's that still needs it then ends the process with "terminate called without an active exception"
+# (https://github.com/pytorch/pytorch/issues/190489, open). So it ends by `os._exit`, which skips all that an ordinary end does.
+# The steps that matter have no public name; `multiprocessing` ends its forked children by the same ones.
 
 
 def run_exit_functions(*, join_threads: bool) -> None:
-    """What an ordinary end of Python begins with: threads joined, among them those of idle executors, then atexit."""
+    """The first steps of an ordinary end of Python: threads are joined, those of idle executors told to end, atexit is run."""
     if join_threads:
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
 
 
 def write_open_files() -> None:
-    """What the program wrote to files that it left open: Python writes it when it frees them, which here it never does."""
+    """Flush the files that the program left open, as Python does when it frees them; only the collector knows them all."""
     for thing in gc.get_objects():
         if issubclass(type(thing), io.IOBase):
             with contextlib.suppress(Exception):  # the program's own classes may raise anything
@@ -98,7 +100,7 @@ def in_bootstrap() -> bool:
     return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
 
 
-# --- dragonhpc 0.15
+# ---- dragonhpc 0.15 (no upstream issue known)
 
 
 def close_failed(group: Any) -> None:
