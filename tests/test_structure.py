@@ -16,7 +16,6 @@ STILL_CYCLIC = {
     ("echelon.loop.rebuild", "echelon.loop.auto"),
     ("echelon.loop.checkpointing.forgotten", "echelon.loop.checkpointing.restoring"),
     ("echelon.loop.trainer_rank", "echelon.loop.trainer"),
-    ("echelon.prover.rank", "echelon"),
     ("echelon.compat.fairscale.nn.wrap.auto_wrap", "echelon.compat.fairscale.nn.data_parallel"),
 }
 
