@@ -13,8 +13,6 @@ SOURCES = Path(echelon.__file__).parent
 STILL_CYCLIC = {
     ("echelon.loop.checkpointing.forgotten", "echelon.loop.checkpointing.restoring"),
     ("echelon.loop.trainer_rank", "echelon.loop.trainer"),
-    ("echelon.launcher.dragon.ranks", "echelon.launcher.dragon.group"),
-    ("echelon.prover.rank", "echelon"),
     ("echelon.compat.fairscale.nn.wrap.auto_wrap", "echelon.compat.fairscale.nn.data_parallel"),
 }
 
