@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from echelon.contracts.overrides import overrides
+from echelon.loop.auto_options import AutoOptions
 from echelon.loop.unit import PredictUnit
 from echelon.parallel.activation import ActivationCheckpointParams
 from echelon.parallel.parallelize import parallelize
@@ -48,15 +49,28 @@ class AutoPredictUnit(PredictUnit[T]):
         enable_prefetch: bool = False,
     ) -> None:
         super().__init__()
-        self.device = device or init_from_env()
+        options = AutoOptions(
+            device=device,
+            strategy=strategy,
+            precision=precision,
+            torch_compile_params=torch_compile_params,
+            activation_checkpoint_params=activation_checkpoint_params,
+            detect_anomaly=detect_anomaly,
+            enable_prefetch=enable_prefetch,
+        )
+        self._prepare(module, options)
+
+    def _prepare(self, module: nn.Module, options: AutoOptions) -> None:
+        """Make the module parallel, and set what follows from that. Collective."""
         decided = overrides()
-        self.precision = Precision.of(decided.precision or precision)
-        self.detect_anomaly = bool(detect_anomaly)
-        self.enable_prefetch = enable_prefetch
-        recipe = Recipe(activation_checkpoint_params, torch_compile_params if decided.compile is not False else None)
-        self.prepared = parallelize(module, strategy, self.device, recipe, overridden=decided.strategy)
+        self.device = options.device or init_from_env()
+        self.precision = Precision.of(decided.precision or options.precision)
+        self.detect_anomaly, self.enable_prefetch = bool(options.detect_anomaly), options.enable_prefetch
+        compiled = options.torch_compile_params if decided.compile is not False else None
+        recipe = Recipe(options.activation_checkpoint_params, compiled)
+        self.prepared = parallelize(module, options.strategy, self.device, recipe, overridden=decided.strategy)
         self.module: nn.Module = self.prepared.module
-        self._copies = torch.cuda.Stream(self.device) if enable_prefetch and self.device.type == "cuda" else None
+        self._copies = torch.cuda.Stream(self.device) if self.enable_prefetch and self.device.type == "cuda" else None
 
     @property
     def forward_is_collective(self) -> bool:
@@ -88,8 +102,7 @@ class AutoPredictUnit(PredictUnit[T]):
         """The module's outputs for a batch."""
         with self.autocast():
             outputs = self.module(data)
-        feed = state.predict_state.feed if state.predict_state is not None else None
-        if feed is None or not feed.is_padding:
+        if state.predict_state is None or not state.predict_state.step.is_padding:
             self.on_predict_step_end(state, data, self.predict_progress.num_steps_completed, outputs)
         return outputs
 

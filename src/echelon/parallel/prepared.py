@@ -20,6 +20,7 @@ from echelon.parallel import gradients
 from echelon.parallel.axes import Axis, Share, mesh_of, share, speaks_for
 from echelon.parallel.fixed_order import clip_in_order_
 from echelon.parallel.loose import average_, check_equal
+from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_buffers, plain_names, unwrapped, without_compile
 from echelon.parallel.registry import Kind, kind_of
 from echelon.parallel.shards import reshard
@@ -211,9 +212,9 @@ class Prepared(Generic[M]):
 
     def forward_backward(
         self,
-        micro_batch: Any,
-        forward: Callable[[Any], tuple[torch.Tensor, Any]],
-        backward: Callable[[torch.Tensor, Any], None],
+        micro_batch: MicroBatch[Any],
+        forward: Callable[[MicroBatch[Any]], tuple[torch.Tensor, Any]],
+        backward: Callable[[torch.Tensor, MicroBatch[Any]], None],
     ) -> tuple[torch.Tensor, Any]:
         """`forward(micro_batch)` gives loss and outputs, `backward(loss, micro_batch)` follows."""
         loss, outputs = forward(micro_batch)
@@ -224,9 +225,9 @@ class Prepared(Generic[M]):
 
     def forward_backward_window(
         self,
-        micro_batches: Sequence[Any],
-        forward: Callable[[Any], tuple[torch.Tensor, Any]],
-        backward: Callable[[torch.Tensor, Any], None],
+        micro_batches: Sequence[MicroBatch[Any]],
+        forward: Callable[[MicroBatch[Any]], tuple[torch.Tensor, Any]],
+        backward: Callable[[torch.Tensor, MicroBatch[Any]], None],
     ) -> list[tuple[torch.Tensor, Any]]:
         """All micro-batches of an update, where `takes_windows`; a schedule calls `forward` and `backward` once for each, in any
         order, and gradients are reduced when it returns. Gives losses and outputs in the order of the micro-batches.

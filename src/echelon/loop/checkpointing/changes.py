@@ -70,7 +70,8 @@ def _mesh(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> dict[str, i
 
 
 def _strategy(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> str | None:
-    given = getattr(unit, "_given_strategy", None)
+    options = getattr(unit, "auto_options", None)
+    given = options.strategy if options is not None else None
     if given is not None:
         return given if isinstance(given, str) else type(given).__name__
     return "+".join(sorted({each["strategy"] for each in described.values()} - {None})) or None
