@@ -142,8 +142,8 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             self.zero_grad(state)
         if self.prepared.takes_windows:
             return self._take_into_window(state, micro_batches, ends_window)
-        if window.count == 1:
-            self._around_window.enter_context(self.prepared.window())
+        if window.count == 1 and (around := self.prepared.window()) is not NO_CONTEXT:
+            self._around_window.enter_context(around)
         losses = []
         try:
             for micro_batch in micro_batches:

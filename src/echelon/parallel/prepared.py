@@ -43,6 +43,7 @@ class Prepared(Generic[M]):
     Attributes:
         module: what the user calls; may be a wrapper.
         averaged: the axes of ranks over which gradients are averaged; none where every process trains by itself.
+        averaged_over: the ranks of these axes: `dp_size`, or more where ranks share samples.
         forward_is_collective: every rank must call the module equally often, also to evaluate.
         order_is_fixed: `fix_order` was called.
         divides_optimizer: `optimizer` divides what it makes over the ranks, so it must be called.
@@ -65,6 +66,7 @@ class Prepared(Generic[M]):
 
     def __init__(self, module: M, averaged: Sequence[Axis] = ()) -> None:
         self.module, self.averaged = module, list(averaged)
+        self.averaged_over = math.prod(axis.size for axis in self.averaged)
         self._share = share(module, self.averaged)
         self.others: list[nn.Parameter] = []
         self._loose: list[nn.Parameter] = []  # whose gradients nothing else reduces
@@ -100,11 +102,6 @@ class Prepared(Generic[M]):
         if self._share.unknown is not None:
             raise UsageError(self._share.unknown)
         return self._share
-
-    @property
-    def averaged_over(self) -> int:
-        """Ranks whose gradients' mean a strategy takes: `dp_size`, or more where ranks share samples."""
-        return math.prod(axis.size for axis in self.averaged)
 
     def find_replicas(self) -> None:
         """Learn whether another rank speaks for this one's samples. Collective."""

@@ -18,6 +18,7 @@ from echelon.parallel import fsdp, parallelize, tensor
 from echelon.parallel.activation import recompute
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
+from echelon.parallel.gradients import clip_by_norm_
 from echelon.parallel.materialize import materialize
 from echelon.parallel.materialize import on_meta_tensors as on_meta_device
 from echelon.parallel.parallelize import prepare_ddp
@@ -192,8 +193,7 @@ class _OlderMethods:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before. Collective."""
         module: Any = self
-        device = next(module.parameters()).device
-        return Prepared.of(module, World.current(device)).clip_grad_norm_(max_norm, norm_type)
+        return clip_by_norm_(module.parameters(), max_norm, norm_type)
 
 
 def _with_older_methods(module: nn.Module) -> nn.Module:
