@@ -21,6 +21,7 @@ from echelon.contracts.run_dir import RunDir, read_json
 from echelon.data import resume
 from echelon.data.loader import Loader
 from echelon.data.stream import StreamLoader
+from echelon.loop.auto import AutoUnit
 from echelon.loop.checkpointing import forgotten
 from echelon.loop.unit import Unit
 from echelon.parallel.partition import behind
@@ -70,8 +71,7 @@ def _mesh(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> dict[str, i
 
 
 def _strategy(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> str | None:
-    options = getattr(unit, "auto_options", None)
-    given = options.strategy if options is not None else None
+    given = unit.auto_options.strategy if isinstance(unit, AutoUnit) else None
     if given is not None:
         return given if isinstance(given, str) else type(given).__name__
     return "+".join(sorted({each["strategy"] for each in described.values()} - {None})) or None
