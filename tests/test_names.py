@@ -100,3 +100,13 @@ def test_a_manifest_says_the_strategy_as_it_was_given_or_as_it_was_done_by_hand(
     assert said == ["noop", "NOOPStrategy"]
     assert [facts(Own(m), None)["strategy"] for m in (nn.DataParallel(net()), net())] == ["dp", None]
     assert facts(Own(nn.DataParallel(Holder())), None)["modules"] == {"net": "Holder"}
+
+
+def _on_rank_0_alone() -> bool:
+    if torch.distributed.get_rank() == 0:
+        return not Regression(strategy="noop").prepared.is_replica and not Regression().prepared.is_replica
+    return True
+
+
+def test_one_rank_may_make_a_unit_that_is_not_parallel(ranks: Ranks) -> None:
+    assert ranks(2, _on_rank_0_alone) == [True, True]

@@ -104,11 +104,10 @@ class Prepared(Generic[M]):
         return self._share
 
     def find_replicas(self) -> None:
-        """Learn whether another rank speaks for this one's samples. Collective."""
-        if agree.is_joined():
+        """Learn whether another rank speaks for this one's samples. Collective if the module is parallel."""
+        if agree.is_joined() and (self.averaged or self.forward_is_collective):
             told = agree.gather([self._share.rank, [axis.ranks for axis in self.averaged]])
-            alone = not self.averaged and not self.forward_is_collective
-            self.is_replica = not alone and speaks_for(told, dist.get_rank()) != dist.get_rank()
+            self.is_replica = speaks_for(told, dist.get_rank()) != dist.get_rank()
 
     def adopt(self) -> None:
         """Take up a module that the user has made parallel by hand, before it trains. Collective."""
