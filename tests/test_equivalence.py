@@ -17,11 +17,12 @@ from torch import nn
 import echelon as ech
 from echelon.launcher.functions.run import launch
 from echelon.parallel import STRATEGIES
-from echelon.prover.judge import Verdict, compare
+from echelon.prover.judge import compare
 from echelon.prover.matrix import Row
 from echelon.prover.rank import Replay, run_reference, run_row
 from echelon.prover.reference import How
 from echelon.prover.target import Target
+from echelon.prover.verdict import Verdict
 from tests.models import Net
 
 UPDATES = 20
