@@ -29,8 +29,19 @@ from echelon.launcher.functions.run import launch
 
 TIMEOUT_S = 60.0
 
-# The server forks ranks with what is loaded here of these; a rank that imports them itself takes a second more.
-function.SLOW_MODULES = (*function.SLOW_MODULES, "torch.distributed.checkpoint", "echelon.loop.callbacks", "echelon.loop.run")
+# The server forks ranks with what is loaded here of these; each rank would import them itself, in up to a second of computing.
+function.SLOW_MODULES = (
+    *function.SLOW_MODULES,
+    "torch.distributed.checkpoint",
+    "torch.profiler",
+    "echelon.loop.callbacks",
+    "echelon.loop.run",
+    "echelon.prover.prove",
+    "echelon.prover.rank",
+    "echelon.prover.reference",
+    "pytest",
+    "tests.conftest",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -94,6 +105,15 @@ def _joined(store: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         # can wait for a thread of gloo's that waits for the interpreter (torch 2.13: ~Reducer keeps the GIL).
         gc.collect()
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks_have_the_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A function is sent to a rank by name: the server imports its module, and all that this imports, once for all ranks."""
+    before = function.SLOW_MODULES
+    function.SLOW_MODULES = (*before, request.module.__name__)
+    yield
+    function.SLOW_MODULES = before
 
 
 @pytest.fixture
