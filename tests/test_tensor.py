@@ -18,8 +18,10 @@ from echelon.parallel.recipe import Recipe
 from echelon.world.mesh import ParallelDims
 from tests.conftest import Ranks
 from tests.models import Net, batch, net, plain_training, whole
-from tests.test_window import SHAPES, _windows
 from tests.units import Regression
+from tests.windows import SHAPES, windows_of
+
+pytestmark = pytest.mark.standing_ranks
 
 CPU = torch.device("cpu")
 
@@ -91,7 +93,7 @@ def _train(strategy: Any, case: str) -> tuple[Any, list[float]]:
     make, shape, options = CASES[case]
     unit = Regression(module=make(), strategy=strategy, gradient_accumulation_steps=2, **options)
     prepared = unit.prepared
-    windows = _windows(SHAPES[shape], prepared.dp_size)
+    windows = windows_of(SHAPES[shape], prepared.dp_size)
     ech.train(unit, [micro[prepared.dp_rank] for window in windows for micro in window], max_epochs=1)
     return unit, unit.norms
 
@@ -102,7 +104,7 @@ def _equality(strategy: Any) -> dict[str, tuple[float, float]]:
     for case, (make, shape, options) in CASES.items():
         unit, norms = _train(strategy, case)
         got = whole(unit.module)
-        windows = [[b for micro in w for b in micro] for w in _windows(SHAPES[shape], unit.prepared.dp_size)]
+        windows = [[b for micro in w for b in micro] for w in windows_of(SHAPES[shape], unit.prepared.dp_size)]
         ours = ("clip_grad_norm", "clip_grad_value")
         plain = {k: v for k, v in options.items() if k not in ours}
         want, _, want_norms = plain_training(
@@ -241,6 +243,7 @@ def _own_unit() -> tuple[list[float], tuple[int, int, bool]]:
     return unit.seen, (again.dp_rank, again.dp_size, again.is_replica)
 
 
+@pytest.mark.fresh_ranks
 def test_ones_own_unit_gets_the_same_samples_on_the_ranks_of_a_layer(ranks: Ranks) -> None:
     found = ranks(4, _own_unit)
     assert found[0][0] == found[1][0] != found[2][0] == found[3][0]
