@@ -93,7 +93,7 @@ class StandingRanks:
         for pid in self.pids:
             self._server.signal(pid, signal.SIGUSR2, group=False)
         time.sleep(GRACE_S)
-        return RankTimeoutError(f"after {timeout_s:g} s the ranks are at\n{self._logs()}")
+        return RankTimeoutError(f"after {timeout_s:g} s the ranks are at\n{self._logs()}", rank=0, exit_code=1)
 
     def _logs(self) -> str:
         return "\n".join(f"{log.name}:\n{log.read_text(errors='replace')[-4000:]}" for log in sorted(self._folder.glob("*.log")))
