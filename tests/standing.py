@@ -1,8 +1,9 @@
 """Ranks that stand ready: a module's tests send them functions, one after another, instead of starting processes for each.
 
 A fresh rank costs a tenth of a second, and what torch learns anew in it (how each operator is sharded, above all) a third of
-one. Standing ranks have learnt it. They are for functions that train, compute and return: between two of them, the environment,
-the working directory and the random generators are as in a fresh rank, and a function that leaves another default behind fails.
+one. Standing ranks have learnt it. They are for functions that train, compute and return: each finds the environment, the
+working directory, the random generators and the signals' handlers as in a fresh rank, and one that leaves a torch default or a
+function of a module changed fails.
 The process group stays, since torch's caches hold meshes over it. Whatever ends, signals or launches ranks needs fresh ones.
 """
 
@@ -28,6 +29,7 @@ import torch.distributed as dist
 
 from echelon.contracts.errors import EchelonError, RankFailedError, RankTimeoutError
 from echelon.contracts.rank import RankInfo
+from echelon.contracts.stopping import SIGNALS
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.worker import Start
 
@@ -152,6 +154,7 @@ def serve(address: str, store: str) -> None:
     own = RankInfo().to_env()
     fresh = _defaults()
     generators = random.getstate(), torch.get_rng_state(), _numpy_state()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}  # joining the ranks replaces them
     while True:
         try:
             message = connection.recv_bytes()
@@ -160,6 +163,8 @@ def serve(address: str, store: str) -> None:
         random.setstate(generators[0])
         torch.set_rng_state(generators[1])
         sys.modules["numpy"].random.set_state(generators[2])
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         connection.send_bytes(_called(message, own, fresh))
 
 
@@ -195,7 +200,6 @@ def _defaults() -> dict[str, Any]:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "a number of threads": torch.get_num_threads(),
         "a process group": dist.is_initialized(),
-        "handlers of signals": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)],
     }
 
 

@@ -48,7 +48,6 @@ def _prepared(how: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "module"])
-@pytest.mark.fresh_ranks
 def test_ones_own_unit_trains_on_a_prepared_module(ranks: Ranks, how: str) -> None:
     want, _, _ = plain_training([[batch(4, i), batch(4, 10 + i)] for i in range(3)])
     assert largest_difference(ranks(2, _prepared, how)[0], want) < 1e-12

@@ -243,7 +243,6 @@ def _own_unit() -> tuple[list[float], tuple[int, int, bool]]:
     return unit.seen, (again.dp_rank, again.dp_size, again.is_replica)
 
 
-@pytest.mark.fresh_ranks
 def test_ones_own_unit_gets_the_same_samples_on_the_ranks_of_a_layer(ranks: Ranks) -> None:
     found = ranks(4, _own_unit)
     assert found[0][0] == found[1][0] != found[2][0] == found[3][0]
