@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import echelon as ech
 from echelon.contracts.errors import RankFailedError, UsageError
+from echelon.loop.auto_options import AutoOptions
+from echelon.loop.rebuild import BUILT
 from echelon.loop.trainer_options import updates_to_steps
 from echelon.loop.trainer_rank import shared
 from tests.conftest import clean_environment
@@ -385,3 +387,13 @@ def test_updates_are_counted_over_short_windows_too(updates: int, accumulation: 
 @pytest.mark.parametrize(("name", "ours"), [("bf16-mixed", "bf16"), (16, "fp16"), ("32-true", "fp32"), (32, "fp32")])
 def test_lightnings_names_of_precisions(name: Any, ours: str) -> None:
     assert ech.Trainer(max_epochs=1, precision=name)._changes["precision"] == ours
+
+
+def test_what_each_process_builds_for_itself_is_what_building_sets() -> None:
+    unit = Regression()
+    before = {*vars(unit)}
+    for name in BUILT:
+        vars(unit).pop(name, None)
+    progress = {*vars(unit)}
+    unit.build_from(torch.nn.Linear(4, 1), AutoOptions(device=torch.device("cpu")))
+    assert {*vars(unit)} - progress == BUILT and before >= progress | BUILT

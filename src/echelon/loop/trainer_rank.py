@@ -18,6 +18,7 @@ from echelon.data.loader import Loader
 from echelon.data.place import Placed
 from echelon.loop import trainer_options as options
 from echelon.loop.auto import AutoUnit
+from echelon.loop.auto_options import AutoOptions
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver, RestoreOptions
 from echelon.loop.rebuild import Parcel, own_attributes, rebuild, remembered, unpack
@@ -98,7 +99,7 @@ def work_in_rank(trainer: Trainer, work: Work) -> Done:
     init_from_env("cpu" if trainer.accelerator == "cpu" else None)
     unit: Any = work.unit
     if isinstance(work.unit, Parcel):
-        unit = unpack(work.unit, **changes_for(trainer, work.unit.arguments))
+        unit = unpack(work.unit, **changes_for(trainer, work.unit.options))
         if work.before is not None:
             DistributedCheckpointSaver.restore(work.before, unit, restore_options=BETWEEN_PROCESSES)
         metrics, outputs = _run(trainer, work, unit)
@@ -123,18 +124,18 @@ def work_here(trainer: Trainer, work: Work) -> tuple[dict[str, float], list[Any]
     given: Any = work.unit
     unit = given if isinstance(given, Unit) else given()
     if isinstance(unit, AutoUnit):
-        changes = changes_for(trainer, unit.constructed.arguments)
-        now = vars(unit)
-        if any(now.get(k, unit.constructed.arguments[k]) != v for k, v in changes.items()):
+        options = unit.auto_options
+        changes = changes_for(trainer, options)
+        if any(getattr(options, name) != value for name, value in changes.items()):
             rebuild(unit, **changes)
     elif trainer._changes:
         raise UsageError(f"{type(unit).__name__} is no AutoUnit, so {', '.join(sorted(trainer._changes))} cannot reach it.")
     return _run(trainer, work, unit)
 
 
-def changes_for(trainer: Trainer, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the Trainer says about a unit that was built with `arguments`."""
-    changes, own = dict(trainer._changes), arguments["strategy"]
+def changes_for(trainer: Trainer, options: AutoOptions) -> dict[str, Any]:
+    """What the Trainer says about a unit that was built with these options."""
+    changes, own = dict(trainer._changes), options.strategy
     if "precision" in changes:
         changes["precision"] = Precision.of(changes["precision"])
     if own is None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from echelon.loop.checkpointing.restoring import RestoreOptions
+from echelon.loop.checkpointing.options import RestoreOptions
 
 __all__ = ["KnobOptions", "RestoreOptions"]
 
