@@ -1,5 +1,6 @@
 """Accounting: slurmdbd on a private MariaDB."""
 
+from . import network
 from .machine import greets
 from .processes import run
 
@@ -36,7 +37,7 @@ def start_accounting(lab):
             "--performance-schema=OFF",
         ],
     )
-    lab._wait_proc("mariadbd", 60, lambda: greets(sock))
+    lab.wait_for_daemon("mariadbd", 60, lambda: greets(sock))
     conf = d / "etc" / "slurmdbd.conf"
     conf.write_text(
         f"AuthType=auth/munge\nAuthInfo=socket={d}/munge/s\nDbdHost={st['head']}\nDbdAddr={st['head_addr']}\n"
@@ -46,8 +47,8 @@ def start_accounting(lab):
     )
     conf.chmod(0o600)
     # libmariadb takes the socket from MYSQL_UNIX_PORT; slurmdbd finds its file next to SLURM_CONF
-    lab.spawn("slurmdbd", lab._on_head(["slurmdbd", "-D"]), env={"MYSQL_UNIX_PORT": str(sock)})
-    lab._wait_proc(
+    lab.spawn("slurmdbd", network.on_head(lab, ["slurmdbd", "-D"]), env={"MYSQL_UNIX_PORT": str(sock)})
+    lab.wait_for_daemon(
         "slurmdbd", 60, lambda: lab.client("sacctmgr", "-n", "list", "cluster", check=False, timeout=60).returncode == 0
     )
     lab.client("sacctmgr", "-i", "add", "cluster", "slurmlab", check=False)

@@ -126,7 +126,7 @@ class Daemons:
                 out.append(f"--- {f}\n" + "\n".join(f.read_text(errors="replace").splitlines()[-lines:]))
         return "\n".join(out)
 
-    def _wait_proc(self, key, seconds, probe):
+    def wait_for_daemon(self, key, seconds, probe):
         def check():
             if not self.alive(key):
                 raise LabError(f"{key} died during start-up")

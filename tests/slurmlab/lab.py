@@ -143,13 +143,13 @@ class Lab(Nodes):
                 f"--log-file={self.dir}/log/munged.log",
             ],
         )
-        self._wait_proc("munged", 10, lambda: run("munge", "-n", "-S", sock, check=False).returncode == 0)
+        self.wait_for_daemon("munged", 10, lambda: run("munge", "-n", "-S", sock, check=False).returncode == 0)
         if opt["accounting"]:
             start_accounting(self)
         self.spawn("slurmctld", network.on_head(self, ["slurmctld", "-D", "-c", "-f", self.conf]))
         for name in self.node_names:
             self._start_node(name)
-        self._wait_proc("slurmctld", 20, lambda: " is UP" in self.client("scontrol", "ping", check=False, timeout=20).stdout)
+        self.wait_for_daemon("slurmctld", 20, lambda: " is UP" in self.client("scontrol", "ping", check=False, timeout=20).stdout)
         self.wait_nodes(wait, ("idle",))
         self.state["ready"] = True
         self.save()
