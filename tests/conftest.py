@@ -32,6 +32,8 @@ from tests.standing import StandingRanksBySize
 
 TIMEOUT_S = 60.0
 
+STANDING: set[StandingRanksBySize] = set()  # of the module whose tests run
+
 # The server forks ranks with these loaded; each rank would import them itself, in up to a second of computing.
 LOADED = (
     "torch",
@@ -126,7 +128,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Ranks | StandingRan
 
 
 @pytest.fixture(scope="module")
-def standing_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingRanksBySize]:
+def standing_ranks(request: pytest.FixtureRequest) -> Iterator[StandingRanksBySize]:
     """Ranks that wait for the next function when one has ended; they end with the module. See tests/standing.py."""
     # A short path: it holds a Unix socket.
     with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
@@ -137,7 +139,12 @@ def standing_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         STANDING.remove(ranks)
 
 
-STANDING: set[StandingRanksBySize] = set()
+@pytest.fixture(autouse=True)
+def launched_ranks_are_loaded() -> None:
+    """Also those that a test starts by `launch` itself."""
+    server = function.running_server()
+    if server is not None and server.alive():
+        server.preload(LOADED)
 
 
 def server_with(module: str) -> ForkServer:
