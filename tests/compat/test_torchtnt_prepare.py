@@ -41,6 +41,8 @@ from tests.conftest import Ranks
 from tests.models import Net, batch, largest_difference, net, plain_training, whole
 from tests.units import Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 CPU = torch.device("cpu")
 STEPS = 4
 
