@@ -32,7 +32,14 @@ STILL_PRIVATE = {
 }
 
 # Of torch and accelerate, on objects that the library made.
-OF_OTHERS = {"_compiled_call_impl", "_flatten", "_forward_hooks", "_forward_pre_hooks", "_module_classes_to_ignore", "_shared_state"}
+OF_OTHERS = {
+    "_compiled_call_impl",
+    "_flatten",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_module_classes_to_ignore",
+    "_shared_state",
+}
 
 
 def test_no_test_imports_another_test() -> None:
