@@ -75,16 +75,11 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
     def keep_extras(self) -> None:
         reduction_order.note(self.module)
 
-    def extras(self) -> dict[str, Any]:
+    def extras(self) -> dict[str, list[str]]:
         order = reduction_order.noted(self.module)
         return {} if order is None else {"reduction_order": order}
 
-    def check_extras(self, extras: Mapping[str, Any]) -> None:
-        order = extras.get("reduction_order", [])
-        if not isinstance(order, list) or not all(isinstance(name, str) for name in order):
-            raise ValueError("an order of gradients that is none")
-
-    def load_extras(self, extras: Mapping[str, Any]) -> None:
+    def load_extras(self, extras: Mapping[str, list[str]]) -> None:
         reduction_order.replay(self.module, extras.get("reduction_order", ()))
 
     def parameters_written(self) -> None:

@@ -135,19 +135,12 @@ class Prepared(Generic[M]):
     def keep_extras(self) -> None:
         """From now on, remember what `extras` gives. Once in a run that saves."""
 
-    def extras(self) -> dict[str, Any]:
-        """What a bit-equal resume with as many ranks needs besides tensors, as plain values. Per rank."""
+    def extras(self) -> dict[str, list[str]]:
+        """What a bit-equal resume with as many ranks needs besides tensors, each a list of text. Per rank."""
         return {}
 
-    def check_extras(self, extras: Mapping[str, Any]) -> None:
-        """Look at what `load_extras` will be given, before anything is changed. Per rank.
-
-        Raises:
-            ValueError: it is not what `extras` gives.
-        """
-
-    def load_extras(self, extras: Mapping[str, Any]) -> None:
-        """Take up what `extras` gave; what is not there stays. Collective."""
+    def load_extras(self, extras: Mapping[str, list[str]]) -> None:
+        """Take up what `extras` gave, under whatever strategy; what is not there stays. Collective."""
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint says of the module, and another run compares: its class, how it is parallel, over which ranks."""

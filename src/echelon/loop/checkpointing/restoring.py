@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
         )
     own = None
     if not options.takes_weights_only:
-        own = store.on_each(path, lambda: _own(path, manifest, unit))
+        own = store.on_each(path, lambda: _own(path, manifest))
     report = store.read_states(
         path,
         states,
@@ -124,23 +124,17 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
     return report
 
 
-def _extras(own: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What a rank wrote down of a module beside its state."""
-    return {key: each[name] for key, each in own.items() if key not in _OWN and isinstance(each, dict) and name in each}
-
-
-def _own(path: Place, manifest: dict[str, Any], unit: Unit) -> dict[str, Any] | None:
-    """What this rank wrote for itself: random streams, shares of metrics; None if another number of ranks did."""
+def _own(path: Place, manifest: dict[str, Any]) -> dict[str, Any] | None:
+    """What this rank wrote for itself: RNG state, shares of metrics, strategies' extras; None if another number of ranks did."""
     own = store.read_rank(path, manifest)
     if own is None:
         return None
-    if not all(isinstance(own.get(name), dict) for name in ("streams", "metrics")):
+    extras = {key: value for key, value in own.items() if key not in _OWN}
+    if not all(isinstance(each, dict) for each in (own.get("streams"), own.get("metrics"), *extras.values())):
         raise CheckpointCorruptError(f"{path} holds of a rank's own what echelon does not write: {', '.join(map(repr, own))}.")
-    for name, prepared in unit.prepared_modules().items():
-        try:
-            prepared.check_extras(_extras(own, name))
-        except ValueError as error:
-            raise CheckpointCorruptError(f"{path} holds {error}.") from None
+    for key, by_module in extras.items():
+        if not all(isinstance(words, list) and all(isinstance(word, str) for word in words) for words in by_module.values()):
+            raise CheckpointCorruptError(f"{path} holds a {printable(key)} that is none.")
     return own
 
 
@@ -156,7 +150,7 @@ def _load_own(path: Place, own: dict[str, Any] | None, unit: Unit, *, metrics: b
             if metrics and name in own["metrics"]:
                 load_share(metric, own["metrics"][name])
         for name, prepared in unit.prepared_modules().items():
-            prepared.load_extras(_extras(own, name))
+            prepared.load_extras({key: own[key][name] for key in own if key not in _OWN and name in own[key]})
     elif isinstance(unit, TrainUnit):
         streams.renew(unit.train_progress.num_steps_completed)
         if metrics and unit.tracked_metrics():
