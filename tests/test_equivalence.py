@@ -167,6 +167,10 @@ WAYS["tp x fsdp on 4"] = (4, ech.TPStrategy(size=2))
 WAYS["tp x hsdp on 4"] = (4, ech.TPStrategy(size=1, dp_replicate=2))
 
 
+# In `make test` each strategy is on two ranks, and on four those that divide ranks in two ways.
+MORE = ("fsdp2 on 2", *(f"{name} on 4" for name in ("ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "tp x fsdp")))
+
+
 @pytest.fixture(scope="module")
 def references(standing_ranks: StandingRanksBySize, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """What plain PyTorch gives, by number of ranks: computed on the global batches that ddp's ranks got, which are all ranks'."""
@@ -179,7 +183,7 @@ def references(standing_ranks: StandingRanksBySize, tmp_path_factory: pytest.Tem
     return folders
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.full if way in MORE else ()) for way in WAYS])
 def test_twenty_updates_equal_one_process(standing_ranks: StandingRanksBySize, references: dict[int, Path], way: str) -> None:
     ranks, strategy = WAYS[way]
     cases, root = (TWO_RANKS if ranks == 2 else FOUR_RANKS), str(references[ranks])

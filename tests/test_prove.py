@@ -83,7 +83,7 @@ UNUSUAL = ("right_objects", "right_lists", "right_two_optimizers", "right_sharde
 
 
 RIGHT = sorted(p.stem for p in PLANTED.glob("right_*.py") if p.stem != "right_gates")
-USUAL = ("right_auto", "right_by_hand", "right_sampler", "right_two_optimizers")
+USUAL = ("right_auto", "right_by_hand", "right_two_optimizers")
 
 
 @pytest.mark.parametrize("script", [pytest.param(r, marks=() if r in USUAL else pytest.mark.full) for r in RIGHT])

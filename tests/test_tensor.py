@@ -125,7 +125,14 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize(("size", "strategy"), SETUPS.values(), ids=SETUPS.keys())
+# Of the ways with a layer over ranks, the one with both axes is in `make test`.
+MORE = ("tp on four", "tp two, copies two", "fsdp two")
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy"),
+    [pytest.param(*setup, id=name, marks=pytest.mark.full if name in MORE else ()) for name, setup in SETUPS.items()],
+)
 def test_the_numbers_are_those_of_one_process(ranks: Ranks, size: int, strategy: Any) -> None:
     for found in ranks(size, _equality, strategy):
         # torch's clipping divides by norm + 1e-6 in both, so that even clipped runs agree.

@@ -63,7 +63,7 @@ class Breaks(ech.Callback):
             raise KeyError("a fault in the user's own code")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
 def test_two_ranks_train_as_one_process_does_and_the_weights_come_back(tmp_path: Path, strategy: str) -> None:
     unit = Regression(clip_grad_norm=0.5)
     module = unit.module
