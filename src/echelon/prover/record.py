@@ -26,26 +26,23 @@ from echelon.loop.auto import AutoUnit
 from echelon.loop.callback import Callback
 from echelon.loop.loss import rows
 from echelon.loop.state import ActivePhase, State
-from echelon.parallel.partition import Partition
-from echelon.parallel.sharded_ddp import ShardedDataParallel
+from echelon.parallel.names import plain_name
+from echelon.parallel.partition import behind
 from echelon.prover.peak import PeakMemory
 from echelon.prover.rank_record import RankRecord
 from echelon.prover.samples import Reading, plan_of
 from echelon.prover.sources import Sources, drawn_between
 from echelon.prover.streams import Micro, digest, widened
 from echelon.prover.values import (
-    flattened,
-    innermost,
     loss_in,
     modules_of,
     named_values,
     number_in,
     parameters_of,
-    plain_name,
+    prepared_of,
     switch_off_dropout,
     whole,
     whole_parameters,
-    wrappers_of,
 )
 
 __all__ = ["Enough", "GradientWatch", "Recorder", "rates_of"]
@@ -85,20 +82,18 @@ class GradientWatch:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         tracked = self._unit.tracked_optimizers().values()
-        if any(Partition.behind(each) is optimizer is not each for each in tracked):
+        if any(behind(each) is optimizer is not each for each in tracked):
             return  # it works behind one that was seen
         with self.pause():
             mine = _parameters_in([optimizer])
             others = _parameters_in(tracked) - mine
-            sharded = [m for m in wrappers_of(self._unit) if isinstance(m, ShardedDataParallel)]
-            named = list(parameters_of(self._unit))
-            self.strangers = max(self.strangers, len(mine - {id(p) for _, p in named}))
-            self.held |= {name for name, p in named if id(p) in mine}
-            for name, parameter in named if self.looks else ():
+            named = [(prefix + n, p, each) for prefix, each in prepared_of(self._unit) for n, p in each.named_parameters()]
+            self.strangers = max(self.strangers, len(mine - {id(p) for _, p, _ in named}))
+            self.held |= {name for name, p, _ in named if id(p) in mine}
+            for name, parameter, prepared in named if self.looks else ():
                 if id(parameter) in others or not (id(parameter) in mine or not self._stepped):
                     continue
-                holder = next((m for m in sharded if m.owns(parameter)), None)
-                gradient = parameter.grad if holder is None else holder.whole_gradient(parameter)
+                gradient = prepared.gradient_of(parameter)
                 if gradient is not None:
                     self._values[name] = whole(gradient)
             if not self._stepped:
@@ -161,7 +156,7 @@ class Recorder(Callback):
             self.record.dropouts = switch_off_dropout(unit)
             self._watch_own(unit)
         for _, module in modules_of(unit):
-            innermost(module).register_forward_pre_hook(self._before_forward)
+            module.register_forward_pre_hook(self._before_forward)
         parameters = whole_parameters(unit)
         self.record.initial_digests = {n: digest(p) for n, p in parameters.items()}
         self._write("initial", parameters=parameters, buffers=self._buffers())
@@ -186,11 +181,11 @@ class Recorder(Callback):
         record = self.record
         record.kind = "AutoUnit" if isinstance(unit, AutoUnit) else "TrainUnit"
         record.is_replica = isinstance(unit, AutoUnit) and unit.prepared.is_replica
-        record.has_plan = any(hasattr(innermost(module), "tp_plan") for _, module in modules_of(unit))
+        record.has_plan = any(hasattr(module, "tp_plan") for _, module in modules_of(unit))
         record.loader = type(dataloader).__name__
         record.global_batch = getattr(dataloader, "global_batch", None)
         record.samples_by_rank = _samples_by_rank(dataloader)
-        record.flattened = bool(flattened(unit))
+        record.flattened = any(prepared.flattens_parameters for _, prepared in prepared_of(unit))
         record.trainable = {n for n, p in parameters_of(unit) if p.requires_grad}
         for prefix, module in modules_of(unit):
             for name, inner in module.named_modules():
