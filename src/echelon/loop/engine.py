@@ -22,8 +22,7 @@ from echelon.contracts.rank import RankInfo
 from echelon.contracts.redact import redacted
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.loader import Loader
-from echelon.data.multi_loader import MultiDataLoader, loaders_of
-from echelon.data.place import Placed
+from echelon.data.place import Combined, Placed, loaders_of
 from echelon.data.prefetch import Feed, known_length
 from echelon.data.workers import explain
 from echelon.loop import agreements
@@ -214,7 +213,7 @@ class Run:
         """Ranks that compute the same samples together, as with tensor parallelism, must be given the same."""
         loader = getattr(self.state, f"{phase}_state").dataloader
         place = self._inner.data_place
-        if isinstance(loader, (Placed, MultiDataLoader)) and place is not None:
+        if isinstance(loader, (Placed, Combined)) and place is not None:
             loader.place(*place)
 
     def _call(self, hooks: tuple[Hook, ...]) -> None:

@@ -19,6 +19,7 @@ from echelon.checkpoint.store import Report
 from echelon.contracts import pulse
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError, UsageError
 from echelon.contracts.pulse import Phase
+from echelon.contracts.refused import refuses
 from echelon.contracts.run_dir import begins_anew, note_begun
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import contents, restoring
@@ -28,8 +29,6 @@ from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel import reduction_order
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from echelon.loop.state import State
 
 __all__ = ["BestCheckpointConfig", "DistributedCheckpointSaver", "RestoreOptions"]
@@ -38,6 +37,10 @@ __all__ = ["BestCheckpointConfig", "DistributedCheckpointSaver", "RestoreOptions
 logger = logging.getLogger(__name__)
 
 
+_NO_GROUP = refuses(process_group="ranks agree over the group that all of them are in. Leave it out.")
+
+
+@_NO_GROUP
 class DistributedCheckpointSaver(Callback):
     """Saves modules, optimizers, schedulers, progress, the loader's position, random streams and other Statefuls.
 
@@ -60,7 +63,6 @@ class DistributedCheckpointSaver(Callback):
         only_trained: leave out parameters that are frozen from the beginning, as the base of an adapter: the script builds them
             each time. A restore compares their checksums, and refuses another base. Buffers are saved.
         restart: set checkpoints that are ahead of this run aside, instead of refusing to start.
-        process_group: not needed, and not used; TorchTNT's.
     """
 
     may_stop, saves = False, True
@@ -81,7 +83,6 @@ class DistributedCheckpointSaver(Callback):
         tolerated_failures: int = 3,
         only_trained: bool = False,
         restart: bool = False,
-        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if on_busy not in ("wait", "skip"):
             raise UsageError(f"on_busy {on_busy!r}: 'wait' or 'skip'.")
@@ -344,13 +345,13 @@ class DistributedCheckpointSaver(Callback):
     # --- restoring
 
     @staticmethod
+    @_NO_GROUP
     def restore(
         path: str | Path | Remote,
         unit: Unit,
         *,
         train_dataloader: Iterable[Any] | None = None,
         restore_options: RestoreOptions | None = None,
-        process_group: dist.ProcessGroup | None = None,
     ) -> Report:
         """Put a unit, and the loader if given, back to a checkpoint. Collective.
 
@@ -366,13 +367,13 @@ class DistributedCheckpointSaver(Callback):
         return restoring.restore(place(path), unit, train_dataloader, restore_options or RestoreOptions())
 
     @staticmethod
+    @_NO_GROUP
     def restore_from_latest(
         dirpath: str | Path,
         unit: Unit,
         *,
         train_dataloader: Iterable[Any] | None = None,
         restore_options: RestoreOptions | None = None,
-        process_group: dist.ProcessGroup | None = None,
         fall_back: bool = True,
     ) -> bool:
         """Restore the newest valid checkpoint in a folder; False if there is none, or under `echelon run --restart`. Collective.
@@ -388,6 +389,7 @@ class DistributedCheckpointSaver(Callback):
         return restoring.restore_first(folder, commit.candidates(folder), unit, train_dataloader, options, fall_back)
 
     @staticmethod
+    @_NO_GROUP
     def restore_from_best(
         dirpath: str | Path,
         unit: Unit,
@@ -396,7 +398,6 @@ class DistributedCheckpointSaver(Callback):
         *,
         train_dataloader: Iterable[Any] | None = None,
         restore_options: RestoreOptions | None = None,
-        process_group: dist.ProcessGroup | None = None,
         fall_back: bool = True,
     ) -> bool:
         """As `restore_from_latest`, of the checkpoints that have the metric the best; False if none has it."""
