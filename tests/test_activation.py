@@ -271,7 +271,7 @@ def _trained(strategy: str) -> dict[str, dict[str, torch.Tensor]]:
         ech.seed(5)
         unit = Regression(module=module, strategy=strategy, activation_checkpoint_params=params, gradient_accumulation_steps=2)
         ech.train(unit, [batch(5, 10 * unit.prepared.dp_rank + i) for i in range(4)], max_epochs=1)
-        buffers = {n: b.detach().clone() for n, b in unit.prepared.plain.named_buffers()}
+        buffers = {n: b.detach().clone() for n, b in unit.prepared.unwrapped.named_buffers()}
         found[name] = {**whole(unit.module), **buffers}
     return found
 

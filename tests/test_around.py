@@ -72,7 +72,7 @@ class Around(Regression):
         out = {
             "wrapper": lambda: self.module(x),
             "inner": lambda: net(x),
-            "inside": lambda: self.prepared.plain(x),
+            "inside": lambda: self.prepared.unwrapped(x),
             "forward": lambda: net.forward(x),
             "parts": lambda: net.last(net.encode(x)),
             "functional": lambda: torch.func.functional_call(net, dict(net.named_parameters()), (x,)),
@@ -106,7 +106,7 @@ def _train(ways: list[tuple[str, str]], *, recompute: bool = False) -> dict[tupl
         unit.module.eval()
         with torch.no_grad():
             unit.module(batch(2, 99)[0])  # as an evaluation begins
-        done[name, way] = whole(unit.module), unit.norms, unit.prepared.plain.mean.clone()
+        done[name, way] = whole(unit.module), unit.norms, unit.prepared.unwrapped.mean.clone()
     return done
 
 

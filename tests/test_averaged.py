@@ -178,7 +178,7 @@ def _evaluations(strategy: str | None) -> dict[str, Any]:
         unit = Evaluated(strategy=strategy, swa_params=params, step_lr_interval="step")
         ech.fit(unit, _mine(unit), [(x, y)], max_epochs=1, evaluate_every_n_steps=2)
         found[f"outputs {used}"], found[f"loss {used}"] = unit.seen, unit.eval_loss
-        found[f"weights {used}"] = {n: _whole(p) for n, p in unit.prepared.plain.named_parameters()}
+        found[f"weights {used}"] = {n: _whole(p) for n, p in unit.prepared.unwrapped.named_parameters()}
         found[f"averages {used}"] = _averages(unit)
         ech.predict(unit, [x])
         found[f"predicted {used}"] = unit.seen

@@ -65,7 +65,7 @@ def _unit(strategy: Any, **options: Any) -> Recording:
 
 
 def _buffers(unit: Any) -> dict[str, torch.Tensor]:
-    return {n: b.detach().double().clone() for n, b in unit.prepared.plain.named_buffers()}
+    return {n: b.detach().double().clone() for n, b in unit.prepared.unwrapped.named_buffers()}
 
 
 def _outputs(unit: Any) -> dict[str, torch.Tensor]:

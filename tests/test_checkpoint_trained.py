@@ -59,7 +59,7 @@ def _train(folder: str | Path, strategy: str | None, steps: int, *, restore: boo
     if restore:
         assert Saver.restore_from_latest(folder, unit)
     ech.train(unit, DATA[: steps - unit.train_progress.num_steps_completed], max_epochs=1, callbacks=[saver])
-    buffers = {n: b.clone() for n, b in unit.prepared.plain.named_buffers()}
+    buffers = {n: b.clone() for n, b in unit.prepared.unwrapped.named_buffers()}
     return {**whole(unit.module), **buffers}
 
 
@@ -71,7 +71,7 @@ def _names(folder: Path) -> set[str]:
 def _go_on(folder: str, strategy: str) -> Any:
     unit = _unit(strategy)
     assert Saver.restore_from_latest(folder, unit)
-    buffers = {n: b.clone() for n, b in unit.prepared.plain.named_buffers()}
+    buffers = {n: b.clone() for n, b in unit.prepared.unwrapped.named_buffers()}
     return {**whole(unit.module), **buffers}
 
 

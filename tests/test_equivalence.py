@@ -79,7 +79,7 @@ class Tokens(ech.AutoUnit[Any]):
 
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
         x, y, mask = data
-        self.prepared.plain.whole = self.updates % 2 == 0
+        self.prepared.unwrapped.whole = self.updates % 2 == 0
         error = (self.module(x) - y).square() * mask
         return error.sum() / mask.sum().clamp(min=1), None
 

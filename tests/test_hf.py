@@ -275,13 +275,13 @@ def _recomputed(strategy: str | None, name: str) -> Any:
     ids = _tokens([8, 3], 1)
     data = {**ids, "decoder_attention_mask": ids["attention_mask"]} if name == "t5" else dict(ids)
     plain = build()
-    plain.module.config.use_cache = plain.prepared.plain.config.use_cache = False
+    plain.module.config.use_cache = plain.prepared.unwrapped.config.use_cache = False
     torch.manual_seed(1)
     ech.train(plain, [data] * 2, max_epochs=1)
     unit = build(activation_checkpoint_params=ech.ActivationCheckpointParams())
     torch.manual_seed(1)
     ech.train(unit, [data] * 2, max_epochs=1)
-    model = unit.prepared.plain.eval()
+    model = unit.prepared.unwrapped.eval()
     with torch.no_grad():
         kept = model(**data).past_key_values
     return _apart(_trained(unit.module), _trained(plain.module)), model.config.use_cache, kept.get_seq_length()

@@ -283,7 +283,7 @@ def _under_each(strategies: list[Any]) -> dict[str, Any]:
         # A rank that seeded otherwise gets rank 0's values, as it does when it was built plainly.
         seed = 5 if strategy == "noop" else 5 + dist.get_rank()
         unit = Regression(module=_built(seed, meta=True), strategy=strategy, optimizer="AdamW")
-        module = unit.prepared.plain
+        module = unit.prepared.unwrapped
         shards = [p.to_local().flatten().tolist() for p in module.parameters() if hasattr(p, "to_local")]
         different = _differing(module, _built(5, meta=False))
         tied = module.first.weight is module.last.weight

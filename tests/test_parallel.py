@@ -172,7 +172,7 @@ def _tied(strategy: str) -> bool:
     module.blocks[1][0].weight = module.blocks[0][0].weight
     unit = Regression(module=module, strategy=strategy)
     ech.train(unit, [batch(4, 0)], max_epochs=1)
-    plain = unit.prepared.plain
+    plain = unit.prepared.unwrapped
     return plain.blocks[1][0].weight is plain.blocks[0][0].weight
 
 

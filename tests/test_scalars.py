@@ -176,7 +176,7 @@ def _save(folder: str, strategy: str) -> dict[str, Any]:
 
 
 def _state(unit: Any) -> dict[str, Any]:
-    named = dict(unit.prepared.plain.named_parameters())
+    named = dict(unit.prepared.unwrapped.named_parameters())
     averages = {f"swa {n}": _whole(t).clone() for n, t in unit.swa_model.state_dict().items() if isinstance(t, torch.Tensor)}
     moments = {}
     if not isinstance(unit.module, nn.parallel.DistributedDataParallel):
@@ -212,7 +212,7 @@ def test_scalars_go_through_checkpoints_to_every_strategy(ranks: Ranks, tmp_path
 def _half() -> list[Any]:
     unit = Regression(module=_module().float(), strategy="fsdp", precision=ech.Precision(torch.float16, init_scale=2.0**40))
     ech.train(unit, [batch(2, i + dist.get_rank(), torch.float32) for i in range(3)], max_epochs=1)
-    return [float(unit.prepared.plain.temperature.detach()), unit.grad_scaler.get_scale()]
+    return [float(unit.prepared.unwrapped.temperature.detach()), unit.grad_scaler.get_scale()]
 
 
 def test_an_inf_in_a_scalars_gradient_skips_the_update_on_all_ranks(ranks: Ranks) -> None:
@@ -224,8 +224,8 @@ def _bitwise(strategy: str) -> dict[str, torch.Tensor]:
     rank, size = dist.get_rank() if dist.is_initialized() else 0, dist.get_world_size() if dist.is_initialized() else 1
     unit = Regression(module=_module().float(), strategy=strategy, deterministic="bitwise", clip_grad_norm=0.3)
     micros = [batch(2, 10 * (i * size + rank), torch.float32) for i in range(3 * 4 // size)]
-    unit.prepared.plain.calls = 1  # as many calls on each number of ranks would be another model: they are all odd
-    unit.prepared.plain.register_forward_pre_hook(lambda module, args: setattr(module, "calls", 0))
+    unit.prepared.unwrapped.calls = 1  # as many calls on each number of ranks would be another model: they are all odd
+    unit.prepared.unwrapped.register_forward_pre_hook(lambda module, args: setattr(module, "calls", 0))
     ech.train(unit, micros, max_epochs=1)
     return whole(unit.module)
 

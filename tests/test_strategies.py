@@ -273,7 +273,7 @@ def _from_meta() -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         module = _tied()
     unit = Regression(module=module, strategy=ech.FSDPStrategy(param_init_fn=_fill))
-    plain: Any = unit.prepared.plain
+    plain: Any = unit.prepared.unwrapped
     assert plain.blocks[0][0].weight is plain.blocks[1][0].weight
     return whole(unit.module)
 
@@ -301,7 +301,7 @@ def _synchronised(strategy: Any) -> tuple[dict[str, torch.Tensor], dict[str, tor
     ech.train(unit, [batch(2 + 3 * rank, 10 * i + rank) for i in range(5)], max_epochs=1)
     unit.module.eval()
     out = unit.module(batch(3, 99)[0]).detach()
-    return whole(unit.module), dict(unit.prepared.plain.named_buffers()), out
+    return whole(unit.module), dict(unit.prepared.unwrapped.named_buffers()), out
 
 
 @pytest.mark.parametrize("strategy", [ech.DDPStrategy(sync_batchnorm=True), "ddp", "fsdp", "zero1"])

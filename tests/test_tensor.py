@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
-from echelon.parallel.parallelize import Recipe
+from echelon.parallel.recipe import Recipe
 from echelon.world.mesh import ParallelDims
 from tests.conftest import Ranks
 from tests.models import Net, batch, net, plain_training, whole

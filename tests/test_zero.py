@@ -34,7 +34,7 @@ def test_the_largest_goes_to_who_has_least() -> None:
 def _held(strategy: str) -> tuple[int, int, set[str]]:
     unit = Regression(module=net(width=64), strategy=strategy, optimizer="AdamW")
     ech.train(unit, _mine(), max_epochs=1)
-    names = {id(p): n for n, p in unit.prepared.plain.named_parameters()}
+    names = {id(p): n for n, p in unit.prepared.unwrapped.named_parameters()}
     moments = [v for s in unit.optimizer.state.values() for v in s.values() if v.dim()]
     gradients = sum(p.numel() for group in unit.optimizer.param_groups for p in group["params"])
     return sum(m.numel() for m in moments), gradients, {names[id(p)] for p in unit.optimizer.state}  # type: ignore[call-overload]
@@ -101,7 +101,7 @@ def _modules(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
             assert largest_difference(whole(first.module), whole(second.module)) == 0
             ech.train(second, _mine()[3:], max_epochs=2)
             if module is Shaped:  # as gradient buckets and kernels expect it
-                assert straight.prepared.plain.conv.weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr]
+                assert straight.prepared.unwrapped.conv.weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr]
             done[name], done[f"{name} resumed"] = whole(straight.module), whole(second.module)
     return done
 

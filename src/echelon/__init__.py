@@ -44,14 +44,9 @@ if TYPE_CHECKING:
     from echelon.parallel.dp import DPStrategy
     from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
     from echelon.parallel.fsdp2 import FSDP2Strategy
-    from echelon.parallel.parallelize import (
-        TorchCompileParams,
-        prepare_ddp,
-        prepare_fsdp,
-        prepare_fsdp2,
-        prepare_module,
-    )
+    from echelon.parallel.parallelize import prepare_ddp, prepare_fsdp, prepare_fsdp2, prepare_module
     from echelon.parallel.precision import Precision
+    from echelon.parallel.recipe import TorchCompileParams
     from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
     from echelon.parallel.tensor import TPStrategy
     from echelon.parallel.zero import ZeROStrategy
@@ -184,7 +179,7 @@ _HOMES = {
     "TestUnit": "loop.unit",
     "TokenWriter": "data.tokens",
     "Tokens": "data.tokens",
-    "TorchCompileParams": "parallel.parallelize",
+    "TorchCompileParams": "parallel.recipe",
     "TrainStepResults": "loop.auto",
     "TrainUnit": "loop.unit",
     "Trainer": "loop.trainer",

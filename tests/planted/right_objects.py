@@ -23,7 +23,7 @@ class Thawing(Auto):
         return super().compute_loss(state, (data.x, data.y))
 
     def on_train_epoch_start(self, state: ech.State) -> None:
-        self.prepared.plain.used[1].requires_grad_(self.train_progress.num_epochs_completed > 0)
+        self.prepared.unwrapped.used[1].requires_grad_(self.train_progress.num_epochs_completed > 0)
 
 
 class Partly(nn.Module):

@@ -46,9 +46,10 @@ from echelon.loop.rebuild import Built
 from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
 from echelon.loop.window import Window
 from echelon.parallel.activation import ActivationCheckpointParams
-from echelon.parallel.parallelize import TorchCompileParams
 from echelon.parallel.precision import Precision, Shards, check_scaler
-from echelon.parallel.strategy import NO_CONTEXT, Strategy
+from echelon.parallel.prepared import NO_CONTEXT
+from echelon.parallel.recipe import TorchCompileParams
+from echelon.parallel.strategy import Strategy
 from echelon.world import agree, streams
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from torch import nn
 from echelon.contracts.overrides import overrides
 from echelon.loop.unit import PredictUnit
 from echelon.parallel.activation import ActivationCheckpointParams
-from echelon.parallel.parallelize import Recipe, TorchCompileParams, parallelize
+from echelon.parallel.parallelize import parallelize
 from echelon.parallel.precision import Precision
+from echelon.parallel.recipe import Recipe, TorchCompileParams
 from echelon.parallel.strategy import Strategy
 from echelon.world.device import copy_data_to_device
 from echelon.world.init import init_from_env

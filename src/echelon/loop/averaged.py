@@ -100,7 +100,7 @@ class AveragedWeights:
         self.applied_now = False
         prepared.parameters_written()  # refuses here what could not be exchanged later
         # Once: sharded parameters are found under their names only while they are not gathered.
-        self._parameters = {f"parameters.{n}": p for n, p in prepared.plain.named_parameters()}
+        self._parameters = {f"parameters.{n}": p for n, p in prepared.unwrapped.named_parameters()}
         sources = self._sources()
         self._averages = {n: t.detach().clone() for n, t in sources.items()}
         wanted = sources if params.use_buffers else self._parameters
@@ -110,7 +110,7 @@ class AveragedWeights:
 
     def _sources(self) -> dict[str, torch.Tensor]:
         """What is averaged, as it is now: modules may replace a buffer."""
-        return {**self._parameters, **{f"buffers.{n}": b for n, b in self._prepared.plain.named_buffers()}}
+        return {**self._parameters, **{f"buffers.{n}": b for n, b in self._prepared.unwrapped.named_buffers()}}
 
     @property
     def begun(self) -> bool:

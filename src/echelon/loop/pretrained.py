@@ -46,7 +46,7 @@ def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], **o
         CheckpointWriteError: on every rank, if rank 0 could not write.
     """
     wrapped = _module(model)
-    module = Prepared.of(wrapped, World.current(torch.device("cpu"))).plain
+    module = Prepared.of(wrapped, World.current(torch.device("cpu"))).unwrapped
     own = getattr(type(module), "save_pretrained", None)
     if not callable(own):
         raise UsageError(

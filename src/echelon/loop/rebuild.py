@@ -120,7 +120,7 @@ def recall(thing: object, said: Mapping[str, bytes]) -> None:
 
 
 def _plain(unit: AutoUnit[Any]) -> torch.nn.Module:
-    module = unit.prepared.plain
+    module = unit.prepared.unwrapped
     sharded = [name for name, p in module.named_parameters() if hasattr(p, "full_tensor")]
     if sharded:
         raise UsageError(

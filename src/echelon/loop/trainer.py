@@ -247,7 +247,7 @@ class Trainer:
                 done = launch(work_in_rank, ranks=ranks, args=(self, work), env=env, run_dir=self.default_root_dir)
             finally:
                 if isinstance(unit, AutoUnit):
-                    unit.prepared.plain.to(unit.device)
+                    unit.prepared.unwrapped.to(unit.device)
             if isinstance(unit, AutoUnit):
                 if work.phase == "fit":
                     DistributedCheckpointSaver.restore_from_latest(folder / "after", unit, restore_options=BETWEEN_PROCESSES)

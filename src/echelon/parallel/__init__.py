@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.dp import DPStrategy
 from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
-from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
+from echelon.parallel.strategy import STRATEGIES, NOOPStrategy, Prepared, Strategy
 from echelon.parallel.tensor import TPStrategy
 from echelon.parallel.zero import ZeROStrategy
 
@@ -28,7 +27,7 @@ __all__ = [
 ]
 
 # A new strategy is one file and one line here; every test over strategies then covers it.
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
+STRATEGIES |= {
     "noop": NOOPStrategy,
     "dp": DPStrategy,
     "ddp": DDPStrategy,

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.blocks import blocks_by_policy, blocks_to_shard
-from echelon.parallel.strategy import NO_CONTEXT
+from echelon.parallel.prepared import NO_CONTEXT
 
 __all__ = [
     "ActivationCheckpointParams",

@@ -19,7 +19,10 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.around import Passes, send_through
 from echelon.parallel.fixed_order import reduce_bucket
 from echelon.parallel.materialize import materialize
-from echelon.parallel.strategy import Prepared, Strategy, WrapperPrepared
+from echelon.parallel.prepared import Prepared, WrapperPrepared
+from echelon.parallel.recipe import Recipe
+from echelon.parallel.registry import Kind, register
+from echelon.parallel.strategy import Strategy
 from echelon.parallel.sync_batchnorm import sync_batchnorm
 from echelon.world.init import World, ensure_group
 
@@ -27,8 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed.device_mesh import DeviceMesh
-
-    from echelon.parallel.parallelize import Recipe
 
 __all__ = ["DDPPrepared", "DDPStrategy"]
 
@@ -82,6 +83,9 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
             self.module.register_comm_hook(self.module.process_group, lambda group, bucket: reduce_bucket(group, bucket))
         except RuntimeError as error:  # torch takes one hook
             raise UsageError("bit-equal training reduces gradients by a hook of its own: leave out comm_hook.") from error
+
+
+register(Kind("ddp", lambda module: isinstance(module, DistributedDataParallel), DDPPrepared, inner="module"))
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,18 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.materialize import materialize
-from echelon.parallel.strategy import NO_CONTEXT, Prepared, Strategy, WrapperPrepared
+from echelon.parallel.prepared import NO_CONTEXT, Prepared, WrapperPrepared
+from echelon.parallel.recipe import Recipe
+from echelon.parallel.registry import Kind, register
+from echelon.parallel.strategy import Strategy
 from echelon.world.init import World
-
-if TYPE_CHECKING:
-    from echelon.parallel.parallelize import Recipe
 
 __all__ = ["DPPrepared", "DPStrategy"]
 
@@ -33,6 +33,12 @@ class DPPrepared(WrapperPrepared["nn.DataParallel[Any]"]):
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         return NO_CONTEXT  # gradients are gathered by autograd, where they add up
+
+    def __init__(self, module: nn.DataParallel[Any], world: World) -> None:
+        super().__init__(module)
+
+
+register(Kind("dp", lambda module: isinstance(module, nn.DataParallel), DPPrepared, inner="module"))
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class DPStrategy(Strategy):
                 "one's weights. Take strategy 'ddp', or no activation_checkpoint_params."
             )
         module = recipe.compile(recipe.recompute(module.to(_first(devices))))
-        return DPPrepared(nn.DataParallel(module, devices, self.output_device, self.dim))
+        return DPPrepared(nn.DataParallel(module, devices, self.output_device, self.dim), world)
 
 
 def _first(devices: Sequence[int | torch.device]) -> torch.device:

@@ -19,16 +19,16 @@ from echelon.contracts.rank import RankInfo
 from echelon.contracts.refused import refuses
 from echelon.parallel.blocks import Blocks, blocks_by_policy, blocks_to_shard, chosen_blocks
 from echelon.parallel.fsdp1 import precision_policies, sharding_named
+from echelon.parallel.prepared import Prepared
+from echelon.parallel.recipe import Recipe
 from echelon.parallel.sharding import FSDPPrepared, Sharding, flat_mesh, offloads, replica_mesh, shard
-from echelon.parallel.strategy import Prepared, Strategy
+from echelon.parallel.strategy import Strategy
 from echelon.world.init import World, ensure_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
     from torch.distributed.fsdp import ShardingStrategy as TorchShardingStrategy
-
-    from echelon.parallel.parallelize import Recipe
 
 __all__ = ["FSDPPrepared", "FSDPStrategy", "HSDPStrategy", "blocks_to_shard"]
 

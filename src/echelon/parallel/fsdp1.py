@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.strategy import WrapperPrepared
+from echelon.parallel.buffers import Buffers
+from echelon.parallel.prepared import WrapperPrepared
+from echelon.parallel.registry import Kind, imported, register
 from echelon.world.init import World
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ class FSDP1Prepared(WrapperPrepared["FullyShardedDataParallel"]):
     def data_groups(self) -> list[dist.ProcessGroup | None]:
         return [None]
 
+    def adopt(self) -> None:
+        Buffers.keep_equal(self.module, self.data_groups, begin=True)
+
     def parameters_written(self) -> None:
         raise UsageError(
             "the older FullyShardedDataParallel keeps copies of its parameters that cannot be told of a change, so its weights "
@@ -39,6 +44,12 @@ class FSDP1Prepared(WrapperPrepared["FullyShardedDataParallel"]):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         return self.module.clip_grad_norm_(max_norm, norm_type)
 
+
+def is_fsdp1(module: nn.Module) -> bool:
+    return isinstance(module, imported("torch.distributed.fsdp", "FullyShardedDataParallel"))
+
+
+register(Kind("fsdp1", is_fsdp1, FSDP1Prepared, inner="_fsdp_wrapped_module"))
 
 # (reshard after the forward, replicas of the shards)
 _SHARDINGS = {

@@ -12,15 +12,15 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.parallel.blocks import Blocks, chosen_blocks, innermost_first
 from echelon.parallel.precision import Precision
+from echelon.parallel.prepared import Prepared
+from echelon.parallel.recipe import Recipe
 from echelon.parallel.sharding import Sharding, flat_mesh, offloads, shard
-from echelon.parallel.strategy import Prepared, Strategy
+from echelon.parallel.strategy import Strategy
 from echelon.world.init import World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-
-    from echelon.parallel.parallelize import Recipe
 
 __all__ = ["FSDP2Strategy"]
 

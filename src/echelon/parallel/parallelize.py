@@ -7,8 +7,7 @@ block. A strategy receives the first two as a `Recipe` and applies it where its 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,22 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
-from echelon.parallel.activation import ActivationCheckpointParams, recompute
-from echelon.parallel.buffers import Buffers
+from echelon.parallel.activation import ActivationCheckpointParams
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.fsdp import FSDPStrategy
-from echelon.parallel.fsdp1 import FSDP1Prepared
 from echelon.parallel.fsdp2 import FSDP2Strategy
+from echelon.parallel.prepared import Prepared
+from echelon.parallel.recipe import Recipe, TorchCompileParams
+from echelon.parallel.registry import kind_of
 from echelon.parallel.replaced import note
-from echelon.parallel.sharding import FSDPPrepared
-from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy, resolve
+from echelon.parallel.strategy import NOOPStrategy, Strategy, resolve
 from echelon.parallel.sync_batchnorm import on_host
-from echelon.parallel.zero import ZeROPrepared
 from echelon.world.init import World
 
 __all__ = [
-    "Recipe",
-    "TorchCompileParams",
     "parallelize",
     "prepare_ddp",
     "prepare_fsdp",
@@ -41,59 +37,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TorchCompileParams:
-    """`torch.compile`'s options. The module is compiled in place, so its parameter names stay.
-
-    Args:
-        recursive_module_types: compile the submodules of these classes, or class names, one by one instead of the whole;
-            faster to compile when a block is repeated.
-    """
-
-    fullgraph: bool = False
-    dynamic: bool | None = None
-    backend: str | Callable[..., Any] = "inductor"
-    mode: str | None = None
-    options: dict[str, Any] | None = None
-    disable: bool = False
-    recursive_module_types: Collection[str | type[nn.Module]] = field(default_factory=tuple)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What happens to a module besides being made parallel."""
-
-    activation_checkpoint: ActivationCheckpointParams | None = None
-    torch_compile: TorchCompileParams | None = None
-
-    def recompute(self, module: nn.Module) -> nn.Module:
-        compiled = self.torch_compile
-        if self.activation_checkpoint is not None and compiled is not None and compiled.backend == "eager":
-            raise UsageError(
-                "torch.compile's backend 'eager' draws other dropout masks when it recomputes activations (torch 2.13), and the "
-                "gradients are wrong. Use backend='aot_eager' or 'inductor', or no activation_checkpoint_params."
-            )
-        return recompute(module, self.activation_checkpoint)
-
-    def compile(self, module: nn.Module) -> nn.Module:
-        params = self.torch_compile
-        if params is None or params.disable:
-            return module
-        kinds = params.recursive_module_types
-        names = {k for k in kinds if isinstance(k, str)}
-        classes = tuple(k for k in kinds if isinstance(k, type))
-        targets = [m for m in module.modules() if type(m).__name__ in names or isinstance(m, classes)] if kinds else [module]
-        for target in targets:
-            target.compile(
-                fullgraph=params.fullgraph,
-                dynamic=params.dynamic,
-                backend=params.backend,
-                mode=params.mode,
-                options=params.options,
-            )
-        return module
 
 
 def parallelize(
@@ -115,10 +58,9 @@ def parallelize(
         UsageError: an unknown strategy; a strategy for a module that is wrapped already.
     """
     chosen, world, recipe = resolve(strategy), World.current(device), recipe or Recipe()
-    given = Prepared.of(module, world)
-    if type(given) is Prepared:
+    if kind_of(module) is None:
         for name, inner in module.named_modules():
-            if type(Prepared.of(inner, world)) is not Prepared:
+            if kind_of(inner) is not None:
                 raise UsageError(
                     f"{type(module).__name__}.{name} is a {type(inner).__name__}, but the whole module is not: gradients of the "
                     "rest would not be reduced. Wrap the whole module, or pass it plain with a strategy."
@@ -129,16 +71,16 @@ def parallelize(
             on_host(module)
         before = list(module.named_parameters(remove_duplicate=False))
         prepared = (chosen or NOOPStrategy()).prepare(module, world, recipe)
-        note(before, dict(prepared.plain.named_parameters(remove_duplicate=False)))
+        note(before, dict(prepared.unwrapped.named_parameters(remove_duplicate=False)))
         return prepared
     if chosen is not None and not isinstance(chosen, NOOPStrategy):
         raise UsageError(
             f"strategy {chosen.name!r} for a {type(module).__name__} that is made parallel already. "
             "Pass the plain module, or no strategy."
         )
-    recipe.compile(recipe.recompute(given.plain))
-    if isinstance(given, (FSDPPrepared, FSDP1Prepared)):
-        Buffers.keep_equal(given.module, given.data_groups, begin=True)
+    given = Prepared.of(module, world)
+    recipe.compile(recipe.recompute(given.unwrapped))
+    given.adopt()
     return given
 
 
@@ -154,7 +96,7 @@ def prepare_module(
     decided = overrides()
     recipe = Recipe(activation_checkpoint_params, torch_compile_params if decided.compile is not False else None)
     prepared = parallelize(module, strategy, device, recipe, overridden=decided.strategy)
-    if isinstance(prepared, ZeROPrepared):
+    if prepared.divides_optimizer:
         logger.warning(
             "prepare_module never sees the optimizer that strategy 'zero1' divides: call echelon.parallel.partition.Partition("
             "optimizer) once you have built it, or this is strategy 'ddp'"

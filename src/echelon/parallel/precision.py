@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.strategy import NO_CONTEXT, Prepared, local
+from echelon.parallel.gradients import local
+from echelon.parallel.prepared import NO_CONTEXT, Prepared
 from echelon.world import agree
 
 __all__ = ["Precision", "Shards"]

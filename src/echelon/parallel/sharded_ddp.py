@@ -20,8 +20,10 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.parallel.gradients import clip_owned_
 from echelon.parallel.partition import Partition
-from echelon.parallel.strategy import WrapperPrepared
+from echelon.parallel.prepared import WrapperPrepared
+from echelon.parallel.registry import Kind, register
 from echelon.parallel.to_owners import ToOwners
+from echelon.world.init import World
 
 __all__ = ["ShardedDDPPrepared", "ShardedDataParallel"]
 
@@ -195,7 +197,7 @@ class ShardedDataParallel(nn.Module):
 class ShardedDDPPrepared(WrapperPrepared[ShardedDataParallel]):
     """A module that the user put in ShardedDataParallel."""
 
-    def __init__(self, module: ShardedDataParallel) -> None:
+    def __init__(self, module: ShardedDataParallel, world: World) -> None:
         super().__init__(module, dist.get_rank(module.process_group), dist.get_world_size(module.process_group))
 
     @property
@@ -215,6 +217,9 @@ class ShardedDDPPrepared(WrapperPrepared[ShardedDataParallel]):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         own = [p for o in self.module.partitions for group in o.optimizer.param_groups for p in group["params"]]
         return clip_owned_(self.module.parameters(), own, max_norm, norm_type, self.module.process_group)
+
+
+register(Kind("sharded_ddp", lambda module: isinstance(module, ShardedDataParallel), ShardedDDPPrepared, inner="module"))
 
 
 def _partitions(optimizers: Sequence[torch.optim.Optimizer], group: dist.ProcessGroup | None) -> list[Partition]:

@@ -25,15 +25,15 @@ from echelon.parallel.buffers import Buffers
 from echelon.parallel.fixed_order import TreeReduceScatter
 from echelon.parallel.loose import AfterEachBackward
 from echelon.parallel.materialize import materialize, remember
-from echelon.parallel.strategy import NO_CONTEXT, Prepared
+from echelon.parallel.prepared import NO_CONTEXT, Prepared
+from echelon.parallel.recipe import Recipe
+from echelon.parallel.registry import Kind, imported, register
 from echelon.world.init import World, ensure_group
 from echelon.world.mesh import ParallelDims
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-
-    from echelon.parallel.parallelize import Recipe
 
 __all__ = ["FSDPPrepared", "Sharding", "flat_mesh", "offloads", "replica_mesh", "replicas_default", "shard"]
 
@@ -51,6 +51,9 @@ class FSDPPrepared(Prepared[nn.Module]):
         rank, size, self.is_replica = _data_place(module, world)
         super().__init__(module, rank if dp_rank is None else dp_rank, size if dp_size is None else dp_size)
         _refuse_copies(module)
+
+    def adopt(self) -> None:
+        Buffers.keep_equal(self.module, self.data_groups, begin=True)
 
     def optimizer(self, make: Callable[[nn.Module], O]) -> O:
         self.parameters_written()  # an evaluation leaves whole parameters, which are gone when their shards return
@@ -98,6 +101,13 @@ class FSDPPrepared(Prepared[nn.Module]):
             if isinstance(module, FSDPModule):
                 module.reshard()
         Buffers.expire(self.module)  # averages may have taken their place
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    return isinstance(module, imported("torch.distributed.fsdp", "FSDPModule"))
+
+
+register(Kind("fsdp", is_fully_sharded, FSDPPrepared))
 
 
 def _refuse_copies(module: nn.Module) -> None:

@@ -21,14 +21,14 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.materialize import remember
-from echelon.parallel.strategy import Prepared, Strategy
+from echelon.parallel.prepared import Prepared
+from echelon.parallel.recipe import Recipe
+from echelon.parallel.strategy import Strategy
 from echelon.world.init import World, ensure_group
 from echelon.world.mesh import ParallelDims
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
-
-    from echelon.parallel.parallelize import Recipe
 
 __all__ = ["TPStrategy"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,11 +19,10 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.ddp import DDPPrepared, DDPStrategy
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.partition import Partition
-from echelon.parallel.strategy import Prepared, Strategy
+from echelon.parallel.prepared import Prepared
+from echelon.parallel.recipe import Recipe
+from echelon.parallel.strategy import Strategy
 from echelon.world.init import World
-
-if TYPE_CHECKING:
-    from echelon.parallel.parallelize import Recipe
 
 __all__ = ["ZeROPrepared", "ZeROStrategy"]
 
@@ -33,11 +32,13 @@ O = TypeVar("O")  # noqa: E741
 class ZeROPrepared(DDPPrepared):
     """A module in DistributedDataParallel, whose optimizer will be divided."""
 
+    divides_optimizer = True
+
     def optimizer(self, make: Callable[[DistributedDataParallel], O]) -> O:
         made = make(self.module)
         optimizer = made[0] if isinstance(made, tuple) and made else made
         if isinstance(optimizer, torch.optim.Optimizer):
-            Partition(optimizer, self.module.process_group, {p: n for n, p in self.plain.named_parameters()})
+            Partition(optimizer, self.module.process_group, {p: n for n, p in self.unwrapped.named_parameters()})
         return made
 
 

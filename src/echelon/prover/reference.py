@@ -207,7 +207,7 @@ class AutoReference(Reference):
     def begin(self, *, write: bool = True) -> None:
         super().begin(write=write)
         unit = self.unit
-        self.module = unit.prepared.plain
+        self.module = unit.prepared.unwrapped
         self.optimizer, self.scheduler = unit.configure_optimizers_and_lr_scheduler(self.module)
         unit.optimizer, unit.lr_scheduler = self.optimizer, self.scheduler  # the unit's hooks may look at them
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}

@@ -58,7 +58,7 @@ def named_values(unit: Any) -> dict[str, torch.Tensor]:
 
 def modules_of(unit: Any) -> list[tuple[str, nn.Module]]:
     if isinstance(unit, AutoUnit):
-        return [("", unit.prepared.plain)]
+        return [("", unit.prepared.unwrapped)]
     modules = unit.tracked_modules()
     return [(f"{name}." if len(modules) > 1 else "", module) for name, module in modules.items()]
 

@@ -20,7 +20,8 @@ from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.materialize import materialize
 from echelon.parallel.materialize import on_meta_tensors as on_meta_device
-from echelon.parallel.parallelize import Recipe, TorchCompileParams, prepare_ddp
+from echelon.parallel.parallelize import prepare_ddp
+from echelon.parallel.recipe import Recipe, TorchCompileParams
 from echelon.parallel.state import states_by_name
 from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy, resolve
 from echelon.world.init import World

@@ -1,0 +1,67 @@
+"""What happens to a module besides being made parallel: activation checkpointing and compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.activation import ActivationCheckpointParams, recompute
+
+__all__ = ["Recipe", "TorchCompileParams"]
+
+
+@dataclass(frozen=True)
+class TorchCompileParams:
+    """`torch.compile`'s options. The module is compiled in place, so its parameter names stay.
+
+    Args:
+        recursive_module_types: compile the submodules of these classes, or class names, one by one instead of the whole;
+            faster to compile when a block is repeated.
+    """
+
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    backend: str | Callable[..., Any] = "inductor"
+    mode: str | None = None
+    options: dict[str, Any] | None = None
+    disable: bool = False
+    recursive_module_types: Collection[str | type[nn.Module]] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What happens to a module besides being made parallel."""
+
+    activation_checkpoint: ActivationCheckpointParams | None = None
+    torch_compile: TorchCompileParams | None = None
+
+    def recompute(self, module: nn.Module) -> nn.Module:
+        compiled = self.torch_compile
+        if self.activation_checkpoint is not None and compiled is not None and compiled.backend == "eager":
+            raise UsageError(
+                "torch.compile's backend 'eager' draws other dropout masks when it recomputes activations (torch 2.13), and the "
+                "gradients are wrong. Use backend='aot_eager' or 'inductor', or no activation_checkpoint_params."
+            )
+        return recompute(module, self.activation_checkpoint)
+
+    def compile(self, module: nn.Module) -> nn.Module:
+        params = self.torch_compile
+        if params is None or params.disable:
+            return module
+        kinds = params.recursive_module_types
+        names = {k for k in kinds if isinstance(k, str)}
+        classes = tuple(k for k in kinds if isinstance(k, type))
+        targets = [m for m in module.modules() if type(m).__name__ in names or isinstance(m, classes)] if kinds else [module]
+        for target in targets:
+            target.compile(
+                fullgraph=params.fullgraph,
+                dynamic=params.dynamic,
+                backend=params.backend,
+                mode=params.mode,
+                options=params.options,
+            )
+        return module
