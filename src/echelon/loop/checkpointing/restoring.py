@@ -29,7 +29,6 @@ __all__ = ["BY_RANK", "RestoreOptions", "differs_by_rank", "restore", "restore_f
 logger = logging.getLogger(__name__)
 
 
-@refuses(init_optim_states="an optimizer without a state is given one wherever that is needed. Leave it out.")
 @dataclass(frozen=True)
 class RestoreOptions:
     """What to take from a checkpoint.

@@ -19,7 +19,6 @@ from echelon.checkpoint.store import Report
 from echelon.contracts import pulse
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError, UsageError
 from echelon.contracts.pulse import Phase
-from echelon.contracts.refused import refuses
 from echelon.contracts.run_dir import begins_anew, note_begun
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import contents, restoring
@@ -37,10 +36,6 @@ __all__ = ["BestCheckpointConfig", "DistributedCheckpointSaver", "RestoreOptions
 logger = logging.getLogger(__name__)
 
 
-_NO_GROUP = refuses(process_group="ranks agree over the group that all of them are in. Leave it out.")
-
-
-@_NO_GROUP
 class DistributedCheckpointSaver(Callback):
     """Saves modules, optimizers, schedulers, progress, the loader's position, random streams and other Statefuls.
 
@@ -345,7 +340,6 @@ class DistributedCheckpointSaver(Callback):
     # --- restoring
 
     @staticmethod
-    @_NO_GROUP
     def restore(
         path: str | Path | Remote,
         unit: Unit,
@@ -367,7 +361,6 @@ class DistributedCheckpointSaver(Callback):
         return restoring.restore(place(path), unit, train_dataloader, restore_options or RestoreOptions())
 
     @staticmethod
-    @_NO_GROUP
     def restore_from_latest(
         dirpath: str | Path,
         unit: Unit,
@@ -389,7 +382,6 @@ class DistributedCheckpointSaver(Callback):
         return restoring.restore_first(folder, commit.candidates(folder), unit, train_dataloader, options, fall_back)
 
     @staticmethod
-    @_NO_GROUP
     def restore_from_best(
         dirpath: str | Path,
         unit: Unit,

@@ -2,9 +2,20 @@
 
 from dataclasses import dataclass
 
-from echelon.loop.checkpointing.restoring import RestoreOptions
+from echelon.loop.checkpointing import restoring
 
 __all__ = ["KnobOptions", "RestoreOptions"]
+
+
+@dataclass(frozen=True)
+class RestoreOptions(restoring.RestoreOptions):
+    """As `echelon.RestoreOptions`.
+
+    Args:
+        init_optim_states: without effect: an optimizer's state is made wherever it is needed.
+    """
+
+    init_optim_states: bool = True
 
 
 @dataclass
