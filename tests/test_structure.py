@@ -18,7 +18,6 @@ STILL_CYCLIC = {
     ("echelon.loop.trainer_rank", "echelon.loop.trainer"),
     ("echelon.launcher.dragon.ranks", "echelon.launcher.dragon.group"),
     ("echelon.prover.rank", "echelon"),
-    ("echelon.compat.fairscale.nn.wrap.auto_wrap", "echelon.compat.fairscale.nn.data_parallel"),
 }
 
 Graph = Mapping[str, set[str]]

@@ -14,7 +14,7 @@ from torch import nn
 
 from echelon.world.init import World
 
-__all__ = ["Kind", "imported", "kind_of", "register"]
+__all__ = ["Kind", "imported", "kind_of", "register", "unwrapped"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,13 @@ def register(kind: Kind) -> None:
 def kind_of(module: nn.Module) -> Kind | None:
     """The kind of this very module, whatever is inside; None if it is as its author wrote it."""
     return next((kind for kind in _kinds if kind.recognises(module)), None)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What a wrapper holds as `module`, under the names of its author; else the module itself."""
+    kind = kind_of(module)
+    inner: nn.Module = module.module if kind is not None and kind.inner == "module" else module  # type: ignore[assignment]
+    return inner
 
 
 def imported(module: str, name: str) -> type | tuple[()]:

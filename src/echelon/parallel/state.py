@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from echelon.contracts.errors import CheckpointMismatchError
 from echelon.parallel.partition import Partition
-from echelon.parallel.sharded_ddp import ShardedDataParallel
+from echelon.parallel.registry import unwrapped
 from echelon.world import agree
 
 __all__ = ["ModuleState", "OptimizerState", "states_by_name"]
@@ -41,7 +40,7 @@ class ModuleState:
     keyed_by_name = True
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module.module if isinstance(module, (DataParallel, ShardedDataParallel)) else module
+        self._module = unwrapped(module)
 
     @property
     def _is_bare(self) -> bool:
@@ -308,8 +307,7 @@ def plain_names(module: nn.Module, *, every_name: bool = False) -> Iterator[tupl
 
 def _plainly(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
     """Without what wrappers put into the names."""
-    kinds = (DataParallel, DistributedDataParallel, ShardedDataParallel)
-    wrappers = {name for name, m in module.named_modules() if isinstance(m, kinds)}
+    wrappers = {name for name, m in module.named_modules() if unwrapped(m) is not m}
     for name, tensor in named:
         parts = name.split(".")
         kept = [p for i, p in enumerate(parts) if p not in _WRAPPED and not (p == "module" and ".".join(parts[:i]) in wrappers)]

@@ -28,7 +28,6 @@ from echelon.loop.callback import Callback
 from echelon.loop.loss import rows
 from echelon.loop.state import ActivePhase, State
 from echelon.parallel.partition import Partition
-from echelon.parallel.sharded_ddp import ShardedDataParallel
 from echelon.prover.peak import PeakMemory
 from echelon.prover.samples import Plan, Reading, plan_of
 from echelon.prover.sources import Sources, drawn_between
@@ -125,7 +124,7 @@ class GradientWatch:
         with self.pause():
             mine = _parameters_in([optimizer])
             others = _parameters_in(tracked) - mine
-            sharded = [m for m in wrappers_of(self._unit) if isinstance(m, ShardedDataParallel)]
+            sharded: list[Any] = [m for m in wrappers_of(self._unit) if hasattr(m, "whole_gradient")]  # which only its owner has
             named = list(parameters_of(self._unit))
             self.strangers = max(self.strangers, len(mine - {id(p) for _, p in named}))
             self.held |= {name for name, p in named if id(p) in mine}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from echelon.loop.auto import AutoUnit
-from echelon.parallel.sharded_ddp import ShardedDataParallel
+from echelon.parallel.registry import unwrapped
 
 __all__ = [
     "flattened",
@@ -79,8 +79,8 @@ def switch_off_dropout(unit: Any) -> int:
 
 
 def innermost(module: nn.Module) -> nn.Module:
-    """Inside DistributedDataParallel and ShardedDataParallel, which send buffers round before they call this."""
-    return module.module if isinstance(module, (nn.parallel.DistributedDataParallel, ShardedDataParallel)) else module
+    """Inside a wrapper, which sends buffers round before it calls this; DataParallel calls copies of its module."""
+    return module if isinstance(module, nn.DataParallel) else unwrapped(module)
 
 
 def plain_name(name: str) -> str:
