@@ -15,7 +15,6 @@ STILL_CYCLIC = {
     ("echelon.loop.optimizer_checks", "echelon.loop.auto"),
     ("echelon.loop.rebuild", "echelon.loop.auto"),
     ("echelon.loop.checkpointing.forgotten", "echelon.loop.checkpointing.restoring"),
-    ("echelon.loop.trainer_rank", "echelon.loop.trainer"),
     ("echelon.launcher.dragon.ranks", "echelon.launcher.dragon.group"),
     ("echelon.prover.rank", "echelon"),
 }

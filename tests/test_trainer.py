@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from echelon.loop.trainer_options import updates_to_steps
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import echelon as ech
 from echelon.contracts.errors import RankFailedError, UsageError
-from echelon.loop.trainer_options import updates_to_steps
 from echelon.loop.trainer_rank import shared
 from tests.conftest import clean_environment
 from tests.models import Batch, batch, largest_difference, net, plain_training, whole
@@ -385,3 +385,19 @@ def test_updates_are_counted_over_short_windows_too(updates: int, accumulation: 
 @pytest.mark.parametrize(("name", "ours"), [("bf16-mixed", "bf16"), (16, "fp16"), ("32-true", "fp32"), (32, "fp32")])
 def test_lightnings_names_of_precisions(name: Any, ours: str) -> None:
     assert ech.Trainer(max_epochs=1, precision=name)._changes["precision"] == ours
+
+
+def test_the_trainer_in_this_librarys_words(tmp_path: Path) -> None:
+    unit = Regression()
+    trainer = PlainTrainer(
+        2, "ddp", max_epochs=2, max_steps_per_epoch={"train": 2}, unit_options={"clip_grad_norm": 0.5}, run_dir=tmp_path
+    )
+    trainer.fit(unit, loader())
+    two = [window for epoch in range(2) for window in windows(8, 2)]
+    assert largest_difference(whole(unit.module), plain_training(two, clip=0.5)[0]) < 1e-14
+    assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000004"]
+
+
+def test_the_trainer_is_not_without_an_end_unless_told() -> None:
+    with pytest.raises(UsageError, match="max_epochs"):
+        PlainTrainer().fit(Regression(), loader())
