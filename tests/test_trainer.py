@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from echelon.loop.trainer_options import updates_to_steps
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import echelon as ech
 from echelon.contracts.errors import RankFailedError, UsageError
-from echelon.loop.trainer_rank import shared
+from echelon.loop.trainer import Trainer as PlainTrainer
+from echelon.loop.trainer_rank import shared, updates_to_steps
 from tests.conftest import clean_environment
 from tests.models import Batch, batch, largest_difference, net, plain_training, whole
 from tests.units import Regression
@@ -304,7 +304,7 @@ def test_fast_dev_run_is_one_batch_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_lightnings_one_is_all(caplog: pytest.LogCaptureFixture) -> None:
     trainer = ech.Trainer(max_epochs=1, limit_train_batches=1.0, val_check_interval=1.0, num_sanity_val_steps=0, logger=False)
-    assert trainer.limits["train"] is None and trainer.val_check_interval is None
+    assert trainer.limits["train"] is None and trainer.evaluate_every_n_steps is None
     assert "Trainer(logger=..., num_sanity_val_steps=...): has no effect here" in caplog.text
 
 
@@ -384,7 +384,7 @@ def test_updates_are_counted_over_short_windows_too(updates: int, accumulation: 
 
 @pytest.mark.parametrize(("name", "ours"), [("bf16-mixed", "bf16"), (16, "fp16"), ("32-true", "fp32"), (32, "fp32")])
 def test_lightnings_names_of_precisions(name: Any, ours: str) -> None:
-    assert ech.Trainer(max_epochs=1, precision=name)._changes["precision"] == ours
+    assert ech.Trainer(max_epochs=1, precision=name).unit_options["precision"] == ours
 
 
 def test_the_trainer_in_this_librarys_words(tmp_path: Path) -> None:
