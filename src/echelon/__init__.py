@@ -10,7 +10,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon.compat.lightning.pytorch.trainer import Trainer
     from echelon.contracts.errors import DataError, EchelonError
     from echelon.contracts.rank import RankInfo
     from echelon.contracts.run_dir import RunDir
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from echelon.loop.progress import Progress
     from echelon.loop.run import evaluate, fit, predict, test, train
     from echelon.loop.state import ActivePhase, EntryPoint, PhaseState, State
+    from echelon.loop.trainer import Trainer
     from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
     from echelon.parallel.activation import ActivationCheckpointParams, checkpoint_wrapper
     from echelon.parallel.ddp import DDPStrategy
@@ -131,8 +131,7 @@ __all__ = [
     "write_tokens",
 ]
 
-# Where each name lives, below `echelon.`; a test holds this against `__all__` and the imports above. Trainer is the one with
-# Lightning's words, which its users bring along; what it builds on is `loop/trainer`.
+# Where each name lives, below `echelon.`; a test holds this against `__all__` and the imports above.
 _HOMES = {
     "ActivationCheckpointParams": "parallel.activation",
     "ActivePhase": "loop.state",
@@ -183,7 +182,7 @@ _HOMES = {
     "TorchCompileParams": "parallel.recipe",
     "TrainStepResults": "loop.auto",
     "TrainUnit": "loop.unit",
-    "Trainer": "compat.lightning.pytorch.trainer",
+    "Trainer": "loop.trainer",
     "Weighted": "data.views",
     "World": "world.init",
     "ZeROStrategy": "parallel.zero",

@@ -9,10 +9,10 @@ from typing import Any, Self
 import torch
 from torch.utils.data import default_collate
 
+from echelon.contracts.between_attempts import note_loader
 from echelon.contracts.errors import UsageError
 from echelon.contracts.numbers import whole
 from echelon.contracts.overrides import overrides
-from echelon.contracts.run_dir import note_loader
 from echelon.data.resume import cannot_divide
 from echelon.world.init import World
 

@@ -29,7 +29,7 @@ from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.rebuild import pack, recall
 from echelon.loop.trainer_rank import BETWEEN_PROCESSES, Plan, Work, in_order, save, work_here, work_in_rank
 from echelon.loop.unit import TrainUnit, Unit
-from echelon.parallel.strategy import Strategy, resolve
+from echelon.parallel.strategy import STRATEGIES, Strategy, resolve
 from echelon.world import streams
 
 __all__ = ["ACCELERATORS", "Trainer"]
@@ -53,6 +53,8 @@ class Trainer:
         unit_options: arguments of AutoUnit's constructor that the unit gets anew, such as {"precision": "bf16"}.
         callbacks: run in every rank; what rank 0's remember comes back, where it can be pickled.
         run_dir: of each `fit`; below `checkpoints` it has the unit's state after every epoch, unless a callback saves.
+        gpus: an older word for `devices`, as a strategy is for `accelerator`: `Trainer(gpus=2, accelerator="ddp")` is understood,
+            with a hint.
     Attributes:
         callback_metrics: "eval_loss" and "test_loss" of the latest calls, over all ranks, where the unit computes them.
     Raises:
@@ -74,7 +76,9 @@ class Trainer:
         unit_options: Mapping[str, Any] | None = None,
         callbacks: Callback | list[Callback] | None = None,
         run_dir: str | Path | None = None,
+        gpus: int | Sequence[int] | None = None,
     ) -> None:
+        accelerator, strategy, devices = _without_old_words(accelerator, strategy, devices, gpus)
         if accelerator not in ACCELERATORS:
             raise UsageError(f"accelerator {accelerator!r}: 'auto', 'cpu' or 'gpu'.")
         if num_nodes < 1:
@@ -233,6 +237,21 @@ class Trainer:
             return in_order(done)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _without_old_words(accelerator: str, strategy: Any, devices: Any, gpus: Any) -> tuple[str, Any, Any]:
+    """(accelerator, strategy, devices) of `Trainer(gpus=2, accelerator="ddp")`, which many scripts have."""
+    if accelerator in STRATEGIES:
+        if strategy != "auto":
+            raise UsageError(f"accelerator {accelerator!r} is a strategy, and strategy {strategy!r} is given too. Give one.")
+        logger.warning("Trainer(accelerator=%r) is an old spelling: write strategy=%r", accelerator, accelerator)
+        accelerator, strategy = "auto", accelerator
+    if gpus is not None:
+        if devices != "auto":
+            raise UsageError(f"gpus={gpus!r} and devices={devices!r}: give devices alone.")
+        logger.warning("Trainer(gpus=%r) is an old spelling: write devices=%r", gpus, gpus)
+        accelerator, devices = ("cpu", 1) if gpus in (0, "0", []) else (accelerator, gpus)
+    return accelerator, strategy, devices
 
 
 def _devices_of(devices: Any, accelerator: str) -> tuple[int, list[int] | None]:

@@ -17,9 +17,9 @@ from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
 from echelon.checkpoint.snapshot import Planned
 from echelon.checkpoint.store import Report
 from echelon.contracts import pulse
+from echelon.contracts.between_attempts import begins_anew, note_begun
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError, UsageError
 from echelon.contracts.pulse import Phase
-from echelon.contracts.run_dir import begins_anew, note_begun
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import contents, restoring
 from echelon.loop.checkpointing.restoring import RestoreOptions

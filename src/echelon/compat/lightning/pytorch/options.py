@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from echelon.contracts.errors import UsageError
-from echelon.loop.trainer import ACCELERATORS
 from echelon.parallel import STRATEGIES
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.strategy import Strategy
 
-__all__ = ["batches", "check_others", "devices_of", "limits", "precision_of", "strategy_of", "without_gpus_alias"]
+__all__ = ["batches", "check_others", "devices_of", "limits", "precision_of", "strategy_of", "without_strategy"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,22 +86,14 @@ def check_others(others: Mapping[str, Any]) -> None:
         logger.warning("Trainer(%s=...): has no effect here", "=..., ".join(sorted(others)))
 
 
-def without_gpus_alias(accelerator: Any, strategy: Any, devices: Any, gpus: Any) -> tuple[Any, Any, Any]:
-    """Lightning's spelling before 1.7, `Trainer(gpus=2, accelerator="ddp")`: the same as (accelerator, strategy, devices)."""
-    if isinstance(accelerator, str) and accelerator not in ACCELERATORS:
-        if accelerator not in STRATEGIES and accelerator not in _STRATEGIES:
-            raise UsageError(f"accelerator {accelerator!r}: known are {', '.join(map(repr, ACCELERATORS))}.")
-        if strategy != "auto":
-            raise UsageError(f"accelerator {accelerator!r} is a strategy, and strategy {strategy!r} is given too. Give one.")
-        logger.warning("Trainer(accelerator=%r) is an old spelling: write strategy=%r", accelerator, accelerator)
-        accelerator, strategy = "auto", accelerator
-    if gpus is not None:
-        if devices != "auto":
-            raise UsageError(f"gpus={gpus!r} and devices={devices!r}: give devices alone.")
-        logger.warning("Trainer(gpus=%r) is an old spelling: write devices=%r", gpus, gpus)
-        none = gpus in (0, "0", [])
-        accelerator, devices = ("cpu", 1) if none else (accelerator, gpus)
-    return accelerator, strategy, devices
+def without_strategy(accelerator: Any, strategy: Any) -> tuple[Any, Any]:
+    """(accelerator, strategy) where the accelerator is one of Lightning's older strategies, such as "ddp_spawn"."""
+    if accelerator not in _STRATEGIES:
+        return accelerator, strategy
+    if strategy != "auto":
+        raise UsageError(f"accelerator {accelerator!r} is a strategy, and strategy {strategy!r} is given too. Give one.")
+    logger.warning("Trainer(accelerator=%r) is an old spelling: write strategy=%r", accelerator, accelerator)
+    return "auto", accelerator
 
 
 def strategy_of(given: Strategy | str | None) -> Strategy | str | None:

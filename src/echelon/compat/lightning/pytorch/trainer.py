@@ -83,7 +83,7 @@ class Trainer(trainer.Trainer):
             max_epochs, max_steps, enable_checkpointing, val_check_interval = 1, None, False, None
         if gradient_clip_algorithm not in ("norm", "value"):
             raise UsageError(f"gradient_clip_algorithm {gradient_clip_algorithm!r}: 'norm' or 'value'.")
-        accelerator, strategy, devices = options.without_gpus_alias(accelerator, strategy, devices, gpus)
+        accelerator, strategy = options.without_strategy(accelerator, strategy)
         every = options.batches("val_check_interval", val_check_interval)
         changes: dict[str, Any] = {
             "precision": options.precision_of(precision),
@@ -103,6 +103,7 @@ class Trainer(trainer.Trainer):
             unit_options={name: value for name, value in changes.items() if value is not None},
             callbacks=callbacks,
             run_dir=default_root_dir,
+            gpus=options.devices_of(gpus),
         )
         if enable_checkpointing and self.run_dir is None and not self.has_saver:
             raise UsageError("enable_checkpointing=True: where to? Give default_root_dir, or a DistributedCheckpointSaver.")

@@ -41,8 +41,8 @@ class DistributedCheckpointSaver(saver.DistributedCheckpointSaver):
         process_group: Any = None,
         **options: Any,
     ) -> None:
-        given = {"save_every_n_predict_steps": save_every_n_predict_steps, "process_group": process_group}
-        without_effect("saver", knob_options=knob_options, **given)
+        given = {"save_every_n_predict_steps": save_every_n_predict_steps, "knob_options": knob_options}
+        without_effect("saver", **given, process_group=process_group)
         super().__init__(dirpath, **options)
 
     @staticmethod
