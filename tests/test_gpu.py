@@ -35,7 +35,7 @@ def test_windows_equal_plain_pytorch(strategy: str) -> None:
 def test_batches_read_ahead_arrive_whole_and_in_order() -> None:
     data = [torch.full((1 << 20,), float(i)).pin_memory() for i in range(8)]
     feed = Feed(data, move=lambda b, fast: b.to(CUDA, non_blocking=fast), stream=torch.cuda.Stream())
-    for i, on_device in enumerate(feed):
+    for i, (on_device, *_) in enumerate(feed):
         assert on_device.is_cuda and float(on_device.min()) == float(on_device.max()) == i
     assert feed.used == 8
 

@@ -169,13 +169,13 @@ def test_an_iterable_dataset_is_refused_by_name() -> None:
 def test_the_feed_knows_the_last_batch_with_and_without_a_length() -> None:
     for loader in ([1, 2, 3], iter([1, 2, 3])):
         feed = Feed(loader)
-        assert [(b, feed.is_last) for b in feed] == [(1, False), (2, False), (3, True)]
+        assert [(step.batch, step.is_last) for step in feed] == [(1, False), (2, False), (3, True)]
 
 
 def test_the_feed_stops_at_its_limit_without_reading_on() -> None:
     source = iter(range(10))
     feed = Feed(source, limit=3)
-    assert [(b, feed.is_last) for b in feed] == [(0, False), (1, False), (2, True)]
+    assert [(step.batch, step.is_last) for step in feed] == [(0, False), (1, False), (2, True)]
     assert next(source) == 3
 
 

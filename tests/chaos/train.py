@@ -64,7 +64,7 @@ class Ledger(ech.Callback):
         self._ids: list[int] = []
 
     def saw(self, state: ech.State, batch: Any) -> None:
-        padding = state.train_state is not None and state.train_state.feed is not None and state.train_state.feed.is_padding
+        padding = state.train_state is not None and state.train_state.step.is_padding
         self._ids = [] if padding else batch[2].tolist()
 
     def on_train_step_end(self, state: ech.State, unit: Any) -> None:

@@ -1,4 +1,4 @@
-"""The loop's iterator over a loader: moves batches to the device, one ahead on a GPU, and knows which batch is the last.
+"""The loop's iterator over a loader: moves batches to the device, one ahead on a GPU, and says of each where it stands.
 
 It belongs to one epoch, so nothing read ahead can leak into another. It counts what was used, so a checkpoint never holds
 the position of a batch that was only read ahead.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -20,9 +20,31 @@ from echelon.data.stream import StreamLoader, of_all_ranks
 from echelon.world import streams
 from echelon.world.device import record_stream
 
-__all__ = ["Feed", "known_length", "restored_state"]
+__all__ = ["NO_STEP", "Feed", "Step", "known_length", "restored_state"]
+
+T = TypeVar("T")
 
 _END = object()
+
+
+class Step(NamedTuple, Generic[T]):
+    """A batch, and where it stands among those of its epoch.
+
+    Args:
+        batch: on the device.
+        is_last: whether it is the epoch's last, or the last that a limit allows.
+        is_padding: whether it must be computed but weighs nothing.
+        position: how many batches were handed out with this one.
+    """
+
+    batch: T
+    is_last: bool
+    is_padding: bool
+    position: int
+
+
+# Before the first batch of an epoch, and after its end.
+NO_STEP: Step[Any] = Step(None, False, False, 0)
 
 
 def known_length(loader: Iterable[Any]) -> int | None:
@@ -54,8 +76,8 @@ def restored_state(loader: Any) -> dict[str, Any] | None:
     return state() if state is not None else None
 
 
-class Feed(Iterator[Any]):
-    """Iterates over one epoch of a loader.
+class Feed(Iterator[Step[Any]]):
+    """Iterates over one epoch of a loader, as steps.
 
     Args:
         loader: any iterable.
@@ -67,9 +89,7 @@ class Feed(Iterator[Any]):
             one. Until these should have come nothing is read ahead, so that random numbers are drawn in the order in which
             they would have been without the break; then only its end tells whether they were all.
     Attributes:
-        is_last: whether the batch handed out last is the epoch's last, or the last that `limit` allows.
-        is_padding: whether it weighs nothing.
-        used: how many were handed out.
+        used: how many batches were handed out.
         length, total: batches of the loader, and how many of them `limit` allows; None if only iterating tells.
     """
 
@@ -101,10 +121,9 @@ class Feed(Iterator[Any]):
             streams.put_back(before)  # what an iterator draws at its beginning was drawn before the break
         self._next: Any = None
         self._state_before: Any = None
-        self.is_last = self.is_padding = False
         self.used = 0
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Step[Any]:
         if self.total is not None and self.used >= self.total:
             raise StopIteration
         if not self._ahead:
@@ -114,21 +133,20 @@ class Feed(Iterator[Any]):
                 raise EchelonError(
                     f"the loader has length {self.length} but gave only {self.used} batches: its __len__ is wrong."
                 ) from None
-            self.used += 1
-            self.is_last = self.used == self.total
-            self.is_padding = isinstance(batch, Padding)
-            if self.is_padding:
+            self.used = used = self.used + 1
+            padding = isinstance(batch, Padding)
+            if padding:
                 batch = batch.batch
-            return batch if self._move is None else self._move(batch, False)
+            return Step(batch if self._move is None else self._move(batch, False), used == self.total, padding, used)
         return self._next_ahead()
 
-    def _next_ahead(self) -> Any:
+    def _next_ahead(self) -> Step[Any]:
         if self._next is None:
             self._next = self._read()
         current = self._next
         if current is _END:
             raise StopIteration
-        batch, self.is_padding = current
+        batch, padding = current
         self.used += 1
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
@@ -139,10 +157,10 @@ class Feed(Iterator[Any]):
             self._next = None
         else:
             self._next = self._read()
-        self.is_last = self._next is _END
-        return batch
+        return Step(batch, self._next is _END, padding, self.used)
 
     def _read(self) -> Any:
+        """The next batch and whether it is padding; or the end."""
         if not isinstance(self._loader, (Loader, StreamLoader)):
             state = getattr(self._loader, "state_dict", None)
             self._state_before = state() if state is not None else None

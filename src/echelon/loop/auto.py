@@ -26,6 +26,7 @@ from echelon.contracts.errors import LossError, NonFiniteError, UsageError
 from echelon.contracts.numbers import whole
 from echelon.contracts.overrides import overrides
 from echelon.data.parts import Parts
+from echelon.data.prefetch import NO_STEP
 from echelon.loop.auto_checks import (
     check_accumulation,
     check_made,
@@ -354,10 +355,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         window, prepared = self.window, self.prepared
         if self._finite.is_long:  # here: callbacks such as RollBack have seen the update before, and may have gone back
             self._finite.raise_if_long(together=self._reduces)
-        phase = state.train_state
-        feed = phase.feed if phase is not None else None
-        last = window.open(feed is not None and feed.is_last)
-        padded = feed is not None and feed.is_padding
+        here = state.train_state.step if state.train_state is not None else NO_STEP
+        last, padded = window.open(here.is_last), here.is_padding
         earlier: list[tuple[Any, Any]] = []  # pieces and their weights
         if isinstance(data, Parts):
             *others, (data, padded) = in_order(data, padded)
@@ -502,8 +501,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         """The loss of a batch, counted into `eval_loss` by its weight."""
         with self.autocast():
             loss, outputs = self.compute_loss(state, data)
-        feed = state.eval_state.feed if state.eval_state is not None else None
-        if feed is None or not feed.is_padding:
+        if state.eval_state is None or not state.eval_state.step.is_padding:
             self._evaluation.mean.update(loss, self.weight(data))
             within_fit = state.train_state is not None
             step = (self.train_progress if within_fit else self.eval_progress).num_steps_completed
@@ -514,8 +512,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         """As `eval_step`, counted into `test_loss`."""
         with self.autocast():
             loss, outputs = self.compute_loss(state, data)
-        feed = state.test_state.feed if state.test_state is not None else None
-        if feed is None or not feed.is_padding:
+        if state.test_state is None or not state.test_state.step.is_padding:
             self._evaluation.mean.update(loss, self.weight(data))
             self.on_test_step_end(state, data, self.test_progress.num_steps_completed, loss, outputs)
         return loss, outputs

@@ -83,8 +83,7 @@ class AutoPredictUnit(PredictUnit[T]):
         """The module's outputs for a batch."""
         with self.autocast():
             outputs = self.module(data)
-        feed = state.predict_state.feed if state.predict_state is not None else None
-        if feed is None or not feed.is_padding:
+        if state.predict_state is None or not state.predict_state.step.is_padding:
             self.on_predict_step_end(state, data, self.predict_progress.num_steps_completed, outputs)
         return outputs
 

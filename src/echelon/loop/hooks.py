@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from echelon.loop.accept import KINDS, is_real, keeps, overrides
 from echelon.loop.state import State, TimerProtocol
 
-__all__ = ["Hook", "Hooks"]
+__all__ = ["Hook", "Hooks", "timed"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Hook = Callable[[State, Any], None]
 
@@ -27,10 +30,10 @@ class Hooks:
             hook = f"on_{phase}_{name}"
             found: list[Hook] = []
             if with_unit and hasattr(base, hook) and not keeps(unit, hook, base):
-                found.append(_timed(timer, f"{type(unit).__name__}.{hook}", _as_callback(getattr(unit, hook))))
+                found.append(timed(timer, f"{type(unit).__name__}.{hook}", _as_callback(getattr(unit, hook))))
             for callback in callbacks:
                 if overrides(callback, hook):
-                    found.append(_timed(timer, f"callback.{_name_of(callback)}.{hook}", getattr(callback, hook)))
+                    found.append(timed(timer, f"callback.{_name_of(callback)}.{hook}", getattr(callback, hook)))
             return tuple(found)
 
         self.start, self.end = of("start"), of("end")
@@ -48,15 +51,16 @@ def _as_callback(own: Callable[[State], None]) -> Hook:
     return lambda state, unit: own(state)
 
 
-def _timed(timer: TimerProtocol | None, name: str, hook: Hook) -> Hook:
+def timed(timer: TimerProtocol | None, name: str, call: Callable[P, R]) -> Callable[P, R]:
+    """The call, and its time under `name`; without a timer the call itself."""
     if timer is None:
-        return hook
+        return call
 
-    def timed(state: State, unit: Any) -> None:
+    def with_time(*args: P.args, **kwargs: P.kwargs) -> R:
         with timer.time(name):
-            hook(state, unit)
+            return call(*args, **kwargs)
 
-    return timed
+    return with_time
 
 
 def _name_of(callback: Any) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.numbers import whole
-from echelon.data.prefetch import Feed
+from echelon.data.prefetch import NO_STEP, Feed, Step, restored_state
 from echelon.loop.progress import Progress
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ class PhaseState:
     Attributes:
         step_output: what the step returned, between the step and the end of `on_*_step_end`.
         iteration_timer: durations "<phase>_iteration_time" and "data_wait_time".
-        feed: the iterator of the present epoch.
+        step: the batch under way, or the latest: whether it is the epoch's last, whether it is padding.
+        feed: the loop's iterator over the present epoch.
     """
 
     def __init__(
@@ -101,7 +102,46 @@ class PhaseState:
         self.evaluate_every_n_epochs = _limit("evaluate_every_n_epochs", evaluate_every_n_epochs, at_least=1)
         self.step_output: Any = None
         self.iteration_timer = IterationTimer()
+        self.step: Step[Any] = NO_STEP
         self.feed: Feed | None = None
+
+    @property
+    def steps_of_feed(self) -> int | None:
+        """How many batches the present epoch gives from where it was begun or resumed; None if only iterating tells."""
+        return self.feed.total if self.feed is not None else None
+
+    def ends_epoch(self, progress: Progress) -> bool:
+        """Whether the epoch ends with the step under way, which is counted, rather than being cut short by `max_steps`."""
+        if self.feed is None or not self.step.is_last:
+            return False
+        if self.feed.length is not None and self.feed.used >= self.feed.length:
+            return True
+        if self.max_steps_per_epoch is not None and progress.num_steps_completed_in_epoch >= self.max_steps_per_epoch:
+            return True
+        return self.feed.length is None and (self.max_steps is None or progress.num_steps_completed < self.max_steps)
+
+    def loader_state(self, progress: Progress) -> dict[str, Any] | None:
+        """The loader's state after the steps that were taken; None at an epoch's beginning, and for a loader without one.
+
+        Every rank calls it.
+        """
+        if self.feed is not None:
+            return self.feed.loader_state()
+        # Restored in mid-epoch, and nothing read since.
+        return restored_state(self.dataloader) if progress.num_steps_completed_in_epoch else None
+
+    def total_steps(self) -> int | None:
+        """Steps when the run is complete, as far as lengths tell."""
+        bounds = [self.max_steps] if self.max_steps is not None else []
+        try:
+            per_epoch: int | None = len(self.dataloader)  # type: ignore[arg-type]
+        except TypeError:
+            per_epoch = None
+        if self.max_steps_per_epoch is not None:
+            per_epoch = self.max_steps_per_epoch if per_epoch is None else min(per_epoch, self.max_steps_per_epoch)
+        if self.max_epochs is not None and per_epoch is not None:
+            bounds.append(self.max_epochs * per_epoch)
+        return min(bounds, default=None)
 
     def is_complete(self, progress: Progress) -> bool:
         """Whether a limit on the whole run is reached."""

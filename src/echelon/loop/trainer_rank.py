@@ -117,7 +117,7 @@ class _Outputs(Callback):
 
     def on_predict_step_end(self, state: State, unit: Any) -> None:
         phase = state.predict_state
-        if phase is not None and (phase.feed is None or not phase.feed.is_padding):
+        if phase is not None and not phase.step.is_padding:
             self.outputs.append(copy_data_to_device(phase.step_output, torch.device("cpu")))
 
 

@@ -240,8 +240,7 @@ class Recorder(Callback):
             data = widened(data, self.dtype, unit.device)
             before = self._states()
             made = compute_loss(state, data)
-            feed = state.train_state.feed if state.train_state is not None else None
-            silent = record_is_replica or (feed is not None and feed.is_padding)
+            silent = record_is_replica or (state.train_state is not None and state.train_state.step.is_padding)
             self._take(data, 0.0 if silent else float(unit.weight(data)), made[0], before, unit.train_progress)
             return made
 

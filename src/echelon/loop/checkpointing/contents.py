@@ -12,7 +12,6 @@ from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.checkpoint.snapshot import Planned, Snapshot, snapshot
 from echelon.data.lossy import shuffle_buffer
 from echelon.data.place import Placed
-from echelon.data.prefetch import restored_state
 from echelon.data.stream import StreamLoader
 from echelon.loop.checkpointing import changes, restoring
 from echelon.loop.checkpointing.trained import Frozen
@@ -42,18 +41,13 @@ def take(
     """
     metrics = unit.tracked_metrics()
     states = states_by_name({name: value for name, value in unit.app_state().items() if name not in metrics})
-    feed = state.train_state.feed if state.train_state is not None else None
     loader = state.train_state.dataloader if state.train_state is not None else None
     own: dict[str, Any] = {
         "streams": streams.states(),
         "metrics": {name: share_of(metric) for name, metric in metrics.items()},
         "reduction_order": reduction_order.noted(unit.tracked_modules()),
     }
-    position = None
-    if feed is not None:
-        position = feed.loader_state()
-    elif unit.train_progress.num_steps_completed_in_epoch:  # restored in mid-epoch, and nothing read since
-        position = restored_state(loader)
+    position = state.train_state.loader_state(unit.train_progress) if state.train_state is not None else None
     if unit.train_progress.num_steps_completed_in_epoch:
         _warn_if_inexact(state, loader, position)
     if not isinstance(loader, Placed) and restoring.differs_by_rank(position):

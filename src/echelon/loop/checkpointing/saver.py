@@ -420,14 +420,7 @@ def _absolute(folder: Place) -> Place:
 
 def _ends_epoch(state: State, unit: TrainUnit[Any]) -> bool:
     """Whether the epoch ends with this step: saved after its end, any loader goes on with the next one."""
-    here, progress = state.train_state, unit.train_progress
-    if here is None or here.feed is None or not here.feed.is_last:
-        return False
-    if here.feed.length is not None and here.feed.used >= here.feed.length:
-        return True
-    if here.max_steps_per_epoch is not None and progress.num_steps_completed_in_epoch >= here.max_steps_per_epoch:
-        return True
-    return here.feed.length is None and (here.max_steps is None or progress.num_steps_completed < here.max_steps)
+    return state.train_state is not None and state.train_state.ends_epoch(unit.train_progress)
 
 
 def _step(unit: TrainUnit[Any]) -> int:

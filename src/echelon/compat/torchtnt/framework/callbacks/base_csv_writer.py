@@ -56,7 +56,7 @@ class BaseCSVWriter(Callback, ABC):
 
     def on_predict_step_end(self, state: State, unit: Any) -> None:
         assert state.predict_state is not None and self._file is not None
-        if state.predict_state.feed is not None and state.predict_state.feed.is_padding:
+        if state.predict_state.step.is_padding:
             return  # another rank writes this sample
         rows = self.get_step_output_rows(state, unit, state.predict_state.step_output)
         if rows and isinstance(rows[0], (list, tuple)):

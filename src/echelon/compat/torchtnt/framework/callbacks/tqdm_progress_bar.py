@@ -45,12 +45,12 @@ class TQDMProgressBar(Callback):
         self._bars: dict[ActivePhase, Any] = {}
 
     def on_train_dataloader_iter_creation_end(self, state: State, unit: Any) -> None:
-        # Not at the start of an epoch: one that is resumed has none. The feed knows how much is left.
+        # Not at the start of an epoch: one that is resumed has none.
         self._close(state, unit)
         here = state.active_phase_state()
-        if not agree.is_rank0() or here is None or here.feed is None:
+        if not agree.is_rank0() or here is None:
             return
-        progress, left = progress_of(state, unit), here.feed.total
+        progress, left = progress_of(state, unit), here.steps_of_feed
         done = progress.num_steps_completed_in_epoch
         self._bars[state.active_phase] = self._tqdm(
             desc=f"{_NAMES[state.active_phase]} {progress.num_epochs_completed}",

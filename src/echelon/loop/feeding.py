@@ -1,0 +1,116 @@
+"""How an epoch's batches come to the unit: where the loader goes on, how many it may give, and who fetches them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from echelon.contracts.errors import UsageError
+from echelon.data.loader import Loader
+from echelon.data.place import Placed, loaders_of
+from echelon.data.prefetch import NO_STEP, Feed, known_length
+from echelon.loop.accept import KINDS, is_real, keeps
+from echelon.loop.hooks import timed
+from echelon.loop.progress import Progress
+from echelon.loop.stage import Stage
+from echelon.loop.state import PhaseState
+from echelon.loop.unit import wants_iterator
+
+__all__ = ["Batches", "open_feed", "way_to_fetch"]
+
+logger = logging.getLogger(__name__)
+
+
+class Batches(Iterator[Any]):
+    """The batches of a feed as the unit's code gets them; where each stands is in the phase's `step`."""
+
+    def __init__(self, feed: Feed, here: PhaseState) -> None:
+        self._feed, self._here = feed, here
+
+    def __next__(self) -> Any:
+        self._here.step = step = self._feed.__next__()
+        return step.batch
+
+    def itself(self) -> Batches:
+        """For a step that fetches its own batches."""
+        return self
+
+
+def way_to_fetch(stage: Stage, batches: Batches) -> Callable[[], Any]:
+    """The call that gets a step's data: a batch, by the unit's own method if it has one; `batches` for a step that iterates."""
+    method = f"get_next_{stage.phase}_batch"
+    fetch: Callable[[], Any] = batches.__next__
+    if wants_iterator(getattr(stage.unit, f"{stage.phase}_step")):
+        return batches.itself
+    if is_real(stage.unit) and not keeps(stage.unit, method, KINDS[stage.phase]):
+        fetch = partial(getattr(stage.unit, method), stage.state, batches)
+    return timed(stage.state.timer, f"{stage.phase}.next(data_iter)", fetch)
+
+
+def open_feed(stage: Stage) -> Feed:
+    """The iterator of the coming epoch, from where progress says that it goes on. Hooks run around its making."""
+    here, progress, inner = stage.here, stage.progress, stage.inner
+    limit = _limit(here, progress)
+    _seek(here.dataloader, progress)
+    for part in loaders_of(here.dataloader):
+        if isinstance(part, Loader):
+            _check_tail(stage, part)
+    loader, resumed = _resumed(stage)
+    stage.call(stage.hooks.iter_start)
+    move, stream = inner.placement(stage.phase)
+    if move is not None:
+        move = partial(move, stage.state)
+    make = timed(stage.state.timer, f"{stage.phase}.iter(dataloader)", Feed)
+    parts = inner.parts_of_step(stage.phase)
+    here.step = NO_STEP
+    here.feed = feed = make(loader, limit=limit, move=move, stream=stream, parts=parts, resumed=resumed)
+    stage.call(stage.hooks.iter_end)
+    return feed
+
+
+def _limit(here: PhaseState, progress: Progress) -> int | None:
+    """How many batches the run's limits leave for this epoch."""
+    limits = []
+    if here.max_steps_per_epoch is not None:
+        limits.append(here.max_steps_per_epoch - progress.num_steps_completed_in_epoch)
+    if here.max_steps is not None:
+        limits.append(here.max_steps - progress.num_steps_completed)
+    return max(0, min(limits)) if limits else None
+
+
+def _seek(loader: Any, progress: Progress) -> None:
+    """Tell the loader its epoch and, if it can, where in it."""
+    for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        set_epoch = getattr(part, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(progress.num_epochs_completed)
+    if isinstance(loader, Placed):
+        # The unit's progress says where an epoch goes on; a loader that was looked into or stopped early does not.
+        progress.num_steps_completed_in_epoch = loader.seek(progress.num_steps_completed_in_epoch)
+
+
+def _resumed(stage: Stage) -> tuple[Any, int]:
+    """What to iterate over, and after how many batches of the epoch it goes on by a state of its own."""
+    loader, done = stage.here.dataloader, stage.progress.num_steps_completed_in_epoch
+    if not stage.trains or done == 0 or isinstance(loader, Placed):
+        return loader, 0
+    if hasattr(loader, "load_state_dict"):
+        return loader, done
+    if known_length(loader) == done:
+        return (), 0  # the epoch was whole when it was saved
+    logger.warning(
+        "training goes on after step %s of an epoch, but %s has no state: it begins anew. echelon.Loader goes on.",
+        done,
+        type(loader).__name__,
+    )
+    return loader, 0
+
+
+def _check_tail(stage: Stage, loader: Loader) -> None:
+    if not stage.inner.weighs_padding and (loader.pads or (stage.trains and loader.is_uneven)):
+        raise UsageError(
+            f"the last global batch ({loader.order.length % loader.global_batch} samples) cannot be shared evenly by "
+            f"{loader.dp[1]} ranks, and only AutoUnit weighs shares by their size. Use Loader(..., tail='drop')."
+        )

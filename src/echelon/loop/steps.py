@@ -1,0 +1,159 @@
+"""The steps of one epoch: fetch a batch, take the step, run its hooks, and what is due after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.contracts import pulse
+from echelon.contracts.errors import EchelonError
+from echelon.contracts.pulse import Phase
+from echelon.data.prefetch import NO_STEP, Feed
+from echelon.loop import agreements, due
+from echelon.loop.feeding import Batches, open_feed, way_to_fetch
+from echelon.loop.hooks import timed
+from echelon.loop.progress import Progress
+from echelon.loop.stage import Stage
+from echelon.loop.unit import TrainUnit
+
+__all__ = ["Between", "Steps"]
+
+
+@dataclass(frozen=True)
+class Between:
+    """What the run does between two steps.
+
+    Args:
+        agree_to_stop: after every step at which an accumulation window ends; None where the ranks need not agree so often.
+        evaluate: where an evaluation is due; None where there is none.
+    """
+
+    agree_to_stop: Callable[[], None] | None = None
+    evaluate: Callable[[], None] | None = None
+
+
+class Steps:
+    """The steps of one epoch. Looks up once what every step needs."""
+
+    def __init__(self, stage: Stage, between: Between) -> None:
+        state, phase = stage.state, stage.phase
+        self.stage, self.between = stage, between
+        self.feed = open_feed(stage)
+        self.batches = Batches(self.feed, stage.here)
+        self.fetch = way_to_fetch(stage, self.batches)
+        self.step = timed(state.timer, f"{type(stage.unit).__name__}.{phase}_step", getattr(stage.unit, f"{phase}_step"))
+        self.beat = _beat(stage)
+        meets = stage.inner.forward_is_collective or any(getattr(c, "meets_in_steps", False) is True for c in stage.callbacks)
+        meets = meets or getattr(stage.here.dataloader, "meets_in_steps", False)
+        agrees = not state.alone and (stage.trains or meets)
+        self.unsized = agreements.on_lengths(phase, self.feed, stage.unit) if agrees else False
+        self.cuts = agreements.cuts_evaluation(state, together=meets) if phase == "eval" else None
+        self.given_up = False
+
+    def run(self) -> bool:
+        """All of them; True if the epoch came to its end, False if it was cut short."""
+        stage, fetch, step, beat, unsized, cuts = self.stage, self.fetch, self.step, self.beat, self.unsized, self.cuts
+        state, unit, inner, hooks, here, progress = stage.state, stage.unit, stage.inner, stage.hooks, stage.here, stage.progress
+        trains, before_step = stage.trains, hooks.next_end + hooks.step_start
+        agree_to_stop, evaluate = self.between.agree_to_stop, self.between.evaluate
+        fetching, stepping, after = _BEATS[trains]
+        timer, clock = here.iteration_timer, time.perf_counter
+        waits, durations = timer.series("data_wait_time"), timer.series(f"{stage.phase}_iteration_time")
+        while not (state.should_stop and (inner.at_boundary or not trains)) and (cuts is None or not cuts.asked()):
+            for hook in hooks.next_start:
+                hook(state, unit)
+            beat(fetching)
+            start = clock()
+            try:
+                data = fetch()
+            except StopIteration:
+                self._is_over()
+                break
+            if unsized:
+                agreements.on_end(stage.phase, self.feed.used, ended=False)
+            if progress.skipped and trains and progress.skips:
+                self._leave_out(data, progress)
+                continue
+            fetched = clock()
+            beat(stepping)
+            waits.append(fetched - start)
+            for hook in before_step:
+                hook(state, unit)
+            try:
+                here.step_output = step(state, data)
+            except StopIteration:
+                self._check_iterates(data)
+                break
+            progress.num_steps_completed += 1
+            progress.num_steps_completed_in_epoch += 1
+            evaluates = evaluate is not None and due.after_step(here, progress)
+            durations.append(clock() - fetched)
+            beat(after)
+            for hook in hooks.step_end:
+                hook(state, unit)
+            here.step_output = None
+            if state.went_back:
+                break
+            if agree_to_stop is not None and inner.at_boundary:
+                agree_to_stop()
+            if evaluates:
+                evaluate()  # type: ignore[misc]
+        return self._close(progress)
+
+    def _is_over(self) -> None:
+        """There is no further batch."""
+        if self.unsized:
+            agreements.on_end(self.stage.phase, self.feed.used, ended=True)
+        # By a get_next_*_batch of the unit's own: its epoch ends here.
+        self.given_up = self.feed.used < (self.feed.total or 0)
+
+    def _leave_out(self, data: Any, progress: Progress) -> None:
+        """Count a step without training on its batch; an evaluation that is due at it comes all the same."""
+        if data is self.batches:  # a step that fetches for itself
+            next(self.batches, None)
+        progress.increment_step()
+        if self.between.evaluate is not None and due.after_step(self.stage.here, progress):
+            self.between.evaluate()
+
+    def _check_iterates(self, data: Any) -> None:
+        """The step raised StopIteration: only one that was given the iterator may."""
+        if data is not self.batches:
+            raise EchelonError(
+                f"{type(self.stage.unit).__name__}.{self.stage.phase}_step raised StopIteration; annotate its data as Iterator."
+            ) from None
+
+    def _close(self, progress: Progress) -> bool:
+        here = self.stage.here
+        self.beat(Phase.BETWEEN)
+        if self.cuts is not None:
+            self.cuts.settle()
+        ended = self.stage.state.went_back or self.given_up or _ended(self.stage, self.feed, progress)
+        if ended:
+            here.feed, here.step = None, NO_STEP  # one that was cut short keeps it: a checkpoint at the end wants its position
+        return ended
+
+
+# Fetching a batch, taking a step, and after it; by whether it trains.
+_BEATS = {True: (Phase.DATA, Phase.STEP, Phase.AFTER), False: (Phase.EVAL_DATA, Phase.EVAL_STEP, Phase.EVAL_DATA)}
+
+
+def _beat(stage: Stage) -> Callable[[int], None]:
+    """Tells whoever watches this rank where it is: called a few times a step, for a fraction of a microsecond."""
+    pulse.begin()
+    at, progress, unit = pulse.at, stage.progress, stage.unit
+    if stage.trains:
+        return lambda place: at(place, progress.num_steps_completed)
+    trained = unit.train_progress.num_steps_completed if isinstance(unit, TrainUnit) else 0
+    return lambda place: at(place, trained, progress.num_steps_completed_in_epoch)
+
+
+def _ended(stage: Stage, feed: Feed, progress: Progress) -> bool:
+    """Whether the epoch came to its end, rather than being cut short by a stop or by max_steps."""
+    here = stage.here
+    if here.max_steps_per_epoch is not None and progress.num_steps_completed_in_epoch >= here.max_steps_per_epoch:
+        return True
+    if feed.length is not None:
+        return feed.used >= feed.length
+    return not (stage.state.should_stop or (here.max_steps is not None and progress.num_steps_completed >= here.max_steps))
