@@ -445,7 +445,7 @@ def test_auto_predict_unit_moves_and_predicts() -> None:
 def test_rows_are_found_in_any_structure() -> None:
     from dataclasses import dataclass
 
-    from echelon.loop.auto import rows
+    from echelon.loop.loss import rows
 
     @dataclass
     class Sample:

@@ -19,8 +19,9 @@ from echelon.launcher.functions.run import launch
 from echelon.parallel import STRATEGIES
 from echelon.prover.judge import Verdict, compare
 from echelon.prover.matrix import Row
-from echelon.prover.rank import Target, run_reference, run_row
+from echelon.prover.rank import Replay, run_reference, run_row
 from echelon.prover.reference import How
+from echelon.prover.target import Target
 from tests.models import Net
 
 UPDATES = 20
@@ -149,7 +150,7 @@ def _reference_all(cases: list[Case], root: str, name: str, ranks: int) -> None:
         data = [str(_folder(root, case, name) / f"rank{r}.pt") for r in range(ranks)]
         folder = str(_folder(root, case, "reference"))
         for how in HOWS if case.dtype == "float32" else HOWS[:1]:
-            run_reference(_target(case), Row("reference", 1), data, folder, case.torch_dtype, 0, how)
+            run_reference(Replay(_target(case), Row("reference", 1), data, folder, case.torch_dtype, 0), how)
 
 
 WAYS: dict[str, tuple[int, Any]] = {

@@ -21,8 +21,9 @@ from echelon.prover.judge import Difference
 from echelon.prover.matrix import matrix
 from echelon.prover.proof import IN_FLOAT64
 from echelon.prover.prove import Proof, prove_target
-from echelon.prover.rank import Target, with_options_of
+from echelon.prover.row_strategy import with_options_of
 from echelon.prover.streams import NotJoinable, digest, join
+from echelon.prover.target import Target
 
 PLANTED = Path(__file__).parent / "planted"
 

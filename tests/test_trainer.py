@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 import echelon as ech
 from echelon.compat.lightning import Trainer
 from echelon.contracts.errors import RankFailedError, UsageError
+from echelon.loop.auto_options import AutoOptions
+from echelon.loop.rebuild import BUILT
 from echelon.loop.trainer_rank import shared, updates_to_steps
 from tests.conftest import clean_environment
 from tests.models import Batch, batch, largest_difference, net, plain_training, whole
@@ -402,3 +404,13 @@ def test_the_trainer_in_this_librarys_words(tmp_path: Path) -> None:
 def test_the_trainer_is_not_without_an_end_unless_told() -> None:
     with pytest.raises(UsageError, match="max_epochs"):
         ech.Trainer().fit(Regression(), loader())
+
+
+def test_what_each_process_builds_for_itself_is_what_building_sets() -> None:
+    unit = Regression()
+    before = {*vars(unit)}
+    for name in BUILT:
+        vars(unit).pop(name, None)
+    progress = {*vars(unit)}
+    unit.build_from(torch.nn.Linear(4, 1), AutoOptions(device=torch.device("cpu")))
+    assert {*vars(unit)} - progress == BUILT and before >= progress | BUILT

@@ -48,7 +48,7 @@ def execute(arguments: argparse.Namespace) -> int:
     from echelon.prover import show
     from echelon.prover.matrix import matrix
     from echelon.prover.prove import Result, prove_target
-    from echelon.prover.rank import Target
+    from echelon.prover.target import Target
 
     strategies = arguments.strategies.split(",") if arguments.strategies else None
     rows = matrix(strategies, ranks, accumulation, sgd=not arguments.no_sgd, parts=arguments.parts if arguments.bitwise else None)

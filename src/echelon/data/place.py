@@ -89,6 +89,15 @@ class Placed(ABC):
             self._told = True
             self._tell_launcher(dp_size)
 
+    def split(self, accumulation: int, *, shares: int) -> None:
+        """For bit-equal training, which decides into how many micro-batches a global batch is split, whatever was asked for.
+
+        Args:
+            accumulation: micro-batches per update on each rank.
+            shares: the number that the ranks must divide.
+        """
+        self.accumulation, self.shares = accumulation, shares
+
     def _tell_launcher(self, dp_size: int) -> None:
         """For a restart with fewer ranks: which numbers of them this loader can serve."""
         world = World.current(torch.device("cpu"))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import multiprocessing
 import os
 import pickle
 import stat
@@ -24,6 +23,7 @@ from typing import IO, Any
 
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.files import open_file
+from echelon.launcher.workarounds import in_bootstrap, prepare_main
 
 __all__ = [
     "Call",
@@ -72,7 +72,7 @@ def refuse_in_bootstrap(what: str) -> None:
     Raises:
         UsageError: this is such a rank, importing.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    if in_bootstrap():
         raise UsageError(
             f'{what} was called while a rank imports this script. Put the call under `if __name__ == "__main__":`, '
             "which is false in a rank."
@@ -139,13 +139,8 @@ def load_call(path: str, sha256: str) -> Call:
         sys.path[:] = search
     if argv:
         sys.argv[:] = argv
-    if main:  # as multiprocessing does
-        process: Any = multiprocessing.current_process()
-        process._inheriting = True  # whoever starts processes at the script's top level is told not to
-        try:
-            spawn.prepare(dict(main))
-        finally:
-            del process._inheriting
+    if main:
+        prepare_main(main)
     function, arguments = pickle.loads(data)
     return Call(function, arguments, search, argv)
 

@@ -5,26 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from echelon.contracts.errors import UsageError
-from echelon.contracts.numbers import whole
 from echelon.loop.window import Window
 from echelon.parallel.precision import Precision
 from echelon.parallel.strategy import Prepared
 
 if TYPE_CHECKING:
-    from echelon.loop.auto import AutoUnit
+    from echelon.loop.auto_train import AutoTrainUnit
     from echelon.loop.state import State
 
-__all__ = ["check_accumulation", "check_made", "check_options", "check_own_names", "check_plateau", "check_trainable"]
-
-
-def check_options(interval: str, norm: float | None, value: float | None, losses: int | None) -> None:
-    if interval not in ("step", "epoch"):
-        raise UsageError(f"step_lr_interval {interval!r}: 'step' or 'epoch'.")
-    for name, limit in (("clip_grad_norm", norm), ("clip_grad_value", value)):
-        if limit is not None and not limit > 0:
-            raise UsageError(f"{name} {limit}: more than 0; None does not clip.")
-    if losses is not None:
-        whole("stop_after_nonfinite_losses", losses, at_least=1, or_none="to go on regardless")
+__all__ = ["check_accumulation", "check_made", "check_own_names", "check_plateau", "check_trainable"]
 
 
 def check_made(unit: str, made: Any) -> None:
@@ -52,7 +41,7 @@ def check_made(unit: str, made: Any) -> None:
         )
 
 
-def check_own_names(unit: AutoUnit[Any]) -> None:
+def check_own_names(unit: AutoTrainUnit[Any]) -> None:
     """Attributes of a subclass that hide AutoUnit's would fail later, in words that explain nothing."""
     for name, kind in (("window", Window), ("prepared", Prepared), ("precision", Precision)):
         if not isinstance(getattr(unit, name), kind):
@@ -61,7 +50,7 @@ def check_own_names(unit: AutoUnit[Any]) -> None:
         raise UsageError(f"{type(unit).__name__}.weight is a method of AutoUnit: give your attribute another name.")
 
 
-def check_trainable(unit: AutoUnit[Any], *, together: bool, has_strategy: bool) -> None:
+def check_trainable(unit: AutoTrainUnit[Any], *, together: bool, has_strategy: bool) -> None:
     """
     Args:
         together: the ranks train one model, or there is one rank only.

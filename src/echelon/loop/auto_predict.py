@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from echelon.contracts.overrides import overrides
+from echelon.loop.auto_options import AutoOptions
 from echelon.loop.unit import PredictUnit
 from echelon.parallel.activation import ActivationCheckpointParams
 from echelon.parallel.parallelize import parallelize
@@ -47,15 +48,28 @@ class AutoPredictUnit(PredictUnit[T]):
         enable_prefetch: bool = False,
     ) -> None:
         super().__init__()
-        self.device = device or init_from_env()
+        options = AutoOptions(
+            device=device,
+            strategy=strategy,
+            precision=precision,
+            torch_compile_params=torch_compile_params,
+            activation_checkpoint_params=activation_checkpoint_params,
+            detect_anomaly=detect_anomaly,
+            enable_prefetch=enable_prefetch,
+        )
+        self._prepare(module, options)
+
+    def _prepare(self, module: nn.Module, options: AutoOptions) -> None:
+        """Make the module parallel, and set what follows from that. Collective."""
         decided = overrides()
-        self.precision = Precision.of(decided.precision or precision)
-        self.detect_anomaly = bool(detect_anomaly)
-        self.enable_prefetch = enable_prefetch
-        recipe = Recipe(activation_checkpoint_params, torch_compile_params if decided.compile is not False else None)
-        self.prepared = parallelize(module, strategy, self.device, recipe, overridden=decided.strategy)
+        self.device = options.device or init_from_env()
+        self.precision = Precision.of(decided.precision or options.precision)
+        self.detect_anomaly, self.enable_prefetch = bool(options.detect_anomaly), options.enable_prefetch
+        compiled = options.torch_compile_params if decided.compile is not False else None
+        recipe = Recipe(options.activation_checkpoint_params, compiled)
+        self.prepared = parallelize(module, options.strategy, self.device, recipe, overridden=decided.strategy)
         self.module: nn.Module = self.prepared.module
-        self._copies = torch.cuda.Stream(self.device) if enable_prefetch and self.device.type == "cuda" else None
+        self._copies = torch.cuda.Stream(self.device) if self.enable_prefetch and self.device.type == "cuda" else None
 
     @property
     def forward_is_collective(self) -> bool:

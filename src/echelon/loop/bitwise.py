@@ -6,8 +6,7 @@ order that depends on shapes), the number of threads, the random numbers of a sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,8 +17,6 @@ from echelon.world import agree, streams
 from echelon.world.device import same_kernels
 
 __all__ = ["BitEqual"]
-
-R = TypeVar("R")
 
 
 class BitEqual:
@@ -47,16 +44,17 @@ class BitEqual:
         self._seed: int | None = None
         self._others = ""  # where numpy's and Python's streams stood
 
-    def run(self, work: Callable[[], R], update: int, index: int, *, last: bool) -> R:
-        """Forward and backward of micro-batch `index` of an update, with the random numbers of its part."""
+    def begin(self, update: int, index: int) -> None:
+        """Before micro-batch `index` of an update: the random numbers are those of its part."""
         if self._seed is None:
             self._seed = torch.initial_seed()  # as the script seeded all ranks
         self._others = self._others or agree.from_rank0(streams.digest)
         part = update * self.parts + index * self._prepared.dp_size + self._prepared.dp_rank
         streams.at(self._seed, self._others, part)
-        result = work()
+
+    def add(self, *, last: bool) -> None:
+        """After its backward pass: take its gradients into the sum, which with the `last` becomes the gradients."""
         self._tree.add(self._parameters, last=last)
-        return result
 
     def discard(self) -> None:
         """Forget an unfinished window."""

@@ -26,14 +26,14 @@ from echelon.world import agree
 from echelon.world.init import World
 
 if TYPE_CHECKING:
-    from echelon.loop.auto import AutoUnit
+    from echelon.loop.auto_predict import AutoPredictUnit
 
 __all__ = ["check_holds", "check_tracked", "look_at_first_update", "not_the_modules"]
 
 _REMEDY = "Nothing would be trained. Make the optimizer after the module is made parallel, from the parameters that it has then"
 
 
-def check_holds(unit: AutoUnit[Any], optimizer: Any) -> None:
+def check_holds(unit: AutoPredictUnit[Any], optimizer: Any) -> None:
     """An AutoUnit's optimizer, as `configure_optimizers_and_lr_scheduler` gave it or as it was assigned.
 
     Raises:
@@ -54,7 +54,7 @@ def check_holds(unit: AutoUnit[Any], optimizer: Any) -> None:
         raise UsageError(f"{problem} {_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from module.parameters().")
 
 
-def look_at_first_update(unit: AutoUnit[Any], optimizer: torch.optim.Optimizer, *, together: bool) -> None:
+def look_at_first_update(unit: AutoPredictUnit[Any], optimizer: torch.optim.Optimizer, *, together: bool) -> None:
     """Refuse an optimizer that meets no gradient, or in part none: it holds the parameters of a copy. Once; collective if
     `together`."""
     if overrides().observes:
@@ -79,7 +79,7 @@ def look_at_first_update(unit: AutoUnit[Any], optimizer: torch.optim.Optimizer, 
     optimizer.register_step_pre_hook(look)
 
 
-def _copies(unit: AutoUnit[Any], optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def _copies(unit: AutoPredictUnit[Any], optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """What the optimizer holds and nothing of the unit has, if parameters of these shapes are left out of the module's."""
     held, mine = parameters_of(optimizer), list(unit.prepared.module.parameters())
     ids, reached = {id(p) for p in held}, {id(p) for p in _within(vars(unit).values())} | {id(p) for p in mine}
@@ -89,7 +89,7 @@ def _copies(unit: AutoUnit[Any], optimizer: torch.optim.Optimizer) -> list[nn.Pa
     return strangers if are_like else []
 
 
-def not_the_modules(unit: AutoUnit[Any], optimizer: Any) -> list[nn.Parameter]:
+def not_the_modules(unit: AutoPredictUnit[Any], optimizer: Any) -> list[nn.Parameter]:
     """What the optimizer trains besides the module, and besides other modules of the unit that are parallel themselves."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return []

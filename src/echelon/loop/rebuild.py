@@ -1,102 +1,89 @@
 """A unit built once more, from what its constructor was given: with another strategy, or in another process.
 
 A module that is wrapped or sharded cannot be sent to another process, and what AutoUnit makes of it depends on the rank.
-What the user gave can be sent. So the library's own constructor runs again; a subclass's does not, and its attributes stay.
+What the user gave can be sent, and what a subclass has set besides. So there is a protocol of two:
+
+    unit.auto_options                    what it was built with, as it is now
+    unit.build_from(module, options)     what the constructor does with it; a subclass's own constructor does not run again
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from echelon.contracts.errors import UsageError
+from echelon.loop.auto import AutoUnit
+from echelon.loop.auto_options import AutoOptions
 
-if TYPE_CHECKING:
-    from echelon.loop.auto import AutoUnit
-
-__all__ = ["Built", "Parcel", "own_attributes", "pack", "rebuild", "recall", "remembered", "unpack"]
+__all__ = ["BUILT", "Parcel", "own_attributes", "pack", "rebuild", "recall", "remembered", "unpack"]
 
 # Made at first use, over the module as it is now.
-_MADE_LATER = ("optimizer", "lr_scheduler", "swa_scheduler")
-# What the constructor was given and what has become of it are not the same.
-_AS_GIVEN = ("device", "strategy")
-
-
-@dataclass(frozen=True)
-class Built:
-    """How AutoUnit's constructor ran.
-
-    Args:
-        arguments: all but the module.
-        made: the attributes that it set.
-    """
-
-    arguments: dict[str, Any]
-    made: frozenset[str]
+_MADE_LATER = frozenset({"optimizer", "lr_scheduler", "swa_scheduler"})
+# The attributes that `build_from` sets: each process makes its own.
+# fmt: off
+BUILT = frozenset({
+    "clip_grad_norm", "clip_grad_value", "detect_anomaly", "device", "enable_prefetch", "eval_loss", "grad_scaler",
+    "gradient_accumulation_steps", "latest_update", "module", "precision", "prepared", "retain_graph", "step_lr_interval",
+    "swa_model", "swa_params", "swa_scheduler", "test_loss", "training", "window", "zero_grad_at_train_step_start",
+    "_bitwise", "_copies", "_evaluation", "_finite", "_options", "_parts_of_step", "_plateau", "_reduces", "_reports_step",
+    "_shards",
+})
+# fmt: on
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """A unit on its way to another process."""
+    """A unit on its way to another process.
 
-    kind: type
+    Args:
+        husk: the unit with its progress and what its own class has set, without what is built.
+        module: as its author wrote it, on the CPU.
+    """
+
+    husk: AutoUnit[Any]
     module: torch.nn.Module
-    arguments: dict[str, Any]
-    own: dict[str, Any]
-
-
-def _arguments(unit: AutoUnit[Any]) -> dict[str, Any]:
-    """The constructor's, as they are now: `unit.clip_grad_norm = 1.0` counts."""
-    now = vars(unit)
-    return {k: v if k in _AS_GIVEN else now.get(k, v) for k, v in unit.constructed.arguments.items()}
+    options: AutoOptions
 
 
 def rebuild(unit: AutoUnit[Any], **changes: Any) -> None:
-    """Run AutoUnit's constructor once more in place, with some arguments changed. Collective, as the constructor is.
+    """Build it once more in place, with some options changed. Collective, as the constructor is.
 
     Raises:
         UsageError: its optimizer is built already, over a module in another form; or the module is sharded.
     """
-    from echelon.loop.auto import AutoUnit
-
     if vars(unit).get("optimizer") is not None:
         raise UsageError(
             f"{type(unit).__name__} has its optimizer already, so {', '.join(sorted(changes))} can no longer change. "
             "Give a new unit, or give these to the unit's own constructor."
         )
-    module, arguments, progress = _plain(unit), _arguments(unit), unit.tracked_progress()
-    AutoUnit.__init__(unit, module=module, **{**arguments, **changes})
-    vars(unit).update(progress)
+    unit.build_from(_plain(unit), replace(unit.auto_options, **changes))
 
 
 def pack(unit: AutoUnit[Any]) -> Parcel:
     """What another process needs to build this unit. Its module is on the CPU afterwards; the caller moves it back."""
-    made = {*unit.constructed.made, *_MADE_LATER}
-    own = {name: value for name, value in vars(unit).items() if name not in made}
-    arguments = {**_arguments(unit), "device": None}
-    return Parcel(type(unit), _plain(unit).cpu(), arguments, {**own, **unit.tracked_progress()})
+    husk = copy.copy(unit)
+    for name in BUILT | _MADE_LATER:
+        vars(husk).pop(name, None)
+    return Parcel(husk, _plain(unit).cpu(), replace(unit.auto_options, device=None))
 
 
 def unpack(parcel: Parcel, **changes: Any) -> AutoUnit[Any]:
     """The unit, built in this process. Collective."""
-    from echelon.loop.auto import AutoUnit
-
-    unit: AutoUnit[Any] = object.__new__(parcel.kind)
-    vars(unit).update(parcel.own)
-    AutoUnit.__init__(unit, module=parcel.module, **{**parcel.arguments, **changes})
-    vars(unit).update(parcel.own)
-    return unit
+    parcel.husk.build_from(parcel.module, replace(parcel.options, **changes))
+    return parcel.husk
 
 
 def own_attributes(unit: AutoUnit[Any], *, progress: bool) -> dict[str, Any]:
     """What a subclass's code has set and no checkpoint holds; with `progress` that too."""
     saved = {*unit.tracked_modules(), *unit.tracked_optimizers(), *unit.tracked_lr_schedulers(), *unit.tracked_metrics()}
-    saved |= {*unit.tracked_misc_statefuls(), *unit.tracked_progress(), *unit.constructed.made, *_MADE_LATER}
+    saved |= {*unit.tracked_misc_statefuls(), *unit.tracked_progress(), *BUILT, *_MADE_LATER}
     own = {name: value for name, value in vars(unit).items() if name not in saved}
     return {**own, **unit.tracked_progress()} if progress else own
 

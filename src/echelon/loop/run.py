@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from echelon.loop.callback import Callback
 from echelon.loop.engine import Run
+from echelon.loop.observer import observed
 from echelon.loop.state import EntryPoint, PhaseState, State, TimerProtocol
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
 
@@ -55,6 +56,7 @@ def train(
         UsageError: no limit, or one that is no whole number; what is no callback.
         RanksDisagreeError: the ranks' loaders have different lengths.
     """
+    callbacks = observed(train_unit, train_dataloader, callbacks)
     phase = PhaseState(
         dataloader=train_dataloader, max_epochs=max_epochs, max_steps=max_steps, max_steps_per_epoch=max_steps_per_epoch
     )
@@ -122,6 +124,7 @@ def fit(
 
     Where `max_steps` ends the training, the last step is evaluated, too, unless both intervals are None.
     """
+    callbacks = observed(unit, train_dataloader, callbacks)
     train_state = PhaseState(
         dataloader=train_dataloader,
         max_epochs=max_epochs,

@@ -16,6 +16,7 @@ from echelon.contracts.errors import UsageError
 from echelon.data.loader import Loader
 from echelon.data.place import Placed
 from echelon.loop.auto import AutoUnit
+from echelon.loop.auto_options import AutoOptions
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver, RestoreOptions
 from echelon.loop.rebuild import Parcel, own_attributes, rebuild, remembered, unpack
@@ -127,7 +128,7 @@ def work_in_rank(plan: Plan, work: Work) -> Done:
     init_from_env("cpu" if plan.on_cpu else None)
     unit: Any = work.unit
     if isinstance(work.unit, Parcel):
-        unit = unpack(work.unit, **changes_for(plan, work.unit.arguments))
+        unit = unpack(work.unit, **changes_for(plan, work.unit.options))
         if work.before is not None:
             DistributedCheckpointSaver.restore(work.before, unit, restore_options=BETWEEN_PROCESSES)
         metrics, outputs = _run(plan, work, unit)
@@ -152,18 +153,18 @@ def work_here(plan: Plan, work: Work) -> tuple[dict[str, float], list[Any]]:
     given: Any = work.unit
     unit = given if isinstance(given, Unit) else given()
     if isinstance(unit, AutoUnit):
-        changes = changes_for(plan, unit.constructed.arguments)
-        now = vars(unit)
-        if any(now.get(k, unit.constructed.arguments[k]) != v for k, v in changes.items()):
+        options = unit.auto_options
+        changes = changes_for(plan, options)
+        if any(getattr(options, name) != value for name, value in changes.items()):
             rebuild(unit, **changes)
     elif plan.unit_options:
         raise UsageError(f"{type(unit).__name__} is no AutoUnit, so {', '.join(sorted(plan.unit_options))} cannot reach it.")
     return _run(plan, work, unit)
 
 
-def changes_for(plan: Plan, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the Trainer says about a unit that was built with `arguments`."""
-    changes, own = dict(plan.unit_options), arguments["strategy"]
+def changes_for(plan: Plan, options: AutoOptions) -> dict[str, Any]:
+    """What the Trainer says about a unit that was built with these options."""
+    changes, own = dict(plan.unit_options), options.strategy
     if "precision" in changes:
         changes["precision"] = Precision.of(changes["precision"])
     if own is None:

@@ -19,6 +19,7 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.around import Passes, send_through
 from echelon.parallel.fixed_order import reduce_bucket
 from echelon.parallel.materialize import materialize
+from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.prepared import Prepared, WrapperPrepared
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.registry import Kind, register
@@ -44,9 +45,9 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
 
     def forward_backward(
         self,
-        micro_batch: Any,
-        forward: Callable[[Any], tuple[torch.Tensor, Any]],
-        backward: Callable[[torch.Tensor, Any], None],
+        micro_batch: MicroBatch[Any],
+        forward: Callable[[MicroBatch[Any]], tuple[torch.Tensor, Any]],
+        backward: Callable[[torch.Tensor, MicroBatch[Any]], None],
     ) -> tuple[torch.Tensor, Any]:
         passes = self._passes
         if passes is None:

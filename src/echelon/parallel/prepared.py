@@ -17,6 +17,7 @@ from torch import nn
 from echelon.parallel import gradients
 from echelon.parallel.fixed_order import clip_in_order_
 from echelon.parallel.loose import average_, check_equal
+from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.registry import kind_of
 from echelon.world.init import World
 
@@ -101,9 +102,9 @@ class Prepared(Generic[M]):
 
     def forward_backward(
         self,
-        micro_batch: Any,
-        forward: Callable[[Any], tuple[torch.Tensor, Any]],
-        backward: Callable[[torch.Tensor, Any], None],
+        micro_batch: MicroBatch[Any],
+        forward: Callable[[MicroBatch[Any]], tuple[torch.Tensor, Any]],
+        backward: Callable[[torch.Tensor, MicroBatch[Any]], None],
     ) -> tuple[torch.Tensor, Any]:
         """`forward(micro_batch)` gives loss and outputs, `backward(loss, micro_batch)` follows. A pipeline interleaves many."""
         loss, outputs = forward(micro_batch)

@@ -13,7 +13,7 @@ from echelon.contracts.errors import UsageError
 from echelon.prover.matrix import Row, matrix
 from echelon.prover.proof import Proof, Result
 from echelon.prover.proving import Proving
-from echelon.prover.rank import Target
+from echelon.prover.target import Target
 
 __all__ = ["Proof", "Result", "prove", "prove_target"]
 

@@ -25,9 +25,10 @@ from echelon.prover.judge import SMALL_SHARE, Verdict, compare, mean_loss
 from echelon.prover.matrix import AS_WRITTEN, Row
 from echelon.prover.proof import IN_FLOAT64, Proof, Result
 from echelon.prover.ran import Computed, Judged, Ran, blindness, data_of, fill, in_float64, in_words
-from echelon.prover.rank import Target, run_epoch, run_mistakes, run_probe, run_reference, run_row
+from echelon.prover.rank import Replay, run_epoch, run_mistakes, run_probe, run_reference, run_row
 from echelon.prover.reference import Shake, micros_in_order
 from echelon.prover.samples import note_on
+from echelon.prover.target import Target
 
 __all__ = ["Proving"]
 
@@ -124,6 +125,9 @@ class Proving:
 
     # --- references
 
+    def _replay(self, ran: Ran, folder: Path) -> Replay:
+        return Replay(self.target, ran.row, ran.files, str(folder), ran.dtype, self.seed)
+
     def _reference(self, ran: Ran) -> Computed:
         key = ran.dtype, *data_of(ran.row, ran.records)
         if key not in self._references:
@@ -137,13 +141,13 @@ class Proving:
 
     def _computed(self, ran: Ran, folder: Path) -> Computed:
         """The reference, and in float32 a first sample of what rounding does to it."""
-        arguments = (self.target, ran.row, ran.files, str(folder), ran.dtype, self.seed)
-        reference = Computed(folder, self._launch(run_reference, 1, *arguments))
+        replay = self._replay(ran, folder)
+        reference = Computed(folder, self._launch(run_reference, 1, replay))
         if ran.dtype is torch.float64:
             return reference
         if ran.is_auto:  # a unit with a step of its own may have wrapped its module in something with float32 built in
             with contextlib.suppress(RankFailedError):  # so may a forward pass
-                if self._launch(run_reference, 1, *arguments, "wide")["draws"] == reference.facts["draws"]:
+                if self._launch(run_reference, 1, replay, "wide")["draws"] == reference.facts["draws"]:
                     return reference
             for other in folder.glob("again-wide-*"):
                 shutil.rmtree(other)
@@ -152,18 +156,17 @@ class Proving:
 
     def _shake(self, ran: Ran, reference: Computed, samples: int, narrowest: torch.dtype | None) -> None:
         """See to it that there are so many shaken references, by the rounding of the narrowest type if one is given."""
-        arguments = (self.target, ran.row, ran.files, str(reference.folder), ran.dtype, self.seed, "shaken")
+        replay = self._replay(ran, reference.folder)
         rounding = torch.finfo(narrowest).eps if narrowest is not None else None
         for sample in range(0 if narrowest is not None else reference.shaken, samples):
-            self._launch(run_reference, 1, *arguments, Shake(sample, rounding))
+            self._launch(run_reference, 1, replay, "shaken", Shake(sample, rounding))
         reference.shaken = max(samples, reference.shaken)
 
     def _probed(self, ran: Ran, reference: Computed) -> dict[str, Any]:
         if reference.probed is None:
             reference.probed = {"narrowest": None, "repeatable": True, "per_sample": None}
             with contextlib.suppress(RankFailedError):
-                arguments = (self.target, ran.row, ran.files, str(self.folder), ran.dtype, self.seed)
-                reference.probed = self._launch(run_probe, 1, *arguments)
+                reference.probed = self._launch(run_probe, 1, self._replay(ran, self.folder))
         return reference.probed
 
     def _note(self, ran: Ran, facts: dict[str, Any]) -> None:
@@ -323,7 +326,7 @@ class Proving:
         assert verdict.first is not None
         k = verdict.first.update
         try:
-            mistakes = self._launch(run_mistakes, 1, self.target, ran.row, ran.files, str(self.folder), ran.dtype, self.seed, k)
+            mistakes = self._launch(run_mistakes, 1, self._replay(ran, self.folder), k)
         except RankFailedError:  # the row differs whether or not it can be said why
             return []
         folders = ran.folder, final.reference.folder
@@ -340,7 +343,7 @@ class Proving:
             if "rows" not in self._epochs:
                 self._epochs["rows"] = None
                 with contextlib.suppress(RankFailedError):
-                    self._epochs["rows"] = self._launch(run_epoch, 1, self.target, ran.row, ran.dtype, self.seed).get("rows")
+                    self._epochs["rows"] = self._launch(run_epoch, 1, self._replay(ran, self.folder)).get("rows")
             return self._epochs["rows"]
 
         note = note_on(ranks, of_one_process)

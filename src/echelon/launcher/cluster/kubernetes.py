@@ -26,7 +26,7 @@ from echelon.contracts.terminal import printable
 from echelon.launcher.cluster.conclude import conclude, refuse
 from echelon.launcher.cluster.node import run_node, start_of
 from echelon.launcher.job import JobSpec
-from echelon.launcher.local.worker import forgive_output
+from echelon.launcher.local.output import forgive_output
 from echelon.launcher.protocol import FolderJob, JobState, write_spec
 from echelon.launcher.records import exit_record
 

@@ -24,7 +24,7 @@ from echelon.launcher.cluster.conclude import conclude, refuse
 from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec, Outcome
 from echelon.launcher.local.nodes import Meeting, meet
-from echelon.launcher.local.worker import forgive_output
+from echelon.launcher.local.output import forgive_output
 from echelon.launcher.protocol import read_spec
 
 __all__ = ["main", "run_node", "start_of"]

@@ -33,7 +33,7 @@ from echelon.launcher.cluster.snapshot import Copy, copy_code
 from echelon.launcher.functions.command import parse
 from echelon.launcher.functions.inside import place, run_call
 from echelon.launcher.job import JobSpec
-from echelon.launcher.local.worker import in_library
+from echelon.launcher.local.raised import in_library
 from echelon.launcher.protocol import FolderJob
 
 __all__ = ["ConfiguredFunction", "SlurmFunction", "slurm_fn"]

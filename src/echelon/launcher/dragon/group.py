@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,8 +15,9 @@ from echelon.contracts.errors import RankTimeoutError, UsageError
 from echelon.launcher.dragon.system import System, on_dragon
 from echelon.launcher.functions.run import Cancel, call
 from echelon.launcher.job import auto_ranks
+from echelon.launcher.local.worker import set_threads
 
-__all__ = ["CollectiveGroup", "Placed", "set_threads"]
+__all__ = ["CollectiveGroup", "Placed"]
 
 logger = logging.getLogger(__name__)
 
@@ -149,13 +149,6 @@ class Placed:
         if cores := self.cores[rank]:
             os.sched_setaffinity(0, cores)
             set_threads(len(cores))
-
-
-def set_threads(count: int) -> None:
-    """For this process, whether it has torch loaded or not: OpenMP reads the variable when it is."""
-    os.environ["OMP_NUM_THREADS"] = str(count)
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(count)
 
 
 class _LocalRanks:

@@ -7,7 +7,7 @@ Tested with dragonhpc 0.15.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -26,14 +26,17 @@ from echelon.contracts.run_dir import write_json
 from echelon.contracts.terminal import printable
 from echelon.launcher.calls import load_exception, load_value
 from echelon.launcher.dragon.command import FOLDER_VARIABLE
-from echelon.launcher.dragon.group import set_threads
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure
-from echelon.launcher.local import worker
 from echelon.launcher.local.nodes import free_port
+from echelon.launcher.local.raised import describe
+from echelon.launcher.local.worker import leave_value, set_threads
 from echelon.launcher.records import rank_record
+from echelon.launcher.workarounds import close_failed, serve_dragon_on_loopback
 
 __all__ = ["DragonRanks"]
+
+logger = logging.getLogger(__name__)
 
 # After Dragon has said that a rank failed: until the others have written down how they fell, so that the first is found.
 _HEAR_OUT_S = 0.5
@@ -116,11 +119,9 @@ class DragonRanks:
             try:
                 self._group.close()
                 return
-            except Exception:  # a rank's failure that nobody joined: it is raised instead of closing
-                pass
-        # The same without raising what `join` has raised already. It has no public name.
-        with contextlib.suppress(Exception):
-            self._group._close_no_decorator()
+            except Exception as error:  # it raises a rank's failure that nobody joined, instead of closing
+                logger.warning("a rank of the group had failed, and nobody had joined it: %s", error)
+        close_failed(self._group)
 
     def _close_at_the_end(self) -> None:
         """For a script that ends without closing, as by an error: Dragon's own thread of the group would keep it for ever."""
@@ -175,11 +176,11 @@ def _run_rank(folder: str, key: str, placed: Callable[..., Any], args: Sequence[
     info = _known_to_torch(RankInfo())
     record = Path(folder) / f"exit.rank{info.rank}.json"
     try:
-        worker.leave_value(lambda: placed(*args, **kwargs), f"{folder}/value.rank{info.rank}.pkl", placed.__name__, key)
+        leave_value(lambda: placed(*args, **kwargs), f"{folder}/value.rank{info.rank}.pkl", placed.__name__, key)
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             error = RuntimeError("the function called sys.exit(), which leaves nothing to return. Return instead.")
-        write_json(record, {"exit_code": 1, **worker.describe(error)})
+        write_json(record, {"exit_code": 1, **describe(error)})
         # Not an exception: Dragon would print it without saying whose it is. And at once: the others wait.
         os._exit(1)
 
@@ -188,7 +189,8 @@ def _known_to_torch(info: RankInfo) -> RankInfo:
     """The rank's facts under torchrun's names; on one node over loopback, whatever the host's name resolves to."""
     env = info.to_env()
     if info.local_world_size == info.world_size:
-        env["MASTER_ADDR"] = os.environ["_DRAGON_CG_MASTER_ADDR"] = "127.0.0.1"
+        serve_dragon_on_loopback()
+        env["MASTER_ADDR"] = "127.0.0.1"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(env)
     if "OMP_NUM_THREADS" not in os.environ:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
+from echelon.contracts.overrides import overrides
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.contracts.terminal import printable
@@ -106,6 +107,7 @@ def launch(
         SystemExit: with code 75, as the ranks had it: they were asked to stop, and saved.
         UsageError: `fn` cannot be sent to another process, or `ranks` makes no sense.
     """
+    _refuse_under_prove()
     return call(
         fn,
         ranks=ranks,
@@ -117,6 +119,14 @@ def launch(
         run_dir=run_dir,
         quiet=quiet,
     )
+
+
+def _refuse_under_prove() -> None:
+    if overrides().observes:
+        raise UsageError(
+            "the script starts ranks itself, with launch or spawn: prove has to start them. Let it call train or fit in every "
+            "process, as under `echelon run`, or call echelon.prove with the functions that make its unit and its data."
+        )
 
 
 class Cancel:

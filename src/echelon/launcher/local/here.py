@@ -19,9 +19,10 @@ from echelon.contracts.stopping import REQUEUE, SIGNALS
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local.attempt import write_exit
 from echelon.launcher.local.nodes import free_port
+from echelon.launcher.local.output import output_to
 from echelon.launcher.local.placement import bound
 from echelon.launcher.local.run import path_without_launcher, rank_environment
-from echelon.launcher.local.worker import Start, output_to, run_program
+from echelon.launcher.local.worker import Start, run_program
 from echelon.launcher.records import rank_record
 
 __all__ = ["run_here"]

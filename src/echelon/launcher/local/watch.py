@@ -17,7 +17,7 @@ from typing import Any
 from echelon.contracts import pulse
 from echelon.contracts.pulse import Phase, Standing
 from echelon.launcher.job import Failure, parse_duration
-from echelon.launcher.local.worker import in_library
+from echelon.launcher.local.raised import in_library
 
 __all__ = ["STALL_VARIABLE", "Pulses", "Seen", "Watch", "blame", "stall_after"]
 

@@ -2,51 +2,44 @@
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import contextlib
 import faulthandler
-import functools
 import gc
-import io
 import os
 import random
 import runpy
 import signal
 import sys
-import sysconfig
-import threading
 import time
-import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 from echelon.contracts import pulse
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.errors import UsageError
 from echelon.contracts.files import open_to_append
 from echelon.contracts.redact import redacted, secret_values
-from echelon.contracts.run_dir import FULL_DISK, write_json
+from echelon.contracts.run_dir import write_json
 from echelon.contracts.stopping import REQUEUE, SIGNALS, is_ours, leave
 from echelon.launcher.calls import load_call, write_value
+from echelon.launcher.local.output import redirect
+from echelon.launcher.local.raised import cut, describe
+from echelon.launcher.workarounds import keep_process_groups, run_exit_functions, write_open_files
 
 __all__ = [
     "SLOW_MODULES",
     "STACK_SIGNAL",
     "Start",
     "end",
-    "forgive_output",
-    "in_library",
     "leave_value",
-    "output_to",
     "run",
     "run_program",
     "run_recorded",
-    "user_frames",
+    "set_threads",
 ]
 
 # What ranks are likely to need, slow to import.
@@ -60,10 +53,6 @@ SLOW_MODULES = (
 
 # By which a rank is asked for its stack. Real-time signals are nobody's: a training script may want SIGUSR2 for itself.
 STACK_SIGNAL = signal.SIGRTMAX - 3
-
-
-_LONGEST = 1 << 18
-_MOST_FRAMES = 100
 
 
 @dataclass(frozen=True)
@@ -112,7 +101,7 @@ def _take_on(start: Start, fds: Sequence[int]) -> None:
         os.set_inheritable(shared, False)
         pulse.join(shared)
         faulthandler.register(STACK_SIGNAL, file=shared, all_threads=True)
-    _redirect(start.log, fds)
+    redirect(start.log, fds)
     os.chdir(start.cwd)
     faulthandler.enable(file=sys.stderr)
     if start.cores:
@@ -126,80 +115,9 @@ def end(code: int) -> NoReturn:
     A rank that failed does not wait for its threads: the others wait for it to end.
     """
     with contextlib.suppress(BaseException):
-        if code in (0, REQUEUE):
-            threading._shutdown()  # type: ignore[attr-defined]  # also ends idle executors, whose threads nobody else would
-        atexit._run_exitfuncs()
-    for thing in gc.get_objects():  # files that the program left open; Python flushes them when it collects them at its end
-        if issubclass(type(thing), io.IOBase):
-            with contextlib.suppress(Exception):
-                thing.flush()
+        run_exit_functions(join_threads=code in (0, REQUEUE))
+    write_open_files()
     os._exit(code)
-
-
-def _redirect(log: str | None, fds: Sequence[int]) -> None:
-    """Point standard input at nothing, output and error at the two descriptors given, else at the log."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    if fds:
-        os.dup2(fds[0], 1)
-        os.dup2(fds[-1], 2)
-        for fd in fds:
-            os.close(fd)
-    elif log:
-        fd = _open_log(log)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
-        os.close(fd)
-    # New objects: the server's may hold another encoding or buffer. Lines are flushed, so a kill loses none.
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
-    forgive_output()
-
-
-def forgive_output() -> None:
-    """From here on, what cannot be written to standard output and error does not end this process."""
-    sys.stdout = sys.__stdout__ = _line_writer(1)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = _line_writer(2)  # type: ignore[misc]
-
-
-class _Output(io.FileIO):
-    """A descriptor to write to whose trouble is not the program's: a full disk costs lines of output, never the run.
-
-    What could not be written is counted, and said where writing goes on.
-    """
-
-    _lost = 0
-
-    def write(self, data: Any, /) -> int:
-        size = memoryview(data).nbytes
-        try:
-            if self._lost:
-                super().write(f"\n(echelon: {self._lost} bytes of output could not be written here)\n".encode())
-                self._lost = 0
-            written = super().write(data)
-        except OSError:
-            self._lost += size
-            return size
-        return size if written is None else written  # None: a pipe that is full and does not block
-
-
-def _open_log(path: str | Path) -> int:
-    try:
-        return open_to_append(path)
-    except OSError as error:
-        if error.errno not in FULL_DISK:
-            raise
-        return os.open(os.devnull, os.O_WRONLY)
-
-
-def output_to(log: Path) -> io.TextIOWrapper:
-    """The log of this process's rank, to write to."""
-    return _line_writer(_open_log(log), closes=True)
-
-
-def _line_writer(fd: int, *, closes: bool = False) -> io.TextIOWrapper:
-    raw = io.BufferedWriter(_Output(fd, "w", closefd=closes))
-    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def _fresh_state() -> None:
@@ -208,8 +126,15 @@ def _fresh_state() -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    if "torch" in sys.modules and threads.isdigit():
-        sys.modules["torch"].set_num_threads(int(threads))
+    if threads.isdigit():
+        set_threads(int(threads))
+
+
+def set_threads(count: int) -> None:
+    """For this process, whether it has torch loaded or not: OpenMP reads the variable when it is."""
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(count)
 
 
 def run_program(start: Start) -> int:
@@ -304,7 +229,7 @@ def _system_exit(stop: SystemExit) -> tuple[int, dict[str, Any] | None]:
     if isinstance(stop.code, int):
         code, message = stop.code & 0xFF, ""
     else:
-        code, message = 1, redacted(_cut(str(stop.code)), secret_values(sys.argv, os.environ))
+        code, message = 1, redacted(cut(str(stop.code)), secret_values(sys.argv, os.environ))
         sys.stderr.write(message + "\n")
     if code == 0:
         return 0, None
@@ -313,89 +238,11 @@ def _system_exit(stop: SystemExit) -> tuple[int, dict[str, Any] | None]:
     return code, {**chain, "kind": "SystemExit", "message": message or f"exit code {code}"}
 
 
-def describe(error: BaseException) -> dict[str, Any]:
-    """An exception as plain values, its frames in the user's own files apart from those of libraries."""
-    trace = _skip_launcher(error.__traceback__)
-    known = secret_values(sys.argv, os.environ)
-    text = redacted(_cut("".join(traceback.format_exception(type(error), error, trace))), known)
-    return {
-        "time_ns": time.monotonic_ns(),
-        "kind": type(error).__name__,
-        "message": redacted(_cut(_text_of(error)), known),
-        "ours": isinstance(error, EchelonError),
-        "user_frames": [redacted(frame, known) for frame in user_frames(trace)[-_MOST_FRAMES:]],
-        "traceback": text,
-    }
-
-
-def _cut(text: str) -> str:
-    """The beginning and the end: an exception may hold a whole tensor, and whoever reads a record reads no more than a few MB."""
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}\n[...]\n{text[-_LONGEST // 2 :]}"
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as bad:
-        return f"(its text cannot be shown: {type(bad).__name__})"
-
-
-def _skip_launcher(trace: TracebackType | None) -> TracebackType | None:
-    """Drop the frames that lead into the user's program: ours and runpy's say nothing about it."""
-    entry, ours = trace, str(Path(__file__).parents[1]) + os.sep
-    while entry is not None:
-        file = entry.tb_frame.f_code.co_filename
-        if not file.startswith(ours) and file not in (runpy.__file__, "<frozen runpy>"):
-            return entry
-        entry = entry.tb_next
-    return trace
-
-
-def user_frames(trace: TracebackType | None) -> list[str]:
-    """The frames in files that belong to no library, outermost first, as a traceback prints them."""
-    frames = []
-    for frame in traceback.extract_tb(trace):
-        if frame.filename.startswith("<") or in_library(frame.filename):
-            continue
-        frames.append(f'File "{frame.filename}", line {frame.lineno}, in {frame.name}\n    {frame.line or ""}'.rstrip())
-    return frames
-
-
-def in_library(file: str) -> bool:
-    """Whether a file belongs to Python, to what is installed in it, or to echelon."""
-    # Not the prefix, which is among these paths too: a project may lie below it, and often does in a container.
-    libraries = {os.path.realpath(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    libraries |= {str(Path(__file__).resolve().parents[2]), os.path.dirname(os.path.realpath(os.__file__))}
-    return any(os.path.realpath(file).startswith(lib + os.sep) for lib in libraries)
-
-
-_groups: list[Any] = []
-
-
-def _keep_groups() -> None:
-    """Have process groups that the function ends live on until this process does.
-
-    One that is freed joins its threads while it holds the interpreter's lock, for which one of them may be waiting (gloo, torch
-    2.13): a function that returns, and with it its last reference to a wrapped model, would hang now and then.
-    """
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or hasattr(dist.destroy_process_group, "__wrapped__"):
-        return
-    destroy = dist.destroy_process_group
-
-    @functools.wraps(destroy)
-    def end(group: Any = None) -> None:
-        _groups.append(group if group is not None else dist.group.WORLD)
-        destroy(group)
-
-    dist.destroy_process_group = end  # type: ignore[attr-defined]
-
-
 def _call(start: Start) -> None:
     """Call the function that was sent here, and leave its value for whoever sent it."""
     sys.path[:] = list(start.sys_path)
     assert start.result is not None and start.sha256 is not None
-    _keep_groups()  # before modules are imported, which may take the function by its name
+    keep_process_groups()  # before modules are imported, which may take the function by its name
     call = load_call(start.target, start.sha256)
     args, kwargs = call.arguments[start.task]
     name = getattr(call.function, "__name__", "the function")
@@ -408,7 +255,7 @@ def leave_value(function: Callable[[], Any], result: str, name: str, key: str) -
     Raises:
         UsageError: the value cannot be pickled.
     """
-    _keep_groups()
+    keep_process_groups()
     try:
         value = function()
     except Exception as error:

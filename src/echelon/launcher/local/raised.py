@@ -1,0 +1,77 @@
+"""An exception as plain values for a rank's record: frames of the user's own files apart from those of libraries."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import sysconfig
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from echelon.contracts.errors import EchelonError
+from echelon.contracts.redact import redacted, secret_values
+
+__all__ = ["cut", "describe", "in_library", "user_frames"]
+
+_LONGEST = 1 << 18
+_MOST_FRAMES = 100
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """An exception as plain values, its frames in the user's own files apart from those of libraries."""
+    trace = _skip_launcher(error.__traceback__)
+    known = secret_values(sys.argv, os.environ)
+    text = redacted(cut("".join(traceback.format_exception(type(error), error, trace))), known)
+    return {
+        "time_ns": time.monotonic_ns(),
+        "kind": type(error).__name__,
+        "message": redacted(cut(_text_of(error)), known),
+        "ours": isinstance(error, EchelonError),
+        "user_frames": [redacted(frame, known) for frame in user_frames(trace)[-_MOST_FRAMES:]],
+        "traceback": text,
+    }
+
+
+def cut(text: str) -> str:
+    """The beginning and the end: an exception may hold a whole tensor, and whoever reads a record reads no more than a few MB."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}\n[...]\n{text[-_LONGEST // 2 :]}"
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as bad:
+        return f"(its text cannot be shown: {type(bad).__name__})"
+
+
+def _skip_launcher(trace: TracebackType | None) -> TracebackType | None:
+    """Drop the frames that lead into the user's program: ours and runpy's say nothing about it."""
+    entry, ours = trace, str(Path(__file__).parents[1]) + os.sep
+    while entry is not None:
+        file = entry.tb_frame.f_code.co_filename
+        if not file.startswith(ours) and file not in (runpy.__file__, "<frozen runpy>"):
+            return entry
+        entry = entry.tb_next
+    return trace
+
+
+def user_frames(trace: TracebackType | None) -> list[str]:
+    """The frames in files that belong to no library, outermost first, as a traceback prints them."""
+    frames = []
+    for frame in traceback.extract_tb(trace):
+        if frame.filename.startswith("<") or in_library(frame.filename):
+            continue
+        frames.append(f'File "{frame.filename}", line {frame.lineno}, in {frame.name}\n    {frame.line or ""}'.rstrip())
+    return frames
+
+
+def in_library(file: str) -> bool:
+    """Whether a file belongs to Python, to what is installed in it, or to echelon."""
+    # Not the prefix, which is among these paths too: a project may lie below it, and often does in a container.
+    libraries = {os.path.realpath(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    libraries |= {str(Path(__file__).resolve().parents[2]), os.path.dirname(os.path.realpath(os.__file__))}
+    return any(os.path.realpath(file).startswith(lib + os.sep) for lib in libraries)

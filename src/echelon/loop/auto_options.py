@@ -1,0 +1,55 @@
+"""What the constructor of an AutoUnit is given besides the module: values, so that a unit can be built once more elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from echelon.contracts.errors import UsageError
+from echelon.contracts.numbers import whole
+from echelon.loop.averaged import SWAParams
+from echelon.parallel.activation import ActivationCheckpointParams
+from echelon.parallel.precision import Precision
+from echelon.parallel.recipe import TorchCompileParams
+from echelon.parallel.strategy import Strategy
+
+__all__ = ["AutoOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoOptions:
+    """The arguments of AutoUnit, which describes them.
+
+    Raises:
+        UsageError: a value that makes no sense; before any rank waits for another.
+    """
+
+    device: torch.device | None = None
+    strategy: Strategy | str | None = None
+    step_lr_interval: Literal["step", "epoch"] = "epoch"
+    precision: str | torch.dtype | Precision | None = None
+    gradient_accumulation_steps: int = 1
+    detect_anomaly: bool | None = None
+    clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
+    swa_params: SWAParams | None = None
+    torch_compile_params: TorchCompileParams | None = None
+    activation_checkpoint_params: ActivationCheckpointParams | None = None
+    training: bool = True
+    loss_backward_retain_graph: bool | None = None
+    enable_prefetch: bool = True
+    zero_grad_at_train_step_start: bool = False
+    deterministic: Literal["bitwise"] | None = None
+    stop_after_nonfinite_losses: int | None = 10
+
+    def __post_init__(self) -> None:
+        whole("gradient_accumulation_steps", self.gradient_accumulation_steps, at_least=1)
+        if self.step_lr_interval not in ("step", "epoch"):
+            raise UsageError(f"step_lr_interval {self.step_lr_interval!r}: 'step' or 'epoch'.")
+        for name, limit in (("clip_grad_norm", self.clip_grad_norm), ("clip_grad_value", self.clip_grad_value)):
+            if limit is not None and not limit > 0:
+                raise UsageError(f"{name} {limit}: more than 0; None does not clip.")
+        if self.stop_after_nonfinite_losses is not None:
+            whole("stop_after_nonfinite_losses", self.stop_after_nonfinite_losses, at_least=1, or_none="to go on regardless")

@@ -1,0 +1,263 @@
+"""The training step of an AutoUnit: a batch's way from the loop to the optimizer's step, read from top to bottom.
+
+    train_step          the batch, or its pieces, as micro-batches with weights
+    _forward_backward   loss, outputs = compute_loss(state, data)    under autocast
+                        backward of the loss, weighted               no gradient traffic before the window's last micro-batch
+    _update             unscale, weigh, clip by norm, clip by value, optimizer step, zero the gradients, averages, scheduler step
+
+`Window` says how micro-batches are weighed. In fp16 an update with an inf is skipped on all ranks: parameters, schedule and
+averages stay as they are.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+
+from echelon.contracts.errors import LossError, NonFiniteError
+from echelon.data.parts import Parts
+from echelon.data.prefetch import NO_STEP
+from echelon.loop.auto_predict import AutoPredictUnit
+from echelon.loop.averaged import AveragedWeights
+from echelon.loop.bitwise import BitEqual
+from echelon.loop.finite import FiniteWatch
+from echelon.loop.loss import pass_zeros, problem_with, rows
+from echelon.loop.parts import in_order, mean_loss
+from echelon.loop.unit import TrainUnit
+from echelon.loop.window import Window
+from echelon.parallel.micro_batch import MicroBatch
+from echelon.parallel.precision import Shards
+from echelon.parallel.prepared import NO_CONTEXT
+from echelon.world import agree
+
+if TYPE_CHECKING:
+    from echelon.loop.state import State
+
+__all__ = ["AutoTrainUnit", "TrainStepResults"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrainStepResults:
+    """What a training step gave.
+
+    Args:
+        loss: this rank's mean loss of the micro-batch, detached.
+        total_grad_norm: before clipping, over all ranks; None if the step updated nothing or no norm was asked for.
+        outputs: as `compute_loss` returned them.
+    """
+
+    loss: torch.Tensor
+    total_grad_norm: torch.Tensor | None
+    outputs: Any
+
+
+class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
+    """What AutoUnit does in a training step, and what its user writes for it. AutoUnit's constructor sets the attributes."""
+
+    window: Window
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: Any
+    clip_grad_norm: float | None
+    clip_grad_value: float | None
+    retain_graph: bool | None
+    zero_grad_at_train_step_start: bool
+    step_lr_interval: Literal["step", "epoch"]
+    training: bool
+    grad_scaler: Any
+    swa_model: AveragedWeights | None
+    swa_scheduler: Any
+    latest_update: tuple[Any, Any]  # loss over the global batch and gradient norm, if it is clipped
+    _shards: Shards | None  # of the optimizer, for the gradient scaler
+    _bitwise: BitEqual | None
+    _finite: FiniteWatch
+    _plateau: bool  # whether the scheduler advances with evaluations
+    _reduces: bool  # whether windows are summed over ranks
+    _reports_step: bool  # whether a subclass wants to hear of its steps
+
+    # --- what the user writes
+
+    @abstractmethod
+    def compute_loss(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
+        """The mean loss of a micro-batch, a scalar with a gradient, and anything that hooks should see."""
+
+    @abstractmethod
+    def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        """The optimizer over the parameters of `module`, which has its final form, and a scheduler or None.
+
+        Called once, when the optimizer is first needed, after the whole constructor of your class.
+        """
+
+    def weight(self, data: T) -> float | torch.Tensor:
+        """What a micro-batch counts in the mean over the global batch: its rows. A language model counts tokens, where their
+        number differs: `return echelon.count_tokens(data, next_token=True)`.
+
+        A number if it is known on the host; a 0-dim tensor on the device is summed up there without waiting.
+        """
+        return rows(data)
+
+    def on_train_step_end(self, state: State, data: T, step: int, results: TrainStepResults) -> None:
+        """After a step; `step` counts from 0."""
+
+    def step_lr_scheduler(self) -> None:
+        """Advance the scheduler by one interval; override for one that wants a metric.
+
+        A ReduceLROnPlateau advances after each evaluation within `fit` instead, with `eval_loss`.
+        """
+        if self.lr_scheduler is not None and not self._plateau:
+            self.lr_scheduler.step()
+
+    def zero_grad(self, state: State) -> None:
+        """Drop all gradients. What torch's own `zero_grad` does, without its profiler range, which takes longer than the work."""
+        optimizer = self.optimizer
+        if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        else:  # an optimizer with one of its own
+            optimizer.zero_grad(set_to_none=True)
+
+    # --- a step
+
+    def train_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
+        """One micro-batch, and an update if it ends its window. Returns the detached loss and the outputs."""
+        window = self.window
+        if self._finite.is_long:  # here: callbacks such as RollBack have seen the update before, and may have gone back
+            self._finite.raise_if_long(together=self._reduces)
+        step = state.train_state.step if state.train_state is not None else NO_STEP
+        ends_window = window.open(step.is_last)
+        micro_batches = self._micro_batches(data, padded=step.is_padding, ends_window=ends_window)
+        if window.reference is None:
+            whole = sum(each.weight for each in micro_batches)
+            window.estimate(0 if self.prepared.is_replica else whole, over_ranks=self._reduces)
+        if self.zero_grad_at_train_step_start and window.count == 1:
+            self.zero_grad(state)
+        losses = []
+        for micro_batch in micro_batches:
+            outputs = self._forward_backward(state, micro_batch)
+            losses.append(window.latest_loss)
+        loss = losses[0] if len(losses) == 1 else mean_loss(losses, [each.weight for each in micro_batches])
+        norm = self._update(state) if ends_window else None
+        if self._reports_step:
+            number = self.train_progress.num_steps_completed
+            self.on_train_step_end(state, micro_batches[-1].data, number, TrainStepResults(loss, norm, outputs))
+        return loss, outputs
+
+    def _micro_batches(self, data: Any, *, padded: bool, ends_window: bool) -> list[MicroBatch[T]]:
+        """A batch as one, or its pieces, of which only the last may end the window."""
+        pieces = in_order(data, padded) if isinstance(data, Parts) else [(data, padded)]
+        found = []
+        for piece, is_padding in pieces:
+            weight = 0 if is_padding else self.weight(piece)
+            if isinstance(weight, torch.Tensor):
+                # Whole numbers in float32 end at 16 million; waiting for a CPU costs nothing.
+                weight = float(weight) if weight.device.type == "cpu" else weight.double()
+            found.append(MicroBatch(piece, weight, False))
+        found[-1].is_last = ends_window
+        return found
+
+    def _forward_backward(self, state: State, micro_batch: MicroBatch[T]) -> Any:
+        """With the window's last, gradients are summed up over the ranks. Returns the outputs."""
+        prepared, window, bitwise, last = self.prepared, self.window, self._bitwise, micro_batch.is_last
+        if bitwise is not None:
+            bitwise.begin(window.updates, window.count - 1)
+        reduces = last or bitwise is not None
+        with prepared.accumulate(reduces), torch.autograd.set_detect_anomaly(True) if self.detect_anomaly else NO_CONTEXT:
+            _, outputs = prepared.forward_backward(micro_batch, partial(self._forward, state), partial(self._backward, state))
+        if bitwise is not None:
+            bitwise.add(last=last)
+        return outputs
+
+    def _forward(self, state: State, micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:
+        if self.precision.dtype is None:
+            made = self.compute_loss(state, micro_batch.data)
+        else:
+            with self.autocast():
+                made = self.compute_loss(state, micro_batch.data)
+        if (
+            type(made) is not tuple
+            or len(made) != 2
+            or not isinstance(loss := made[0], torch.Tensor)
+            or loss.dim()
+            or not loss.requires_grad
+        ) and (problem := problem_with(made, self.module)) is not None:
+            raise LossError(f"{type(self).__name__}.compute_loss returned {problem}")
+        if self.detect_anomaly:
+            self._check_finite(made[0], micro_batch.weight)
+        return made
+
+    def _check_finite(self, loss: torch.Tensor, weight: Any) -> None:
+        """Before the backward pass, and agreed: a rank that raised alone would leave the others waiting in a collective."""
+        values = agree.gather(str(float(loss.detach()) if float(weight) else 0.0))
+        bad = [f"rank {r}: {v}" for r, v in enumerate(values) if v in ("nan", "inf", "-inf")]
+        if bad:
+            step = self.train_progress.num_steps_completed
+            raise NonFiniteError(f"step {step}: the loss is not finite ({', '.join(bad)}). The parameters were not changed.")
+
+    def _backward(self, state: State, loss: torch.Tensor, micro_batch: MicroBatch[T]) -> None:
+        window, prepared, weight = self.window, self.prepared, micro_batch.weight
+        window.add(loss.detach(), 0 if prepared.is_replica else weight)
+        if micro_batch.is_last and self._reduces:
+            window.start_reduction(state.stop_requested)
+        assert window.reference is not None
+        scale = weight * prepared.dp_size / window.reference
+        if self.grad_scaler is not None:
+            loss = self.grad_scaler.scale(loss)
+        if not isinstance(scale, torch.Tensor) and scale == 0:
+            pass_zeros(loss)
+        if isinstance(scale, float) and scale == 1.0:
+            loss.backward(retain_graph=self.retain_graph)
+        else:
+            # As the first gradient of the chain rule: the weight costs no operation of its own.
+            start = scale.to(loss) if isinstance(scale, torch.Tensor) else loss.new_tensor(scale)
+            loss.backward(gradient=start.reshape(()), retain_graph=self.retain_graph)
+
+    def _update(self, state: State) -> torch.Tensor | None:
+        """Returns the gradient norm, if it is clipped."""
+        window, prepared, scaler, optimizer = self.window, self.prepared, self.grad_scaler, self.optimizer
+        micro_batches = window.count
+        weight, loss, stop = window.close()
+        self._finite.take(loss, window.own_loss, window.updates - 1, micro_batches, self.train_progress)
+        if stop:
+            state.agree_to_stop()
+        if scaler is not None:
+            scaler.unscale_(self._shards)
+        assert window.reference is not None
+        if isinstance(weight, torch.Tensor):  # on a device: nothing waits for it
+            prepared.scale_grads(window.reference / weight)
+        elif weight != window.reference:
+            prepared.scale_grads(window.reference / weight)
+            window.reference = window.reference if window.fixed else float(weight)
+        norm = prepared.clip_grad_norm_(self.clip_grad_norm) if self.clip_grad_norm is not None else None
+        if self.clip_grad_value is not None:
+            prepared.clip_grad_value_(self.clip_grad_value)
+        self.latest_update = (loss, norm)
+        lr = optimizer.param_groups[0]["lr"]
+        updated = True
+        if scaler is not None:
+            assert self._shards is not None
+            updated = self._shards.update_with(scaler)
+            self._finite.take_skip(not updated, scaler)
+        else:
+            optimizer.step()
+        if not self.zero_grad_at_train_step_start:
+            self.zero_grad(state)
+        if updated and self.swa_model is not None:
+            self.swa_model.step()
+        if updated and self.step_lr_interval == "step":
+            self._advance()
+        if state.recorder is not None:
+            state.recorder.update(self.train_progress.num_steps_completed + 1, window.updates, loss, weight, lr, norm)
+        return norm
+
+    def _advance(self) -> None:
+        """After an update or an epoch, as `step_lr_interval` says: the schedule, or the averages' own once these have begun."""
+        if self.swa_scheduler is not None and self.swa_model is not None and self.swa_model.begun:
+            self.swa_scheduler.step()
+        else:
+            self.step_lr_scheduler()

@@ -1,0 +1,47 @@
+"""What a proof runs: a script as it stands, or two functions."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+from echelon.loop.run import train
+from echelon.world.init import init_from_env
+
+__all__ = ["Target"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is run: a script with its arguments, or two functions.
+
+    Args:
+        script: path of a Python file that calls `train` or `fit`.
+        args: its command line.
+        make_unit, make_data: in place of a script.
+    """
+
+    script: str = ""
+    args: Sequence[str] = ()
+    make_unit: Callable[[], Any] | None = None
+    make_data: Callable[[], Any] | None = None
+
+    def run(self) -> None:
+        if self.make_unit is not None and self.make_data is not None:
+            init_from_env()
+            train(self.make_unit(), self.make_data(), max_epochs=10**6)
+            return
+        path = Path(self.script).resolve()
+        sys.argv = [self.script, *self.args]
+        sys.path.insert(0, str(path.parent))
+        main = types.ModuleType("__main__")
+        loader = SourceFileLoader("__main__", str(path))
+        main.__dict__.update(__file__=str(path), __builtins__=builtins, __cached__=None, __loader__=loader, __annotations__={})
+        sys.modules["__main__"] = main
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), main.__dict__)

@@ -1,0 +1,65 @@
+"""What prove replaces in other libraries while a script runs, for want of a supported way: all of it, and nothing else.
+
+Both are needed with CPython 3.11 to 3.14, torch 2.13.0 and numpy 2; no upstream issue is known. tests/test_observer.py
+fails when one of them is no longer needed or possible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["noting_seeds", "without_autocast"]
+
+
+@contextlib.contextmanager
+def noting_seeds(seeded: set[str]) -> Iterator[None]:
+    """Add "torch", "numpy" or "python" to `seeded` when the script seeds that stream itself.
+
+    A generator's state does not tell: one that was drawn from differs from the start, too.
+    """
+    places = {"torch": (torch, "manual_seed"), "numpy": (np.random, "seed"), "python": (random, "seed")}
+    originals = {stream: getattr(*place) for stream, place in places.items()}
+
+    def noting(stream: str) -> Callable[..., Any]:
+        @functools.wraps(originals[stream])
+        def seed(*args: Any, **options: Any) -> Any:
+            seeded.add(stream)
+            return originals[stream](*args, **options)
+
+        return seed
+
+    for stream, place in places.items():
+        setattr(*place, noting(stream))
+    try:
+        yield
+    finally:
+        for stream, place in places.items():
+            setattr(*place, originals[stream])
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Also where a script casts by itself: a type with few digits would hide what a strategy does to them.
+
+    torch can switch autocast on and off, but not keep a `with torch.autocast(...)` of somebody else's from doing so.
+    """
+    original = torch.autocast.__init__
+    signature = inspect.signature(original)
+
+    def disabled(self: Any, *args: Any, **options: Any) -> None:
+        given = signature.bind(self, *args, **options).arguments
+        original(**{**given, "enabled": False})
+
+    torch.autocast.__init__ = disabled  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = original  # type: ignore[method-assign]
