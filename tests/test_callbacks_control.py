@@ -22,11 +22,11 @@ from echelon.compat.torchtnt.framework.callbacks import (
     TimeLimitInterrupter,
     time_limit_interrupter,
 )
+from echelon.compat.torchtnt.utils.loggers import InMemoryLogger
 from echelon.contracts.errors import DataError, RanksDisagreeError, UsageError
 from echelon.loop import callbacks
 from echelon.loop.callbacks import EarlyStopping, SlowRankDetector, slow_rank
 from echelon.loop.early_stop import EarlyStopChecker
-from echelon.observe.loggers import InMemoryLogger
 from tests.conftest import Ranks
 from tests.models import batch, net
 from tests.units import Numbers, Regression

@@ -30,11 +30,12 @@ from echelon.compat.torchtnt.framework.callbacks import (
     times,
 )
 from echelon.compat.torchtnt.utils import resources
+from echelon.compat.torchtnt.utils.loggers import InMemoryLogger
 from echelon.compat.torchtnt.utils.module_summary import get_module_summary, get_summary_table, prune_module_summary
 from echelon.contracts.errors import UsageError
 from echelon.loop.callbacks import LearningRateMonitor
 from echelon.loop.callbacks.learning_rate import learning_rates
-from echelon.observe.loggers import InMemoryLogger, TensorBoardLogger
+from echelon.observe.loggers import TensorBoardLogger
 from echelon.parallel import partition
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
