@@ -105,15 +105,9 @@ class FileLogger(ABC):
 
 
 class CSVLogger(FileLogger):
-    """Comma-separated values with one line of names. A name that comes later widens the table: the file is then copied, once.
+    """Comma-separated values with one line of names. A name that comes later widens the table: the file is then copied, once."""
 
-    Args:
-        async_write: accepted for scripts written for TorchTNT; writing is an append of a few lines and does not need a thread.
-    """
-
-    def __init__(
-        self, path: str | Path, steps_before_flushing: int = 100, log_all_ranks: bool = False, async_write: bool = False
-    ) -> None:
+    def __init__(self, path: str | Path, steps_before_flushing: int = 100, log_all_ranks: bool = False) -> None:
         self._names: list[str] = []
         super().__init__(path, steps_before_flushing, log_all_ranks)
 
