@@ -109,7 +109,7 @@ def _measure(folder: str, megabytes: int, rounds: int, strategy: str) -> dict[st
     callback = Rounds(Path(folder), rounds + 1)
     ech.train(unit, [torch.randn(ROWS, WIDTH)] * (rounds + 1), max_epochs=1, callbacks=[callback])
     for saver in (callback.whole, callback.later):
-        saver._release()
+        saver.folder.release()
     return callback.times
 
 

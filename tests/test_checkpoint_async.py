@@ -52,7 +52,7 @@ def _train_behind(folder: Path, strategy: str) -> dict[str, Any]:
                 released.set()
 
     unit = _unit(strategy, dropout=0.3)
-    saver = Saver(folder, save_every_n_train_steps=3, async_checkpoint=True, on_busy="wait")
+    saver = Saver(folder, save_every_n_train_steps=3, async_checkpoint=True)
     ech.train(unit, _loader(), max_steps=6, callbacks=[Release(), saver])
     return whole(unit.module)
 
@@ -82,7 +82,7 @@ def test_the_loop_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: p
                 released.set()
 
     saver = Saver(tmp_path, save_every_n_train_steps=6, async_checkpoint=True)
-    early = Saver(tmp_path, save_every_n_train_steps=2, async_checkpoint=True, on_busy="skip")
+    early = Saver(tmp_path, save_every_n_train_steps=2, async_checkpoint=True, options=ech.SaveOptions(on_busy="skip"))
     ech.train(_unit("noop"), _loader(), max_steps=5, callbacks=[early, Watch()])
     assert seen[:4] == [(1, None), (2, None), (3, None), (4, None)]  # written behind, and step 4 skipped
     assert _names(tmp_path) == [2, 5]  # the end of training waits, and is saved
@@ -96,7 +96,8 @@ def test_a_busy_save_is_waited_for_or_skipped(tmp_path: Path, caplog: pytest.Log
         _slowly(patch, released)
         timer = threading.Timer(0.5, released.set)
         timer.start()
-        saver = Saver(tmp_path / on_busy, save_every_n_train_steps=1, async_checkpoint=True, on_busy=on_busy)  # type: ignore[arg-type]
+        options = ech.SaveOptions(on_busy=on_busy)  # type: ignore[arg-type]
+        saver = Saver(tmp_path / on_busy, save_every_n_train_steps=1, async_checkpoint=True, options=options)
         with caplog.at_level(logging.WARNING):
             ech.train(_unit("noop"), _loader(), max_steps=4, callbacks=[saver])
         timer.join()
@@ -104,7 +105,7 @@ def test_a_busy_save_is_waited_for_or_skipped(tmp_path: Path, caplog: pytest.Log
         assert _names(tmp_path / on_busy) == names
     assert "step 2 is not saved: the save before it is still being written" in caplog.text
     with pytest.raises(UsageError, match="'wait' or 'skip'"):
-        Saver(tmp_path, on_busy="perhaps")  # type: ignore[arg-type]
+        ech.SaveOptions(on_busy="perhaps")  # type: ignore[arg-type]
 
 
 def _fails_behind(folder: Path, end: int) -> tuple[str, int]:
@@ -119,7 +120,7 @@ def _fails_behind(folder: Path, end: int) -> tuple[str, int]:
         return real(self, folder)
 
     Snapshot.write = write  # type: ignore[method-assign]
-    saver = Saver(folder, save_every_n_train_steps=2, async_checkpoint=True, tolerated_failures=0)
+    saver = Saver(folder, save_every_n_train_steps=2, async_checkpoint=True, options=ech.SaveOptions(tolerated_failures=0))
 
     class Wait(ech.Callback):
         def on_train_step_start(self, state: ech.State, unit: Any) -> None:
@@ -340,7 +341,7 @@ def test_a_change_by_another_thread_meanwhile_is_noticed_and_copied_again(
 def test_a_state_that_another_thread_never_lets_rest_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unit = _with_a_bag(0)
     _Restless(monkeypatch, unit.frozen.weight, times=1000)
-    saver = Saver(tmp_path, save_every_n_train_steps=2, async_checkpoint=True, tolerated_failures=0)
+    saver = Saver(tmp_path, save_every_n_train_steps=2, async_checkpoint=True, options=ech.SaveOptions(tolerated_failures=0))
     with pytest.raises(CheckpointWriteError, match="Let it rest while a checkpoint is taken"):
         ech.train(unit, _loader(), max_steps=6, callbacks=[saver])
     assert commit.latest(tmp_path) is None

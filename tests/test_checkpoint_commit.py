@@ -254,9 +254,9 @@ def test_a_run_that_ends_leaves_no_lease_whatever_ended_it(tmp_path: Path) -> No
 
 def test_a_restart_sets_the_older_runs_checkpoints_aside(tmp_path: Path) -> None:
     _train_and_save(tmp_path, "noop", 4)
-    with pytest.raises(CheckpointError, match="restart=True"):
+    with pytest.raises(CheckpointError, match=r"SaveOptions\(restart=True\)"):
         _train(tmp_path, 2)
-    _train(tmp_path, 2, restart=True)
+    _train(tmp_path, 2, options=ech.SaveOptions(restart=True))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["replaced-step-00000004", "step-00000002"]
 
 
@@ -334,7 +334,7 @@ def test_a_full_disk_on_one_rank_is_told_to_all_and_training_goes_on(ranks: Rank
     assert ranks(2, _fails_on, 1, tmp_path / "c", **options) == [("", 6, 0)] * 2
     left = sorted(p.name for p in (tmp_path / "c").iterdir())
     assert left == [manifest.named(step) for step in (3, 4, 5, 6)]
-    for text, step, failures in ranks(2, _fails_on, 1, tmp_path / "d", tolerated_failures=0, **options):
+    for text, step, failures in ranks(2, _fails_on, 1, tmp_path / "d", options=ech.SaveOptions(tolerated_failures=0), **options):
         assert "rank 1: OSError: [Errno 28] No space left on device" in text and "GB free" in text
         assert failures == 1 and step <= 3
     assert commit.latest(tmp_path / "d") is None

@@ -225,5 +225,5 @@ def test_a_run_that_begins_anew_goes_back_to_its_own_beginning(tmp_path: Path) -
         return unit
 
     run(0, 0.0)
-    got, want = run(7, math.nan, restart=True), run(7, math.nan, [(2, 3)], folder="d")
+    got, want = run(7, math.nan, options=ech.SaveOptions(restart=True)), run(7, math.nan, [(2, 3)], folder="d")
     assert got.train_progress.skipped == [(2, 3)] and largest_difference(whole(got.module), whole(want.module)) == 0

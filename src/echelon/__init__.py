@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from echelon.loop.auto_predict import AutoPredictUnit
     from echelon.loop.averaged import AveragedWeights, SWALRParams, SWAParams
     from echelon.loop.callback import Callback
+    from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
     from echelon.loop.checkpointing.rollback import RollBack
-    from echelon.loop.checkpointing.saver import BestCheckpointConfig, DistributedCheckpointSaver, RestoreOptions
+    from echelon.loop.checkpointing.saver import BestCheckpointConfig, DistributedCheckpointSaver
     from echelon.loop.loss import count_tokens
     from echelon.loop.metrics import Mean
     from echelon.loop.pretrained import save_pretrained
@@ -92,6 +93,7 @@ __all__ = [
     "RunDir",
     "SWALRParams",
     "SWAParams",
+    "SaveOptions",
     "SlurmConfig",
     "State",
     "Strategy",
@@ -165,11 +167,12 @@ _HOMES = {
     "Progress": "loop.progress",
     "Proof": "prover.prove",
     "RankInfo": "contracts.rank",
-    "RestoreOptions": "loop.checkpointing.saver",
+    "RestoreOptions": "loop.checkpointing.options",
     "RollBack": "loop.checkpointing.rollback",
     "RunDir": "contracts.run_dir",
     "SWALRParams": "loop.averaged",
     "SWAParams": "loop.averaged",
+    "SaveOptions": "loop.checkpointing.options",
     "SlurmConfig": "launcher.cluster.slurm_config",
     "State": "loop.state",
     "Strategy": "parallel.strategy",

@@ -165,7 +165,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         self.grad_scaler = self.precision.scaler(self.device, self.prepared) if self.training else None
         self.swa_params = averaged = options.swa_params
         self.swa_model = AveragedWeights(self.prepared, averaged) if averaged is not None and self.training else None
-        self.swa_scheduler = self._shards = None
+        self.swa_scheduler = self._shards = self._first_look = None
         self._plateau = self._reduces = False
         self._parts_of_step = 1
         self._finite = FiniteWatch(options.stop_after_nonfinite_losses)
@@ -239,6 +239,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
     def _begin_training(self, state: State) -> None:
         together = self.prepared.dp_size > 1 or self.prepared.forward_is_collective
         self._reduces = agree.is_joined() and together
+        self.window.group = agree.control_group() if self._reduces else None
         has_strategy = self._options.strategy is not None
         check_trainable(self, together=self._reduces or not agree.is_joined(), has_strategy=has_strategy)
         self.configure()
@@ -269,7 +270,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
             )
         self.prepared.trains_also(others)
         if self.window.updates == 0:
-            look_at_first_update(self, self.optimizer, together=self._reduces)
+            self._first_look = look_at_first_update(self, self.optimizer, together=self._reduces)
 
     def parts_of_step(self, phase: str) -> int:
         return self._parts_of_step if phase == "train" else 1
@@ -294,6 +295,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
             self.test_loss = self._evaluation.mean.compute()
 
     def phase_ended(self, state: State, phase: str) -> None:
+        self.window.group = None
         if not state.should_stop or state.stopped_by_script:  # the same on all ranks; else it goes on later
             self._finite.finish(self.window.updates, together=self._reduces)
             if self.swa_model is not None and agree.is_rank0():

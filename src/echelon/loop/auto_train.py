@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from echelon.contracts.errors import LossError, NonFiniteError
 from echelon.data.parts import Parts
@@ -76,6 +77,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
     _shards: Shards | None  # of the optimizer, for the gradient scaler
     _bitwise: BitEqual | None
     _finite: FiniteWatch
+    _first_look: RemovableHandle | None  # at what the optimizer holds
     _plateau: bool  # whether the scheduler advances with evaluations
     _reduces: bool  # whether windows are summed over ranks
     _reports_step: bool  # whether a subclass wants to hear of its steps
@@ -245,6 +247,9 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             self._finite.take_skip(not updated, scaler)
         else:
             optimizer.step()
+        if updated and self._first_look is not None:
+            self._first_look.remove()
+            self._first_look = None
         if not self.zero_grad_at_train_step_start:
             self.zero_grad(state)
         if updated and self.swa_model is not None:

@@ -18,7 +18,7 @@ from echelon.loop.stage import Stage
 from echelon.loop.state import PhaseState
 from echelon.loop.unit import wants_iterator
 
-__all__ = ["Batches", "open_feed", "way_to_fetch"]
+__all__ = ["Batches", "open_feed", "own_fetch"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +38,14 @@ class Batches(Iterator[Any]):
         return self
 
 
-def way_to_fetch(stage: Stage, batches: Batches) -> Callable[[], Any]:
-    """The call that gets a step's data: a batch, by the unit's own method if it has one; `batches` for a step that iterates."""
+def own_fetch(stage: Stage, batches: Batches) -> Callable[[], Any] | None:
+    """The call that gets the data of a unit that fetches by a method of its own, or whose step iterates; None for others."""
     method = f"get_next_{stage.phase}_batch"
-    fetch: Callable[[], Any] = batches.__next__
     if wants_iterator(getattr(stage.unit, f"{stage.phase}_step")):
         return batches.itself
-    if is_real(stage.unit) and not keeps(stage.unit, method, KINDS[stage.phase]):
-        fetch = partial(getattr(stage.unit, method), stage.state, batches)
+    if not is_real(stage.unit) or keeps(stage.unit, method, KINDS[stage.phase]):
+        return None
+    fetch = partial(getattr(stage.unit, method), stage.state, batches)
     return timed(stage.state.timer, f"{stage.phase}.next(data_iter)", fetch)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
@@ -54,11 +55,13 @@ def check_holds(unit: AutoPredictUnit[Any], optimizer: Any) -> None:
         raise UsageError(f"{problem} {_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from module.parameters().")
 
 
-def look_at_first_update(unit: AutoPredictUnit[Any], optimizer: torch.optim.Optimizer, *, together: bool) -> None:
+def look_at_first_update(
+    unit: AutoPredictUnit[Any], optimizer: torch.optim.Optimizer, *, together: bool
+) -> RemovableHandle | None:
     """Refuse an optimizer that meets no gradient, or in part none: it holds the parameters of a copy. Once; collective if
-    `together`."""
+    `together`. Whoever sees that update done may remove the hook."""
     if overrides().observes:
-        return
+        return None
     copies = _copies(unit, optimizer)
 
     looked = False  # a hook cannot remove itself
@@ -76,7 +79,7 @@ def look_at_first_update(unit: AutoPredictUnit[Any], optimizer: torch.optim.Opti
                     f"in the first update. {_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from module.parameters()."
                 )
 
-    optimizer.register_step_pre_hook(look)
+    return optimizer.register_step_pre_hook(look)
 
 
 def _copies(unit: AutoPredictUnit[Any], optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -12,7 +12,7 @@ from echelon.contracts.errors import EchelonError
 from echelon.contracts.pulse import Phase
 from echelon.data.prefetch import NO_STEP, Feed
 from echelon.loop import agreements, due
-from echelon.loop.feeding import Batches, open_feed, way_to_fetch
+from echelon.loop.feeding import Batches, open_feed, own_fetch
 from echelon.loop.hooks import timed
 from echelon.loop.progress import Progress
 from echelon.loop.stage import Stage
@@ -42,9 +42,8 @@ class Steps:
         self.stage, self.between = stage, between
         self.feed = open_feed(stage)
         self.batches = Batches(self.feed, stage.here)
-        self.fetch = way_to_fetch(stage, self.batches)
+        self.fetch = own_fetch(stage, self.batches)
         self.step = timed(state.timer, f"{type(stage.unit).__name__}.{phase}_step", getattr(stage.unit, f"{phase}_step"))
-        self.beat = _beat(stage)
         meets = stage.inner.forward_is_collective or any(getattr(c, "meets_in_steps", False) is True for c in stage.callbacks)
         meets = meets or getattr(stage.here.dataloader, "meets_in_steps", False)
         agrees = not state.alone and (stage.trains or meets)
@@ -54,20 +53,28 @@ class Steps:
 
     def run(self) -> bool:
         """All of them; True if the epoch came to its end, False if it was cut short."""
-        stage, fetch, step, beat, unsized, cuts = self.stage, self.fetch, self.step, self.beat, self.unsized, self.cuts
+        stage, fetch, step, unsized, cuts = self.stage, self.fetch, self.step, self.unsized, self.cuts
         state, unit, inner, hooks, here, progress = stage.state, stage.unit, stage.inner, stage.hooks, stage.here, stage.progress
         trains, before_step = stage.trains, hooks.next_end + hooks.step_start
         agree_to_stop, evaluate = self.between.agree_to_stop, self.between.evaluate
-        fetching, stepping, after = _BEATS[trains]
+        take = timed(state.timer, f"{stage.phase}.next(data_iter)", self.feed.__next__)
+        # Whoever watches this rank is told where it is, a few times a step, for a fraction of a microsecond.
+        (fetching, stepping, after), at = _BEATS[trains], pulse.at
+        trained, evaluated = (progress, Progress()) if trains else (_trained(unit), progress)
+        pulse.begin()
         timer, clock = here.iteration_timer, time.perf_counter
         waits, durations = timer.series("data_wait_time"), timer.series(f"{stage.phase}_iteration_time")
         while not (state.should_stop and (inner.at_boundary or not trains)) and (cuts is None or not cuts.asked()):
             for hook in hooks.next_start:
                 hook(state, unit)
-            beat(fetching)
+            at(fetching, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
             start = clock()
             try:
-                data = fetch()
+                if fetch is not None:
+                    data = fetch()
+                else:
+                    here.step = taken = take()
+                    data = taken.batch
             except StopIteration:
                 self._is_over()
                 break
@@ -77,7 +84,7 @@ class Steps:
                 self._leave_out(data, progress)
                 continue
             fetched = clock()
-            beat(stepping)
+            at(stepping, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
             waits.append(fetched - start)
             for hook in before_step:
                 hook(state, unit)
@@ -90,7 +97,7 @@ class Steps:
             progress.num_steps_completed_in_epoch += 1
             evaluates = evaluate is not None and due.after_step(here, progress)
             durations.append(clock() - fetched)
-            beat(after)
+            at(after, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
             for hook in hooks.step_end:
                 hook(state, unit)
             here.step_output = None
@@ -100,6 +107,7 @@ class Steps:
                 agree_to_stop()
             if evaluates:
                 evaluate()  # type: ignore[misc]
+        at(Phase.BETWEEN, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
         return self._close(progress)
 
     def _is_over(self) -> None:
@@ -126,7 +134,6 @@ class Steps:
 
     def _close(self, progress: Progress) -> bool:
         here = self.stage.here
-        self.beat(Phase.BETWEEN)
         if self.cuts is not None:
             self.cuts.settle()
         ended = self.stage.state.went_back or self.given_up or _ended(self.stage, self.feed, progress)
@@ -139,14 +146,9 @@ class Steps:
 _BEATS = {True: (Phase.DATA, Phase.STEP, Phase.AFTER), False: (Phase.EVAL_DATA, Phase.EVAL_STEP, Phase.EVAL_DATA)}
 
 
-def _beat(stage: Stage) -> Callable[[int], None]:
-    """Tells whoever watches this rank where it is: called a few times a step, for a fraction of a microsecond."""
-    pulse.begin()
-    at, progress, unit = pulse.at, stage.progress, stage.unit
-    if stage.trains:
-        return lambda place: at(place, progress.num_steps_completed)
-    trained = unit.train_progress.num_steps_completed if isinstance(unit, TrainUnit) else 0
-    return lambda place: at(place, trained, progress.num_steps_completed_in_epoch)
+def _trained(unit: Any) -> Progress:
+    """How far a unit that is evaluated has been trained."""
+    return unit.train_progress if isinstance(unit, TrainUnit) else Progress()
 
 
 def _ended(stage: Stage, feed: Feed, progress: Progress) -> bool:

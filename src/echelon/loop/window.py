@@ -21,7 +21,7 @@ import torch.distributed as dist
 from echelon.contracts.errors import UsageError
 from echelon.loop.loss import weighted
 from echelon.loop.progress import Progress
-from echelon.world.agree import control_group, gather
+from echelon.world.agree import gather
 
 __all__ = ["Window"]
 
@@ -33,6 +33,7 @@ class Window:
         size: micro-batches per update.
         fixed: W0 stays 1, for updates whose every bit must not depend on the number of ranks.
     Attributes:
+        group: the ranks to sum over, in host memory; None for this one alone.
         count: micro-batches so far in this window.
         updates: updates so far in the run.
         reference: W0.
@@ -43,6 +44,7 @@ class Window:
     def __init__(self, size: int, *, fixed: bool = False) -> None:
         self.size = self._saved_size = size
         self.fixed = fixed
+        self.group: dist.ProcessGroup | None = None
         self.count = self.updates = 0
         self.reference: float | None = None
         self.latest_loss: Any = None
@@ -87,7 +89,7 @@ class Window:
 
     def start_reduction(self, wants_stop: bool) -> None:
         """Begin to sum up over the ranks; the backward pass runs meanwhile. Collective, in the same order on every rank."""
-        self._reduction = _Reduction(self._weight, self._weighted_sum(), wants_stop)
+        self._reduction = _Reduction(self._weight, self._weighted_sum(), wants_stop, self.group)
 
     def _weighted_sum(self) -> torch.Tensor:
         """In float64, as a sum over many ranks needs."""
@@ -127,12 +129,12 @@ class Window:
 class _Reduction:
     """Sums of a window over the ranks, under way. One small message on a CPU; on a GPU a second one for what lives there."""
 
-    def __init__(self, weight: Any, loss: torch.Tensor, wants_stop: bool) -> None:
+    def __init__(self, weight: Any, loss: torch.Tensor, wants_stop: bool, group: dist.ProcessGroup | None) -> None:
         self._on_device = loss.device.type != "cpu"
         self._weight_on_device = self._on_device and isinstance(weight, torch.Tensor)
         host = [0.0 if self._weight_on_device else float(weight), 0.0 if self._on_device else float(loss), float(wants_stop)]
         self._host = torch.tensor(host, dtype=torch.float64)
-        self._works = [dist.all_reduce(self._host, group=control_group(), async_op=True)]
+        self._works = [dist.all_reduce(self._host, group=group, async_op=True)]
         if self._on_device:
             rest = [loss, weight] if self._weight_on_device else [loss.double()]
             self._device = torch.stack([t.reshape(()) for t in rest])

@@ -21,6 +21,7 @@ from echelon.contracts.run_dir import RunDir, read_json
 from echelon.data import resume
 from echelon.data.loader import Loader
 from echelon.data.stream import StreamLoader
+from echelon.loop.auto import AutoUnit
 from echelon.loop.checkpointing import forgotten
 from echelon.loop.unit import Unit
 from echelon.parallel.partition import Partition
@@ -76,7 +77,7 @@ def _mesh(unit: Unit) -> dict[str, int]:
 
 
 def _strategy(unit: Unit) -> str | None:
-    given = getattr(unit, "_given_strategy", None)
+    given = unit.auto_options.strategy if isinstance(unit, AutoUnit) else None
     if given is not None:
         return given if isinstance(given, str) else type(given).__name__
     world = World.current(torch.device("cpu"))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from echelon.checkpoint.renamed import Naming, moved
+from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.unit import TrainUnit, Unit
-
-if TYPE_CHECKING:
-    from echelon.loop.checkpointing.restoring import RestoreOptions
 
 __all__ = ["forgotten", "kinds", "naming"]
 
@@ -38,8 +36,8 @@ def forgotten(
     that takes weights only, leaves what belongs to training behind without a word.
     """
     kind_of = {name: kind for name, kind in _saved_kinds(config, list(names)).items() if name != "train_dataloader"}
-    trains = isinstance(unit, TrainUnit) and not options._weights_only
-    wanted = {"modules": options.restore_modules, "misc_statefuls": not options._weights_only, "progress": False}
+    trains = isinstance(unit, TrainUnit) and not options.takes_weights_only
+    wanted = {"modules": options.restore_modules, "misc_statefuls": not options.takes_weights_only, "progress": False}
     wanted |= {"optimizers": options.restore_optimizers and trains, "lr_schedulers": options.restore_lr_schedulers and trains}
     wanted |= {"metrics": options.restore_metrics and trains}
     gone = sorted(name for name, kind in kind_of.items() if wanted.get(kind, True) and name not in unit.app_state())

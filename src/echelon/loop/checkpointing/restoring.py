@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from echelon.contracts.terminal import printable
 from echelon.data.fingerprint import checksum
 from echelon.data.loader import Loader
 from echelon.loop.checkpointing import changes, forgotten
+from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.checkpointing.trained import without_frozen
 from echelon.loop.metrics import load_share
 from echelon.loop.unit import TrainUnit, Unit
@@ -24,44 +24,9 @@ from echelon.parallel import reduction_order
 from echelon.parallel.state import states_by_name
 from echelon.world import agree, streams
 
-__all__ = ["BY_RANK", "RestoreOptions", "differs_by_rank", "restore", "restore_first"]
+__all__ = ["BY_RANK", "differs_by_rank", "restore", "restore_first"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RestoreOptions:
-    """What to take from a checkpoint.
-
-    Args:
-        strict: False leaves alone what the checkpoint does not have, and what it has and nobody asks for; both are logged.
-        allow_changes: names of changes that are not harmless, such as "global_batch", and are meant; and of states that the
-            checkpoint has and the unit has no more, to leave out.
-        rename: what is called otherwise now: the beginning of a name in the checkpoint, and its name here, such as
-            `{"module.encoder": "module.backbone"}`. An optimizer's state follows.
-        show_changes: log a table of what changed since it was saved, harmless changes too.
-    """
-
-    restore_modules: bool = True
-    restore_train_progress: bool = True
-    restore_eval_progress: bool = True
-    restore_predict_progress: bool = True
-    restore_optimizers: bool = True
-    restore_lr_schedulers: bool = True
-    strict: bool = True
-    allow_changes: tuple[str, ...] = ()
-    restore_metrics: bool = True
-    rename: Mapping[str, str] = field(default_factory=dict)
-    show_changes: bool = True
-
-    @classmethod
-    def weights_only(cls, *, strict: bool = True) -> RestoreOptions:
-        """For fine-tuning: modules, and nothing else that the checkpoint holds."""
-        return cls(True, False, False, False, False, False, strict)
-
-    @property
-    def _weights_only(self) -> bool:
-        return not (self.restore_train_progress or self.restore_optimizers or self.restore_lr_schedulers)
 
 
 def restore_first(
@@ -90,7 +55,7 @@ def restore_first(
     if wrong:
         raise CheckpointCorruptError(
             f"every checkpoint in {dirpath} is corrupt: {' '.join(wrong)} To begin anew, and keep these aside: "
-            "`echelon run --restart`, or restart=True at the saver and no restore."
+            "`echelon run --restart`, or SaveOptions(restart=True) at the saver and no restore."
         )
     return False
 
@@ -127,7 +92,7 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
         chosen = {name: value for name, value in chosen.items() if name not in meant}
     # Of all first: an optimizer's names are those of its modules, restored or not.
     states = {name: state for name, state in states_by_name(unit.app_state()).items() if name in chosen}
-    frozen, note = manifest.get("frozen", {}), not options._weights_only  # which a script does at every start
+    frozen, note = manifest.get("frozen", {}), not options.takes_weights_only  # which a script does at every start
     states = without_frozen(states, frozen, unit, path, strict=options.strict, note=note)
     if seeks:
         states["train_dataloader"] = _IfSaved(loader, meant, lambda: store.read_rank(path, manifest))
@@ -139,7 +104,7 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
             printable(config["position"]),
         )
     own = None
-    if not options._weights_only:
+    if not options.takes_weights_only:
         own = store.on_each(path, lambda: _own(path, manifest))
     report = store.read_states(
         path,
@@ -151,7 +116,7 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
         naming=forgotten.naming(options.rename, states) if options.rename else None,
     )
     _log(report, path)
-    if not options._weights_only:
+    if not options.takes_weights_only:
         _load_own(path, own, unit, metrics=options.restore_metrics)
     unit.restored()
     return report
@@ -204,7 +169,7 @@ def _chosen(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
         dropped |= set(unit.tracked_optimizers())
     if not options.restore_lr_schedulers:
         dropped |= set(unit.tracked_lr_schedulers())
-    if options._weights_only:  # for fine-tuning: neither averages nor a user's other state
+    if options.takes_weights_only:  # for fine-tuning: neither averages nor a user's other state
         dropped |= set(unit.tracked_misc_statefuls())
     for phase in ("train", "eval", "predict"):
         if not getattr(options, f"restore_{phase}_progress"):

@@ -17,7 +17,7 @@ from echelon.contracts.errors import DivergedError, UsageError
 from echelon.data.loader import Loader
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import restoring
-from echelon.loop.checkpointing.restoring import RestoreOptions
+from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.unit import TrainUnit
 from echelon.world import agree
 
@@ -84,7 +84,7 @@ class RollBack(Callback):
         if state.train_state is not None and not hasattr(state.train_state.dataloader, "load_state_dict"):
             name = type(state.train_state.dataloader).__name__
             raise UsageError(f"RollBack: {name} cannot go back: it has no load_state_dict. echelon.Loader has.")
-        self.saver.take_over(unit, state)  # what is set aside then is no place to go back to
+        self.saver.folder.take_over(unit, state)  # what is set aside then is no place to go back to
         self._from = step = unit.train_progress.num_steps_completed
         if not any(commit.step_of(path) <= step for path in commit.candidates(self.saver.dirpath)):
             self.saver.save(state, unit)

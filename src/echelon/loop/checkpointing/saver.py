@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.background import Background
 from echelon.checkpoint.layout import raise_on_all
-from echelon.checkpoint.lease import Lease
-from echelon.checkpoint.place import Place, Remote, explain, make_folder, place
+from echelon.checkpoint.place import Place, Remote, explain, place
 from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
 from echelon.checkpoint.snapshot import Planned
 from echelon.checkpoint.store import Report
 from echelon.contracts import pulse
-from echelon.contracts.between_attempts import begins_anew, note_begun
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError, UsageError
+from echelon.contracts.errors import CheckpointWriteError
 from echelon.contracts.pulse import Phase
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import contents, restoring
-from echelon.loop.checkpointing.restoring import RestoreOptions
+from echelon.loop.checkpointing.folder import RunFolder, absolute, is_begun_anew
+from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
 from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel import reduction_order
@@ -49,15 +48,9 @@ class DistributedCheckpointSaver(Callback):
             middle of an accumulation window the save waits for its end, in an evaluation for the end of that.
         keep_last_n_checkpoints: remove older ones after each save, or with `best_checkpoint_config` those that are less good;
             None keeps all. The newest always stays.
-        keep_every_n_train_steps: checkpoints of every n-th step are never removed.
         best_checkpoint_config: which number of the unit is written down with each checkpoint, and what "best" means.
         async_checkpoint: the loop stops only to copy the state to host memory; a thread writes. Costs that memory.
-        on_busy: when a save is due while another is being written: "wait" for it, or "skip" this one.
-        tolerated_failures: how many saves in a row may fail for reasons of the storage (a full disk, a permission) with an error
-            in the log, before one ends the run. The save at the end of training always must succeed. 0 tolerates none.
-        only_trained: leave out parameters that are frozen from the beginning, as the base of an adapter: the script builds them
-            each time. A restore compares their checksums, and refuses another base. Buffers are saved.
-        restart: set checkpoints that are ahead of this run aside, instead of refusing to start.
+        options: what else: a SaveOptions.
     """
 
     may_stop, saves = False, True
@@ -71,84 +64,36 @@ class DistributedCheckpointSaver(Callback):
         save_every_n_eval_steps: int | None = None,
         save_every_n_eval_epochs: int | None = None,
         keep_last_n_checkpoints: int | None = None,
-        keep_every_n_train_steps: int | None = None,
         best_checkpoint_config: BestCheckpointConfig | None = None,
         async_checkpoint: bool = False,
-        on_busy: Literal["wait", "skip"] = "wait",
-        tolerated_failures: int = 3,
-        only_trained: bool = False,
-        restart: bool = False,
+        options: SaveOptions | None = None,
     ) -> None:
-        if on_busy not in ("wait", "skip"):
-            raise UsageError(f"on_busy {on_busy!r}: 'wait' or 'skip'.")
-        if tolerated_failures < 0:
-            raise UsageError(f"tolerated_failures {tolerated_failures}: 0 or more.")
-        self.dirpath: Place = _absolute(place(dirpath))  # wherever the program goes from here
+        self.options = options = options or SaveOptions()
         self.every = Every(save_every_n_train_steps, save_every_n_epochs, save_every_n_eval_steps, save_every_n_eval_epochs)
-        self.best = best_checkpoint_config
-        self.keep = Keep(keep_last_n_checkpoints, keep_every_n_train_steps, best_checkpoint_config)
-        self.async_checkpoint, self.on_busy, self.restart = async_checkpoint, on_busy, restart
-        self.tolerated_failures, self.failures = tolerated_failures, 0
+        self.best, self.async_checkpoint = best_checkpoint_config, async_checkpoint
+        keep = Keep(keep_last_n_checkpoints, options.keep_every_n_train_steps, best_checkpoint_config)
+        self.folder = RunFolder(place(dirpath), keep, restart=options.restart)
+        self.failures = 0  # in a row
+        self.stall_s = 0.0  # for which the loop stopped for the latest asynchronous save
         self._due, self._looked_at = False, 0  # a save, and the step at which it was last asked
-        self._lease = Lease(self.dirpath)
         self._planned = Planned()
-        self._frozen = Frozen() if only_trained else None
-        self._background = Background(self._retire)
+        self._frozen = Frozen() if options.only_trained else None
+        self._background = Background(self.folder.retire)
         self._buffers: dict[str, Any] = {}
         self._pending = (0, 0.0)  # of the save under way: its step, and when it began
-        self.stall_s = 0.0  # for which the loop stopped for the latest asynchronous save
-        self._holds = False  # the folder's lease; the same on all ranks, though only rank 0 has it
+
+    @property
+    def dirpath(self) -> Place:
+        return self.folder.path
 
     # --- when
 
     def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
-        self.take_over(unit, state)
+        self.folder.take_over(unit, state)
         self._looked_at = _step(unit)
         if self._frozen is not None:
             self._frozen.begin(unit)
         reduction_order.note(unit.tracked_modules().values())
-
-    def take_over(self, unit: TrainUnit[Any], state: State) -> None:
-        """Hold the folder's lease until the end of training, and set aside what must not be there. Collective, once in a run.
-
-        A run that is complete and saved has nothing to write: the folder may be read-only then.
-        """
-        if self._holds:
-            return
-        step, anew = unit.train_progress.num_steps_completed, _begins_anew(self.dirpath)
-        try:
-            self._take_folder()
-        except CheckpointWriteError as error:
-            here = state.train_state
-            if here is None or not here.is_complete(unit.train_progress) or not commit.is_saved(self.dirpath, step):
-                raise
-            logger.info("the run is complete, and its folder is left as it is: %s", error)
-        restart = self.restart or anew
-        for path in commit.candidates(self.dirpath):
-            # Another run's beginning is not this one's.
-            if commit.step_of(path) > step or (restart and step == 0):
-                self._meet_newer(path, step, restart)
-        if anew:
-            commit.on_rank0(note_begun, self.dirpath)
-            _begun.add(str(self.dirpath))
-
-    def _meet_newer(self, path: Place, step: int, restart: bool) -> None:
-        """What is ahead of this run would be mistaken for its newest. A corrupt one was passed over when the run was restored."""
-        why = "replaced"
-        if not restart:
-            try:
-                commit.verify(path)
-            except (CheckpointCorruptError, FileNotFoundError) as error:
-                why = "corrupt"
-                logger.warning("%s", error)
-            else:
-                self._release()
-                first = "Call restore_from_latest first, save" if step == 0 else "Save"
-                raise CheckpointError(
-                    f"{path} is ahead of this run, which is at step {step}: it would be mistaken for this run's newest. "
-                    f"{first} to another folder, or set it aside with restart=True or `echelon run --restart`."
-                )
-        commit.on_rank0(lambda: commit.set_aside(path, why))
 
     def on_train_step_end(self, state: State, unit: TrainUnit[Any]) -> None:
         every, steps, before = self.every.train_steps, _step(unit), self._looked_at
@@ -191,21 +136,10 @@ class DistributedCheckpointSaver(Callback):
 
     # --- saving
 
-    def _take_folder(self) -> None:
-        def take() -> None:
-            make_folder(self.dirpath)
-            if self._lease.acquire():
-                commit.sweep(self.dirpath)
-
-        if not self._holds:
-            commit.on_rank0(take, self.dirpath)
-            self._holds = True
-
     def _release(self) -> None:
         if not self._background.busy:
             self._buffers.clear()
-        self._holds = False
-        self._lease.release()
+        self.folder.release()
 
     @pulse.during(Phase.CHECKPOINT)
     def _save(self, state: State, unit: TrainUnit[Any]) -> None:
@@ -214,7 +148,7 @@ class DistributedCheckpointSaver(Callback):
         if self._due:
             return  # so that the number that is written down is of these weights
         if self._background.busy:
-            if self.on_busy == "skip":
+            if self.options.on_busy == "skip":
                 logger.warning("step %s is not saved: the save before it is still being written", _step(unit))
                 return
             self._look_after(state, wait=True)
@@ -235,10 +169,10 @@ class DistributedCheckpointSaver(Callback):
         """
         self._due = False
         self._look_after(state, wait=True)
-        began, step, held = time.perf_counter(), _step(unit), self._holds
+        began, step, held = time.perf_counter(), _step(unit), self.folder.held
         if not held and commit.is_saved(self.dirpath, step):
             return None
-        self._take_folder()
+        self.folder.take()
         try:
             staged = commit.stage(self.dirpath, step)
             if staged is None:
@@ -256,7 +190,7 @@ class DistributedCheckpointSaver(Callback):
             except CheckpointWriteError:
                 commit.on_rank0(lambda: commit.discard(staged))
                 raise
-            commit.on_rank0(lambda: self._retire(path))
+            commit.on_rank0(lambda: self.folder.retire(path))
         finally:
             if not held:
                 self._release()
@@ -291,18 +225,6 @@ class DistributedCheckpointSaver(Callback):
         self._look_after(state, wait=True)
         self._due = False
 
-    def _retire(self, newest: Place) -> None:
-        """Remove what need not stay, after a commit. Rank 0 alone, perhaps in a thread."""
-        try:
-            self._lease.refresh()
-            if self.keep.count is None:
-                return
-            whole = {commit.step_of(p): p for p in commit.committed(self.dirpath)}
-            metrics = {step: manifest.read(p).get("metrics", {}) for step, p in whole.items()} if self.best else {}
-            commit.retire(self.dirpath, [whole[step].name for step in self.keep.doomed(list(whole), metrics)])
-        except Exception as error:  # the save itself is committed
-            logger.error("%s is saved; older checkpoints could not be removed: %s", newest, error)
-
     # --- after an asynchronous save, and when one fails
 
     def _look_after(self, state: State, wait: bool = False) -> None:
@@ -324,7 +246,7 @@ class DistributedCheckpointSaver(Callback):
         self.failures += 1
         if state.recorder is not None:
             state.recorder.event("checkpoint_failed", step=step, error=text)
-        if self.failures > self.tolerated_failures:
+        if self.failures > self.options.tolerated_failures:
             raise CheckpointWriteError(
                 f"step {step} could not be saved, {self.failures} failures in a row: {text}. Older checkpoints are as they were."
             ) from cause
@@ -376,7 +298,7 @@ class DistributedCheckpointSaver(Callback):
                 makes it an error. If all are corrupt it is an error in any case: a run with progress never begins anew by itself.
         """
         folder, options = place(dirpath), restore_options or RestoreOptions()
-        if _begins_anew(_absolute(folder)):
+        if is_begun_anew(absolute(folder)):
             logger.warning("--restart: what is in %s is not restored", folder)
             return False
         return restoring.restore_first(folder, commit.candidates(folder), unit, train_dataloader, options, fall_back)
@@ -404,18 +326,6 @@ class DistributedCheckpointSaver(Callback):
         if not ordered:
             logger.warning("no checkpoint in %s has a metric %r: nothing is restored", folder, metric_name)
         return restoring.restore_first(folder, ordered, unit, train_dataloader, options, fall_back)
-
-
-# Folders in which this process has begun anew; what is in them since then is its own.
-_begun: set[str] = set()
-
-
-def _begins_anew(folder: Place) -> bool:
-    return begins_anew() and str(folder) not in _begun
-
-
-def _absolute(folder: Place) -> Place:
-    return folder.absolute() if isinstance(folder, Path) else folder
 
 
 def _ends_epoch(state: State, unit: TrainUnit[Any]) -> bool:

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.loop.checkpointing import restoring
+from echelon.loop.checkpointing import options
 
 __all__ = ["KnobOptions", "RestoreOptions"]
 
 
-class RestoreOptions(restoring.RestoreOptions):
+class RestoreOptions(options.RestoreOptions):
     """As `echelon.RestoreOptions`.
 
     Args:

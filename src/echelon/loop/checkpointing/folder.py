@@ -1,0 +1,120 @@
+"""The folder of a run's checkpoints: which run may write into it, what must not be there, and what stays."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echelon.checkpoint import commit, manifest
+from echelon.checkpoint.lease import Lease
+from echelon.checkpoint.place import Place, make_folder
+from echelon.checkpoint.policy import Keep
+from echelon.contracts.between_attempts import begins_anew, note_begun
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError
+from echelon.loop.unit import TrainUnit
+
+if TYPE_CHECKING:
+    from echelon.loop.state import State
+
+__all__ = ["RunFolder", "absolute", "is_begun_anew"]
+
+logger = logging.getLogger(__name__)
+
+# Folders in which this process has begun anew; what is in them since then is its own.
+_begun: set[str] = set()
+
+
+def is_begun_anew(folder: Place) -> bool:
+    """Whether what is in it is to be left alone, since the run was started with `--restart`."""
+    return begins_anew() and str(folder) not in _begun
+
+
+def absolute(folder: Place) -> Place:
+    return folder.absolute() if isinstance(folder, Path) else folder
+
+
+class RunFolder:
+    """
+    Args:
+        path: wherever the program goes from here, the same folder.
+        keep: which checkpoints stay.
+        restart: set checkpoints that are ahead of the run aside.
+    Attributes:
+        held: this run has the lease; the same on all ranks, though only rank 0 has it.
+    """
+
+    def __init__(self, path: Place, keep: Keep, *, restart: bool) -> None:
+        self.path, self.keep, self.restart = absolute(path), keep, restart
+        self.held = False
+        self._lease = Lease(self.path)
+
+    def take(self) -> None:
+        """Hold the lease, and sweep up what a killed run left. Collective."""
+
+        def take() -> None:
+            make_folder(self.path)
+            if self._lease.acquire():
+                commit.sweep(self.path)
+
+        if not self.held:
+            commit.on_rank0(take, self.path)
+            self.held = True
+
+    def release(self) -> None:
+        self.held = False
+        self._lease.release()
+
+    def take_over(self, unit: TrainUnit[Any], state: State) -> None:
+        """As `take`, at the beginning of a run: set aside what must not be there. Collective, once in a run.
+
+        A run that is complete and saved has nothing to write: the folder may be read-only then.
+        """
+        if self.held:
+            return
+        step, anew = unit.train_progress.num_steps_completed, is_begun_anew(self.path)
+        try:
+            self.take()
+        except CheckpointWriteError as error:
+            here = state.train_state
+            if here is None or not here.is_complete(unit.train_progress) or not commit.is_saved(self.path, step):
+                raise
+            logger.info("the run is complete, and its folder is left as it is: %s", error)
+        restart = self.restart or anew
+        for path in commit.candidates(self.path):
+            # Another run's beginning is not this one's.
+            if commit.step_of(path) > step or (restart and step == 0):
+                self._meet_newer(path, step, restart)
+        if anew:
+            commit.on_rank0(note_begun, self.path)
+            _begun.add(str(self.path))
+
+    def _meet_newer(self, path: Place, step: int, restart: bool) -> None:
+        """What is ahead of this run would be mistaken for its newest. A corrupt one was passed over when the run was restored."""
+        why = "replaced"
+        if not restart:
+            try:
+                commit.verify(path)
+            except (CheckpointCorruptError, FileNotFoundError) as error:
+                why = "corrupt"
+                logger.warning("%s", error)
+            else:
+                self.release()
+                first = "Call restore_from_latest first, save" if step == 0 else "Save"
+                raise CheckpointError(
+                    f"{path} is ahead of this run, which is at step {step}: it would be mistaken for this run's newest. "
+                    f"{first} to another folder, or set it aside with SaveOptions(restart=True) or `echelon run --restart`."
+                )
+        commit.on_rank0(lambda: commit.set_aside(path, why))
+
+    def retire(self, newest: Place) -> None:
+        """Remove what need not stay, after a commit. Rank 0 alone, perhaps in a thread."""
+        try:
+            self._lease.refresh()
+            if self.keep.count is None:
+                return
+            whole = {commit.step_of(p): p for p in commit.committed(self.path)}
+            metrics = {step: manifest.read(p).get("metrics", {}) for step, p in whole.items()} if self.keep.best else {}
+            commit.retire(self.path, [whole[step].name for step in self.keep.doomed(list(whole), metrics)])
+        except Exception as error:  # the save itself is committed
+            logger.error("%s is saved; older checkpoints could not be removed: %s", newest, error)

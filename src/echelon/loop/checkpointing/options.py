@@ -1,0 +1,73 @@
+"""What may be said about saving and restoring, beyond what everyone says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["RestoreOptions", "SaveOptions"]
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Of a DistributedCheckpointSaver.
+
+    Args:
+        keep_every_n_train_steps: checkpoints of every n-th step are never removed.
+        on_busy: when a save is due while an asynchronous one is being written: "wait" for it, or "skip" this one.
+        tolerated_failures: how many saves in a row may fail for reasons of the storage (a full disk, a permission) with an error
+            in the log, before one ends the run. The save at the end of training always must succeed. 0 tolerates none.
+        only_trained: leave out parameters that are frozen from the beginning, as the base of an adapter: the script builds them
+            each time. A restore compares their checksums, and refuses another base. Buffers are saved.
+        restart: set checkpoints that are ahead of this run aside, instead of refusing to start.
+    """
+
+    keep_every_n_train_steps: int | None = None
+    on_busy: Literal["wait", "skip"] = "wait"
+    tolerated_failures: int = 3
+    only_trained: bool = False
+    restart: bool = False
+
+    def __post_init__(self) -> None:
+        if self.on_busy not in ("wait", "skip"):
+            raise UsageError(f"on_busy must be 'wait' or 'skip', got {self.on_busy!r}.")
+        if self.tolerated_failures < 0:
+            raise UsageError(f"tolerated_failures must be 0 or more, got {self.tolerated_failures}.")
+
+
+@dataclass(frozen=True)
+class RestoreOptions:
+    """What to take from a checkpoint.
+
+    Args:
+        strict: False leaves alone what the checkpoint does not have, and what it has and nobody asks for; both are logged.
+        allow_changes: names of changes that are not harmless, such as "global_batch", and are meant; and of states that the
+            checkpoint has and the unit has no more, to leave out.
+        rename: what is called otherwise now: the beginning of a name in the checkpoint, and its name here, such as
+            `{"module.encoder": "module.backbone"}`. An optimizer's state follows.
+        show_changes: log a table of what changed since it was saved, harmless changes too.
+    """
+
+    restore_modules: bool = True
+    restore_train_progress: bool = True
+    restore_eval_progress: bool = True
+    restore_predict_progress: bool = True
+    restore_optimizers: bool = True
+    restore_lr_schedulers: bool = True
+    strict: bool = True
+    allow_changes: tuple[str, ...] = ()
+    restore_metrics: bool = True
+    rename: Mapping[str, str] = field(default_factory=dict)
+    show_changes: bool = True
+
+    @classmethod
+    def weights_only(cls, *, strict: bool = True) -> RestoreOptions:
+        """For fine-tuning: modules, and nothing else that the checkpoint holds."""
+        return cls(True, False, False, False, False, False, strict)
+
+    @property
+    def takes_weights_only(self) -> bool:
+        return not (self.restore_train_progress or self.restore_optimizers or self.restore_lr_schedulers)
