@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FullyShardedDataParallel", "get_fsdp_instances"]
 
-__getattr__ = later("nn.data_parallel.fully_sharded_data_parallel", {"auto_wrap_bn": "nn.data_parallel.batch_norm"}, {})
+__getattr__ = later("nn.data_parallel.fully_sharded_data_parallel", {"auto_wrap_bn": "nn.wrap.batch_norm"}, {})
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.compat.fairscale.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
-from echelon.compat.fairscale.nn.wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
+from echelon.compat.fairscale.nn.wrap.auto_wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
 from echelon.contracts.errors import UsageError
 
 __all__ = ["auto_wrap_bn"]
