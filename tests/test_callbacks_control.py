@@ -14,20 +14,19 @@ import torch
 from torch.utils.data import TensorDataset
 
 import echelon as ech
-from echelon.contracts.errors import DataError, RanksDisagreeError, UsageError
-from echelon.loop import callbacks
-from echelon.loop.callbacks import (
-    EarlyStopping,
+from echelon.compat.torchtnt.framework import callbacks as theirs
+from echelon.compat.torchtnt.framework.callbacks import (
     EmptyDataloaderDetectorCallback,
     Lambda,
     PeriodicDistributedSync,
-    SlowRankDetector,
     TimeLimitInterrupter,
-    slow_rank,
-    time_limit,
+    time_limit_interrupter,
 )
+from echelon.compat.torchtnt.utils.loggers import InMemoryLogger
+from echelon.contracts.errors import DataError, RanksDisagreeError, UsageError
+from echelon.loop import callbacks
+from echelon.loop.callbacks import EarlyStopping, SlowRankDetector, slow_rank
 from echelon.loop.early_stop import EarlyStopChecker
-from echelon.observe.loggers import InMemoryLogger
 from tests.conftest import Ranks
 from tests.models import batch, net
 from tests.units import Numbers, Regression
@@ -40,9 +39,14 @@ def rank() -> int:
 
 
 def test_only_what_may_stop_costs_a_message_between_ranks_at_each_step() -> None:
-    kinds = [getattr(callbacks, name) for name in callbacks.__all__]
-    watching = {k for k in kinds if issubclass(k, ech.Callback)} - {EarlyStopping, Lambda, TimeLimitInterrupter}
-    assert not [k.__name__ for k in watching if k.may_stop and k is not callbacks.BaseCSVWriter]  # which has no hook of training
+    kinds = [getattr(room, name) for room in (callbacks, theirs) for name in room.__all__]
+    watching = {k for k in kinds if issubclass(k, ech.Callback)} - {
+        EarlyStopping,
+        theirs.EarlyStopping,
+        Lambda,
+        TimeLimitInterrupter,
+    }
+    assert not [k.__name__ for k in watching if k.may_stop and k is not theirs.BaseCSVWriter]  # which has no hook of training
     checker = EarlyStopChecker("min", 1)
     assert [EarlyStopping("a", checker, interval).may_stop for interval in ("step", "epoch")] == [True, False]
     assert [TimeLimitInterrupter("00:01:00", interval=interval).may_stop for interval in ("step", "epoch")] == [True, False]
@@ -243,7 +247,7 @@ def test_a_stop_from_a_lambda_of_one_rank_stops_all_after_the_step(ranks: Ranks)
 def test_a_time_limit_stops_training_and_a_restored_run_goes_on(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """TorchTNT closes the epoch when it stops: a resumed run leaves out the rest of it."""
     now = [0.0]
-    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(time_limit_interrupter, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def minute(state: ech.State, unit: Any) -> None:
         now[0] += 60

@@ -11,16 +11,15 @@ import pytest
 import torch
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
-from echelon.loop.callbacks import (
+from echelon.compat.torchtnt.framework.callbacks import (
     EmptyCudaCache,
     EnableTensorFloat32,
-    GarbageCollector,
     Lambda,
     MemorySnapshot,
-    PyTorchProfiler,
     TorchCompile,
 )
+from echelon.contracts.errors import UsageError
+from echelon.loop.callbacks import GarbageCollector, PyTorchProfiler
 from tests.units import Numbers
 
 ENDS = [None, ValueError, KeyboardInterrupt]

@@ -15,12 +15,10 @@ import tqdm
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
-from echelon.loop.callbacks import (
+from echelon.compat.torchtnt.framework.callbacks import (
     BaseCSVWriter,
     IterationTimeLogger,
     Lambda,
-    LearningRateMonitor,
     ModuleSummary,
     ProgressReporter,
     SystemResourcesMonitor,
@@ -31,10 +29,13 @@ from echelon.loop.callbacks import (
     TrainProgressMonitor,
     times,
 )
+from echelon.compat.torchtnt.utils import resources
+from echelon.compat.torchtnt.utils.loggers import InMemoryLogger
+from echelon.compat.torchtnt.utils.module_summary import get_module_summary, get_summary_table, prune_module_summary
+from echelon.contracts.errors import UsageError
+from echelon.loop.callbacks import LearningRateMonitor
 from echelon.loop.callbacks.learning_rate import learning_rates
-from echelon.loop.module_summary import get_module_summary, get_summary_table, prune_module_summary
-from echelon.observe import resources
-from echelon.observe.loggers import InMemoryLogger, TensorBoardLogger
+from echelon.observe.loggers import TensorBoardLogger
 from echelon.parallel import partition
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
@@ -237,7 +238,7 @@ def test_steps_over_epochs() -> None:
 
 
 def test_the_reporter_logs_every_hook(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "echelon.loop.callbacks.reporting"):
+    with caplog.at_level(logging.INFO, "echelon.compat.torchtnt.framework.callbacks.progress_reporter"):
         ech.fit(Numbers(), [1], [1], max_epochs=1, callbacks=[ProgressReporter()])
     moments = ("start", "epoch_start", "step_start", "step_end")
     order = [f"on_train_{m}" for m in moments] + ["on_train_epoch_end"] + [f"on_eval_{m}" for m in moments]
@@ -365,7 +366,7 @@ def test_modules_are_summarised_as_the_run_starts(caplog: pytest.LogCaptureFixtu
     inputs = {"module": ((batch(2, 0)[0],), {})}
     ech.train(Regression(), [batch(2, 0)], max_epochs=1, callbacks=[ModuleSummary(2, given.append, inputs)])
     assert list(given[0][0].submodule_summaries) == ["first", "blocks", "last"] and given[0][0].flops_forward > 0
-    with caplog.at_level(logging.INFO, "echelon.loop.callbacks.summary"):
+    with caplog.at_level(logging.INFO, "echelon.compat.torchtnt.framework.callbacks.module_summary"):
         ech.evaluate(Regression(), [batch(2, 0)], callbacks=[ModuleSummary(max_depth=1)])
     assert "Net" in caplog.messages[0] and "first" not in caplog.messages[0]
     with pytest.raises(UsageError, match="module_inputs for model: the unit's modules are module"):

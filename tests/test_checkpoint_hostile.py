@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import echelon as ech
 from echelon.checkpoint import commit, manifest, place, store, structure
+from echelon.checkpoint.tensors import Tensors, local_files
 from echelon.cli.main import main
 from echelon.contracts.errors import (
     CheckpointCorruptError,
@@ -292,8 +293,8 @@ def test_whatever_is_changed_is_read_as_it_is_or_called_corrupt(
     except CheckpointError as error:
         assert "has format" in str(error)  # "update echelon"
         return
-    with store.local_files(scratch, facts) as files:
-        saved = store.Tensors(files)
+    with local_files(scratch, facts) as files:
+        saved = Tensors(files)
         for tensor in saved.index:
             assert list(saved.whole(tensor).shape) == saved.shape(tensor)
         files.state("state.safetensors")

@@ -22,6 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import echelon as ech
 from echelon.checkpoint import store
+from echelon.checkpoint.tensors import Tensors, local_files
 from echelon.loop.averaged import AveragedWeights
 from echelon.parallel.parallelize import parallelize
 from echelon.parallel.shards import local
@@ -140,8 +141,8 @@ def _save(folder: Path, kinds: list[str]) -> None:
 
 def _wholes(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """All tensors and all other values of a checkpoint's states by name, by one process."""
-    with store.local_files(folder) as files:
-        saved = store.Tensors(files)
+    with local_files(folder) as files:
+        saved = Tensors(files)
         rest = files.state(store.STATE)
         numbers = {f"{n}.{k}": v for n in ("one", "two", "sgd", "adam", "averages") for k, v in rest.get(n, {}).items()}
         return {name: saved.whole(name).clone() for name in saved.index}, numbers
@@ -252,8 +253,8 @@ def _load(folder: Path, kinds: list[str], sources: list[list[str]], final: Any) 
 
 def _layout(folder: Path) -> str:
     """What there is of which tensor: checkpoints that agree in this differ in nothing that a reader could see."""
-    with store.local_files(folder / f"step-{SAVED:08d}") as files:
-        return str([(name, sorted(p[:2] for p in entry["pieces"])) for name, entry in store.Tensors(files).index.items()])
+    with local_files(folder / f"step-{SAVED:08d}") as files:
+        return str([(name, sorted(p[:2] for p in entry["pieces"])) for name, entry in Tensors(files).index.items()])
 
 
 def _without_averages(state: Any) -> Any:

@@ -19,9 +19,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon as ech
+from echelon.contracts.between_attempts import note_loader, read_loaders
 from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import Overrides, impose
-from echelon.contracts.run_dir import RunDir, note_loader, read_loaders
+from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.parts import Padding, Parts
 from echelon.launcher.functions import run as function

@@ -17,15 +17,13 @@ import pytest
 import torch
 
 import echelon as ech
+from echelon.compat.torchtnt.utils.loggers import InMemoryLogger, JSONLogger, StdoutLogger
 from echelon.contracts.errors import UsageError
 from echelon.observe.loggers import (
     AnomalyLogger,
     CSVLogger,
-    InMemoryLogger,
     IsNaNEvaluator,
-    JSONLogger,
     MetricLogger,
-    StdoutLogger,
     TensorBoardLogger,
     ThresholdEvaluator,
     TrackedMetric,
@@ -109,7 +107,8 @@ def test_another_programs_file_is_left_alone(kind: Any, path: Path) -> None:
 
 _RUN = """
 import os, signal, sys
-from echelon.observe.loggers import CSVLogger, JSONLogger
+from echelon.compat.torchtnt.utils.loggers import JSONLogger
+from echelon.observe.loggers import CSVLogger
 assert "torch" not in sys.modules
 loggers = [CSVLogger("m.csv", 100), JSONLogger("m.json", 100)]
 for step in range(250):

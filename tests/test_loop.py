@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import echelon as ech
+from echelon.compat.torchtnt.utils.timer import Timer
 from echelon.contracts.errors import RanksDisagreeError, UnitError, UsageError
 from echelon.loop.callbacks.early_stopping import EarlyStopping
-from echelon.loop.timer import Timer
 from echelon.loop.unit import Stateful
 from tests.conftest import Ranks
 from tests.models import batch, net

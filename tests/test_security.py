@@ -46,12 +46,13 @@ from hypothesis import strategies as st
 import echelon
 from echelon.checkpoint import manifest
 from echelon.cli.main import main
+from echelon.contracts.between_attempts import note_begun
 from echelon.contracts.errors import CheckpointCorruptError, RankFailedError, UsageError
 from echelon.contracts.events import EventLog
 from echelon.contracts.files import private_folder
 from echelon.contracts.machine import boot_id, started_at
 from echelon.contracts.redact import redacted, redacted_words, secret_values
-from echelon.contracts.run_dir import RunDir, note_begun, write_json
+from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.terminal import OutputFilter, printable
 from echelon.launcher.calls import write_value
 from echelon.launcher.cluster import node as node_of_job

@@ -97,7 +97,7 @@ def program(tmp_path: Path) -> Program:
 
 def test_without_a_config_it_is_a_function_and_with_one_of_mode_run_it_is_called_here() -> None:
     assert double(3) == 6 and double.__name__ == "double" and double.__doc__ == "Twice x."
-    for configured in (double[SlurmConfig()], double[{"mode": "run"}], double.configure(mode="debug"), double[SlurmConfig(), {}]):
+    for configured in (double[SlurmConfig()], double[{"mode": "run"}], double.configure(mode="debug")):
         job = configured(4)
         assert (job.result(), job.results(), job.state(), job.done()) == (8, [8], JobState.DONE, True)
     assert [job.result() for job in double[SlurmConfig()].map_array([1, 2, 3])] == [2, 4, 6]
@@ -147,7 +147,6 @@ def test_debug_stops_in_the_debugger_where_somebody_sits(monkeypatch: pytest.Mon
         ({"setup": "module load cuda"}, "a list of strings"),
         ({"setup": ["a\nb"]}, "control characters"),
         ({"use_distributed_env": True}, "needs a distributed_launch_command"),
-        ({"distributed_env_task": "jax"}, "'torch' is the only one"),
         ({"distributed_launch_command": "x {rank}"}, "there are only {num_processes}, {num_machines}, {machine_rank}"),
         ({"distributed_launch_command": "a\nb"}, "one line"),
         ({"distributed_launch_command": "a 'b"}, "No closing quotation"),
@@ -156,7 +155,7 @@ def test_debug_stops_in_the_debugger_where_somebody_sits(monkeypatch: pytest.Mon
         ({"extra_params_kwargs": {"cpus_per_task": 4}}, "has fields of its own"),
         ({"extra_params_kwargs": {"qos=x --wrap": "y"}}, "small letters, digits and hyphens"),
         ({"extra_params_kwargs": {"comment": "a\n#SBATCH --uid=0"}}, "control characters"),
-        ({"extra_submit_kwargs": {"slurm_num_gpus": 4}}, "go into extra_params_kwargs"),
+        ({"array_parallelism": 0}, "array_parallelism 0"),
         ({"extra_task_kwargs": {"A": 1}}, "strings"),
     ],
 )
@@ -193,8 +192,7 @@ def test_the_script_is_what_the_config_says_and_a_name_is_a_name(tmp_path: Path)
         mem="4G",
         node_list="n[1-3]",
         setup=["module load cuda", "export X='a b'"],
-        extra_params_kwargs={"mail_type": "END", "exclusive": True, "comment": "a b; $HOME", "x": None},
-        extra_submit_kwargs={"slurm_account": "me"},
+        extra_params_kwargs={"mail_type": "END", "exclusive": True, "comment": "a b; $HOME", "account": "me", "x": None},
         extra_task_kwargs={"TOKEN": "canary"},
     ).set_output_path(tmp_path / "runs")
     script = double[config].script(1)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import echelon as ech
-from echelon.loop.module_summary import get_module_summary
+from echelon.compat.torchtnt.utils.module_summary import get_module_summary
 from echelon.world import streams
 from tests.conftest import Ranks
 from tests.models import net, whole

@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import echelon as ech
+from echelon.compat.lightning import Trainer
 from echelon.contracts.errors import RankFailedError, UsageError
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.rebuild import BUILT
-from echelon.loop.trainer_options import updates_to_steps
-from echelon.loop.trainer_rank import shared
+from echelon.loop.trainer_rank import shared, updates_to_steps
 from tests.conftest import clean_environment
 from tests.models import Batch, batch, largest_difference, net, plain_training, whole
 from tests.units import Regression
@@ -67,7 +67,7 @@ class Breaks(ech.Callback):
 def test_two_ranks_train_as_one_process_does_and_the_weights_come_back(tmp_path: Path, strategy: str) -> None:
     unit = Regression(clip_grad_norm=0.5)
     module = unit.module
-    ech.Trainer(devices=2, strategy=strategy, max_epochs=2, callbacks=[Watch(tmp_path)]).fit(unit, loader(), loader())
+    Trainer(devices=2, strategy=strategy, max_epochs=2, callbacks=[Watch(tmp_path)]).fit(unit, loader(), loader())
     want, _, norms = plain_training(windows(8, 8), clip=0.5)
     assert max(norms) > 0.5
     assert unit.module is module
@@ -85,13 +85,13 @@ def test_minus_one_epoch_is_without_an_end() -> None:
                 state.stop()
 
     unit = Regression()
-    ech.Trainer(max_epochs=-1, callbacks=[Stops()]).fit(unit, loader())
+    Trainer(max_epochs=-1, callbacks=[Stops()]).fit(unit, loader())
     assert unit.train_progress.num_steps_completed == 6
 
 
 def test_the_way_to_the_ranks_and_back_is_no_change_to_be_told_of(tmp_path: Path, caplog: Any, capfd: Any) -> None:
     unit = Regression()
-    trainer = ech.Trainer(devices=2, strategy="ddp", max_epochs=1, default_root_dir=tmp_path)
+    trainer = Trainer(devices=2, strategy="ddp", max_epochs=1, default_root_dir=tmp_path)
     trainer.fit(unit, loader())
     trainer.max_epochs = 2
     trainer.fit(unit, loader())
@@ -101,14 +101,14 @@ def test_the_way_to_the_ranks_and_back_is_no_change_to_be_told_of(tmp_path: Path
 
 def test_a_second_fit_goes_on_with_the_optimizer_of_the_first() -> None:
     unit = Regression()
-    ech.Trainer(devices=2, max_epochs=1).fit(unit, loader())
-    ech.Trainer(devices=2, max_epochs=2).fit(unit, loader())
+    Trainer(devices=2, max_epochs=1).fit(unit, loader())
+    Trainer(devices=2, max_epochs=2).fit(unit, loader())
     assert largest_difference(whole(unit.module), plain_training(windows(8, 8))[0]) < 1e-14  # momentum and all
 
 
 def test_options_of_the_trainer_reach_the_unit() -> None:
     unit = Regression()
-    trainer = ech.Trainer(devices=2, max_steps=3, accumulate_grad_batches=2, gradient_clip_val=0.25)
+    trainer = Trainer(devices=2, max_steps=3, accumulate_grad_batches=2, gradient_clip_val=0.25)
     trainer.fit(unit, loader(accumulation=2))
     assert largest_difference(whole(unit.module), plain_training(windows(8, 3), clip=0.25)[0]) < 1e-14
     assert unit.train_progress.num_steps_completed == 3  # of this unit, which accumulates nothing: as many as updates
@@ -116,7 +116,7 @@ def test_options_of_the_trainer_reach_the_unit() -> None:
 
 def test_a_plain_dataloader_has_its_batch_size_on_each_rank() -> None:
     unit = Regression()
-    ech.Trainer(devices=2, max_epochs=1).fit(unit, DataLoader(data(), batch_size=4), DataLoader(data(), batch_size=4))
+    Trainer(devices=2, max_epochs=1).fit(unit, DataLoader(data(), batch_size=4), DataLoader(data(), batch_size=4))
     assert largest_difference(whole(unit.module), plain_training(windows(8, 4))[0]) < 1e-14
 
 
@@ -148,7 +148,7 @@ def test_the_callers_seed_decides_what_ranks_draw() -> None:
     for seed in (1, 1, 2):
         unit = Drops()
         ech.seed(seed)
-        ech.Trainer(devices=2, max_steps=1).fit(unit, loader())
+        Trainer(devices=2, max_steps=1).fit(unit, loader())
         drawn.append(unit.drawn)
     assert drawn[0] == drawn[1] != drawn[2]
 
@@ -156,14 +156,14 @@ def test_the_callers_seed_decides_what_ranks_draw() -> None:
 def test_dp_is_one_process(caplog: pytest.LogCaptureFixture) -> None:
     unit = Regression()
     with caplog.at_level(logging.WARNING):
-        ech.Trainer(gpus=2, accelerator="dp", max_epochs=1, callbacks=[Alone()]).fit(unit, loader())
+        Trainer(gpus=2, accelerator="dp", max_epochs=1, callbacks=[Alone()]).fit(unit, loader())
     assert Alone.seen[0] == os.getpid()
     assert largest_difference(whole(unit.module), plain_training(windows(8, 4))[0]) < 1e-14
 
 
 def test_one_rank_trains_in_this_process() -> None:
     unit = Regression()
-    ech.Trainer(max_epochs=1, gradient_clip_val=0.5, callbacks=[Alone()]).fit(unit, loader())
+    Trainer(max_epochs=1, gradient_clip_val=0.5, callbacks=[Alone()]).fit(unit, loader())
     assert Alone.seen == (os.getpid(), "Prepared", 0.5, 1)
     assert largest_difference(whole(unit.module), plain_training(windows(8, 4), clip=0.5)[0]) == 0
 
@@ -171,22 +171,22 @@ def test_one_rank_trains_in_this_process() -> None:
 def test_without_gpus_auto_is_one_rank() -> None:
     if torch.cuda.is_available():
         pytest.skip("there are GPUs")
-    assert ech.Trainer(max_epochs=1)._local_ranks() == 1
+    assert Trainer(max_epochs=1)._local_ranks() == 1
 
 
 def test_a_ranks_own_traceback_arrives_and_the_unit_is_as_it_was() -> None:
     unit = Regression()
     with pytest.raises(RankFailedError, match="a fault in the user's own code") as error:
-        ech.Trainer(devices=2, max_epochs=1, callbacks=[Breaks()]).fit(unit, loader())
+        Trainer(devices=2, max_epochs=1, callbacks=[Breaks()]).fit(unit, loader())
     assert error.value.rank == 1 and "in on_train_start" in str(error.value)
     assert largest_difference(whole(unit.module), {n: p.detach() for n, p in net().named_parameters()}) == 0
 
 
 def test_a_folder_gets_checkpoints_from_which_last_goes_on(tmp_path: Path) -> None:
-    ech.Trainer(devices=2, max_epochs=1, default_root_dir=tmp_path).fit(Regression(), loader())
+    Trainer(devices=2, max_epochs=1, default_root_dir=tmp_path).fit(Regression(), loader())
     assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000004"]
     unit = Regression()
-    ech.Trainer(devices=2, max_epochs=2, default_root_dir=tmp_path).fit(unit, loader(), ckpt_path="last")
+    Trainer(devices=2, max_epochs=2, default_root_dir=tmp_path).fit(unit, loader(), ckpt_path="last")
     assert largest_difference(whole(unit.module), plain_training(windows(8, 8))[0]) < 1e-14
     assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000008"]
 
@@ -218,7 +218,7 @@ class Factory:
 
 
 def test_a_function_builds_a_unit_that_wraps_its_module_itself(tmp_path: Path) -> None:
-    ech.Trainer(devices=2, max_epochs=1).fit(Factory(tmp_path / "weights"), loader())
+    Trainer(devices=2, max_epochs=1).fit(Factory(tmp_path / "weights"), loader())
     for rank in range(2):
         assert largest_difference(torch.load(tmp_path / f"weights.{rank}"), plain_training(windows(8, 4))[0]) < 1e-14
 
@@ -248,13 +248,13 @@ class Predicts(Regression):
 
 def test_what_ranks_remember_comes_back() -> None:
     unit, callback = Predicts(clip_grad_norm=1.0), Remembers()
-    trainer = ech.Trainer(devices=2, max_epochs=2, callbacks=[callback])
+    trainer = Trainer(devices=2, max_epochs=2, callbacks=[callback])
     trainer.fit(unit, loader(), loader())
     assert callback.epochs == [1, 2] and not hasattr(callback, "file")
     assert unit.steps == list(range(8)) and unit.rank_that_evaluated == 0
     assert unit.norms == pytest.approx(plain_training(windows(8, 8), clip=1.0)[2])
     assert trainer.callback_metrics == {"eval_loss": unit.eval_loss}
-    ech.Trainer(devices=2, max_epochs=3, callbacks=[callback]).fit(unit, loader())
+    Trainer(devices=2, max_epochs=3, callbacks=[callback]).fit(unit, loader())
     assert callback.epochs == [1, 2, 3] and unit.steps == list(range(12))
 
 
@@ -262,7 +262,7 @@ def test_what_ranks_remember_comes_back() -> None:
 def test_validate_test_and_predict(devices: int) -> None:
     """On a last batch that one of two ranks has nothing of, too."""
     unit = Predicts()
-    trainer = ech.Trainer(devices=devices, max_epochs=1)
+    trainer = Trainer(devices=devices, max_epochs=1)
     trainer.fit(unit, loader())
     x, y = (t[:17] for t in batch(ROWS, 7))
     some = ech.Loader(TensorDataset(x, y), 4, shuffle=False)
@@ -278,12 +278,12 @@ def test_validate_test_and_predict(devices: int) -> None:
     assert len(predicted) == (9 if devices == 2 else 5)
     torch.testing.assert_close(torch.cat(predicted), unit.module(x).detach(), rtol=1e-12, atol=1e-12)
     assert len(trainer.predict(unit, [(x, y)] * 3)) == 3  # the same on every rank
-    assert len(ech.Trainer(devices=devices, limit_predict_batches=2).predict(unit, some)) == 2 * devices
+    assert len(Trainer(devices=devices, limit_predict_batches=2).predict(unit, some)) == 2 * devices
 
 
 def test_a_checkpoint_is_evaluated_by_name(tmp_path: Path) -> None:
     trained = Regression()
-    trainer = ech.Trainer(max_epochs=1, default_root_dir=tmp_path)
+    trainer = Trainer(max_epochs=1, default_root_dir=tmp_path)
     trainer.fit(trained, loader())
     want = trainer.validate(trained, loader())
     [path] = (tmp_path / "checkpoints").glob("step-*")
@@ -292,21 +292,21 @@ def test_a_checkpoint_is_evaluated_by_name(tmp_path: Path) -> None:
         assert trainer.validate(unit, loader(), ckpt_path=where) == want
         assert largest_difference(whole(unit.module), whole(trained.module)) == 0
     with pytest.raises(UsageError, match="there is no checkpoint in"):
-        ech.Trainer(default_root_dir=tmp_path / "other").test(Regression(), loader(), ckpt_path="last")
+        Trainer(default_root_dir=tmp_path / "other").test(Regression(), loader(), ckpt_path="last")
 
 
 def test_fast_dev_run_is_one_batch_and_leaves_nothing(tmp_path: Path) -> None:
     unit = Regression()
-    ech.Trainer(fast_dev_run=True, max_steps=100, default_root_dir=tmp_path).fit(unit, loader(), loader())
+    Trainer(fast_dev_run=True, max_steps=100, default_root_dir=tmp_path).fit(unit, loader(), loader())
     assert unit.train_progress.num_steps_completed == unit.eval_progress.num_steps_completed == 1
     assert list(tmp_path.iterdir()) == []
-    ech.Trainer(fast_dev_run=3).fit(unit := Regression(), loader())
+    Trainer(fast_dev_run=3).fit(unit := Regression(), loader())
     assert unit.train_progress.num_steps_completed == 3
 
 
 def test_lightnings_one_is_all(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = ech.Trainer(max_epochs=1, limit_train_batches=1.0, val_check_interval=1.0, num_sanity_val_steps=0, logger=False)
-    assert trainer.limits["train"] is None and trainer.val_check_interval is None
+    trainer = Trainer(max_epochs=1, limit_train_batches=1.0, val_check_interval=1.0, num_sanity_val_steps=0, logger=False)
+    assert trainer.limits["train"] is None and trainer.evaluate_every_n_steps is None
     assert "Trainer(logger=..., num_sanity_val_steps=...): has no effect here" in caplog.text
 
 
@@ -314,14 +314,15 @@ SCRIPT = """
 import sys, torch, logging
 sys.path.insert(0, {root!r})
 import echelon as ech
+from echelon.compat.lightning import Trainer
 from tests.test_trainer import loader, whole
 from tests.units import Regression
 
 if {guard}:
     unit = Regression()
-    ech.Trainer(devices=2, strategy="fsdp", max_epochs=1).fit(unit, loader(), loader())
+    Trainer(devices=2, strategy="fsdp", max_epochs=1).fit(unit, loader(), loader())
     weights = whole(unit.module)
-    assert ech.Trainer().validate(unit, loader()) == [{{"eval_loss": unit.eval_loss}}]
+    assert Trainer().validate(unit, loader()) == [{{"eval_loss": unit.eval_loss}}]
     if ech.RankInfo().rank == 0:
         torch.save((weights, type(unit.prepared).__name__), {out!r})
 """
@@ -368,12 +369,12 @@ def test_ranks_that_were_launched_already_are_used(tmp_path: Path, how: str) -> 
 )
 def test_a_value_that_cannot_work_is_named(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        ech.Trainer(max_epochs=1, **arguments)
+        Trainer(max_epochs=1, **arguments)
 
 
 def test_several_nodes_need_a_launcher_and_it_says_which() -> None:
     with pytest.raises(UsageError, match=r"num_nodes=2.*echelon submit.*torchrun"):
-        ech.Trainer(devices=2, num_nodes=2, max_epochs=1).fit(Regression(), loader())
+        Trainer(devices=2, num_nodes=2, max_epochs=1).fit(Regression(), loader())
 
 
 @pytest.mark.parametrize(
@@ -386,7 +387,23 @@ def test_updates_are_counted_over_short_windows_too(updates: int, accumulation: 
 
 @pytest.mark.parametrize(("name", "ours"), [("bf16-mixed", "bf16"), (16, "fp16"), ("32-true", "fp32"), (32, "fp32")])
 def test_lightnings_names_of_precisions(name: Any, ours: str) -> None:
-    assert ech.Trainer(max_epochs=1, precision=name)._changes["precision"] == ours
+    assert Trainer(max_epochs=1, precision=name).unit_options["precision"] == ours
+
+
+def test_the_trainer_in_this_librarys_words(tmp_path: Path) -> None:
+    unit = Regression()
+    trainer = ech.Trainer(
+        2, "ddp", max_epochs=2, max_steps_per_epoch={"train": 2}, unit_options={"clip_grad_norm": 0.5}, run_dir=tmp_path
+    )
+    trainer.fit(unit, loader())
+    two = [window for epoch in range(2) for window in windows(8, 2)]
+    assert largest_difference(whole(unit.module), plain_training(two, clip=0.5)[0]) < 1e-14
+    assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000004"]
+
+
+def test_the_trainer_is_not_without_an_end_unless_told() -> None:
+    with pytest.raises(UsageError, match="max_epochs"):
+        ech.Trainer().fit(Regression(), loader())
 
 
 def test_what_each_process_builds_for_itself_is_what_building_sets() -> None:

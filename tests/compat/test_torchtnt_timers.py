@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import echelon as ech
+from echelon.compat.torchtnt.utils import timer as native
 from echelon.compat.torchtnt.utils.timer import (
     AggregatedTimer,
     BoundedTimer,
@@ -26,7 +27,6 @@ from echelon.compat.torchtnt.utils.timer import (
     log_elapsed_time,
 )
 from echelon.contracts.errors import UsageError
-from echelon.loop import timer as native
 from tests.conftest import Ranks
 from tests.models import batch
 from tests.units import Regression

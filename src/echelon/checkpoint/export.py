@@ -23,8 +23,8 @@ from echelon.checkpoint.foreign import INDEX, ONE, is_weights, tensors_of
 from echelon.checkpoint.manifest import BLOCK_BYTES
 from echelon.checkpoint.place import Place, is_there, sync
 from echelon.checkpoint.plain import dtype_of
-from echelon.checkpoint.store import Tensors
 from echelon.checkpoint.tensorfile import Span, TensorFile
+from echelon.checkpoint.tensors import Tensors
 from echelon.contracts.errors import CheckpointCorruptError, UsageError
 
 __all__ = ["convert", "differences", "export_safetensors", "export_torch"]

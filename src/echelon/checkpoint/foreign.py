@@ -17,9 +17,10 @@ from echelon.checkpoint.header import FOREIGN_BYTES, SIZES
 from echelon.checkpoint.layout import NamedState
 from echelon.checkpoint.place import Place, read_file
 from echelon.checkpoint.renamed import Naming
-from echelon.checkpoint.store import Report, Tensors, compare, local_files, on_each
+from echelon.checkpoint.store import Report, compare, on_each
 from echelon.checkpoint.strict import Wrong, short
 from echelon.checkpoint.tensorfile import Span, TensorFile
+from echelon.checkpoint.tensors import Tensors, local_files
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from echelon.contracts.terminal import printable
 

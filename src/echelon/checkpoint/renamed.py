@@ -63,7 +63,7 @@ def rename(
     """Give tensors, states, and what states hold by parameter name the names that they have now.
 
     Args:
-        rest, saved: the nested states of a checkpoint, and its `store.Tensors`, which are changed.
+        rest, saved: the nested states of a checkpoint, and its `tensors.Tensors`, which are changed.
         states: what will be restored, by its present names.
     Returns:
         the nested states by their present names.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -154,47 +154,19 @@ def snapshot(states: dict[str, Stateful], rank_state: dict[str, Any], planned: P
     Raises:
         CheckpointError: on every rank: a state that only pickle could write, or whose own `state_dict` fails, here or elsewhere.
     """
-    tensors: dict[str, Any] = {}
-    rest: dict[str, Any] = {}
-    failure: str | None = None
-    cause: Exception | None = None
-    of_first: set[str] = set()
-    for name, stateful in states.items():
-        try:
-            values = stateful.state_dict()
-        except Exception as error:  # a user's own: the other ranks must not wait for this one
-            if isinstance(stateful, NamedState):
-                raise
-            failure = failure or f"the state of {name} cannot be had: {type(error).__name__}: {error}"
-            cause, values = error, {}
-        if isinstance(stateful, NamedState):
-            tensors |= {f"{name}.{k}": v for k, v in values.items() if isinstance(v, torch.Tensor)}
-            of_first |= {f"{name}.{k}" for k in getattr(stateful, "of_first_rank", ())}
-            rest[name] = {k: v for k, v in values.items() if not isinstance(v, torch.Tensor)}
-        else:
-            rest[name] = values
+    taken = _taken(states)
+    failure, cause = taken.failure, taken.cause
     rank, _ = this_rank()
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner(tensors, is_coordinator=rank == 0)
-    items: dict[Piece, Any] = {}
-    listing = []
-    for item in planner.create_local_plan().items:
-        data = item.tensor_data
-        assert data is not None
-        if data.size.numel() and not data.chunk.sizes.numel():
-            continue  # a rank that got nothing of a small tensor
-        offsets = tuple(data.chunk.offsets)
-        items[item.index.fqn, offsets] = item
-        dtype = str(data.properties.dtype)
-        leads = item.index.fqn in of_first
-        listing.append([item.index.fqn, list(offsets), list(data.chunk.sizes), dtype, list(data.size), leads])
+    planner.set_up_planner(taken.tensors, is_coordinator=rank == 0)
+    items, listing = _listed(planner, taken.of_first)
     mine, index = (planned or Planned()).assign(listing)
     pieces: dict[str, Any] = {in_file(*piece): planner.resolve_data(item) for piece, item in items.items() if piece in mine}
     encoded = []
     odd = [f"{name}, of type {dtype}," for name, _, _, dtype, *_ in listing if dtype not in SIZES]
     if odd:
         failure = failure or f"{odd[0]} is none of the types that are saved."
-    for what, value in (("the state of ", rest), ("this rank's ", rank_state)):
+    for what, value in (("the state of ", taken.rest), ("this rank's ", rank_state)):
         aside: dict[str, torch.Tensor] = {}
         try:
             encoded.append((plain.encode(value, aside), aside))
@@ -207,3 +179,55 @@ def snapshot(states: dict[str, Stateful], rank_state: dict[str, Any], planned: P
     except CheckpointError as error:
         raise error from cause
     return Snapshot(rank, pieces, index, encoded[0], encoded[1])
+
+
+@dataclass
+class _Taken:
+    """The states as they are now.
+
+    Attributes:
+        tensors: of states that are keyed by parameter name; `rest` is everything else.
+        of_first: names of those of which the first rank's values count.
+        failure, cause: of the first state that could not be had.
+    """
+
+    tensors: dict[str, Any] = field(default_factory=dict)
+    rest: dict[str, Any] = field(default_factory=dict)
+    of_first: set[str] = field(default_factory=set)
+    failure: str | None = None
+    cause: Exception | None = None
+
+
+def _taken(states: dict[str, Stateful]) -> _Taken:
+    taken = _Taken()
+    for name, stateful in states.items():
+        try:
+            values = stateful.state_dict()
+        except Exception as error:  # a user's own: the other ranks must not wait for this one
+            if isinstance(stateful, NamedState):
+                raise
+            taken.failure = taken.failure or f"the state of {name} cannot be had: {type(error).__name__}: {error}"
+            taken.cause, values = error, {}
+        if isinstance(stateful, NamedState):
+            taken.tensors |= {f"{name}.{k}": v for k, v in values.items() if isinstance(v, torch.Tensor)}
+            taken.of_first |= {f"{name}.{k}" for k in getattr(stateful, "of_first_rank", ())}
+            taken.rest[name] = {k: v for k, v in values.items() if not isinstance(v, torch.Tensor)}
+        else:
+            taken.rest[name] = values
+    return taken
+
+
+def _listed(planner: DefaultSavePlanner, of_first: set[str]) -> tuple[dict[Piece, Any], list[Any]]:
+    """The pieces that this rank could write: torch's item of each, and what `Planned.assign` must know of it."""
+    items: dict[Piece, Any] = {}
+    listing = []
+    for item in planner.create_local_plan().items:
+        data = item.tensor_data
+        assert data is not None
+        if data.size.numel() and not data.chunk.sizes.numel():
+            continue  # a rank that got nothing of a small tensor
+        name, offsets = item.index.fqn, tuple(data.chunk.offsets)
+        items[name, offsets] = item
+        dtype = str(data.properties.dtype)
+        listing.append([name, list(offsets), list(data.chunk.sizes), dtype, list(data.size), name in of_first])
+    return items, listing

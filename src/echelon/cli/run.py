@@ -88,26 +88,7 @@ def execute(arguments: argparse.Namespace) -> int:
         raise UsageError(
             f"--ranks {arguments.ranks}: fewer ranks are for restarts. Give --max-restarts N too, or --ranks {ranks}."
         )
-    if not 0 <= arguments.grace < math.inf:
-        raise UsageError(f"--grace {arguments.grace:g}: a number of seconds, 0 or more.")
-    if arguments.module:
-        check_module(arguments.script)
-    else:
-        check_script(arguments.script)
-    job = JobSpec(
-        arguments.script,
-        "module" if arguments.module else "script",
-        tuple(arguments.args),
-        ranks,
-        arguments.max_restarts,
-        arguments.grace,
-        least,
-        parse_duration(arguments.stop_after) if arguments.stop_after is not None else None,
-        arguments.restart,
-        bind=arguments.bind in ("cores", "both"),
-        own_device=arguments.bind in ("devices", "both"),
-        stall_after_s=parse_duration(arguments.stall_after) if arguments.stall_after is not None else None,
-    )
+    job = _job(arguments, least, ranks)
     over_its_head = decided(arguments, ranks if least is not None else None)
     if over_its_head != Overrides():
         os.environ.update(over_its_head.to_env())
@@ -133,15 +114,42 @@ def execute(arguments: argparse.Namespace) -> int:
     if outcome.note:
         _say(f"echelon: {outcome.note}")
     if outcome.exit_code == REQUEUE and outcome.failure is None:
-        same = "the same command" if arguments.name is not None else f"the same command and --name {run.name}"
-        stopped = _stopped(run)
-        where = f" after step {stopped['step']}" if "step" in stopped else ""
-        if "step" in stopped and not stopped.get("saved", True):
-            _say(f"echelon: stopped{where}, and nothing was saved (no DistributedCheckpointSaver): {same} begins anew")
-        else:
-            _say(f"echelon: stopped{where}; go on with {same}{'' if not job.restart else ', without --restart'}")
+        _say_how_to_go_on(run, named=arguments.name is not None, restart=job.restart)
     _finish(run, outcome.exit_code)
     return outcome.exit_code
+
+
+def _job(arguments: argparse.Namespace, least: int | None, ranks: int) -> JobSpec:
+    if not 0 <= arguments.grace < math.inf:
+        raise UsageError(f"--grace {arguments.grace:g}: a number of seconds, 0 or more.")
+    if arguments.module:
+        check_module(arguments.script)
+    else:
+        check_script(arguments.script)
+    return JobSpec(
+        arguments.script,
+        "module" if arguments.module else "script",
+        tuple(arguments.args),
+        ranks,
+        arguments.max_restarts,
+        arguments.grace,
+        least,
+        parse_duration(arguments.stop_after) if arguments.stop_after is not None else None,
+        arguments.restart,
+        bind=arguments.bind in ("cores", "both"),
+        own_device=arguments.bind in ("devices", "both"),
+        stall_after_s=parse_duration(arguments.stall_after) if arguments.stall_after is not None else None,
+    )
+
+
+def _say_how_to_go_on(run: RunDir, *, named: bool, restart: bool) -> None:
+    same = "the same command" if named else f"the same command and --name {run.name}"
+    stopped = _stopped(run)
+    where = f" after step {stopped['step']}" if "step" in stopped else ""
+    if "step" in stopped and not stopped.get("saved", True):
+        _say(f"echelon: stopped{where}, and nothing was saved (no DistributedCheckpointSaver): {same} begins anew")
+    else:
+        _say(f"echelon: stopped{where}; go on with {same}{'' if not restart else ', without --restart'}")
 
 
 def decided(arguments: argparse.Namespace, planned_ranks: int | None = None) -> Overrides:

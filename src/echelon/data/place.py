@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any, Self
 
 import torch
 from torch.utils.data import default_collate
 
+from echelon.contracts.between_attempts import note_loader
 from echelon.contracts.errors import UsageError
 from echelon.contracts.numbers import whole
 from echelon.contracts.overrides import overrides
-from echelon.contracts.run_dir import note_loader
 from echelon.data.resume import cannot_divide
 from echelon.world.init import World
 
-__all__ = ["Placed"]
+__all__ = ["Combined", "Placed", "loaders_of"]
 
 
 # Arguments of torch's DataLoader, and what is written here in their place.
@@ -126,3 +127,23 @@ class Placed(ABC):
     @property
     def _where(self) -> str:
         return f" (epoch {self.epoch}, data rank {self.dp[0]})"
+
+
+class Combined(ABC):
+    """Base of loaders that read several others as one."""
+
+    @property
+    @abstractmethod
+    def loaders(self) -> list[Iterable[Any]]:
+        """The others."""
+
+    def place(self, dp_rank: int, dp_size: int) -> None:
+        """Where this rank stands among those that see different data; the loops call it."""
+        for loader in self.loaders:
+            if isinstance(loader, (Placed, Combined)):
+                loader.place(dp_rank, dp_size)
+
+
+def loaders_of(loader: Any) -> list[Any]:
+    """The loaders that a loader consists of: itself, or several."""
+    return loader.loaders if isinstance(loader, Combined) else [loader]

@@ -10,38 +10,26 @@ run goes on at the same numbers only.
 from __future__ import annotations
 
 import base64
-import contextlib
-import copy
 import io
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from echelon.contracts.errors import DataError, UsageError
 from echelon.data.lossy import shuffle_buffer
 from echelon.data.place import Placed
 from echelon.data.reader import Failure
-from echelon.data.workers import Board, named, said, seed_worker
+from echelon.data.streaming import Share, Stand, Streams
+from echelon.data.workers import Board, named
 from echelon.world import agree
-from echelon.world import streams as random_streams
 
 __all__ = ["StreamLoader", "of_all_ranks"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Stand:
-    """Where a data rank stands in an epoch: before the micro-batch `position`, whose turn is `turn`."""
-
-    position: int
-    turn: int
-    streams: tuple[Any, ...]  # each one's state; None at its beginning
 
 
 class StreamLoader(Placed):
@@ -92,11 +80,11 @@ class StreamLoader(Placed):
         self._loaded: dict[str, Any] | None = None
         self._begin = self._fresh
         # A reader may be one micro-batch ahead of what was used.
-        self._latest: deque[_Stand] = deque([self._fresh], maxlen=2)
+        self._latest: deque[Stand] = deque([self._fresh], maxlen=2)
 
     @property
-    def _fresh(self) -> _Stand:
-        return _Stand(0, 0, (None,) * max(1, self.num_workers))
+    def _fresh(self) -> Stand:
+        return Stand(0, 0, (None,) * max(1, self.num_workers))
 
     @property
     def start(self) -> int:
@@ -134,7 +122,7 @@ class StreamLoader(Placed):
         self._latest = deque([begin], maxlen=2)
         states, turn, position, ended = list(begin.streams), begin.turn, begin.position, 0
         board = Board(self.num_workers, self._where) if self.num_workers else None
-        made = _Streams(self, begin, board)
+        made = Streams(self._share(), begin, board)
         batches = iter(made) if board is None else board.started(self._in_workers(made, board))
         try:
             while ended < streams:  # one round in which every stream passes
@@ -147,7 +135,7 @@ class StreamLoader(Placed):
                     ended += 1
                     continue
                 ended, position = 0, position + 1
-                self._latest.append(_Stand(position, turn, tuple(states)))
+                self._latest.append(Stand(position, turn, tuple(states)))
                 yield batch
         except RuntimeError as error:
             better = named(error, board, (turn - begin.turn) % streams, self.timeout_s)
@@ -159,6 +147,18 @@ class StreamLoader(Placed):
             if board is not None:
                 board.done()
 
+    def _share(self) -> Share:
+        return Share(
+            dataset=self.dataset,
+            collate=self.collate_fn,
+            shards=self.shards,
+            size=self.global_batch // (self.dp[1] * self.accumulation),
+            keep=self.tail == "keep",
+            epoch=self.epoch,
+            where=self._where,
+            dp=self.dp,
+        )
+
     def inexact(self) -> str | None:
         """Why a run cannot go on, or not exactly, from where the latest iteration stands; None if it can."""
         kind = type(self.dataset).__name__
@@ -169,7 +169,7 @@ class StreamLoader(Placed):
             return _loses(kind, buffer)
         return None
 
-    def _check(self, begin: _Stand) -> None:
+    def _check(self, begin: Stand) -> None:
         kind, count = type(self.dataset).__name__, self.dp[1] * len(begin.streams)
         if count > 1 and self.shards is None:
             raise UsageError(
@@ -184,7 +184,7 @@ class StreamLoader(Placed):
         if begin.position and (buffer := shuffle_buffer(self.dataset)):
             logger.warning("%s", _loses(kind, buffer))
 
-    def _in_workers(self, made: _Streams, board: Board) -> DataLoader[Any]:
+    def _in_workers(self, made: Streams, board: Board) -> DataLoader[Any]:
         return DataLoader(
             made,
             batch_size=None,
@@ -240,7 +240,7 @@ class StreamLoader(Placed):
                 "divided anew. Use the same numbers, or do not restore the loader and begin the epoch again. "
                 "A map-style dataset in a Loader has no such limit."
             )
-        self._begin = _Stand(int(state["position"]), int(mine["turn"]), tuple(mine["streams"]))
+        self._begin = Stand(int(state["position"]), int(mine["turn"]), tuple(mine["streams"]))
         self._latest, self._loaded = deque([self._begin], maxlen=2), None
 
 
@@ -254,7 +254,7 @@ def _loses(kind: str, buffer: int) -> str:
     )
 
 
-def _has_no_state(stand: _Stand) -> bool:
+def _has_no_state(stand: Stand) -> bool:
     return any(s is not None and not s.get("ended") and s["own"] is None for s in stand.streams)
 
 
@@ -268,120 +268,6 @@ def of_all_ranks(state: dict[str, Any]) -> dict[str, Any]:
 
 def _text(buffer: io.BytesIO) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
-
-
-class _Streams(IterableDataset[Any]):
-    """(whether there is a batch, batch, the stream's state after it), without end: one stream, that of this worker."""
-
-    def __init__(self, loader: StreamLoader, begin: _Stand, board: Board | None) -> None:
-        dp_rank, dp_size = loader.dp
-        self._dataset, self._collate, self._shards = loader.dataset, loader.collate_fn, loader.shards
-        self._size = loader.global_batch // (dp_size * loader.accumulation)
-        self._keep, self._epoch, self._where = loader.tail == "keep", loader.epoch, loader._where
-        self._begin, self._board, self._dp = begin, board, (dp_rank, dp_size)
-
-    def __iter__(self) -> Iterator[Any]:
-        streams = len(self._begin.streams)
-        worker = self._board.worker if self._board is not None else 0
-        # Torch begins with worker 0, and the epoch goes on with the stream whose turn it is.
-        stream = (self._begin.turn + worker) % streams
-        try:
-            yield from self._batches(stream, streams)
-        except DataError as error:
-            if self._board is None:
-                raise
-            yield Failure.of(error, self._board)
-
-    def _batches(self, stream: int, streams: int) -> Iterator[Any]:
-        state, index, count = self._begin.streams[stream], self._dp[0] * streams + stream, self._dp[1] * streams
-        # Past its end a stream has nothing to load: its state says only that.
-        ended = isinstance(state, dict) and state.get("ended", False)
-        with self._drawing(index, -1):
-            samples = iter(()) if ended else self._samples(state, index, count)
-        read = 0 if state is None else int(state["read"])
-        while True:
-            with self._drawing(index, read):
-                batch = self._read(samples, read, index)
-                read += len(batch)
-                given = len(batch) == self._size or bool(batch and self._keep)
-                collated = self._collated(batch, index, read) if given else None
-            # Past its end a dataset may say that it stands at its beginning.
-            more = {"own": self._state()} if len(batch) == self._size else {"ended": True}
-            yield given, collated, {"read": read, **more}
-
-    @contextlib.contextmanager
-    def _drawing(self, index: int, read: int) -> Iterator[None]:
-        """Context in which what a stream draws depends on where it stands: what is read again after a restart draws the same.
-
-        In the rank's own process its streams are afterwards as before: a reader may be ahead of the training that draws, too.
-        """
-        before = random_streams.states() if self._board is None else None
-        seed_worker(self._epoch, index, read)
-        try:
-            yield
-        finally:
-            if before is not None:
-                random_streams.put_back(before)
-
-    def _read(self, samples: Iterator[Any], read: int, index: int) -> list[Any]:
-        """The samples of a micro-batch; fewer at the stream's end."""
-        batch: list[Any] = []
-        try:
-            for sample in samples:
-                batch.append(sample)
-                if self._board is not None:
-                    self._board.reading(read + len(batch))
-                if len(batch) == self._size:
-                    break
-        except Exception as error:
-            raise DataError(
-                f"sample {read + len(batch)} of stream {index}{self._where} could not be read: {said(error)}"
-            ) from error
-        return batch
-
-    def _collated(self, batch: list[Any], index: int, read: int) -> Any:
-        try:
-            return self._collate(batch)
-        except Exception as error:
-            which = f"samples {read - len(batch)} to {read - 1} of stream {index}{self._where}"
-            raise DataError(f"{which} could not be collated: {said(error)}") from error
-
-    def _samples(self, state: dict[str, Any] | None, index: int, count: int) -> Iterator[Any]:
-        dataset: Any = self._dataset
-        if self._shards == "set_place":
-            dataset.set_place(index, count)
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(self._epoch)
-        own = state["own"] if state is not None else None
-        if own is not None and hasattr(dataset, "load_state_dict"):
-            dataset.load_state_dict(copy.deepcopy(own))
-        iterator: Any = iter(dataset)
-        if own is not None and not hasattr(dataset, "load_state_dict"):
-            iterator.load_state_dict(copy.deepcopy(own))
-        self._holder = dataset if hasattr(dataset, "state_dict") else iterator
-        if self._shards != "stride" or count == 1:
-            return iterator  # type: ignore[no-any-return]
-        return _strided(iterator, index if state is None else count - 1, count)
-
-    def _state(self) -> Any:
-        """A copy: what is sent is pickled later, when the dataset may have gone on."""
-        return copy.deepcopy(self._holder.state_dict()) if hasattr(self._holder, "state_dict") else None
-
-
-def _strided(iterator: Iterator[Any], skip: int, count: int) -> Iterator[Any]:
-    """Every `count`-th sample, after `skip`; nothing is read beyond one that is given."""
-    while True:
-        for _ in range(skip):
-            if next(iterator, _END) is _END:
-                return
-        sample = next(iterator, _END)
-        if sample is _END:
-            return
-        yield sample
-        skip = count - 1
-
-
-_END = object()
 
 
 def _as_it_is(item: Any) -> Any:

@@ -15,8 +15,7 @@ import torch
 from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import REQUEUE
-from echelon.data.multi_loader import MultiDataLoader
-from echelon.data.place import Placed
+from echelon.data.place import Combined, Placed
 from echelon.loop import agreements, due
 from echelon.loop.accept import callbacks_of, check_unit, inner_of, overrides
 from echelon.loop.callback import Callback
@@ -126,7 +125,7 @@ class Run:
         self._inner.phase_started(self.state, stage.phase)
         loader, place = stage.here.dataloader, self._inner.data_place
         # Ranks that compute the same samples together, as with tensor parallelism, must be given the same.
-        if isinstance(loader, (Placed, MultiDataLoader)) and place is not None:
+        if isinstance(loader, (Placed, Combined)) and place is not None:
             loader.place(*place)
         stage.call(stage.hooks.start)
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from echelon.contracts.errors import UsageError
 from echelon.data.loader import Loader
-from echelon.data.multi_loader import loaders_of
-from echelon.data.place import Placed
+from echelon.data.place import Placed, loaders_of
 from echelon.data.prefetch import NO_STEP, Feed, known_length
 from echelon.loop.accept import KINDS, is_real, keeps
 from echelon.loop.hooks import timed

@@ -1,4 +1,4 @@
-"""Trainer: starts the ranks, then `fit`, `evaluate`, `test` or `predict` in each. Lightning's spelling of these and `launch`.
+"""Trainer: starts the ranks, then `fit`, `evaluate`, `test` or `predict` in each.
 
 in a plain process    the unit is sent to ranks of this machine; what they made of it comes back
 in a launched rank    (torchrun, srun, echelon run) these ranks are used
@@ -8,12 +8,13 @@ one rank              trains in this process, so that a debugger works
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -22,22 +23,20 @@ from echelon.contracts.machine import visible_devices
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import auto_ranks
-from echelon.loop import trainer_options as options
 from echelon.loop.auto import AutoUnit
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.rebuild import pack, recall
-from echelon.loop.trainer_rank import BETWEEN_PROCESSES, Work, in_order, save, work_here, work_in_rank
+from echelon.loop.trainer_rank import BETWEEN_PROCESSES, Plan, Work, in_order, save, work_here, work_in_rank
 from echelon.loop.unit import TrainUnit, Unit
-from echelon.parallel.precision import Precision
-from echelon.parallel.strategy import Strategy, resolve
+from echelon.parallel.strategy import STRATEGIES, Strategy, resolve
 from echelon.world import streams
 
-__all__ = ["Trainer"]
+__all__ = ["ACCELERATORS", "Trainer"]
 
 logger = logging.getLogger(__name__)
 
-_LIGHTNINGS_EPOCHS = 1000
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 
 
 class Trainer:
@@ -48,18 +47,14 @@ class Trainer:
         strategy: for units that were built without one. "auto" is "ddp" for several ranks.
         num_nodes: of the launcher that started this script; this class starts ranks on its own machine only.
         accelerator: "cpu" leaves GPUs alone; "gpu" insists on them.
-        max_epochs, max_steps: when to stop; steps are updates, as Lightning counts them. Without both, 1000 epochs.
-        precision: as AutoUnit's, or Lightning's names for these, such as "bf16-mixed".
-        accumulate_grad_batches, gradient_clip_val: as AutoUnit's `gradient_accumulation_steps` and `clip_grad_norm`, or with
-            gradient_clip_algorithm="value" `clip_grad_value`. None leaves the unit's own.
+        max_epochs, max_steps: when to stop; steps are updates, whatever each accumulates.
+        max_steps_per_epoch: micro-batches of an epoch on each rank, by "train", "val", "test" or "predict".
+        evaluate_every_n_epochs, evaluate_every_n_steps: as `fit`'s.
+        unit_options: arguments of AutoUnit's constructor that the unit gets anew, such as {"precision": "bf16"}.
         callbacks: run in every rank; what rank 0's remember comes back, where it can be pickled.
-        default_root_dir: a run folder of each `fit`, and below `checkpoints` the unit's state after every epoch.
-        enable_checkpointing: False saves none; by default they are saved if there is a folder, and no saver among the callbacks.
-        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: batches of an epoch, per rank.
-        fast_dev_run: so many batches (True is one) of one epoch, and no checkpoints: to see whether it runs.
-        check_val_every_n_epoch: how often to evaluate; `val_check_interval` counts batches instead.
-        gpus: Lightning's older word for `devices`; with `accelerator="ddp"` understood, with a hint.
-        others: Lightning's options of display are accepted and named; any other is refused.
+        run_dir: of each `fit`; below `checkpoints` it has the unit's state after every epoch, unless a callback saves.
+        gpus: an older word for `devices`, as a strategy is for `accelerator`: `Trainer(gpus=2, accelerator="ddp")` is understood,
+            with a hint.
     Attributes:
         callback_metrics: "eval_loss" and "test_loss" of the latest calls, over all ranks, where the unit computes them.
     Raises:
@@ -73,57 +68,33 @@ class Trainer:
         num_nodes: int = 1,
         *,
         accelerator: str = "auto",
-        max_epochs: int | None = None,
+        max_epochs: float | None = None,
         max_steps: int | None = None,
-        precision: str | int | torch.dtype | Precision | None = None,
-        accumulate_grad_batches: int | None = None,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: Literal["norm", "value"] = "norm",
+        max_steps_per_epoch: Mapping[str, int | None] | None = None,
+        evaluate_every_n_epochs: int | None = 1,
+        evaluate_every_n_steps: int | None = None,
+        unit_options: Mapping[str, Any] | None = None,
         callbacks: Callback | list[Callback] | None = None,
-        default_root_dir: str | Path | None = None,
-        enable_checkpointing: bool | None = None,
-        limit_train_batches: int | float | None = None,
-        limit_val_batches: int | float | None = None,
-        limit_test_batches: int | float | None = None,
-        limit_predict_batches: int | float | None = None,
-        check_val_every_n_epoch: int | None = 1,
-        val_check_interval: int | float | None = None,
-        fast_dev_run: bool | int = False,
-        gpus: int | str | Sequence[int] | None = None,
-        **others: Any,
+        run_dir: str | Path | None = None,
+        gpus: int | Sequence[int] | None = None,
     ) -> None:
-        options.check_others(others)
-        self.limits = options.limits(
-            fast_dev_run, train=limit_train_batches, val=limit_val_batches, test=limit_test_batches, predict=limit_predict_batches
-        )
-        if fast_dev_run:
-            max_epochs, max_steps, enable_checkpointing, val_check_interval = 1, None, False, None
-        accelerator, strategy, devices = options.without_gpus_alias(accelerator, strategy, devices, gpus)
-        self.accelerator = _checked_accelerator(accelerator)
-        self.strategy = options.strategy_of(strategy)
-        self.ranks, self.device_numbers = options.devices_of(devices, accelerator)
+        accelerator, strategy, devices = _without_old_words(accelerator, strategy, devices, gpus)
+        if accelerator not in ACCELERATORS:
+            raise UsageError(f"accelerator {accelerator!r}: 'auto', 'cpu' or 'gpu'.")
         if num_nodes < 1:
             raise UsageError(f"num_nodes {num_nodes}: at least 1.")
+        self.accelerator = accelerator
+        self.strategy = strategy if strategy == "auto" else resolve(strategy)
+        self.ranks, self.device_numbers = _devices_of(devices, accelerator)
         self.num_nodes = num_nodes
-        self.max_epochs = None if max_epochs == -1 else max_epochs
-        self.max_steps = None if max_steps == -1 else max_steps
-        if gradient_clip_algorithm not in ("norm", "value"):
-            raise UsageError(f"gradient_clip_algorithm {gradient_clip_algorithm!r}: 'norm' or 'value'.")
-        changes: dict[str, Any] = {
-            "precision": options.precision_of(precision),
-            "gradient_accumulation_steps": accumulate_grad_batches,
-            "clip_grad_norm" if gradient_clip_algorithm == "norm" else "clip_grad_value": gradient_clip_val or None,
-        }
-        self._changes = {name: value for name, value in changes.items() if value is not None}
+        self.max_epochs, self.max_steps = max_epochs, max_steps
+        self.limits = dict(max_steps_per_epoch or {})
+        self.evaluate_every_n_epochs, self.evaluate_every_n_steps = evaluate_every_n_epochs, evaluate_every_n_steps
+        self.unit_options = dict(unit_options or {})
         self.callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
-        self.default_root_dir = Path(default_root_dir).absolute() if default_root_dir is not None else None
-        has_saver = any(isinstance(c, DistributedCheckpointSaver) for c in self.callbacks)
-        if enable_checkpointing and self.default_root_dir is None and not has_saver:
-            raise UsageError("enable_checkpointing=True: where to? Give default_root_dir, or a DistributedCheckpointSaver.")
-        self._saves = self.default_root_dir is not None and not has_saver and enable_checkpointing is not False
-        self.check_val_every_n_epoch = check_val_every_n_epoch
-        self.val_check_interval = options.batches("val_check_interval", val_check_interval)
-        self._endless = max_epochs == -1
+        self.run_dir = Path(run_dir).absolute() if run_dir is not None else None
+        self.has_saver = any(isinstance(c, DistributedCheckpointSaver) for c in self.callbacks)
+        self.saves = self.run_dir is not None and not self.has_saver
         self.callback_metrics: dict[str, float] = {}
 
     def fit(
@@ -143,14 +114,11 @@ class Trainer:
             unit: an AutoUnit; or a function that every rank calls to build a unit, for one that wraps its module itself.
             train_dataloaders, val_dataloaders: an `echelon.Loader`, whose global batch is what it says on any number of ranks.
                 A torch DataLoader has its batch size on each rank, as in Lightning. Other iterables give every rank the same.
-            ckpt_path: a checkpoint to go on from; "last" is the newest below `default_root_dir`, if there is one.
+            ckpt_path: a checkpoint to go on from; "last" is the newest below `run_dir`, if there is one.
         Raises:
             RankFailedError: with the first failing rank's own traceback.
             UsageError: the unit cannot be sent to other processes.
         """
-        if self.max_epochs is None and self.max_steps is None and not self._endless:
-            self.max_epochs = _LIGHTNINGS_EPOCHS
-            logger.warning("Trainer without max_epochs and max_steps: %s epochs, as Lightning does", _LIGHTNINGS_EPOCHS)
         self._go("fit", unit, (train_dataloaders, val_dataloaders), ckpt_path)
 
     def validate(
@@ -188,10 +156,10 @@ class Trainer:
         # A module can be called, too; it would be taken for a function that builds a unit.
         if not isinstance(unit, Unit) and (not callable(unit) or isinstance(unit, torch.nn.Module)):
             raise UsageError(f"{phase}({type(unit).__name__}): a unit such as an AutoUnit, or a function that builds one.")
-        if ckpt_path == "last" and self.default_root_dir is None:
-            raise UsageError('ckpt_path="last" means the newest below default_root_dir, which is not given.')
+        if ckpt_path == "last" and self.run_dir is None:
+            raise UsageError('ckpt_path="last" means the newest below run_dir, which is not given.')
         work = Work(phase, unit, loaders, str(ckpt_path) if ckpt_path is not None else None)
-        if options.is_launched():
+        if _is_launched():
             self._check_launched()
         elif self.num_nodes > 1:
             raise UsageError(
@@ -200,7 +168,7 @@ class Trainer:
             )
         elif (ranks := self._local_ranks()) > 1:
             return self._launch(ranks, work)
-        metrics, outputs = work_here(self, work)
+        metrics, outputs = work_here(self._plan(), work)
         self.callback_metrics |= metrics
         return outputs
 
@@ -208,14 +176,25 @@ class Trainer:
         gpus = len(visible_devices()) if self.accelerator != "cpu" else 0
         if self.accelerator in ("gpu", "cuda") and not gpus:
             raise UsageError(f"accelerator {self.accelerator!r}: there is no GPU here. Leave it out, or take 'cpu'.")
-        if resolve(None if self.strategy == "auto" else self.strategy) is not None and self._name == "dp":
+        if isinstance(self.strategy, Strategy) and self.strategy.name == "dp":
             return 1  # one process drives all devices
         return self.ranks or (auto_ranks() if gpus else 1)
 
-    @property
-    def _name(self) -> str:
-        strategy = resolve(None if self.strategy == "auto" else self.strategy)
-        return strategy.name if strategy is not None else str(self.strategy)
+    def _plan(self) -> Plan:
+        """What is true now: attributes may have been set since."""
+        return Plan(
+            on_cpu=self.accelerator == "cpu",
+            strategy=self.strategy,
+            unit_options=self.unit_options,
+            max_epochs=self.max_epochs,
+            max_steps=self.max_steps,
+            limits=self.limits,
+            evaluate_every_n_epochs=self.evaluate_every_n_epochs,
+            evaluate_every_n_steps=self.evaluate_every_n_steps,
+            callbacks=self.callbacks,
+            checkpoints=self.run_dir / "checkpoints" if self.run_dir is not None else None,
+            saves=self.saves,
+        )
 
     def _check_launched(self) -> None:
         info = RankInfo.from_env()
@@ -239,12 +218,12 @@ class Trainer:
                 if vars(unit).get("optimizer") is not None:
                     before = str(save(unit, folder / "before"))
                 sent = pack(unit)
-            env = {"CUDA_VISIBLE_DEVICES": options.visible(self.device_numbers)} if self.device_numbers else {}
+            env = {"CUDA_VISIBLE_DEVICES": _visible(self.device_numbers)} if self.device_numbers else {}
             env |= {"CUDA_VISIBLE_DEVICES": ""} if self.accelerator == "cpu" else {}
             seeds = streams.draw()  # of the caller's streams: a seed of the caller's decides what ranks draw
             work = replace(work, unit=sent, before=before, after=str(folder / "after"), seeds=seeds)
             try:
-                done = launch(work_in_rank, ranks=ranks, args=(self, work), env=env, run_dir=self.default_root_dir)
+                done = launch(work_in_rank, ranks=ranks, args=(self._plan(), work), env=env, run_dir=self.run_dir)
             finally:
                 if isinstance(unit, AutoUnit):
                     unit.prepared.unwrapped.to(unit.device)
@@ -260,7 +239,42 @@ class Trainer:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _checked_accelerator(name: str) -> str:
-    if name not in ("auto", "cpu", "gpu", "cuda"):
-        raise UsageError(f"accelerator {name!r}: 'auto', 'cpu' or 'gpu'.")
-    return name
+def _without_old_words(accelerator: str, strategy: Any, devices: Any, gpus: Any) -> tuple[str, Any, Any]:
+    """(accelerator, strategy, devices) of `Trainer(gpus=2, accelerator="ddp")`, which many scripts have."""
+    if accelerator in STRATEGIES:
+        if strategy != "auto":
+            raise UsageError(f"accelerator {accelerator!r} is a strategy, and strategy {strategy!r} is given too. Give one.")
+        logger.warning("Trainer(accelerator=%r) is an old spelling: write strategy=%r", accelerator, accelerator)
+        accelerator, strategy = "auto", accelerator
+    if gpus is not None:
+        if devices != "auto":
+            raise UsageError(f"gpus={gpus!r} and devices={devices!r}: give devices alone.")
+        logger.warning("Trainer(gpus=%r) is an old spelling: write devices=%r", gpus, gpus)
+        accelerator, devices = ("cpu", 1) if gpus in (0, "0", []) else (accelerator, gpus)
+    return accelerator, strategy, devices
+
+
+def _devices_of(devices: Any, accelerator: str) -> tuple[int, list[int] | None]:
+    """(how many ranks, or 0 for one per GPU or else one; which devices)."""
+    if devices == "auto":
+        return 0, None
+    if isinstance(devices, Sequence) and not isinstance(devices, str) and devices and accelerator != "cpu":
+        if len(set(devices)) < len(devices) or not all(isinstance(d, int) and d >= 0 for d in devices):
+            raise UsageError(f"devices {devices!r}: different numbers of devices, such as [0, 2].")
+        return len(devices), list(devices)
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise UsageError(f"devices {devices!r}: a number of ranks, a list of GPUs such as [0, 2], or 'auto'.")
+    return devices, None
+
+
+def _is_launched() -> bool:
+    """Whether ranks run already, and this process is one of them."""
+    return "RANK" in os.environ or RankInfo.from_env().world_size > 1
+
+
+def _visible(numbers: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES for these of the devices that are visible now."""
+    now = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+    if now and max(numbers) >= len(now):
+        raise UsageError(f"devices {list(numbers)}: CUDA_VISIBLE_DEVICES={','.join(now)} leaves {len(now)}.")
+    return ",".join(now[n] if now else str(n) for n in numbers)

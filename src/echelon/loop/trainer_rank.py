@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from echelon.contracts.errors import UsageError
 from echelon.data.loader import Loader
 from echelon.data.place import Placed
-from echelon.loop import trainer_options as options
 from echelon.loop.auto import AutoUnit
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.callback import Callback
@@ -31,10 +29,17 @@ from echelon.world import streams
 from echelon.world.device import copy_data_to_device
 from echelon.world.init import World, init_from_env
 
-if TYPE_CHECKING:
-    from echelon.loop.trainer import Trainer
-
-__all__ = ["BETWEEN_PROCESSES", "Done", "Work", "in_order", "save", "shared", "work_here", "work_in_rank"]
+__all__ = [
+    "BETWEEN_PROCESSES",
+    "Plan",
+    "Work",
+    "in_order",
+    "save",
+    "shared",
+    "updates_to_steps",
+    "work_here",
+    "work_in_rank",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +48,30 @@ BETWEEN_PROCESSES = RestoreOptions(show_changes=False)
 
 _METRICS = {"validate": "eval_loss", "test": "test_loss"}
 _NONE = object()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a Trainer was told, for its ranks; its docstring says what each means.
+
+    Args:
+        on_cpu: leave GPUs alone.
+        limits: micro-batches of an epoch on each rank, by "train", "val", "test" or "predict"; what is not there has all.
+        checkpoints: where they are, if there is a run folder.
+        saves: after every epoch of `fit`.
+    """
+
+    on_cpu: bool
+    strategy: Any
+    unit_options: Mapping[str, Any]
+    max_epochs: float | None
+    max_steps: int | None
+    limits: Mapping[str, int | None]
+    evaluate_every_n_epochs: int | None
+    evaluate_every_n_steps: int | None
+    callbacks: list[Callback]
+    checkpoints: Path | None
+    saves: bool
 
 
 @dataclass(frozen=True)
@@ -93,20 +122,20 @@ class _Outputs(Callback):
             self.outputs.append(copy_data_to_device(phase.step_output, torch.device("cpu")))
 
 
-def work_in_rank(trainer: Trainer, work: Work) -> Done:
+def work_in_rank(plan: Plan, work: Work) -> Done:
     """In a rank that the Trainer started."""
     streams.start(work.seeds)
-    init_from_env("cpu" if trainer.accelerator == "cpu" else None)
+    init_from_env("cpu" if plan.on_cpu else None)
     unit: Any = work.unit
     if isinstance(work.unit, Parcel):
-        unit = unpack(work.unit, **changes_for(trainer, work.unit.options))
+        unit = unpack(work.unit, **changes_for(plan, work.unit.options))
         if work.before is not None:
             DistributedCheckpointSaver.restore(work.before, unit, restore_options=BETWEEN_PROCESSES)
-        metrics, outputs = _run(trainer, work, unit)
+        metrics, outputs = _run(plan, work, unit)
         if work.phase == "fit":
             save(unit, Path(work.after))
     else:
-        metrics, outputs = work_here(trainer, work)
+        metrics, outputs = work_here(plan, work)
     world = World.current(torch.device("cpu"))
     place = getattr(unit, "data_place", None) or (world.rank, world.size)
     if world.rank:
@@ -114,96 +143,104 @@ def work_in_rank(trainer: Trainer, work: Work) -> Done:
         return Done(metrics, place[0], outputs if divided else [])
     attributes = {**metrics, **own_attributes(unit, progress=work.phase != "fit")} if isinstance(unit, AutoUnit) else {}
     savers = DistributedCheckpointSaver  # whose folder and lease are the rank's
-    callbacks = [remembered({} if isinstance(c, savers) else vars(c)) for c in trainer.callbacks]
+    callbacks = [remembered({} if isinstance(c, savers) else vars(c)) for c in plan.callbacks]
     return Done(metrics, place[0], outputs, remembered(attributes), callbacks)
 
 
-def work_here(trainer: Trainer, work: Work) -> tuple[dict[str, float], list[Any]]:
+def work_here(plan: Plan, work: Work) -> tuple[dict[str, float], list[Any]]:
     """In a process that runs anyway: (metrics, predictions)."""
-    init_from_env("cpu" if trainer.accelerator == "cpu" else None)
+    init_from_env("cpu" if plan.on_cpu else None)
     given: Any = work.unit
     unit = given if isinstance(given, Unit) else given()
     if isinstance(unit, AutoUnit):
         options = unit.auto_options
-        changes = changes_for(trainer, options)
+        changes = changes_for(plan, options)
         if any(getattr(options, name) != value for name, value in changes.items()):
             rebuild(unit, **changes)
-    elif trainer._changes:
-        raise UsageError(f"{type(unit).__name__} is no AutoUnit, so {', '.join(sorted(trainer._changes))} cannot reach it.")
-    return _run(trainer, work, unit)
+    elif plan.unit_options:
+        raise UsageError(f"{type(unit).__name__} is no AutoUnit, so {', '.join(sorted(plan.unit_options))} cannot reach it.")
+    return _run(plan, work, unit)
 
 
-def changes_for(trainer: Trainer, options: AutoOptions) -> dict[str, Any]:
+def changes_for(plan: Plan, options: AutoOptions) -> dict[str, Any]:
     """What the Trainer says about a unit that was built with these options."""
-    changes, own = dict(trainer._changes), options.strategy
+    changes, own = dict(plan.unit_options), options.strategy
     if "precision" in changes:
         changes["precision"] = Precision.of(changes["precision"])
     if own is None:
-        chosen = trainer.strategy
+        chosen = plan.strategy
         if chosen == "auto":
             chosen = "ddp" if World.current().size > 1 else None
         changes |= {"strategy": chosen} if chosen is not None else {}
-    elif trainer.strategy not in ("auto", None) and resolve(own) != resolve(trainer.strategy):
-        logger.warning("strategy %r of the Trainer has no effect: the unit was built with %r", trainer.strategy, own)
+    elif plan.strategy not in ("auto", None) and resolve(own) != resolve(plan.strategy):
+        logger.warning("strategy %r of the Trainer has no effect: the unit was built with %r", plan.strategy, own)
     return changes
 
 
-def _run(trainer: Trainer, work: Work, unit: Any) -> tuple[dict[str, float], list[Any]]:
+def _run(plan: Plan, work: Work, unit: Any) -> tuple[dict[str, float], list[Any]]:
     places = (unit.data_place or (0, World.current().size))[1]
     accumulation = getattr(unit, "gradient_accumulation_steps", 1) if work.phase == "fit" else 1
     loader = shared(work.loaders[0], places, accumulation)
-    _restore(trainer, work, unit, loader if work.phase == "fit" else None)
-    callbacks, outputs = list(trainer.callbacks), _Outputs()
+    _restore(plan, work, unit, loader if work.phase == "fit" else None)
+    callbacks, outputs = list(plan.callbacks), _Outputs()
     if work.phase == "fit":
-        _fit(trainer, unit, loader, shared(work.loaders[1], places, 1), callbacks)
+        _fit(plan, unit, loader, shared(work.loaders[1], places, 1), callbacks)
     elif work.phase == "validate":
-        evaluate(unit, loader, max_steps_per_epoch=trainer.limits["val"], callbacks=callbacks)
+        evaluate(unit, loader, max_steps_per_epoch=plan.limits.get("val"), callbacks=callbacks)
     elif work.phase == "test":
-        test(unit, loader, max_steps_per_epoch=trainer.limits["test"], callbacks=callbacks)
+        test(unit, loader, max_steps_per_epoch=plan.limits.get("test"), callbacks=callbacks)
     else:
-        predict(unit, loader, max_steps_per_epoch=trainer.limits["predict"], callbacks=[*callbacks, outputs])
+        predict(unit, loader, max_steps_per_epoch=plan.limits.get("predict"), callbacks=[*callbacks, outputs])
     name = "eval_loss" if work.phase == "fit" and work.loaders[1] is not None else _METRICS.get(work.phase, "")
     value = getattr(unit, name, None)
     return {name: value} if isinstance(value, float) else {}, outputs.outputs
 
 
-def _restore(trainer: Trainer, work: Work, unit: Any, loader: Any) -> None:
+def _restore(plan: Plan, work: Work, unit: Any, loader: Any) -> None:
     if work.ckpt_path == "last":
-        folder = _checkpoints(trainer)
+        folder = plan.checkpoints
+        assert folder is not None
         if not DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader) and work.phase != "fit":
             raise UsageError(f'ckpt_path="last": there is no checkpoint in {folder}.')
     elif work.ckpt_path is not None:
         DistributedCheckpointSaver.restore(work.ckpt_path, unit, train_dataloader=loader)
 
 
-def _checkpoints(trainer: Trainer) -> Path:
-    assert trainer.default_root_dir is not None
-    return trainer.default_root_dir / "checkpoints"
-
-
-def _fit(trainer: Trainer, unit: Any, train_loader: Any, eval_loader: Any, callbacks: list[Callback]) -> None:
-    if trainer._saves:
-        callbacks.append(DistributedCheckpointSaver(_checkpoints(trainer), save_every_n_epochs=1, keep_last_n_checkpoints=1))
-    steps, limit = trainer.max_steps, trainer.limits["train"]
+def _fit(plan: Plan, unit: Any, train_loader: Any, eval_loader: Any, callbacks: list[Callback]) -> None:
+    if plan.saves and plan.checkpoints is not None:
+        callbacks.append(DistributedCheckpointSaver(plan.checkpoints, save_every_n_epochs=1, keep_last_n_checkpoints=1))
+    steps, limit = plan.max_steps, plan.limits.get("train")
     if steps is not None:
         accumulation = getattr(unit, "gradient_accumulation_steps", 1)
-        steps = options.updates_to_steps(steps, accumulation, range(limit) if limit else train_loader)
-    epochs = math.inf if trainer.max_epochs is None and trainer._endless else trainer.max_epochs
+        steps = updates_to_steps(steps, accumulation, range(limit) if limit else train_loader)
     if eval_loader is None:
-        train(unit, train_loader, max_epochs=epochs, max_steps=steps, max_steps_per_epoch=limit, callbacks=callbacks)
+        train(unit, train_loader, max_epochs=plan.max_epochs, max_steps=steps, max_steps_per_epoch=limit, callbacks=callbacks)
         return
     fit(
         unit,
         train_loader,
         eval_loader,
-        max_epochs=epochs,
+        max_epochs=plan.max_epochs,
         max_steps=steps,
         max_train_steps_per_epoch=limit,
-        max_eval_steps_per_epoch=trainer.limits["val"],
-        evaluate_every_n_steps=trainer.val_check_interval,
-        evaluate_every_n_epochs=trainer.check_val_every_n_epoch if trainer.val_check_interval is None else None,
+        max_eval_steps_per_epoch=plan.limits.get("val"),
+        evaluate_every_n_steps=plan.evaluate_every_n_steps,
+        evaluate_every_n_epochs=plan.evaluate_every_n_epochs,
         callbacks=callbacks,
     )
+
+
+def updates_to_steps(updates: int, accumulation: int, loader: Any) -> int:
+    """Micro-batches until so many updates are done; an epoch's last update may have fewer than the others."""
+    try:
+        epoch = len(loader)
+    except TypeError:
+        return updates * accumulation
+    per_epoch = -(-epoch // accumulation)
+    if not per_epoch:
+        return updates * accumulation
+    epochs, rest = divmod(updates, per_epoch)
+    return epochs * epoch + min(rest * accumulation, epoch)
 
 
 def save(unit: Any, folder: Path) -> Any:

@@ -21,7 +21,7 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.files import write_whole
 from echelon.contracts.redact import redacted, redacted_words
 from echelon.contracts.run_dir import RunDir
-from echelon.observe import chart
+from echelon.observe import chart, chart_page
 from echelon.observe.facts import Attempt, Facts, children, get, number, read, word
 
 __all__ = ["render", "write"]
@@ -56,7 +56,7 @@ def render(run: RunDir) -> str:
     facts = read(run)
     status = facts.status()
     parts = [
-        _HEAD.format(title=_text(f"{facts.name}: {status.text}", 300), style=_STYLE + chart.STYLE),
+        _HEAD.format(title=_text(f"{facts.name}: {status.text}", 300), style=_STYLE + chart_page.STYLE),
         f'<header><h1>{_text(facts.name, 200)}</h1><p><span class="status {status.kind}">{_text(status.text, 100)}</span> ',
         f"{_text(redacted(status.detail), 300)}{_MORE if status.kind == 'failed' else ''}</p></header>",
         _figures(facts),
@@ -66,7 +66,7 @@ def render(run: RunDir) -> str:
         _attempts_table(facts.attempts),
         _checkpoints_table(run, facts),
         _run_table(run, facts.about),
-        f"</main><script>{chart.SCRIPT}</script></body></html>\n",
+        f"</main><script>{chart_page.SCRIPT}</script></body></html>\n",
     ]
     # JSON may hold half a surrogate pair, which no file can.
     return "".join(parts).encode("utf-8", "replace").decode("utf-8")

@@ -21,7 +21,7 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.parallel.shards import local
 
-__all__ = ["clip_by_norm_", "clip_by_value_", "clip_owned_", "scale_"]
+__all__ = ["clip_by_norm_", "clip_by_value_", "scale_"]
 
 
 def scale_(parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
@@ -91,32 +91,6 @@ def clip_by_norm_(
 
 # The process groups of the mesh axes that a tensor is split over, in mesh order; empty if it is whole on every rank.
 Axes = tuple[Any, ...]
-
-
-def clip_owned_(
-    parameters: Iterable[torch.Tensor],
-    own: Iterable[torch.Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
-    """`clip_by_norm_` where every parameter's gradient counts on one rank, its owner. Collective over the group.
-
-    Args:
-        parameters: whose gradients are scaled, where this rank has them.
-        own: those that this rank counts.
-    """
-    parameters = list(parameters)
-    device, dtype = parameters[0].device, parameters[0].dtype
-    gradients = [p.grad for p in own if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(device, torch.float64) if gradients else _zero(device)
-    largest = float(norm_type) == math.inf
-    # In float64: the power of a large float32 norm would overflow.
-    total = norm if largest else norm**norm_type
-    dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-    total = (total if largest else total ** (1.0 / norm_type)).to(dtype)
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
-    return total
 
 
 def _split_over(parameter: torch.Tensor) -> Axes:

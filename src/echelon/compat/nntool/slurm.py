@@ -8,14 +8,16 @@ mode "slurm"   a job, at once
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ParamSpec, TypeVar
 
 from echelon.contracts.errors import RankFailedError, UsageError
 from echelon.launcher.cluster import slurm_config
 from echelon.launcher.cluster import slurm_fn as core
+from echelon.launcher.cluster.slurm.render import SlurmOptions
 from echelon.launcher.protocol import JobState
 
 __all__ = ["Job", "SlurmArgs", "SlurmConfig", "SlurmFunction", "slurm_fn", "slurm_function", "slurm_launcher"]
@@ -35,8 +37,34 @@ _STATES = {
 }
 
 
-class SlurmConfig(slurm_config.SlurmConfig):
-    """`echelon.SlurmConfig`, whose fields can be set anew: they are checked when the function is called."""
+# Options that submitit knows under names of its own; the rest of sbatch's have their place in `extra_params_kwargs`.
+_SUBMITITS = (
+    "account",
+    "qos",
+    "constraint",
+    "reservation",
+    "comment",
+    "mail_type",
+    "mail_user",
+    "exclusive",
+)
+
+
+@dataclass(frozen=True)
+class _SlurmConfig(slurm_config.SlurmConfig):
+    stderr_to_stdout: bool = False
+    distributed_env_task: str = "torch"
+    extra_submit_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class SlurmConfig(_SlurmConfig):
+    """`echelon.SlurmConfig`, whose fields can be set anew: they are checked when the function is called.
+
+    Args:
+        stderr_to_stdout: without effect: a rank's log always holds both.
+        distributed_env_task: "torch" is the only one.
+        extra_submit_kwargs: options under submitit's names, such as slurm_account.
+    """
 
     __setattr__ = object.__setattr__
     __delattr__ = object.__delattr__
@@ -44,7 +72,39 @@ class SlurmConfig(slurm_config.SlurmConfig):
     def __post_init__(self) -> None:
         if self.timeout_min == sys.maxsize:  # nntool's default, written out
             object.__setattr__(self, "timeout_min", None)
+        if self.distributed_env_task != "torch":
+            raise UsageError(f"distributed_env_task {self.distributed_env_task!r}: 'torch' is the only one.")
+        for name in ("array_parallelism", "slurm_array_parallelism"):
+            object.__setattr__(self, "array_parallelism", self.extra_submit_kwargs.get(name, self.array_parallelism))
         super().__post_init__()
+
+    @classmethod
+    def of(cls, given: slurm_config.SlurmConfig | Mapping[str, Any]) -> SlurmConfig:
+        """A config, also of echelon's, or the fields of one by name."""
+        if type(given) is slurm_config.SlurmConfig:
+            given = {f.name: getattr(given, f.name) for f in fields(given)}
+        done = super().of(given)
+        assert isinstance(done, SlurmConfig)
+        return done
+
+    def options(self, *, dependency: str | None = None, export: Sequence[str] = ()) -> SlurmOptions:
+        """What Slurm is asked for.
+
+        Raises:
+            UsageError: an option that nobody knows.
+        """
+        options = super().options(dependency=dependency, export=export)
+        more = dict(options.more)
+        for name, value in self.extra_submit_kwargs.items():
+            plain = re.sub("^slurm_", "", str(name))
+            if plain in _SUBMITITS:
+                more[plain.replace("_", "-")] = value
+            elif plain != "array_parallelism":
+                raise UsageError(
+                    f"extra_submit_kwargs has {name!r}, and knows slurm_ before array_parallelism, {', '.join(_SUBMITITS)}. "
+                    "Options of sbatch go into extra_params_kwargs, variables of the ranks into extra_task_kwargs."
+                )
+        return replace(options, more=more)
 
     def set_output_path(self, output_parent_path: Any) -> SlurmConfig:
         """A copy with another parent of the folder of runs."""
@@ -179,7 +239,7 @@ class SlurmFunction(core.SlurmFunction[P, T]):
             )
         names = ("extra_params_kwargs", "extra_submit_kwargs", "extra_task_kwargs")
         given = zip(names, (slurm_params_kwargs, slurm_submit_kwargs, slurm_task_kwargs), strict=True)
-        done = super().configure(slurm_config, **{name: dict(value) for name, value in given if value})
+        done = super().configure(SlurmConfig.of(slurm_config), **{name: dict(value) for name, value in given if value})
         return ConfiguredFunction(self, done.config)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -17,18 +16,6 @@ from echelon.launcher.functions.run import check_environment
 __all__ = ["SlurmConfig"]
 
 _MODES = ("run", "debug", "local", "slurm")
-# Options that submitit knows under names of its own; the rest of sbatch's have their place in `extra_params_kwargs`.
-_SUBMITITS = (
-    "account",
-    "qos",
-    "constraint",
-    "reservation",
-    "comment",
-    "mail_type",
-    "mail_user",
-    "exclusive",
-    "array_parallelism",
-)
 _WARN_S = 120.0
 
 
@@ -51,7 +38,6 @@ class SlurmConfig:
         timeout_min: the limit of each start in minutes; None is the partition's. Ranks are asked to save two minutes before it.
         requeue: start again after the limit, a preemption or the loss of a node. The function is called again with its
             arguments, and goes on from its checkpoints.
-        stderr_to_stdout: accepted; a rank's log always holds both.
         setup: lines of shell before the ranks are started, as part of the batch script, which is no place for a secret.
         pack_code: run a copy of the code as it is now, so that an edit changes no job that waits.
         use_packed_code: False runs the code where it is, with the copy kept for the record.
@@ -59,12 +45,11 @@ class SlurmConfig:
         code_file_suffixes: copy files with these endings only; by default all that git does not ignore.
         exclude_code_folders: names of folders that are not copied.
         use_distributed_env: run the launch command; True without one is refused.
-        distributed_env_task: accepted; "torch" is the only one.
         distributed_launch_command: starts the ranks of a node, once on every node, such as `accelerate launch` or `torchrun`. A
             list of words for no shell; `launcher.command.PLACEHOLDERS` are replaced. A word that names a copied file means
             the copy, and the script's own arguments are appended.
         extra_params_kwargs: other options of sbatch, by name; True is an option without a value.
-        extra_submit_kwargs: options under submitit's names, such as slurm_account.
+        array_parallelism: of `map_array`, how many jobs run at a time; None leaves it to Slurm.
         extra_task_kwargs: variables for the ranks. Their values are kept in job.json, which only you can read.
     Raises:
         UsageError: a value that cannot work.
@@ -85,7 +70,6 @@ class SlurmConfig:
     mem: str = ""
     timeout_min: int | None = None
     requeue: bool = True
-    stderr_to_stdout: bool = False
     setup: Sequence[str] = ()
     pack_code: bool = True
     use_packed_code: bool = True
@@ -93,11 +77,10 @@ class SlurmConfig:
     code_file_suffixes: Sequence[str] | None = None
     exclude_code_folders: Sequence[str] = ()
     use_distributed_env: bool = False
-    distributed_env_task: str = "torch"
     processes_per_task: int = 1
     distributed_launch_command: str = ""
     extra_params_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    extra_submit_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    array_parallelism: int | None = None
     extra_task_kwargs: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold a secret
 
     def __post_init__(self) -> None:
@@ -106,7 +89,7 @@ class SlurmConfig:
         for name in ("num_of_node", "tasks_per_node", "processes_per_task", "cpus_per_task"):
             _check_count(name, getattr(self, name), 1)
         _check_count("gpus_per_task", self.gpus_per_task, 0)
-        for name, least in (("gpus_per_node", 0), ("timeout_min", 1)):
+        for name, least in (("gpus_per_node", 0), ("timeout_min", 1), ("array_parallelism", 1)):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name), least)
         if not isinstance(self.job_name, str) or not self.job_name.strip() or not self.job_name.isprintable():
@@ -115,8 +98,6 @@ class SlurmConfig:
             lines = getattr(self, name)
             if isinstance(lines, str) or not all(isinstance(line, str) for line in lines or ()):
                 raise UsageError(f"{name} {lines!r}: a list of strings.")
-        if self.distributed_env_task != "torch":
-            raise UsageError(f"distributed_env_task {self.distributed_env_task!r}: 'torch' is the only one.")
         if self.use_distributed_env and not self.distributed_launch_command:
             raise UsageError(
                 "use_distributed_env=True needs a distributed_launch_command, such as 'torchrun --nnodes {num_machines} "
@@ -139,17 +120,25 @@ class SlurmConfig:
             return given
         if not isinstance(given, Mapping):
             raise UsageError(f"a function of slurm_fn takes a SlurmConfig or a dict of its fields, not {type(given).__name__}.")
-        _check_names(given)
+        cls._check_names(given)
         return cls(**given)
 
-    def changed(self, **fields: Any) -> SlurmConfig:
+    def changed(self, **changes: Any) -> SlurmConfig:
         """A copy with some fields anew.
 
         Raises:
             UsageError: there is no such field.
         """
-        _check_names(fields)
-        return replace(self, **fields)
+        self._check_names(changes)
+        return replace(self, **changes)
+
+    @classmethod
+    def _check_names(cls, given: Iterable[str]) -> None:
+        known = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, 1)
+                raise UsageError(f"SlurmConfig has no field {name!r}." + (f" Is it {near[0]}?" if near else ""))
 
     @property
     def output_path(self) -> Path:
@@ -172,10 +161,6 @@ class SlurmConfig:
         time_s = self.timeout_min * 60.0 if self.timeout_min is not None else None
         gpus = self.gpus_per_node if self.gpus_per_node is not None else self.gpus_per_task * self.tasks_per_node
         more = {name.replace("_", "-"): value for name, value in self.extra_params_kwargs.items() if value is not None}
-        submitits = self._submitits()
-        parallel = submitits.pop("array_parallelism", None)
-        if parallel is not None:
-            _check_count("slurm_array_parallelism", parallel, 1)
         return SlurmOptions(
             partition=self.partition or None,
             nodelist=self.node_list or None,
@@ -189,30 +174,10 @@ class SlurmConfig:
             name=self.job_name,
             cpus_per_node=self.cpus_per_task * self.tasks_per_node,
             dependency=dependency,
-            parallel=parallel,
+            parallel=self.array_parallelism,
             setup=tuple(self.setup),
-            more={**more, **{name.replace("_", "-"): value for name, value in submitits.items()}},
+            more=more,
         )
-
-    def _submitits(self) -> dict[str, Any]:
-        known = {}
-        for name, value in self.extra_submit_kwargs.items():
-            plain = re.sub("^slurm_", "", str(name))
-            if plain not in _SUBMITITS:
-                raise UsageError(
-                    f"extra_submit_kwargs has {name!r}, and knows slurm_ before {', '.join(_SUBMITITS)}. Options of sbatch go "
-                    "into extra_params_kwargs, variables of the ranks into extra_task_kwargs; the rest has fields of its own."
-                )
-            known[plain] = value
-        return known
-
-
-def _check_names(given: Iterable[str]) -> None:
-    known = [f.name for f in fields(SlurmConfig)]
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
-            raise UsageError(f"SlurmConfig has no field {name!r}." + (f" Is it {near[0]}?" if near else ""))
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

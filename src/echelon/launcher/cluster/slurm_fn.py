@@ -68,11 +68,7 @@ class SlurmFunction(Generic[P, T]):
         return self.function(*args, **kwargs)
 
     def __getitem__(self, given: Any) -> ConfiguredFunction[P, T]:
-        """A config or a dict of its fields; also nntool's tuple of a config and its three `extra_..._kwargs`."""
-        if isinstance(given, tuple):
-            names = ("extra_params_kwargs", "extra_submit_kwargs", "extra_task_kwargs")
-            more = {name: dict(value) for name, value in zip(names, given[1:], strict=False) if value}
-            return self.configure(given[0], **more)
+        """A config, or a dict of its fields."""
         return self.configure(given)
 
     def configure(self, config: SlurmConfig | Mapping[str, Any] | None = None, /, **changes: Any) -> ConfiguredFunction[P, T]:

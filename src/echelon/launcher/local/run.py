@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
+from echelon.contracts.between_attempts import RESTART_VARIABLE, has_begun
 from echelon.contracts.errors import EchelonError
 from echelon.contracts.machine import usable_cores
 from echelon.contracts.rank import RankInfo
-from echelon.contracts.run_dir import RESTART_VARIABLE, RunDir, has_begun
+from echelon.contracts.run_dir import RunDir
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local.attempt import Attempt, Requests, write_exit

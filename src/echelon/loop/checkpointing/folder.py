@@ -10,8 +10,8 @@ from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.lease import Lease
 from echelon.checkpoint.place import Place, make_folder
 from echelon.checkpoint.policy import Keep
+from echelon.contracts.between_attempts import begins_anew, note_begun
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError
-from echelon.contracts.run_dir import begins_anew, note_begun
 from echelon.loop.unit import TrainUnit
 
 if TYPE_CHECKING:

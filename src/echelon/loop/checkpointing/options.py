@@ -44,7 +44,6 @@ class RestoreOptions:
 
     Args:
         strict: False leaves alone what the checkpoint does not have, and what it has and nobody asks for; both are logged.
-        init_optim_states: TorchTNT's; always done where it is needed.
         allow_changes: names of changes that are not harmless, such as "global_batch", and are meant; and of states that the
             checkpoint has and the unit has no more, to leave out.
         rename: what is called otherwise now: the beginning of a name in the checkpoint, and its name here, such as
@@ -59,7 +58,6 @@ class RestoreOptions:
     restore_optimizers: bool = True
     restore_lr_schedulers: bool = True
     strict: bool = True
-    init_optim_states: bool = True
     allow_changes: tuple[str, ...] = ()
     restore_metrics: bool = True
     rename: Mapping[str, str] = field(default_factory=dict)

@@ -26,8 +26,6 @@ from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.unit import TrainUnit, Unit
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from echelon.loop.state import State
 
 __all__ = ["BestCheckpointConfig", "DistributedCheckpointSaver", "RestoreOptions"]
@@ -52,7 +50,6 @@ class DistributedCheckpointSaver(Callback):
         best_checkpoint_config: which number of the unit is written down with each checkpoint, and what "best" means.
         async_checkpoint: the loop stops only to copy the state to host memory; a thread writes. Costs that memory.
         options: what else: a SaveOptions.
-        process_group: not needed, and not used; TorchTNT's.
     """
 
     may_stop, saves = False, True
@@ -69,7 +66,6 @@ class DistributedCheckpointSaver(Callback):
         best_checkpoint_config: BestCheckpointConfig | None = None,
         async_checkpoint: bool = False,
         options: SaveOptions | None = None,
-        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.options = options = options or SaveOptions()
         self.every = Every(save_every_n_train_steps, save_every_n_epochs, save_every_n_eval_steps, save_every_n_eval_epochs)
@@ -272,7 +268,6 @@ class DistributedCheckpointSaver(Callback):
         *,
         train_dataloader: Iterable[Any] | None = None,
         restore_options: RestoreOptions | None = None,
-        process_group: dist.ProcessGroup | None = None,
     ) -> Report:
         """Put a unit, and the loader if given, back to a checkpoint. Collective.
 
@@ -294,7 +289,6 @@ class DistributedCheckpointSaver(Callback):
         *,
         train_dataloader: Iterable[Any] | None = None,
         restore_options: RestoreOptions | None = None,
-        process_group: dist.ProcessGroup | None = None,
         fall_back: bool = True,
     ) -> bool:
         """Restore the newest valid checkpoint in a folder; False if there is none, or under `echelon run --restart`. Collective.
@@ -318,7 +312,6 @@ class DistributedCheckpointSaver(Callback):
         *,
         train_dataloader: Iterable[Any] | None = None,
         restore_options: RestoreOptions | None = None,
-        process_group: dist.ProcessGroup | None = None,
         fall_back: bool = True,
     ) -> bool:
         """As `restore_from_latest`, of the checkpoints that have the metric the best; False if none has it."""

@@ -9,9 +9,7 @@ from __future__ import annotations
 import atexit
 import csv
 import io
-import json
 import logging
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -19,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.errors import UsageError
-from echelon.contracts.events import encode
 from echelon.contracts.files import write_whole
 from echelon.contracts.rank import RankInfo
 from echelon.observe.loggers.logger import Scalar, hold, rank, scalar_to_float
 
-__all__ = ["CSVLogger", "FileLogger", "JSONLogger"]
+__all__ = ["CSVLogger", "FileLogger"]
 
 logger = logging.getLogger(__name__)
 
@@ -108,15 +105,9 @@ class FileLogger(ABC):
 
 
 class CSVLogger(FileLogger):
-    """Comma-separated values with one line of names. A name that comes later widens the table: the file is then copied, once.
+    """Comma-separated values with one line of names. A name that comes later widens the table: the file is then copied, once."""
 
-    Args:
-        async_write: accepted for scripts written for TorchTNT; writing is an append of a few lines and does not need a thread.
-    """
-
-    def __init__(
-        self, path: str | Path, steps_before_flushing: int = 100, log_all_ranks: bool = False, async_write: bool = False
-    ) -> None:
+    def __init__(self, path: str | Path, steps_before_flushing: int = 100, log_all_ranks: bool = False) -> None:
         self._names: list[str] = []
         super().__init__(path, steps_before_flushing, log_all_ranks)
 
@@ -147,32 +138,6 @@ class CSVLogger(FileLogger):
             with open(self._path, newline="", encoding="utf-8") as file:
                 for row in csv.DictReader(file):
                     table.writerow({k: v for k, v in row.items() if v is not None})
-
-
-class JSONLogger(FileLogger):
-    """A JSON array with one object a step; complete JSON after every write. inf and nan are the strings "inf", "-inf", "nan"."""
-
-    def _check(self) -> None:
-        if self._path.exists() and self._path.stat().st_size:
-            try:
-                whole = isinstance(json.loads(self._path.read_text(encoding="utf-8")), list)
-            except ValueError:
-                whole = False
-            if not whole:
-                raise UsageError(f"{self._path} is there and holds no JSON array: it is no file of this logger. Name another.")
-
-    def _append(self, rows: list[dict[str, float]]) -> None:
-        text = ",\n".join(encode(row) for row in rows)
-        size = self._path.stat().st_size if self._path.exists() else 0
-        if size <= len("[]\n"):
-            _replace(self._path, f"[\n{text}\n]\n")
-            return
-        with open(self._path, "rb+") as file:
-            file.seek(-min(size, 8), os.SEEK_END)
-            tail = file.read()
-            file.seek(tail.rindex(b"]") - len(tail), os.SEEK_END)
-            # The bracket is written over by the same call that writes the next one.
-            os.pwrite(file.fileno(), f",\n{text}\n]\n".encode(), file.tell())
 
 
 def _append_bytes(path: Path, data: bytes) -> None:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.compat.collect import collect
+from echelon.compat.fairscale.clip import clip_owned_
 from echelon.contracts.errors import CheckpointError, CheckpointMismatchError, UsageError
-from echelon.parallel.gradients import clip_owned_
 from echelon.parallel.partition import Partition
-from echelon.world.collect import collect
 from echelon.world.init import ensure_group
 
 __all__ = ["OSS"]

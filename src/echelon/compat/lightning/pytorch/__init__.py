@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any, NoReturn
 
+from echelon.compat.lightning.pytorch.trainer import Trainer
 from echelon.contracts.errors import UsageError
-from echelon.loop.trainer import Trainer
 from echelon.world import streams
 
 __all__ = ["Trainer", "instead", "seed_everything"]

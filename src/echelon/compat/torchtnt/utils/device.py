@@ -6,10 +6,10 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 
+from echelon.compat.torchtnt.utils.resources import cpu_stats as get_psutil_cpu_stats
+from echelon.compat.torchtnt.utils.resources import gpu_stats
 from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
-from echelon.observe.resources import cpu_stats as get_psutil_cpu_stats
-from echelon.observe.resources import gpu_stats
 from echelon.world import device as devices
 from echelon.world.device import record_stream as record_data_in_stream
 

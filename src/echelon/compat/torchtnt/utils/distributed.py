@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.compat.collect import gather_tensors
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.functions.run import launch
 from echelon.parallel import sync_batchnorm
 from echelon.world import agree
-from echelon.world.collect import gather_tensors
 from echelon.world.init import init_from_env
 
 __all__ = [
@@ -254,7 +254,7 @@ class PGWrapper:
 
 
 def all_gather_tensors(result: torch.Tensor, group: Group = None) -> list[torch.Tensor]:
-    """As `echelon.world.collect.gather_tensors`: every rank's tensor, by rank, whatever its shape. Gradients do not flow back."""
+    """As `compat.collect.gather_tensors`: every rank's tensor, by rank, whatever its shape. Gradients do not flow back."""
     return gather_tensors(result, group)
 
 

@@ -1,12 +1,15 @@
-"""torchtnt.utils.oom."""
+"""torchtnt.utils.oom: what a GPU's memory is used for, written down for torch's viewer; which errors mean that it ran out."""
 
-from echelon.world.memory_snapshot import (
-    attach_oom_observer,
-    is_out_of_cpu_memory,
-    is_out_of_cuda_memory,
-    is_out_of_memory_error,
-    log_memory_snapshot,
-)
+from __future__ import annotations
+
+import logging
+import pickle
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from echelon.world.init import World
 
 __all__ = [
     "attach_oom_observer",
@@ -15,3 +18,100 @@ __all__ = [
     "is_out_of_memory_error",
     "log_memory_snapshot",
 ]
+
+logger = logging.getLogger(__name__)
+
+_CUDA_TEXTS = (
+    "CUDA out of memory",
+    "out of memory\nCUDA kernel errors",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+
+def is_out_of_cpu_memory(exception: BaseException) -> bool:
+    """Whether the error says that the host's memory ran out."""
+    if isinstance(exception, MemoryError):
+        return True
+    return isinstance(exception, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(exception)
+
+
+def is_out_of_cuda_memory(exception: BaseException) -> bool:
+    """Whether the error says that a GPU's memory ran out."""
+    if isinstance(exception, torch.OutOfMemoryError):
+        return True
+    text = str(exception)
+    older = "cuda runtime error (2) : out of memory"
+    return isinstance(exception, RuntimeError) and (older in text or any(each in text for each in _CUDA_TEXTS))
+
+
+def is_out_of_memory_error(exception: BaseException) -> bool:
+    """Whether the error says that memory ran out, the host's or a GPU's."""
+    return is_out_of_cpu_memory(exception) or is_out_of_cuda_memory(exception)
+
+
+def log_memory_snapshot(output_dir: str, file_prefix: str | None = None) -> None:
+    """Write what is allocated now, and the recorded history, into `<output_dir>/<file_prefix>_rank<n>`.
+
+    `snapshot.pickle` for the viewer at pytorch.org/memory_viz, and two pages to open. Nothing without CUDA; what fails is
+    logged, since this runs where memory has run out.
+
+    Args:
+        output_dir: a folder, or an fsspec URL.
+        file_prefix: by default "memory_snapshot".
+    """
+    if not torch.cuda.is_available():
+        logger.info("no CUDA here, so no memory snapshot")
+        return
+    folder = f"{output_dir.rstrip('/')}/{file_prefix or 'memory_snapshot'}_rank{World.current(torch.device('cpu')).rank}"
+    try:
+        snapshot = torch.cuda.memory._snapshot()  # torch documents it; there is no name without the underscore
+        _write(folder, snapshot)
+    except Exception:
+        logger.exception("the memory snapshot %s could not be written", folder)
+    else:
+        logger.info("wrote the memory snapshot %s", folder)
+
+
+def _write(folder: str, snapshot: dict[str, Any]) -> None:
+    from torch.cuda import _memory_viz
+
+    with _open(f"{folder}/snapshot.pickle") as file:
+        pickle.dump(snapshot, file)
+    for name, draw in (("trace_plot", _memory_viz.trace_plot), ("segment_plot", _memory_viz.segment_plot)):
+        with _open(f"{folder}/{name}.html") as file:
+            file.write(draw(snapshot).encode())
+
+
+def _open(path: str) -> IO[bytes]:
+    if "://" not in path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return Path(path).open("wb")
+    import fsspec
+
+    filesystem, inside = fsspec.core.url_to_fs(path)
+    filesystem.makedirs(inside.rpartition("/")[0], exist_ok=True)
+    opened: IO[bytes] = filesystem.open(inside, "wb")
+    return opened
+
+
+def attach_oom_observer(output_dir: str, trace_max_entries: int = 1000000) -> None:
+    """Record allocations from now on, and write a snapshot with the prefix "oom" when a GPU's memory runs out.
+
+    Args:
+        trace_max_entries: how many of the latest events are kept.
+    """
+    if not torch.cuda.is_available():
+        logger.info("no CUDA here, so no observer of its memory")
+        return
+
+    def observe(device: int, wanted: int, allocated: int, free: int) -> None:
+        logger.info("cuda:%s ran out of memory: %s wanted, %s used, %s free", device, *map(_size, (wanted, allocated, free)))
+        log_memory_snapshot(output_dir, "oom")
+
+    torch.cuda.memory._record_memory_history(enabled="all", max_entries=trace_max_entries)
+    torch._C._cuda_attach_out_of_memory_observer(observe)  # type: ignore[attr-defined]
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.2f} MiB"

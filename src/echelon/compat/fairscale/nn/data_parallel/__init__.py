@@ -8,11 +8,13 @@ from echelon.compat.fairscale.names import later
 from echelon.compat.fairscale.nn.data_parallel.sharded_ddp import ShardedDataParallel
 
 if TYPE_CHECKING:
-    from echelon.compat.fairscale.nn.data_parallel.fully_sharded_data_parallel import (
-        FullyShardedDataParallel,
-        auto_wrap_bn,
-        get_fsdp_instances,
-    )
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from echelon.compat.fairscale.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel, get_fsdp_instances
+
+    auto_wrap_bn: Callable[..., nn.Module]
 
 __all__ = ["FullyShardedDataParallel", "ShardedDataParallel", "auto_wrap_bn", "get_fsdp_instances"]
 
@@ -20,7 +22,7 @@ _FSDP = "nn.data_parallel.fully_sharded_data_parallel"
 
 __getattr__ = later(
     "nn.data_parallel",
-    {"FullyShardedDataParallel": _FSDP, "auto_wrap_bn": _FSDP, "get_fsdp_instances": _FSDP},
+    {"FullyShardedDataParallel": _FSDP, "auto_wrap_bn": "nn.wrap.batch_norm", "get_fsdp_instances": _FSDP},
     {
         "TrainingState": "nothing: torch keeps the state of its wrapper to itself.",
         "no_pre_load_state_dict_hook": "nothing: load_state_dict() takes whole parameters by their own names.",

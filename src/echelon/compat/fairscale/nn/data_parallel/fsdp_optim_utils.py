@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
+from echelon.compat.collect import collect
 from echelon.contracts.errors import CheckpointMismatchError, UsageError
 from echelon.world import agree
-from echelon.world.collect import collect
 
 __all__ = ["gathered", "sharded"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,17 +15,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from echelon.compat.fairscale.clip import clip_owned_
+from echelon.compat.fairscale.names import later
 from echelon.compat.fairscale.nn.data_parallel.fsdp_optim_utils import gathered, sharded
 from echelon.contracts.errors import UsageError
-from echelon.parallel.gradients import clip_owned_
 from echelon.world.init import World, ensure_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    pass
 
-__all__ = ["FullyShardedDataParallel", "auto_wrap_bn", "get_fsdp_instances"]
+__all__ = ["FullyShardedDataParallel", "get_fsdp_instances"]
+
+__getattr__ = later("nn.data_parallel.fully_sharded_data_parallel", {"auto_wrap_bn": "nn.wrap.batch_norm"}, {})
 
 logger = logging.getLogger(__name__)
 
@@ -177,36 +179,3 @@ def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[TorchFS
     """The FullyShardedDataParallel modules within a module; `skip_empty` leaves out those without parameters."""
     found = [m for m in mod.modules() if isinstance(m, TorchFSDP)]
     return [m for m in found if not skip_empty or any(True for _ in m.parameters())]
-
-
-def auto_wrap_bn(
-    module: nn.Module,
-    single_rank_pg: bool = False,
-    process_group: dist.ProcessGroup | None = None,
-    fsdp_config: dict[str, Any] | None = None,
-    wrap_it: bool = True,
-    assert_on_collision: bool = True,
-) -> nn.Module:
-    """Wrap every batch norm by itself, in full precision.
-
-    Args:
-        single_rank_pg: FairScale's for Apex; refused.
-        fsdp_config: arguments for the wrappers; by default full precision, whole between forward and backward.
-        wrap_it: False only sets `wrapper_config`, for `auto_wrap` with `config_auto_wrap_policy`.
-        assert_on_collision: refuse a batch norm that has a `wrapper_config` already.
-    """
-    from echelon.compat.fairscale.nn.wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
-
-    if single_rank_pg:
-        raise UsageError("auto_wrap_bn(single_rank_pg=True): leave batch norms out of the wrapping, or use nn.SyncBatchNorm.")
-    config = fsdp_config or {"process_group": process_group, "mixed_precision": False, "reshard_after_forward": False}
-    for each in module.modules():
-        if isinstance(each, _BatchNorm):
-            if assert_on_collision and hasattr(each, "wrapper_config"):
-                raise UsageError(
-                    "auto_wrap_bn: a batch norm has a wrapper_config already. Remove it, or assert_on_collision=False."
-                )
-            each.wrapper_config = config  # type: ignore[assignment]
-    policy: Callable[..., bool] = config_auto_wrap_policy
-    with enable_wrap(policy, wrapper_cls=FullyShardedDataParallel) if wrap_it else nullcontext():
-        return auto_wrap(module)

@@ -1,7 +1,249 @@
-"""`ShardedDataParallel`, which is echelon's own."""
+"""Data parallelism whose gradients live on the ranks that own them: ZeRO stage 2 with whole parameters.
+
+As `fully_shard` that keeps whole parameters, but parameters and gradients stay ordinary tensors, and none is ever split; so
+optimizers that must see whole matrices (Adafactor, Muon) or that DTensors cannot run (Rprop) compute what they do alone.
+Source: Rajbhandari et al. 2020, and FairScale's class of this name for the vocabulary.
+"""
 
 from __future__ import annotations
 
-from echelon.parallel.sharded_ddp import ShardedDataParallel
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakMethod
 
-__all__ = ["ShardedDataParallel"]
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.compat.fairscale.clip import clip_owned_
+from echelon.compat.fairscale.nn.data_parallel.to_owners import ToOwners
+from echelon.contracts.errors import UsageError
+from echelon.parallel.axes import Axis
+from echelon.parallel.partition import Partition
+from echelon.parallel.prepared import WrapperPrepared
+from echelon.parallel.registry import Kind, register
+from echelon.world.init import World
+
+__all__ = ["ShardedDDPPrepared", "ShardedDataParallel"]
+
+logger = logging.getLogger(__name__)
+
+
+class ShardedDataParallel(nn.Module):
+    """A module whose gradients are averaged over the ranks and kept only where the optimizer's state is.
+
+    The gradient is the mean over the ranks of each rank's gradient, as in DistributedDataParallel: with a mean loss every rank
+    should have equally many rows. After a backward pass `.grad` is None on ranks that do not own the parameter; whichever way it
+    is cleared, `optimizer.zero_grad()` included, the next backward pass is right. Other attributes are the module's.
+
+    Args:
+        module: on its device already; the same on all ranks.
+        sharded_optimizer: divided optimizers (FairScale's OSS, or any with a `Partition`), together over all that is trained.
+        process_group: that of the optimizers, which is the default.
+        broadcast_buffers: send rank 0's buffers (batch-norm statistics) to all before each forward, outside `no_sync`.
+        sync_models_at_startup: start from rank 0's parameters and buffers.
+        reduce_buffer_size: elements that are reduced in one message; 0 sends every gradient by itself.
+        auto_refresh_trainable: notice, at a forward, that parameters were frozen, unfrozen or cast since.
+        reduce_fp16: send gradients in half precision: half the traffic, and their rounding.
+        warn_on_trainable_params_changed: say so when that is noticed.
+    Raises:
+        UsageError: an optimizer that is not divided; another process group than the optimizers'.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sharded_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        broadcast_buffers: bool = True,
+        sync_models_at_startup: bool = True,
+        reduce_buffer_size: int = 2**23,
+        auto_refresh_trainable: bool = True,
+        reduce_fp16: bool = False,
+        warn_on_trainable_params_changed: bool = True,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        optimizers = [sharded_optimizer] if isinstance(sharded_optimizer, torch.optim.Optimizer) else list(sharded_optimizer)
+        self.sharded_optimizers = optimizers
+        self.partitions = _partitions(optimizers, process_group)
+        self.process_group = process_group if process_group is not None else self.partitions[0].group
+        self.enable_broadcast_buffers = broadcast_buffers
+        self.auto_refresh_trainable = auto_refresh_trainable
+        self.reduce_fp16 = reduce_fp16
+        self.warn_on_trainable_params_changed = warn_on_trainable_params_changed
+        self.buffer_max_size = reduce_buffer_size
+        self._form: list[torch.dtype | None] = []
+        if sync_models_at_startup:
+            self._send(*(p.detach() for p in module.parameters()), *module.buffers())
+        self._gradients = self._laid_out()
+        check = WeakMethod(self._check_reduced)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(lambda *_: method() if (method := check()) is not None else None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._gradients.restart()
+        if self.auto_refresh_trainable and torch.is_grad_enabled() and self._form_now() != self._form:
+            if self.warn_on_trainable_params_changed:
+                logger.warning(
+                    "parameters of %s were frozen, unfrozen or cast: the reduction follows", type(self.module).__name__
+                )
+            self.refresh_trainable()
+        if self.enable_broadcast_buffers and self._gradients.enabled:
+            self.sync_buffers()
+        return self.module(*args, **kwargs)
+
+    def refresh_trainable(self) -> None:
+        """Take up what was frozen, unfrozen, added to the optimizers or moved since. Collective."""
+        for partition in self.partitions:
+            partition.refresh()
+        before, self._gradients = self._gradients, self._laid_out()
+        self._gradients.succeed(before)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate, on each rank; the first one after it reduces the sum."""
+        before, self._gradients.enabled = self._gradients.enabled, False
+        try:
+            yield
+        finally:
+            self._gradients.enabled = before
+
+    def reduce(self) -> None:
+        """Reduce what `no_sync` has accumulated, without another backward pass. Collective."""
+        self._gradients.finish()
+
+    def owns(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter's gradient is reduced to an owner."""
+        return any(parameter in partition.owners for partition in self.partitions)
+
+    @torch.no_grad()
+    def whole_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The gradient that the owner has, or None if it has none. Collective."""
+        owner = next(partition.owners[parameter] for partition in self.partitions if parameter in partition.owners)
+        exists = torch.tensor([parameter.grad is not None], dtype=torch.int32, device=parameter.device)
+        dist.broadcast(exists, group_src=owner, group=self.process_group)
+        if not exists.item():
+            return None
+        is_mine = dist.get_rank(self.process_group) == owner and parameter.grad is not None
+        gradient = parameter.grad.clone() if is_mine else torch.empty_like(parameter)  # type: ignore[union-attr]
+        dist.broadcast(gradient, group_src=owner, group=self.process_group)
+        return gradient
+
+    def sync_buffers(self, blocking: bool = False) -> None:
+        """Give all ranks rank 0's buffers. Collective; it always waits."""
+        self._send(*self.module.buffers())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.module.zero_grad(set_to_none)
+
+    def to(self, *args: Any, **kwargs: Any) -> ShardedDataParallel:
+        """As a module's `to`. Collective."""
+        super().to(*args, **kwargs)
+        self.refresh_trainable()
+        return self
+
+    @property
+    def device_type(self) -> torch.device:
+        """The device of the first parameter."""
+        return next(self.module.parameters()).device
+
+    @property
+    def is_multi_device_module(self) -> bool:
+        return len({p.device for p in self.module.parameters()}) > 1
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def _laid_out(self) -> ToOwners:
+        owners = {p: owner for partition in self.partitions for p, owner in partition.owners.items()}
+        loose = [n for n, p in self.module.named_parameters() if p.requires_grad and p not in owners]
+        if loose and dist.get_rank() == 0:
+            logger.warning("in no optimizer of this ShardedDataParallel, so never reduced: %s", ", ".join(loose))
+        self._form = self._form_now()
+        dtype = torch.float16 if self.reduce_fp16 else None
+        return ToOwners(self.module.parameters(), owners, self.process_group, bucket_size=self.buffer_max_size, dtype=dtype)
+
+    def _form_now(self) -> list[torch.dtype | None]:
+        return [p.dtype if p.requires_grad else None for p in self.module.parameters()]
+
+    @torch.no_grad()
+    def _send(self, *tensors: torch.Tensor) -> None:
+        if dist.get_world_size(self.process_group) == 1:
+            return
+        works = [dist.broadcast(t, group_src=0, group=self.process_group, async_op=True) for t in tensors]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    def _check_reduced(self) -> None:
+        left = {id(p) for p in self._gradients.left}
+        if left:
+            names = [n for n, p in self.module.named_parameters() if id(p) in left]
+            raise UsageError(
+                f"rank {dist.get_rank()}: the optimizer steps, but gradients were not reduced ({names[0]} and {len(names) - 1} "
+                "more): the last backward pass was inside no_sync(). Leave it before the last one, or call reduce()."
+            )
+
+
+class ShardedDDPPrepared(WrapperPrepared[ShardedDataParallel]):
+    """A module that the user put in ShardedDataParallel."""
+
+    def __init__(self, module: ShardedDataParallel, world: World) -> None:
+        super().__init__(module, [Axis.of(module.process_group)])
+
+    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        return self.module.whole_gradient(parameter) if self.module.owns(parameter) else parameter.grad
+
+    @property
+    def forward_is_collective(self) -> bool:  # type: ignore[override]
+        """Before a forward, rank 0's buffers go to all, in evaluations too."""
+        return self.module.enable_broadcast_buffers and any(True for _ in self.module.buffers())
+
+    def fix_order(self) -> None:
+        raise UsageError(
+            "bit-equal training has no order for ShardedDataParallel's sums: pass the plain module, strategy 'zero1'."
+        )
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        own = [p for o in self.module.partitions for group in o.optimizer.param_groups for p in group["params"]]
+        return clip_owned_(self.module.parameters(), own, max_norm, norm_type, self.module.process_group)
+
+
+register(
+    Kind(
+        "sharded_ddp",
+        lambda module: isinstance(module, ShardedDataParallel),
+        ShardedDDPPrepared,
+        inner="module",
+        unknown_to_torch=True,
+    )
+)
+
+
+def _partitions(optimizers: Sequence[torch.optim.Optimizer], group: dist.ProcessGroup | None) -> list[Partition]:
+    if not optimizers:
+        raise UsageError("ShardedDataParallel: no optimizer.")
+    found = []
+    for optimizer in optimizers:
+        partition = Partition.of(optimizer)
+        if partition is None:
+            raise UsageError(
+                f"ShardedDataParallel: {type(optimizer).__name__} is not divided over the ranks. Build it as "
+                f"OSS(params, {type(optimizer).__name__}, ...)."
+            )
+        found.append(partition)
+    groups = [group or dist.group.WORLD] if group is not None else []
+    groups += [partition.group or dist.group.WORLD for partition in found]
+    if any(each is not groups[0] for each in groups):
+        raise UsageError("ShardedDataParallel: the optimizers have another process group. Give all of them the same.")
+    return found

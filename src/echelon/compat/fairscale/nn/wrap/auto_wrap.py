@@ -82,7 +82,7 @@ def enable_wrap(auto_wrap_policy: WrapPolicy | None = None, **wrapper_kwargs: An
     """
     if _current:
         raise UsageError("enable_wrap inside of enable_wrap: which of the two should hold? Leave the inner one out.")
-    from echelon.compat.fairscale.nn.data_parallel import FullyShardedDataParallel
+    from echelon.compat.fairscale.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
 
     wrapper = wrapper_kwargs.pop("wrapper_cls", FullyShardedDataParallel)
     half = wrapper_kwargs.pop("move_module_cuda_half", False)

@@ -28,7 +28,8 @@ def without_effect(what: str, **given: Any) -> None:
 class DistributedCheckpointSaver(saver.DistributedCheckpointSaver):
     """As `echelon.DistributedCheckpointSaver`; arguments that only TorchTNT's storage has are accepted, and a warning says so.
 
-    `predict` writes no checkpoints, so `save_every_n_predict_steps` has no effect either.
+    `predict` writes no checkpoints, so `save_every_n_predict_steps` has no effect either; nor has `process_group`, since ranks
+    agree over the group that all of them are in.
     """
 
     def __init__(
@@ -37,9 +38,11 @@ class DistributedCheckpointSaver(saver.DistributedCheckpointSaver):
         *,
         save_every_n_predict_steps: int | None = None,
         knob_options: KnobOptions | None = None,
+        process_group: Any = None,
         **options: Any,
     ) -> None:
-        without_effect("saver", save_every_n_predict_steps=save_every_n_predict_steps, knob_options=knob_options)
+        given = {"save_every_n_predict_steps": save_every_n_predict_steps, "knob_options": knob_options}
+        without_effect("saver", **given, process_group=process_group)
         super().__init__(dirpath, **options)
 
     @staticmethod
@@ -49,13 +52,12 @@ class DistributedCheckpointSaver(saver.DistributedCheckpointSaver):
         *,
         train_dataloader: Iterable[Any] | None = None,
         restore_options: RestoreOptions | None = None,
-        process_group: Any = None,
         **other: Any,
     ) -> Report:
         """As `echelon.DistributedCheckpointSaver.restore`. Only training has a position in its loader."""
         without_effect("restore", **other)
         return saver.DistributedCheckpointSaver.restore(
-            path, unit, train_dataloader=train_dataloader, restore_options=restore_options, process_group=process_group
+            path, unit, train_dataloader=train_dataloader, restore_options=restore_options
         )
 
     @staticmethod
@@ -64,13 +66,12 @@ class DistributedCheckpointSaver(saver.DistributedCheckpointSaver):
         return DistributedCheckpointSaver.restore(str(checkpoint_id), unit, **options)
 
     @staticmethod
-    def restore_from_latest(
+    def restore_from_latest(  # type: ignore[override]
         dirpath: str | Path,
         unit: Unit,
         *,
         train_dataloader: Iterable[Any] | None = None,
         restore_options: RestoreOptions | None = None,
-        process_group: Any = None,
         fall_back: bool = True,
         **other: Any,
     ) -> bool:
@@ -81,7 +82,7 @@ class DistributedCheckpointSaver(saver.DistributedCheckpointSaver):
         )
 
     @staticmethod
-    def restore_from_best(
+    def restore_from_best(  # type: ignore[override]
         dirpath: str | Path,
         unit: Unit,
         metric_name: str,
@@ -89,7 +90,6 @@ class DistributedCheckpointSaver(saver.DistributedCheckpointSaver):
         *,
         train_dataloader: Iterable[Any] | None = None,
         restore_options: RestoreOptions | None = None,
-        process_group: Any = None,
         fall_back: bool = True,
         **other: Any,
     ) -> bool:

@@ -1,5 +1,5 @@
 """torchtnt.framework.callbacks.garbage_collector."""
 
-from echelon.loop.callbacks.housekeeping import GarbageCollector
+from echelon.loop.callbacks.garbage import GarbageCollector
 
 __all__ = ["GarbageCollector"]

@@ -1,5 +1,5 @@
 """torchtnt.framework.callbacks.iteration_time_logger."""
 
-from echelon.loop.callbacks.times import IterationTimeLogger
+from echelon.compat.torchtnt.framework.callbacks.times import IterationTimeLogger
 
 __all__ = ["IterationTimeLogger"]

@@ -1,5 +1,5 @@
 """torchtnt.framework.callbacks.pytorch_profiler."""
 
-from echelon.loop.callbacks.profiling import PyTorchProfiler
+from echelon.loop.callbacks.profiler import PyTorchProfiler
 
 __all__ = ["PyTorchProfiler"]

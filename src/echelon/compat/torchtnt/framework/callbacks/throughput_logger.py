@@ -1,5 +1,5 @@
 """torchtnt.framework.callbacks.throughput_logger."""
 
-from echelon.loop.callbacks.times import ThroughputLogger
+from echelon.compat.torchtnt.framework.callbacks.times import ThroughputLogger
 
 __all__ = ["ThroughputLogger"]

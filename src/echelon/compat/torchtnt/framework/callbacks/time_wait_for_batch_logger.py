@@ -1,5 +1,5 @@
 """torchtnt.framework.callbacks.time_wait_for_batch_logger."""
 
-from echelon.loop.callbacks.times import TimeWaitForBatchLogger
+from echelon.compat.torchtnt.framework.callbacks.times import TimeWaitForBatchLogger
 
 __all__ = ["TimeWaitForBatchLogger"]

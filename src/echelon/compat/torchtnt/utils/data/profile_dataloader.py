@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from echelon.loop.timer import RecordingTimer, Timer
+from echelon.compat.torchtnt.utils.timer import Timer, TimerProtocol
 from echelon.world.device import copy_data_to_device
 
 __all__ = ["profile_dataloader"]
@@ -19,9 +19,9 @@ def profile_dataloader(
     profiler: Any,
     *,
     max_steps: int | None = None,
-    timer: RecordingTimer | None = None,
+    timer: TimerProtocol | None = None,
     device: torch.device | None = None,
-) -> RecordingTimer:
+) -> TimerProtocol:
     """Read a loader to its end, timing "iter(dataloader)", "next(iter)" and "copy_data_to_device".
 
     Args:

@@ -1,5 +1,42 @@
-"""torchtnt.utils.loggers.stdout."""
+"""torchtnt.utils.loggers.stdout: a logger to the terminal."""
 
-from echelon.observe.loggers.stdout import StdoutLogger
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from echelon.contracts.errors import UsageError
+from echelon.observe.loggers.logger import Scalar, rank, scalar_to_float
 
 __all__ = ["StdoutLogger"]
+
+
+class StdoutLogger:
+    """Rank 0 prints "[Step 3] loss=0.1234 accuracy=0.9000": a line a step, however many calls give its numbers.
+
+    Args:
+        precision: digits after the point.
+    """
+
+    def __init__(self, precision: int = 4) -> None:
+        if precision < 0:
+            raise UsageError(f"precision {precision}: 0 or more digits.")
+        self._precision, self._prints = precision, rank() == 0
+        self._step: int | None = None
+
+    def log(self, name: str, data: Scalar, step: int) -> None:
+        self.log_dict({name: data}, step)
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        if not self._prints:
+            return
+        numbers = "".join(f" {name}={scalar_to_float(data):.{self._precision}f}" for name, data in payload.items())
+        if step != self._step:
+            print("" if self._step is None else "\n", f"[Step {step}]", sep="", end="")
+            self._step = step
+        print(numbers, end="", flush=True)
+
+    def close(self) -> None:
+        """End the line."""
+        if self._step is not None:
+            print(flush=True)
+            self._step = None

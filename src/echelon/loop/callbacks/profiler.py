@@ -1,21 +1,14 @@
-"""torch's profilers along a run."""
+"""torch's profiler along a run."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
-from echelon.loop.callback import Callback
 from echelon.loop.callbacks.whole_run import WholeRun
 from echelon.loop.state import State
 from echelon.loop.unit import Unit
 
-__all__ = ["MemorySnapshot", "PyTorchProfiler", "Steps"]
-
-
-class Steps(Protocol):
-    """Something that is told of each step."""
-
-    def step(self) -> Any: ...
+__all__ = ["PyTorchProfiler"]
 
 
 class PyTorchProfiler(WholeRun):
@@ -38,23 +31,5 @@ class PyTorchProfiler(WholeRun):
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
         self.profiler.step()
-
-    on_eval_step_end = on_predict_step_end = on_test_step_end = on_train_step_end
-
-
-class MemorySnapshot(Callback):
-    """Tells a profiler of a GPU's memory of each step; it writes down what is allocated when its step has come.
-
-    Args:
-        memory_snapshot_profiler: anything with `step()`.
-    """
-
-    may_stop = False
-
-    def __init__(self, *, memory_snapshot_profiler: Steps) -> None:
-        self.memory_snapshot_profiler = memory_snapshot_profiler
-
-    def on_train_step_end(self, state: State, unit: Any) -> None:
-        self.memory_snapshot_profiler.step()
 
     on_eval_step_end = on_predict_step_end = on_test_step_end = on_train_step_end

@@ -1,33 +1,20 @@
-"""What Lightning's users write to a Trainer, in this library's words; with a hint where the spelling is an old one."""
+"""What Lightning's users write to a Trainer, in echelon's words; with a hint where the spelling is an old one."""
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from echelon.contracts.errors import UsageError
-from echelon.contracts.rank import RankInfo
 from echelon.parallel import STRATEGIES
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.strategy import Strategy
 
-__all__ = [
-    "batches",
-    "check_others",
-    "devices_of",
-    "is_launched",
-    "limits",
-    "precision_of",
-    "strategy_of",
-    "updates_to_steps",
-    "without_gpus_alias",
-]
+__all__ = ["batches", "check_others", "devices_of", "limits", "precision_of", "strategy_of", "without_strategy"]
 
 logger = logging.getLogger(__name__)
 
-_ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 _STRATEGIES = {
     "ddp_spawn": "ddp",
     "ddp_fork": "ddp",
@@ -99,30 +86,18 @@ def check_others(others: Mapping[str, Any]) -> None:
         logger.warning("Trainer(%s=...): has no effect here", "=..., ".join(sorted(others)))
 
 
-def without_gpus_alias(accelerator: Any, strategy: Any, devices: Any, gpus: Any) -> tuple[Any, Any, Any]:
-    """Lightning's spelling before 1.7, `Trainer(gpus=2, accelerator="ddp")`: the same as (accelerator, strategy, devices)."""
-    if isinstance(accelerator, str) and accelerator not in _ACCELERATORS:
-        if accelerator not in STRATEGIES and accelerator not in _STRATEGIES:
-            raise UsageError(f"accelerator {accelerator!r}: known are {', '.join(map(repr, _ACCELERATORS))}.")
-        if strategy != "auto":
-            raise UsageError(f"accelerator {accelerator!r} is a strategy, and strategy {strategy!r} is given too. Give one.")
-        logger.warning("Trainer(accelerator=%r) is an old spelling: write strategy=%r", accelerator, accelerator)
-        accelerator, strategy = "auto", accelerator
-    if gpus is not None:
-        if devices != "auto":
-            raise UsageError(f"gpus={gpus!r} and devices={devices!r}: give devices alone.")
-        logger.warning("Trainer(gpus=%r) is an old spelling: write devices=%r", gpus, gpus)
-        none = gpus in (0, "0", [])
-        accelerator, devices = ("cpu", 1) if none else (accelerator, gpus)
-    return accelerator, strategy, devices
+def without_strategy(accelerator: Any, strategy: Any) -> tuple[Any, Any]:
+    """(accelerator, strategy) where the accelerator is one of Lightning's older strategies, such as "ddp_spawn"."""
+    if accelerator not in _STRATEGIES:
+        return accelerator, strategy
+    if strategy != "auto":
+        raise UsageError(f"accelerator {accelerator!r} is a strategy, and strategy {strategy!r} is given too. Give one.")
+    logger.warning("Trainer(accelerator=%r) is an old spelling: write strategy=%r", accelerator, accelerator)
+    return "auto", accelerator
 
 
 def strategy_of(given: Strategy | str | None) -> Strategy | str | None:
-    """ "auto" stays; None is no strategy.
-
-    Raises:
-        UsageError: an unknown name.
-    """
+    """Lightning's names of strategies that have another one here."""
     if given is None or isinstance(given, Strategy) or given in STRATEGIES or given == "auto":
         return given
     name = str(given)
@@ -133,9 +108,7 @@ def strategy_of(given: Strategy | str | None) -> Strategy | str | None:
         if not name.startswith("ddp_") or name == "ddp_sharded":
             logger.warning("strategy %r: here it is %r", name, _STRATEGIES[name])
         return _STRATEGIES[name]
-    raise UsageError(
-        f"strategy {given!r}: known are 'auto', {', '.join(map(repr, STRATEGIES))}, or a Strategy such as DDPStrategy(...)."
-    )
+    return given  # which the Trainer refuses, and says what there is
 
 
 def precision_of(given: Any) -> Any:
@@ -152,28 +125,17 @@ def precision_of(given: Any) -> Any:
     return given
 
 
-def devices_of(devices: Any, accelerator: str) -> tuple[int, list[int] | None]:
-    """(how many ranks, or 0 for one per GPU or else one; which devices).
-
-    Raises:
-        UsageError: neither a number nor a list of devices.
-    """
-    if isinstance(devices, str) and devices not in ("auto", ""):
-        parts = [part for part in devices.split(",") if part.strip()]
-        try:
-            numbers = [int(part) for part in parts]
-        except ValueError:
-            numbers = []
-        devices = numbers if "," in devices else (numbers[0] if numbers else None)
-    if devices in ("auto", -1):
-        return 0, None
-    if isinstance(devices, Sequence) and not isinstance(devices, str) and devices and accelerator != "cpu":
-        if len(set(devices)) < len(devices) or not all(isinstance(d, int) and d >= 0 for d in devices):
-            raise UsageError(f"devices {devices!r}: different numbers of devices, such as [0, 2].")
-        return len(devices), list(devices)
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise UsageError(f"devices {devices!r}: a number of ranks, a list of GPUs such as [0, 2], or 'auto'.")
-    return devices, None
+def devices_of(given: Any) -> Any:
+    """Lightning's -1 is all, "2" is two and "0,2" are these."""
+    if given in (-1, "-1"):
+        return "auto"
+    if not isinstance(given, str) or given == "auto":
+        return given
+    parts = [part.strip() for part in given.split(",") if part.strip()]
+    if not all(part.isdecimal() for part in parts):
+        return given  # which the Trainer refuses
+    numbers = [int(part) for part in parts]
+    return numbers if "," in given else (numbers[0] if numbers else "auto")
 
 
 def batches(name: str, given: Any) -> int | None:
@@ -195,29 +157,3 @@ def limits(fast_dev_run: bool | int, **given: Any) -> dict[str, int | None]:
         checked = {name: batches(f"limit_{name}_batches", value) for name, value in given.items()}
         return dict.fromkeys(given, int(fast_dev_run)) if fast_dev_run else checked
     raise UsageError(f"fast_dev_run {fast_dev_run!r}: True, or a number of batches.")
-
-
-def is_launched() -> bool:
-    """Whether ranks run already, and this process is one of them."""
-    return "RANK" in os.environ or RankInfo.from_env().world_size > 1
-
-
-def updates_to_steps(updates: int, accumulation: int, loader: Any) -> int:
-    """Micro-batches until so many updates are done; an epoch's last update may have fewer than the others."""
-    try:
-        epoch = len(loader)
-    except TypeError:
-        return updates * accumulation
-    per_epoch = -(-epoch // accumulation)
-    if not per_epoch:
-        return updates * accumulation
-    epochs, rest = divmod(updates, per_epoch)
-    return epochs * epoch + min(rest * accumulation, epoch)
-
-
-def visible(numbers: Sequence[int]) -> str:
-    """CUDA_VISIBLE_DEVICES for these of the devices that are visible now."""
-    now = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
-    if now and max(numbers) >= len(now):
-        raise UsageError(f"devices {list(numbers)}: CUDA_VISIBLE_DEVICES={','.join(now)} leaves {len(now)}.")
-    return ",".join(now[n] if now else str(n) for n in numbers)

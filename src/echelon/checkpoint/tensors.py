@@ -1,0 +1,198 @@
+"""The files of a checkpoint, opened one by one, and the tensors that lie in them: what there is, and any part of it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import ChunkStorageMetadata, DefaultLoadPlanner, Metadata
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+
+from echelon.checkpoint import manifest as manifests
+from echelon.checkpoint import plain, renamed, structure
+from echelon.checkpoint.layout import INDEX, in_file
+from echelon.checkpoint.manifest import BLOCK_BYTES
+from echelon.checkpoint.place import Place, Remote, create, open_file
+from echelon.checkpoint.renamed import Naming
+from echelon.checkpoint.strict import Wrong
+from echelon.checkpoint.tensorfile import Span, TensorFile
+from echelon.contracts.errors import CheckpointCorruptError
+
+__all__ = ["Files", "Tensors", "local_files"]
+
+# Of mapped files, what may stay in a rank's memory while it copies its part out of them.
+_MAPPED_BYTES = 32 << 20
+
+
+@contextlib.contextmanager
+def local_files(folder: Place, manifest: dict[str, Any] | None = None) -> Iterator[Files]:
+    """Context with the files of a checkpoint on this machine: those of a Remote are fetched when they are first asked for.
+
+    Args:
+        manifest: the checkpoint's, if it was read already.
+    """
+    manifest = manifest or manifests.read(folder)
+    if isinstance(folder, Path):
+        yield Files(folder, folder, manifest)
+        return
+    temporary = Path(tempfile.mkdtemp(prefix="echelon-"))
+    try:
+        yield Files(folder, temporary, manifest)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+class Files:
+    """The files that a checkpoint's manifest lists, and no others."""
+
+    def __init__(self, folder: Place, here: Path, manifest: dict[str, Any]) -> None:
+        self.folder, self.manifest, self._here = folder, manifest, here
+        self._open: dict[str, TensorFile] = {}
+
+    def _path(self, name: str) -> Path:
+        if name not in self.manifest["files"]:
+            raise CheckpointCorruptError(f"{self.folder} has no {name!r}: its manifest does not list it.")
+        here, source = self._here / name, self.folder / name
+        if isinstance(source, Remote) and not here.exists():
+            _fetch(source, self.manifest["files"][name], here)
+        return here
+
+    def open(self, name: str, *, verify: bool = False) -> TensorFile:
+        if name not in self._open:
+            path = self._path(name)
+            self._open[name] = TensorFile(path, self.manifest["files"][name], verify=verify)
+        return self._open[name]
+
+    def state(self, name: str) -> dict[str, Any]:
+        """The nested state in a file."""
+        file = self.open(name, verify=True)
+        try:
+            value: dict[str, Any] = plain.decode(structure.state_of(file.header), file.tensor)
+        except (Wrong, TypeError, ValueError, KeyError) as error:
+            raise CheckpointCorruptError(f"{file.path} is not what echelon writes: {error}.") from None
+        return value
+
+
+def _fetch(source: Remote, entry: dict[str, Any], to: Path) -> None:
+    """Copy a file here, as far as it is what the manifest says: what was verified may have been exchanged since."""
+    sums, left = [], entry["size"]
+    with open_file(source) as (stream, _), create(to) as file:
+        while left:
+            block, now = min(left, BLOCK_BYTES), 0
+            left -= block
+            while block and (piece := stream.read(min(block, 4 << 20))):
+                file.write(piece)
+                block, now = block - len(piece), zlib.crc32(piece, now)
+            sums.append(f"{now:08x}")
+            if block:
+                break
+        whole = not left and not stream.read(1)
+    if not whole or sums != entry["crc32"]:
+        to.unlink()
+        raise CheckpointCorruptError(f"{source} is not what was written: its size or checksum differs.")
+
+
+class Tensors:
+    """The tensors of a checkpoint: what there is, and any part of it."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        try:
+            self.index: dict[str, Any] = structure.read_index(files.folder, files.manifest)
+        except Wrong as error:
+            raise CheckpointCorruptError(f"{files.folder / INDEX} is not what echelon writes: {error}.") from None
+        self._written_as: dict[str, str] = {}
+
+    def rename(self, naming: Naming) -> None:
+        """Call tensors by other names from now on.
+
+        Raises:
+            CheckpointMismatchError: two would have the same.
+        """
+        names = renamed.by_old(self.index, naming)
+        self._written_as = {new: self._written_as.get(old, old) for old, new in names.items()}
+        self.index = {names[old]: entry for old, entry in self.index.items()}
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        return self._files.manifest
+
+    def shape(self, name: str) -> list[int]:
+        shape: list[int] = self.index[name]["shape"]
+        return shape
+
+    def metadata(self, names: list[str]) -> Metadata:
+        """As torch's planners want it."""
+        known: dict[str, Any] = {}
+        for name in names:
+            entry = self.index[name]
+            chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, _ in entry["pieces"]]
+            properties = TensorProperties(dtype=plain.dtype_of(entry["dtype"]))
+            known[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
+        return Metadata(known)
+
+    def piece(self, name: str, offsets: list[int], sizes: list[int], written_in: str) -> torch.Tensor:
+        """A piece as it was written: a view of its file."""
+        file = self._files.open(written_in)
+        written_as = self._written_as.get(name, name)
+        return file.tensor(in_file(written_as, tuple(offsets)), plain.dtype_of(self.index[name]["dtype"]), sizes)
+
+    def part(self, name: str, storage_offsets: torch.Size | None, begins: torch.Size, lengths: torch.Size) -> torch.Tensor:
+        """A part of the piece that begins at `storage_offsets`."""
+        pieces = self.index[name]["pieces"]
+        offsets, sizes, written_in = next(p for p in pieces if storage_offsets is None or tuple(p[0]) == tuple(storage_offsets))
+        part = self.piece(name, offsets, sizes, written_in)
+        for dim, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
+            part = part.narrow(dim, begin, length)
+        return part
+
+    def read_into(self, tensors: dict[str, Any]) -> None:
+        """Fill tensors, or what this rank holds of them, with what the checkpoint has under their names."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(tensors, self.metadata(list(tensors)))
+        mapped = 0
+        for item in planner.create_local_plan().items:
+            part = self.part(item.storage_index.fqn, item.storage_index.offset, item.storage_offsets, item.lengths)
+            planner.resolve_tensor(item).detach().copy_(part)
+            mapped += part.nbytes
+            if mapped > _MAPPED_BYTES:
+                self.forget()
+                mapped = 0
+        self.forget()
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole tensor: a view if it was written in one piece."""
+        entry = self.index[name]
+        pieces = entry["pieces"]
+        if len(pieces) == 1:
+            return self.piece(name, *pieces[0])
+        made = torch.empty(entry["shape"], dtype=plain.dtype_of(entry["dtype"]))
+        for offsets, sizes, written_in in pieces:
+            target = made
+            for dim, (begin, length) in enumerate(zip(offsets, sizes, strict=True)):
+                target = target.narrow(dim, begin, length)
+            target.copy_(self.piece(name, offsets, sizes, written_in))
+        return made
+
+    def spans(self, name: str) -> list[tuple[Span, str]]:
+        """Where the pieces of a tensor lie, and in which of the checkpoint's files."""
+        dtype, written_as = plain.dtype_of(self.index[name]["dtype"]), self._written_as.get(name, name)
+        return [
+            (self._files.open(written_in).span(in_file(written_as, tuple(offsets)), dtype, sizes), written_in)
+            for offsets, sizes, written_in in self.index[name]["pieces"]
+        ]
+
+    def span(self, name: str) -> Span | None:
+        """Where a tensor lies, if it was written in one piece."""
+        found = self.spans(name)
+        return found[0][0] if len(found) == 1 else None
+
+    def forget(self) -> None:
+        for file in self._files._open.values():
+            file.forget()

@@ -1,0 +1,157 @@
+"""What a StreamLoader's workers run: one iteration over the dataset each, in micro-batches, with where it stands after each."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from echelon.contracts.errors import DataError
+from echelon.data.reader import Failure
+from echelon.data.workers import Board, said, seed_worker
+from echelon.world import streams as random_streams
+
+__all__ = ["Share", "Stand", "Streams"]
+
+_END = object()
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where a data rank stands in an epoch: before the micro-batch `position`, whose turn is `turn`."""
+
+    position: int
+    turn: int
+    streams: tuple[Any, ...]  # each one's state; None at its beginning
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a data rank reads, and how; the words are StreamLoader's.
+
+    Args:
+        size: samples of a micro-batch.
+        keep: also the last ones, which are fewer.
+        where: epoch and data rank, for messages.
+        dp: (data rank, how many).
+    """
+
+    dataset: Iterable[Any]
+    collate: Callable[[list[Any]], Any]
+    shards: str | None
+    size: int
+    keep: bool
+    epoch: int
+    where: str
+    dp: tuple[int, int]
+
+
+class Streams(IterableDataset[Any]):
+    """(whether there is a batch, batch, the stream's state after it), without end: one stream, that of this worker."""
+
+    def __init__(self, share: Share, begin: Stand, board: Board | None) -> None:
+        self._share, self._begin, self._board = share, begin, board
+
+    def __iter__(self) -> Iterator[Any]:
+        streams = len(self._begin.streams)
+        worker = self._board.worker if self._board is not None else 0
+        # Torch begins with worker 0, and the epoch goes on with the stream whose turn it is.
+        stream = (self._begin.turn + worker) % streams
+        try:
+            yield from self._batches(stream, streams)
+        except DataError as error:
+            if self._board is None:
+                raise
+            yield Failure.of(error, self._board)
+
+    def _batches(self, stream: int, streams: int) -> Iterator[Any]:
+        state, index, count = self._begin.streams[stream], self._share.dp[0] * streams + stream, self._share.dp[1] * streams
+        # Past its end a stream has nothing to load: its state says only that.
+        ended = isinstance(state, dict) and state.get("ended", False)
+        with self._drawing(index, -1):
+            samples = iter(()) if ended else self._samples(state, index, count)
+        read = 0 if state is None else int(state["read"])
+        while True:
+            with self._drawing(index, read):
+                batch = self._read(samples, read, index)
+                read += len(batch)
+                given = len(batch) == self._share.size or bool(batch and self._share.keep)
+                collated = self._collated(batch, index, read) if given else None
+            # Past its end a dataset may say that it stands at its beginning.
+            more = {"own": self._state()} if len(batch) == self._share.size else {"ended": True}
+            yield given, collated, {"read": read, **more}
+
+    @contextlib.contextmanager
+    def _drawing(self, index: int, read: int) -> Iterator[None]:
+        """Context in which what a stream draws depends on where it stands: what is read again after a restart draws the same.
+
+        In the rank's own process its streams are afterwards as before: a reader may be ahead of the training that draws, too.
+        """
+        before = random_streams.states() if self._board is None else None
+        seed_worker(self._share.epoch, index, read)
+        try:
+            yield
+        finally:
+            if before is not None:
+                random_streams.put_back(before)
+
+    def _read(self, samples: Iterator[Any], read: int, index: int) -> list[Any]:
+        """The samples of a micro-batch; fewer at the stream's end."""
+        batch: list[Any] = []
+        try:
+            for sample in samples:
+                batch.append(sample)
+                if self._board is not None:
+                    self._board.reading(read + len(batch))
+                if len(batch) == self._share.size:
+                    break
+        except Exception as error:
+            raise DataError(
+                f"sample {read + len(batch)} of stream {index}{self._share.where} could not be read: {said(error)}"
+            ) from error
+        return batch
+
+    def _collated(self, batch: list[Any], index: int, read: int) -> Any:
+        try:
+            return self._share.collate(batch)
+        except Exception as error:
+            which = f"samples {read - len(batch)} to {read - 1} of stream {index}{self._share.where}"
+            raise DataError(f"{which} could not be collated: {said(error)}") from error
+
+    def _samples(self, state: dict[str, Any] | None, index: int, count: int) -> Iterator[Any]:
+        dataset: Any = self._share.dataset
+        if self._share.shards == "set_place":
+            dataset.set_place(index, count)
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(self._share.epoch)
+        own = state["own"] if state is not None else None
+        if own is not None and hasattr(dataset, "load_state_dict"):
+            dataset.load_state_dict(copy.deepcopy(own))
+        iterator: Any = iter(dataset)
+        if own is not None and not hasattr(dataset, "load_state_dict"):
+            iterator.load_state_dict(copy.deepcopy(own))
+        self._holder = dataset if hasattr(dataset, "state_dict") else iterator
+        if self._share.shards != "stride" or count == 1:
+            return iterator  # type: ignore[no-any-return]
+        return _strided(iterator, index if state is None else count - 1, count)
+
+    def _state(self) -> Any:
+        """A copy: what is sent is pickled later, when the dataset may have gone on."""
+        return copy.deepcopy(self._holder.state_dict()) if hasattr(self._holder, "state_dict") else None
+
+
+def _strided(iterator: Iterator[Any], skip: int, count: int) -> Iterator[Any]:
+    """Every `count`-th sample, after `skip`; nothing is read beyond one that is given."""
+    while True:
+        for _ in range(skip):
+            if next(iterator, _END) is _END:
+                return
+        sample = next(iterator, _END)
+        if sample is _END:
+            return
+        yield sample
+        skip = count - 1
