@@ -2,7 +2,8 @@
 
 import ast
 import functools
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import echelon
@@ -45,6 +46,115 @@ def test_imports_in_functions_and_for_type_checkers_are_read() -> None:
     modules = {"echelon.loop", "echelon.loop.auto", "echelon.loop.run", "echelon.cli.main", "echelon.loop.x"}
     found = imported_by("echelon.loop.x", ast.parse(source), modules, is_package=False)
     assert found == {"echelon.loop.auto", "echelon.loop.run", "echelon.cli.main"}
+
+
+def test_docs_architecture_lists_all_process_wide_state() -> None:
+    text = (SOURCES.parents[1] / "docs/architecture.md").read_text()
+    rows = [line for line in text.partition("## Process-wide state")[2].splitlines() if line.startswith("|")]
+    listed = {f"echelon.{each}" for row in rows for each in re.findall(r"`([\w.]+)`", row)}
+    there = {f"{name}.{each}" for name, (_, tree) in trees().items() for each in process_wide(tree)}
+    assert listed == there, f"to be listed with a reason: {sorted(there - listed)}; gone: {sorted(listed - there)}"
+
+
+def test_planted_process_wide_state_is_found() -> None:
+    source = (
+        "_a = 0\n_b: dict[int, str] = {}\n_c = weakref.WeakKeyDictionary()\n"
+        "TABLE = {1: 2}\n_CHANGED = [1]\n__all__ = ['f']\n_d = (1, 2)\n"
+        "class C:\n    _e: ClassVar[list[int]] = []\n    f = 1\n"
+        "def f():\n    global _a\n    _a = 1\n    g = []\n    _CHANGED.append(2)\n"
+    )
+    assert process_wide(ast.parse(source)) == {"_a", "_b", "_c", "C._e", "_CHANGED"}
+
+
+def test_the_identity_of_an_object_is_not_kept_beyond_a_call() -> None:
+    """An object that is freed leaves its id() to another one. Weak keys, or an attribute of our own, do not mistake them."""
+    assert {name: lines for name, (_, tree) in trees().items() if (lines := kept_ids(tree))} == {}
+
+
+def test_a_planted_identity_is_found() -> None:
+    source = (
+        "_seen = {}\n"
+        "def f(x, seen):\n"
+        "    mine = {id(x)}\n    seen.add(id(x))\n    y = id(x) in mine\n"  # as long as x lives
+        "    key = id(x)\n    _seen[id(x)] = 1\n    self.seen.add(id(x))\n    self.key = id(x)\n"
+    )
+    assert kept_ids(ast.parse(source)) == [6, 7, 8, 9]
+
+
+# What wraps or splits a module, or is made for such a one: only `parallel/` knows these by class.
+WRAPPERS = {
+    "DDP",
+    "DDPPrepared",
+    "DPPrepared",
+    "DTensor",
+    "DTensorPrepared",
+    "DataParallel",
+    "DistributedDataParallel",
+    "FSDP",
+    "FSDP1Prepared",
+    "FSDPModule",
+    "FSDPPrepared",
+    "FullyShardedDataParallel",
+    "OptimizedModule",
+    "ShardedDDPPrepared",
+    "ShardedDataParallel",
+    "TorchFSDP",
+    "ZeROPrepared",
+}
+# Attributes by which a DTensor is told from a tensor.
+OF_DTENSORS = {"device_mesh", "full_tensor", "to_local"}
+# Who asks nevertheless, and why.
+MAY_ASK = {
+    # Siblings of `parallel`, which they may not import: a tensor that a checkpoint was given is gathered as it is.
+    "echelon.checkpoint",
+    # Programs of other libraries are about these classes.
+    "echelon.compat",
+}
+
+
+def test_only_parallel_knows_a_wrapper_by_its_class() -> None:
+    found = {name: asked for name, (_, tree) in trees().items() if not may_ask(name) and (asked := asked_in(tree))}
+    assert found == {}, "ask Prepared, or parallel/shards"
+
+
+def test_a_planted_question_is_found() -> None:
+    for source in (
+        "isinstance(m, DistributedDataParallel)",
+        "isinstance(m, (int, nn.parallel.DataParallel))",
+        "issubclass(kind, fsdp.FSDPModule)",
+        "type(m) is FSDPPrepared",
+        "type(m).__name__ == 'FSDPPrepared'",
+        "hasattr(p, 'device_mesh')",
+        "getattr(p, 'full_tensor', None)",
+        "kinds = {'DDPPrepared': 'ddp'}",
+    ):
+        assert asked_in(ast.parse(source)), source
+    assert asked_in(ast.parse("isinstance(m, DDPStrategy); hasattr(p, 'grad'); x: DTensor")) == []
+
+
+def may_ask(name: str) -> bool:
+    return name.startswith("echelon.parallel.") or any(name.startswith(f"{room}.") for room in MAY_ASK)
+
+
+def asked_in(tree: ast.Module) -> list[str]:
+    """Tests for a wrapper's class, or for a DTensor's attributes, and classes' names in strings."""
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+            if node.func.id in ("isinstance", "issubclass"):
+                found += WRAPPERS & names_in(node.args[1])
+            elif node.func.id in ("hasattr", "getattr") and isinstance(node.args[1], ast.Constant):
+                found += OF_DTENSORS & {node.args[1].value}
+        elif isinstance(node, ast.Compare):
+            found += WRAPPERS & set().union(*map(names_in, (node.left, *node.comparators)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found += WRAPPERS & {node.value}
+    return found
+
+
+def names_in(tree: ast.AST) -> set[str]:
+    nodes = list(ast.walk(tree))
+    return {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
 
 
 @functools.cache
@@ -125,3 +235,76 @@ def private_attributes_of_others(tree: ast.Module) -> list[str]:
     own = {"self", "cls", "super()"}
     private = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr.startswith("_") and not n.attr.endswith("__"))
     return sorted(ast.unparse(n) for n in private if ast.unparse(n.value) not in own)
+
+
+CHANGING = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
+MUTABLE = {"Condition", "ContextVar", "Event", "Lock", "RLock", "local", "count", "cast"} | {
+    *("Counter", "OrderedDict", "bytearray", "defaultdict", "deque", "dict", "list", "set"),
+    *("WeakIdKeyDictionary", "WeakKeyDictionary", "WeakSet", "WeakTensorKeyDictionary", "WeakValueDictionary"),
+}
+
+
+def process_wide(tree: ast.Module) -> set[str]:
+    """Names of a module, and of its classes, that hold what can change. Constants in capitals count only if they are changed."""
+    nodes = list(ast.walk(tree))
+    found = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+    changed = {
+        node.func.value.id
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name)
+        if node.func.attr in CHANGING
+    } | {
+        node.value.id
+        for node in nodes
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del) and isinstance(node.value, ast.Name)
+    }
+    for name, value in bound(tree.body):
+        last = name.rpartition(".")[2]
+        if is_mutable(value) and not last.startswith("__") and (not last.isupper() or last in changed):
+            found.add(name)
+    return found
+
+
+def bound(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.expr]]:
+    """Names and values of the assignments in a module or class."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from bound(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name):
+                    yield prefix + target.id, node.value
+        elif isinstance(node, ast.If | ast.Try):
+            yield from bound(node.body, prefix)
+
+
+def is_mutable(value: ast.expr) -> bool:
+    if not isinstance(value, ast.Call):
+        return isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+    made = value.func.value if isinstance(value.func, ast.Subscript) else value.func
+    return (made.attr if isinstance(made, ast.Attribute) else made.id if isinstance(made, ast.Name) else "") in MUTABLE
+
+
+def kept_ids(tree: ast.Module) -> list[int]:
+    """Lines on which `id(...)` goes to a name, an attribute, or a container that is not the function's own."""
+    wide = {name for name, _ in bound(tree.body)}
+    lines = set()
+
+    def own(node: ast.expr) -> bool:
+        return isinstance(node, ast.Name) and node.id not in wide
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr):
+            kept = is_id(node.value)
+        elif isinstance(node, ast.Subscript):
+            kept = is_id(node.slice) and not own(node.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            kept = any(map(is_id, node.args)) and not own(node.func.value)
+        else:
+            continue
+        lines |= {node.lineno} if kept else set()
+    return sorted(lines)
+
+
+def is_id(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "id"

@@ -96,17 +96,17 @@ def watch(modules: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Opt
         modules: a unit's, by the attributes' names.
     """
     for optimizer in optimizers:
-        mine = {id(p) for p in parameters_of(optimizer)}
-        watched = _watched.setdefault(optimizer, set())
+        mine = set(parameters_of(optimizer))
+        watched = _watched.setdefault(optimizer, weakref.WeakSet())
         for name, module in modules.items():
             if not isinstance(module, DistributedDataParallel) or dist.get_world_size(module.process_group) == 1:
                 continue
-            if id(module) not in watched and any(id(p) in mine for p in module.parameters()):
-                watched.add(id(module))
+            if module not in watched and not mine.isdisjoint(module.parameters()):
+                watched.add(module)
                 _Watch(name, module, optimizer)
 
 
-_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 class _Watch:
@@ -135,8 +135,8 @@ class _Watch:
         if self._around < self._next_look or module is None:
             return
         self._next_look *= 2
-        mine = {id(p) for p in parameters_of(optimizer)}
-        named = [(n, p) for n, p in module.module.named_parameters() if id(p) in mine]
+        mine = set(parameters_of(optimizer))
+        named = [(n, p) for n, p in module.module.named_parameters() if p in mine]
         everyones = agree.gather([None if p.grad is None else _digest(p.grad) for _, p in named], module.process_group)
         for (name, _), *digests in zip(named, *everyones, strict=False):
             if any(digest != digests[0] for digest in digests):

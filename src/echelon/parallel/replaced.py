@@ -5,36 +5,30 @@ Splitting a parameter makes another one. Nobody else knows the old one then; her
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = ["name_before", "note"]
 
-# By identity: tensors compare element by element.
-_names: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+_names = WeakTensorKeyDictionary()
 
 
-def note(before: Iterable[tuple[str, nn.Parameter]], after: Mapping[str, nn.Parameter]) -> None:
+def note(before: Iterable[tuple[str, nn.Parameter]], after: Iterable[nn.Parameter]) -> None:
     """Remember what was replaced.
 
     Args:
         before: a module's parameters by name, before it was made parallel.
-        after: and afterwards.
+        after: its parameters afterwards.
     """
+    kept = {id(parameter) for parameter in after}
     for name, parameter in before:
-        if after.get(name) is not parameter:
-            key = id(parameter)
-            _names[key] = weakref.ref(parameter, functools.partial(_forget, key)), name
-
-
-def _forget(key: int, _: object) -> None:
-    _names.pop(key, None)
+        if id(parameter) not in kept:  # whatever it is called now
+            _names[parameter] = name
 
 
 def name_before(parameter: nn.Parameter) -> str | None:
     """The name that it had in a module that holds another one now; None if nothing took its place."""
-    found = _names.get(id(parameter))
-    return found[1] if found is not None and found[0]() is parameter else None
+    found: str | None = _names.get(parameter)
+    return found

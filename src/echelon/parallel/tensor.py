@@ -187,9 +187,9 @@ def _style(layer: nn.Module, style: Any) -> ParallelStyle:
 
 def _place(module: nn.Module, world: World, *, from_rank0: bool) -> None:
     """What has values goes to the device; the same on all ranks."""
-    tensors = {id(t): t for t in (*module.parameters(), *module.buffers()) if not t.is_meta}
+    tensors = dict.fromkeys(t for t in (*module.parameters(), *module.buffers()) if not t.is_meta)
     with torch.no_grad():
-        for tensor in tensors.values():
+        for tensor in tensors:
             if tensor.device != world.device:
                 tensor.data = tensor.data.to(world.device)
             if from_rank0 and world.size > 1:

@@ -8,6 +8,7 @@ always provides.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ __all__ = ["AnyRankLater", "any_rank", "channel", "control_group", "from_rank0",
 
 T = TypeVar("T")
 
-_side_groups: dict[int, dist.ProcessGroup] = {}
+_side_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def is_joined() -> bool:
@@ -42,13 +43,11 @@ def control_group() -> dist.ProcessGroup | None:
         return None
     if "gloo" in str(dist.get_backend_config()):
         return default
-    key = id(default)
-    if key not in _side_groups:
-        _side_groups.clear()  # of default groups that are gone
+    if default not in _side_groups:
         made = dist.new_group(backend="gloo")
         assert made is not None
-        _side_groups[key] = made
-    return _side_groups[key]
+        _side_groups[default] = made
+    return _side_groups[default]
 
 
 def any_rank(flag: bool) -> bool:

@@ -41,18 +41,18 @@ class ShardedGradScaler(TorchShardedGradScaler):  # type: ignore[misc, unused-ig
             enabled=enabled,
             process_group=process_group,
         )
-        self._unscaled: set[int] = set()
+        self._unscaled: set[torch.optim.Optimizer] = set()
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         if dist.is_initialized():
             super().unscale_(optimizer)
         else:  # torch's own would ask for a group
             GradScaler.unscale_(self, optimizer)
-        self._unscaled.add(id(optimizer))
+        self._unscaled.add(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         # A fused optimizer looks for infs by itself, on this rank only, unless that has been done.
-        if self.is_enabled() and id(optimizer) not in self._unscaled and getattr(optimizer, "_step_supports_amp_scaling", False):
+        if self.is_enabled() and optimizer not in self._unscaled and getattr(optimizer, "_step_supports_amp_scaling", False):
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
