@@ -38,14 +38,20 @@ class Batches(Iterator[Any]):
         return self
 
 
-def own_fetch(stage: Stage, batches: Batches) -> Callable[[], Any] | None:
-    """The call that gets the data of a unit that fetches by a method of its own, or whose step iterates; None for others."""
+def own_fetch(stage: Stage, batches: Batches, *, always: bool) -> Callable[[], Any] | None:
+    """The call that gets a step's data where the unit has its own way: a method that fetches, or a step that iterates.
+
+    Args:
+        always: for other units, too, the next of `batches`, instead of None.
+    """
     method = f"get_next_{stage.phase}_batch"
     if wants_iterator(getattr(stage.unit, f"{stage.phase}_step")):
         return batches.itself
-    if not is_real(stage.unit) or keeps(stage.unit, method, KINDS[stage.phase]):
+    fetch: Callable[[], Any] = batches.__next__
+    if is_real(stage.unit) and not keeps(stage.unit, method, KINDS[stage.phase]):
+        fetch = partial(getattr(stage.unit, method), stage.state, batches)
+    elif not always:
         return None
-    fetch = partial(getattr(stage.unit, method), stage.state, batches)
     return timed(stage.state.timer, f"{stage.phase}.next(data_iter)", fetch)
 
 

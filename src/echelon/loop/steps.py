@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from echelon.contracts import pulse
@@ -42,28 +43,29 @@ class Steps:
         self.stage, self.between = stage, between
         self.feed = open_feed(stage)
         self.batches = Batches(self.feed, stage.here)
-        self.fetch = own_fetch(stage, self.batches)
+        self.take = timed(state.timer, f"{phase}.next(data_iter)", self.feed.__next__)
         self.step = timed(state.timer, f"{type(stage.unit).__name__}.{phase}_step", getattr(stage.unit, f"{phase}_step"))
         meets = stage.inner.forward_is_collective or any(getattr(c, "meets_in_steps", False) is True for c in stage.callbacks)
         meets = meets or getattr(stage.here.dataloader, "meets_in_steps", False)
-        agrees = not state.alone and (stage.trains or meets)
-        self.unsized = agreements.on_lengths(phase, self.feed, stage.unit) if agrees else False
+        unsized = not state.alone and (stage.trains or meets) and agreements.on_lengths(phase, self.feed, stage.unit)
+        fetch = own_fetch(stage, self.batches, always=unsized)
+        self.fetch = partial(self._fetch_agreed, fetch) if unsized and fetch is not None else fetch
         self.cuts = agreements.cuts_evaluation(state, together=meets) if phase == "eval" else None
         self.given_up = False
+        timer = stage.here.iteration_timer
+        self.waits, self.durations = timer.series("data_wait_time"), timer.series(f"{phase}_iteration_time")
+        # For whoever watches this rank: steps that were trained, and evaluated in an evaluation.
+        self.trained, self.evaluated = (stage.progress, Progress()) if stage.trains else (_trained(stage.unit), stage.progress)
 
     def run(self) -> bool:
         """All of them; True if the epoch came to its end, False if it was cut short."""
-        stage, fetch, step, unsized, cuts = self.stage, self.fetch, self.step, self.unsized, self.cuts
+        stage, fetch, take, step, cuts = self.stage, self.fetch, self.take, self.step, self.cuts
         state, unit, inner, hooks, here, progress = stage.state, stage.unit, stage.inner, stage.hooks, stage.here, stage.progress
         trains, before_step = stage.trains, hooks.next_end + hooks.step_start
         agree_to_stop, evaluate = self.between.agree_to_stop, self.between.evaluate
-        take = timed(state.timer, f"{stage.phase}.next(data_iter)", self.feed.__next__)
-        # Whoever watches this rank is told where it is, a few times a step, for a fraction of a microsecond.
-        (fetching, stepping, after), at = _BEATS[trains], pulse.at
-        trained, evaluated = (progress, Progress()) if trains else (_trained(unit), progress)
+        waits, durations, clock = self.waits, self.durations, time.perf_counter
+        (fetching, stepping, after), at, trained, evaluated = _BEATS[trains], pulse.at, self.trained, self.evaluated
         pulse.begin()
-        timer, clock = here.iteration_timer, time.perf_counter
-        waits, durations = timer.series("data_wait_time"), timer.series(f"{stage.phase}_iteration_time")
         while not (state.should_stop and (inner.at_boundary or not trains)) and (cuts is None or not cuts.asked()):
             for hook in hooks.next_start:
                 hook(state, unit)
@@ -76,10 +78,8 @@ class Steps:
                     here.step = taken = take()
                     data = taken.batch
             except StopIteration:
-                self._is_over()
+                self.given_up = self.feed.used < (self.feed.total or 0)  # by a get_next_*_batch of the unit's own
                 break
-            if unsized:
-                agreements.on_end(stage.phase, self.feed.used, ended=False)
             if progress.skipped and trains and progress.skips:
                 self._leave_out(data, progress)
                 continue
@@ -107,15 +107,17 @@ class Steps:
                 agree_to_stop()
             if evaluates:
                 evaluate()  # type: ignore[misc]
-        at(Phase.BETWEEN, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
         return self._close(progress)
 
-    def _is_over(self) -> None:
-        """There is no further batch."""
-        if self.unsized:
+    def _fetch_agreed(self, fetch: Callable[[], Any]) -> Any:
+        """Where no loader has a length: all ranks have one more batch, or none has."""
+        try:
+            data = fetch()
+        except StopIteration:
             agreements.on_end(self.stage.phase, self.feed.used, ended=True)
-        # By a get_next_*_batch of the unit's own: its epoch ends here.
-        self.given_up = self.feed.used < (self.feed.total or 0)
+            raise
+        agreements.on_end(self.stage.phase, self.feed.used, ended=False)
+        return data
 
     def _leave_out(self, data: Any, progress: Progress) -> None:
         """Count a step without training on its batch; an evaluation that is due at it comes all the same."""
@@ -134,6 +136,7 @@ class Steps:
 
     def _close(self, progress: Progress) -> bool:
         here = self.stage.here
+        pulse.at(Phase.BETWEEN, self.trained.num_steps_completed, self.evaluated.num_steps_completed_in_epoch)
         if self.cuts is not None:
             self.cuts.settle()
         ended = self.stage.state.went_back or self.given_up or _ended(self.stage, self.feed, progress)
