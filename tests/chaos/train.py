@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.parallel.strategy import local
+from echelon.parallel.shards import local
 
 GLOBAL_BATCH, SAMPLES = 12, 70  # the last global batch of an epoch has ten
 
