@@ -219,7 +219,7 @@ def _other_world(folder: Path) -> str:
 def test_another_number_of_ranks_is_refused_on_all_of_them(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, _saved_and_restored, tmp_path / "c", 4, False, 0)
     for said in ranks(4, _other_world, tmp_path / "c"):
-        assert "streams of Counted cannot go on: dp_size was 2, is 4" in said
+        assert "streams of Counted cannot resume: dp_size was 2, is 4" in said
 
 
 def test_other_workers_or_another_split_are_refused() -> None:
@@ -257,7 +257,7 @@ def test_streams_that_would_read_the_same_are_refused() -> None:
         with pytest.raises(UsageError, match=r"Plain has no set_place\(index, count\), so all 2 streams"):
             list(_stream(Plain(), **options))
     assert len(_all(_stream(Plain(), shards="itself"))) == 15  # each rank all of them, if the dataset is trusted to divide itself
-    with pytest.raises(UsageError, match=r"Plain has no set_place\(index, count\): use"):
+    with pytest.raises(UsageError, match=r"needs a dataset with set_place\(index, count\), which Plain lacks. Use"):
         _stream(Plain(), shards="set_place")
 
 

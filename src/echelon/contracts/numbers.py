@@ -1,4 +1,4 @@
-"""Numbers as people write them: 10, 10.0, a number of numpy or torch; and what is no number of steps."""
+"""Whole numbers as people write them: 10, 10.0, or a scalar of numpy or torch."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ __all__ = [
     "read_loaders",
 ]
 
-# What a run goes on without: the disk or its quota is full, or the file as large as it may be.
+# What a run continues without: the disk or its quota is full, or the file as large as it may be.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RUN_DIR_VARIABLE = "ECHELON_RUN_DIR"
 RESTART_VARIABLE = "ECHELON_RESTART"
@@ -77,7 +77,7 @@ class RunDir:
         Args:
             root: folder of all runs.
             name: the run's name; None makes one from `stem` and the time, never one that exists.
-            begin: take the next attempt; else whoever runs it does that later, with `next_attempt`.
+            begin: take the next attempt; else the launcher does that later, with `next_attempt`.
         Raises:
             UsageError: a name that is no plain file name, or a root that cannot be written.
         """
@@ -111,7 +111,7 @@ class RunDir:
         """
         if not _NAME.fullmatch(name):
             raise UsageError(
-                f"run name {name!r}: use 1 to 64 of the characters A-Z a-z 0-9 . _ - and do not begin with '.' or '-'."
+                f"a run's name must be 1 to 64 of the characters A-Z a-z 0-9 . _ - and not begin with . or -, got {name!r}."
             )
 
     @classmethod
@@ -186,7 +186,7 @@ class RunDir:
                 file = open_file(path, os.O_RDWR | os.O_CREAT)
             except OSError as error:
                 raise UsageError(
-                    f"run {self.name} cannot be held: {path} {_reason(error)}. Remove it, or give another --name."
+                    f"run {self.name} cannot be locked: {path} {_reason(error)}. Remove it, or give another --name."
                 ) from error
             try:
                 fcntl.lockf(file, kind | fcntl.LOCK_NB)
@@ -319,7 +319,7 @@ def begins_anew() -> bool:
 
 
 def note_begun() -> None:
-    """For whoever has set aside what earlier runs saved, on one rank: later attempts of this command go on from their own."""
+    """Called on one rank once earlier checkpoints were set aside: later attempts of this command resume from their own."""
     run = RunDir.current()
     if run is not None and begins_anew():
         os.close(open_file(run.attempt_path / "begun", os.O_WRONLY | os.O_CREAT))
@@ -336,7 +336,7 @@ def note_loader(global_batch: int, accumulation: int, *, divisible: int, ranks_p
     Args:
         divisible: the number of ranks, divided by `ranks_per_place`, must divide this.
         ranks_per_place: ranks that are given the same samples, as with tensor parallelism.
-        fixed: the loader goes on with as many ranks only.
+        fixed: the loader resumes with as many ranks only.
     """
     run = RunDir.current()
     if run is None:

@@ -60,11 +60,11 @@ def check_parents(path: Path) -> None:
         try:
             mode = os.stat(folder).st_mode
         except OSError as error:
-            raise UsageError(f"who can write to {folder}, above {path}, cannot be seen: {error.strerror}.") from error
+            raise UsageError(f"cannot see who may write to {folder}, a parent of {path}: {error.strerror}.") from error
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise UsageError(
-                f"everybody can write to {folder}, and so put another folder in the place of {path}: chmod o-w or +t it, or take "
-                "another folder, with --runs."
+                f"everybody can write to {folder}, and so replace {path}. Use chmod o-w or +t on it, or choose another folder "
+                "with --runs."
             )
 
 

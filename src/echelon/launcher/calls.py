@@ -67,7 +67,7 @@ def main_module() -> dict[str, Any]:
 
 
 def refuse_in_bootstrap(what: str) -> None:
-    """A rank imports the caller's script to find its functions; starting ranks at the top level of it would go on for ever.
+    """A rank imports the caller's script to find its functions; a script that starts ranks at its top level would recurse.
 
     Raises:
         UsageError: this is such a rank, importing.

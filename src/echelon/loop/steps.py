@@ -101,7 +101,7 @@ class Steps:
             for hook in hooks.step_end:
                 hook(state, unit)
             here.step_output = None
-            if state.went_back:
+            if state.rolled_back:
                 break
             if agree_to_stop is not None and inner.at_boundary:
                 agree_to_stop()
@@ -136,7 +136,7 @@ class Steps:
         here = self.stage.here
         if self.cuts is not None:
             self.cuts.settle()
-        ended = self.stage.state.went_back or self.given_up or _ended(self.stage, self.feed, progress)
+        ended = self.stage.state.rolled_back or self.given_up or _ended(self.stage, self.feed, progress)
         if ended:
             here.feed, here.step = None, NO_STEP  # one that was cut short keeps it: a checkpoint at the end wants its position
         return ended

@@ -137,13 +137,13 @@ class Trainer:
         """Train, and evaluate if there is something to evaluate on.
 
         What a checkpoint holds (modules, optimizer, schedule, progress, metrics) comes back into `unit`, so that a second call
-        goes on; and so do other attributes as rank 0 has them, where they can be pickled.
+        continues; and so do other attributes as rank 0 has them, where they can be pickled.
 
         Args:
             unit: an AutoUnit; or a function that every rank calls to build a unit, for one that wraps its module itself.
             train_dataloaders, val_dataloaders: an `echelon.Loader`, whose global batch is what it says on any number of ranks.
                 A torch DataLoader has its batch size on each rank, as in Lightning. Other iterables give every rank the same.
-            ckpt_path: a checkpoint to go on from; "last" is the newest below `default_root_dir`, if there is one.
+            ckpt_path: a checkpoint to resume from; "last" is the newest below `default_root_dir`, if there is one.
         Raises:
             RankFailedError: with the first failing rank's own traceback.
             UsageError: the unit cannot be sent to other processes.

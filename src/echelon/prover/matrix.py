@@ -102,5 +102,5 @@ def matrix(
             if parts % r == 0 and (r > 1 or name == "noop")
         ]
     if not rows:
-        raise UsageError("nothing to compare: give at least one strategy and one number of ranks.")
+        raise UsageError("prove needs at least one strategy and one number of ranks, got none.")
     return rows

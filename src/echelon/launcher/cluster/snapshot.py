@@ -76,7 +76,7 @@ def copy_code(
     if root is not None:
         chosen = Path(root).resolve()
         if not chosen.is_dir():
-            raise UsageError(f"code_root {root!r}: there is no such folder.")
+            raise UsageError(f"code_root must be a folder, got {root!r}.")
         inside = chosen.is_relative_to(base) and files is not None
         files = (
             [str((base / f).relative_to(chosen)) for f in files or () if (base / f).is_relative_to(chosen)] if inside else None
@@ -95,7 +95,7 @@ def copy_code(
         if count > _MOST_FILES:
             raise UsageError(
                 f"{base} has more than {_MOST_FILES} files to copy for the job. Put the code into a git repository, "
-                "with data in .gitignore, or do without a copy: --no-snapshot, or pack_code=False."
+                "with data in .gitignore, or run without a copy: --no-snapshot, or pack_code=False."
             )
         if not source.is_file():  # deleted, and not yet committed
             continue

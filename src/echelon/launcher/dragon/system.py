@@ -92,7 +92,7 @@ class System:
         """
         count = sum(len(cores) for _, cores, _ in self._nodes) if n is None else n
         if count < 1:
-            raise UsageError(f"cpu_policies({n}): at least 1.")
+            raise UsageError(f"the number of CPU policies must be at least 1, got {n}.")
         policies = []
         for index, (host, cores, _) in enumerate(self._nodes):
             here = count // self.nnodes + (index < count % self.nnodes)

@@ -23,7 +23,7 @@ _EXIT_WAIT_S = 10.0
 
 
 class Requests:
-    """Requests to stop and go on later: by signals, which are only counted here, and by the time.
+    """Requests to stop and resume later: by signals, which are only counted here, and by a time limit.
 
     Args:
         stop_after_s: seconds from now; None is no limit.
