@@ -120,7 +120,7 @@ class Lease:
             time.sleep(0.05)
 
     def _open(self, path: Path) -> int | None:
-        """The lease's file, made if there is none; None if what had its name was not made by a run, and is removed."""
+        """Open the lease's file, creating it if needed; None if the file there was not made by a run, and was removed."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             file = os.open(path, flags, 0o644)

@@ -180,7 +180,7 @@ def check_files(files: Any) -> dict[str, Any]:
     """What a manifest says of files: by name, size and checksums.
 
     Raises:
-        Wrong: it says something else, or names a file that is none of a checkpoint.
+        Wrong: anything else, or a file name that no checkpoint has.
     """
     for name, entry in strict.mapping(files, "files").items():
         if not _FILE.fullmatch(name) or name == MANIFEST:

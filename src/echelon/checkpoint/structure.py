@@ -162,7 +162,7 @@ def state_of(header: Header) -> dict[str, Any]:
     """The nested state in a file, as JSON that `plain.decode` can turn into what it stands for.
 
     Raises:
-        Wrong: it is none, or its tensors are not those of the file.
+        Wrong: it is not a nested state, or its tensors are not those of the file.
     """
     if STATE_KEY not in header.metadata:
         raise Wrong("it holds no state")

@@ -189,7 +189,7 @@ class TensorFile:
         """A tensor by name. Give type and shape for what may have been written as bytes.
 
         Raises:
-            CheckpointCorruptError: there is none, or one of another type or shape.
+            CheckpointCorruptError: it is missing, or has another dtype or shape.
         """
         entry = self._entry(name, dtype, shape)
         held = dtype_of(entry.dtype)

@@ -103,7 +103,7 @@ class EventLog:
             logger.warning("%s lacks %d lines, which could not be written", self.path, lost)
 
 
-# A line that is longer is none of ours, and is left out.
+# No line of ours is longer: such a line is left out.
 _LONGEST = 4 << 20
 _AT_ONCE = 64 << 20
 # Of a file that is read whole: its last so many bytes and records. A run of a million updates has fewer.

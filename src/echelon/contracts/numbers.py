@@ -16,7 +16,7 @@ def whole(name: str, value: Any, *, at_least: int, or_none: str = "") -> int:
     Args:
         or_none: what None would mean, for the message.
     Raises:
-        UsageError: no whole number, or too small a one. True is none, though Python takes it for 1.
+        UsageError: not a whole number, or too small. True is refused, though Python takes it for 1.
     """
     plain = value
     if not isinstance(value, (int, float)) and getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):

@@ -302,7 +302,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is none that is whole, in a file of a sensible size."""
+    """The JSON object in a file; None if the file is missing, too large or not a complete object."""
     try:
         return parse_object(read_bytes(path))
     except OSError:

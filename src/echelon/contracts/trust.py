@@ -69,12 +69,12 @@ def check_parents(path: Path) -> None:
 
 
 def read_ours(folder: Path, name: str, most: int) -> tuple[bytes, str]:
-    """The content of `folder/name`, which lies two folders deep in what we made, and a doubt about it; empty if there is none.
+    """The content of `folder/name`, two folders deep in a run's folder, and a reason to distrust it, or "".
 
     Every folder is opened once and looked at through its descriptor: what was looked at is what is read.
 
     Args:
-        folder: as "runs/a/job"; its parent may be reached through links of the user's, itself it is none.
+        folder: such as "runs/a/job"; links may lead to its parent, but it must not be a link itself.
     Raises:
         OSError: there is no such file.
     """

@@ -23,7 +23,7 @@ _SAMPLES = 4
 
 
 def fingerprint(dataset: Any, *, in_worker: bool) -> dict[str, Any]:
-    """{"length", "samples": checksum by index, None where there is none}. Draws nothing from the random streams.
+    """{"length", "samples": checksum by index, or None}. Leaves the RNG states as they are.
 
     Args:
         in_worker: read in a process of its own, because workers will. A dataset that opens its file at the first read would

@@ -83,7 +83,7 @@ def pack(call: Call, copied: Callable[[str], str] = lambda path: path) -> bytes:
     """A call as bytes: by reference, with the caller's main module to import; what cannot be, by value with cloudpickle.
 
     Args:
-        copied: where the copy of a file or folder is; the path itself if there is none.
+        copied: maps a path to its copy, or to itself if it was not copied.
     Raises:
         UsageError: it can be sent in neither way.
     """
@@ -188,7 +188,7 @@ def load_value(path: Path, key: str) -> Any:
     """
     Raises:
         EchelonError: another user can have written the file, or no rank of the job whose key this is has.
-        FileNotFoundError: there is none.
+        FileNotFoundError: the rank left no value.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         known = os.fstat(file.fileno())

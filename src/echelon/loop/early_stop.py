@@ -79,7 +79,7 @@ class EarlyStopChecker:
         self._patience_count += 1
         if self._patience_count < self.patience:
             return None
-        return f"{value:g} is the {self._patience_count}. check without improvement on {self._best_value:g}"
+        return f"{value:g} does not improve on {self._best_value:g}, for {self._patience_count} checks in a row"
 
     def _better(self, value: float, than: float) -> bool:
         return value < than if self.mode == "min" else value > than

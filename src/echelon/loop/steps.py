@@ -27,7 +27,7 @@ class Between:
 
     Args:
         agree_to_stop: after every step at which an accumulation window ends; None where the ranks need not agree so often.
-        evaluate: where an evaluation is due; None where there is none.
+        evaluate: runs an evaluation when one is due; None outside `fit`.
     """
 
     agree_to_stop: Callable[[], None] | None = None

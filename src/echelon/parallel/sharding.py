@@ -111,7 +111,7 @@ register(Kind("fsdp", is_fully_sharded, FSDPPrepared))
 
 
 def _refuse_copies(module: nn.Module) -> None:
-    """What others do with whole modules, and cannot do with shards, says so, and what to do instead."""
+    """Make operations that need whole modules, such as `copy.deepcopy`, raise with the remedy."""
     from torch.distributed.fsdp import FSDPModule
 
     def deepcopy(memo: Any) -> NoReturn:

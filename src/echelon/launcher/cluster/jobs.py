@@ -60,7 +60,7 @@ def find_run(name: str, root: Path) -> Path:
     """The folder of a run, given as a path or as a name below `root`.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such run.
     """
     for path in (Path(name), root / name):
         if (path / "job").is_dir() or (path / "attempts").is_dir():

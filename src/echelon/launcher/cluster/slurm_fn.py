@@ -245,7 +245,7 @@ class ConfiguredFunction(Generic[P, T]):
         return SlurmLauncher(self.config.options(dependency=dependency, export=exported(list(os.environ))))
 
     def _copy(self, run: RunDir) -> Copy | None:
-        """The code as it is now; None where there is none of the user's, as in a notebook."""
+        """A copy of the code as it is now; None without user files, as in a notebook."""
         config = self.config
         script = _own_code(self.function)
         if not config.pack_code or script is None:

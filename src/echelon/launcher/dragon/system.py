@@ -41,7 +41,7 @@ class Policy:
         host_name: of the node; empty is any.
         cpu_affinity: the cores on which the rank may run; empty is all.
         gpu_affinity: the devices that it sees; empty is all.
-        gpu_env_str: the variable that says so, CUDA_VISIBLE_DEVICES by default.
+        gpu_env_str: the variable that selects the GPUs, CUDA_VISIBLE_DEVICES by default.
     """
 
     Placement = _Placement

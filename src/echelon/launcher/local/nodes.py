@@ -31,7 +31,7 @@ class Meeting:
     Args:
         node, nodes: this node's index, and how many there are.
         attempt: the number of the attempt in the run's folder.
-        host, port: of the store, which the first node serves; of one node alone there is none.
+        host, port: of the store, which the first node serves; unused on a single node.
         token: begins every key of the launchers in the store.
         interface: the network interface through which this node reaches the others; empty if it has no name.
         listener: the first of several nodes': bound and listening.

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 def restore_first(
     dirpath: Place, ordered: list[Place], unit: Unit, loader: Iterable[Any] | None, options: RestoreOptions, fall_back: bool
 ) -> bool:
-    """Restore the first of these checkpoints that is whole; False if there are none.
+    """Restore the first of these checkpoints that is valid; False if the list is empty.
 
     Raises:
         CheckpointCorruptError: none of them is whole; or, without `fall_back`, the first is not.

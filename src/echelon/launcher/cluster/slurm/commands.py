@@ -87,7 +87,7 @@ def ask(job: str) -> tuple[JobState | None, str]:
     return None, ""
 
 
-# Of a job that waits for something which does not come. A node that is drained or busy is none of them.
+# Reasons of a job that would wait for ever. A drained or busy node is not one.
 _NEVER = ("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "PartitionInactive", "BadConstraints", "InvalidAccount")
 _JUDGED_WITHIN_S = 2.0
 
