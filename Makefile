@@ -4,13 +4,19 @@ PYTHON ?= python3
 RANKS ?= 2
 ARGS ?=
 
-.PHONY: train test soak check clean
+.PHONY: train test test-all soak check clean
 
 train: .venv/ready
 	.venv/bin/echelon run --ranks $(RANKS) examples/gpt.py $(ARGS)
 
+PYTEST = .venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=50
+
+# Every promise, each with real processes. What only repeats one at a larger size is marked `full`: see docs/promises.md.
 test: .venv/ready
-	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not full"
+
+test-all: .venv/ready
+	$(PYTEST)
 
 # Not part of the tests: every crash point, 200 kills, 1,000 damages, 200 restarts; about half an hour on two cores.
 soak: .venv/ready

@@ -6,7 +6,7 @@ nntool     `slurm_fn` of slurmic, which nntool's is, with torchrun as its launch
            on the first of several, and waits.
 
 All three run this very file as the ranks' program: a small model in DDP on gloo, one SGD step. The cluster is that of the
-tests (tests/slurm/install, as root); it is set up once and idle. All processes share one monotonic clock. Each command
+tests (tests/slurmlab/install, as root); it is set up once and idle. All processes share one monotonic clock. Each command
 is a new process, as when it is typed. What Slurm itself needs to start a job is in all figures alike.
 
     python bench/submit.py [--rounds N] [--ranks-per-node 2] [--nodes 1 2] [--json]
@@ -31,7 +31,7 @@ from _timing import emit, installed, machine, median, options, spread, versions
 
 TARGET = 0.8
 LIMIT_S = 120.0
-LAB = Path(__file__).resolve().parents[1] / "tests" / "slurm" / "lab.py"
+TESTS = Path(__file__).resolve().parents[1] / "tests"  # where the package slurmlab is
 LAUNCHERS = ("echelon", "submitit", "nntool")
 MODULES = {"echelon": "echelon", "submitit": "submitit", "nntool": "slurmic"}
 
@@ -114,8 +114,8 @@ def command_of(launcher: str, folder: Path, nodes: int, ranks: int) -> list[str]
 @contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
     """The environment of a login node of a cluster that is idle."""
-    lab = [sys.executable, str(LAB), "--dir", str(folder)]
-    subprocess.run([*lab, "up"], check=True, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+    lab = [sys.executable, "-m", "slurmlab", "--dir", str(folder)]
+    subprocess.run([*lab, "up"], cwd=TESTS, check=True, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
     stub = folder / "bin" / "nvidia-smi"
     stub.parent.mkdir()
     stub.write_text("#!/bin/sh\nexit 0\n")
@@ -125,7 +125,7 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     try:
         yield {**kept, "PATH": path, "SLURM_CONF": str(folder / "etc" / "slurm.conf"), "OMP_NUM_THREADS": "1"}
     finally:
-        subprocess.run([*lab, "down"], check=True, stdin=subprocess.DEVNULL)
+        subprocess.run([*lab, "down"], cwd=TESTS, check=True, stdin=subprocess.DEVNULL)
 
 
 def measure(launcher: str, nodes: int, ranks: int, environment: dict[str, str]) -> float | None:

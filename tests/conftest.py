@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,11 +27,29 @@ import torch.distributed as dist
 
 from echelon.launcher.functions import run as function
 from echelon.launcher.functions.run import launch
+from echelon.launcher.local.server import ForkServer
+from tests.standing import StandingRanksBySize
 
 TIMEOUT_S = 60.0
 
-# The server forks ranks with what is loaded here of these; a rank that imports them itself takes a second more.
-function.SLOW_MODULES = (*function.SLOW_MODULES, "torch.distributed.checkpoint", "echelon.loop.callbacks", "echelon.loop.run")
+STANDING: set[StandingRanksBySize] = set()  # of the module whose tests run
+
+# The server forks ranks with these loaded; each rank would import them itself, in up to a second of computing.
+LOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.profiler._cupti_monitor",
+    "echelon.loop.auto",
+    "echelon.loop.callbacks",
+    "echelon.loop.run",
+    "echelon.prover.prove",
+    "echelon.prover.rank",
+    "echelon.prover.reference",
+    "pytest",
+    "tests.conftest",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, usual)
-    for name in function.SLOW_MODULES:
+    for name in LOADED:
         importlib.import_module(name)
     torch.set_num_threads(1)
 
@@ -97,9 +116,51 @@ def _joined(store: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> Ranks:
-    """`ranks(2, fn, *args)` runs `fn` on two ranks and returns its values by rank."""
+def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Ranks | StandingRanksBySize:
+    """`ranks(2, fn, *args)` runs `fn` on two ranks and returns its values by rank.
+
+    The processes are new ones for each call, or in a module or test marked `standing_ranks`, those of the module's last call.
+    """
+    if request.node.get_closest_marker("standing_ranks") and not request.node.get_closest_marker("fresh_ranks"):
+        return request.getfixturevalue("standing_ranks")
+    server_with(request.module.__name__)
     return Ranks(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def standing_ranks(request: pytest.FixtureRequest) -> Iterator[StandingRanksBySize]:
+    """Ranks that wait for the next function when one has ended; they end with the module. See tests/standing.py."""
+    # A short path: it holds a Unix socket.
+    with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
+        ranks = StandingRanksBySize(lambda: server_with(request.module.__name__), Path(folder))
+        STANDING.add(ranks)
+        yield ranks
+        ranks.close()
+        STANDING.remove(ranks)
+
+
+@pytest.fixture(autouse=True)
+def launched_ranks_are_loaded() -> None:
+    """Also those that a test starts by `launch` itself."""
+    server = function.running_server()
+    if server is not None and server.alive():
+        server.preload(LOADED)
+
+
+def server_with(module: str) -> ForkServer:
+    """The server, which imports the test's module, and all that this imports, once for all ranks."""
+    server = function.shared_server()
+    server.preload([*LOADED, module])
+    return server
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Any]:
+    from tests.started import Started  # which imports this module
+
+    programs = Started(tmp_path)
+    yield programs
+    programs.end()
 
 
 @pytest.fixture
@@ -140,8 +201,8 @@ _NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 def _children() -> set[int]:
-    server = function._server
-    known = {server.pid} if server is not None else set()
+    server = function.running_server()
+    known = {pid for ranks in STANDING for pid in ranks.pids} | ({server.pid} if server is not None else set())
     return {p.pid for p in psutil.Process().children(recursive=True) if p.pid not in known and p.status() != psutil.STATUS_ZOMBIE}
 
 
@@ -159,7 +220,7 @@ def leak_police() -> Iterator[None]:
     environment, directory = dict(os.environ), os.getcwd()
     threads, children = set(threading.enumerate()), _children()
     files = len(psutil.Process().open_files())
-    server = function._server
+    server = function.running_server()
     yield
     leaks = []
     changed = {k for k in {*environment, *os.environ} if environment.get(k) != os.environ.get(k)} - _NOT_OURS
@@ -174,7 +235,7 @@ def leak_police() -> Iterator[None]:
         thread.join(2.0)
     leaks += [f"thread {t.name}" for t in left if t.is_alive()]
     leaks += [f"process {pid}" for pid in _children() - children if _is_left(pid, children)]
-    if len(psutil.Process().open_files()) > files and function._server is server:
+    if len(psutil.Process().open_files()) > files and function.running_server() is server:
         gc.collect()
         if len(psutil.Process().open_files()) > files:
             leaks.append(f"open files: {[f.path for f in psutil.Process().open_files()]}")

@@ -19,7 +19,7 @@ import pytest
 
 import echelon as ech
 from echelon.checkpoint import manifest
-from tests.test_checkpoint import _loader, _unit
+from tests.saving import make_loader, make_unit
 
 Saver = ech.DistributedCheckpointSaver
 OLD, NEW = "step-00000002", "step-00000004"
@@ -192,8 +192,8 @@ def spoil_file(checkpoint: Path, name: str, dice: random.Random) -> None:
 
 
 def restored(where: Any, **options: Any) -> int:
-    unit = _unit("noop", seed=9)
-    assert Saver.restore_from_latest(where, unit, train_dataloader=_loader(), **options)
+    unit = make_unit("noop", seed=9)
+    assert Saver.restore_from_latest(where, unit, train_dataloader=make_loader(), **options)
     return unit.train_progress.num_steps_completed
 
 
@@ -201,7 +201,7 @@ def restored(where: Any, **options: Any) -> int:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("two")
-    ech.train(_unit("noop"), _loader(), max_steps=4, callbacks=[Saver(folder, save_every_n_train_steps=2)])
+    ech.train(make_unit("noop"), make_loader(), max_steps=4, callbacks=[Saver(folder, save_every_n_train_steps=2)])
     return folder
 
 

@@ -19,6 +19,8 @@ from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
 from tests.units import PARALLEL, Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 Params = ech.ActivationCheckpointParams
 
 

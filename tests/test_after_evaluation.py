@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,6 +13,8 @@ import echelon as ech
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, whole
 from tests.units import Regression, under_each
+
+pytestmark = pytest.mark.standing_ranks
 
 
 def _moments(unit: Regression) -> list[torch.Tensor]:

@@ -16,6 +16,8 @@ from tests.conftest import Ranks
 from tests.models import Batch, Net, batch, largest_difference, net, plain_training, whole
 from tests.units import Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 UPDATES, ACCUMULATION = 4, 2
 
 

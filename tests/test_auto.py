@@ -15,6 +15,8 @@ from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, plain_training, whole
 from tests.units import Regression, under_each
 
+pytestmark = pytest.mark.standing_ranks
+
 
 def _step_schedule(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)

@@ -18,6 +18,8 @@ from tests.conftest import Ranks
 from tests.models import Net, batch, largest_difference, net
 from tests.units import PARALLEL, Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 UPDATES = 6
 
 

@@ -53,7 +53,7 @@ def _bits(strategy: str, optimizer: str, saved: str | None = None, stop: int | N
     return {n: zlib.crc32(p.contiguous().numpy().tobytes()) for n, p in whole(unit.module).items()}
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("optimizer", [pytest.param("SGD", marks=pytest.mark.full), "AdamW"])
 def test_every_bit_is_the_same_on_any_number_of_ranks(ranks: Ranks, optimizer: str) -> None:
     (one,) = ranks(1, _bits, "noop", optimizer)
     for strategy in ("ddp", "fsdp", "zero1", "zero2"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +14,8 @@ import echelon as ech
 from tests.conftest import Ranks
 from tests.models import Batch, batch, largest_difference, whole
 from tests.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
 
 CPU = torch.device("cpu")
 PARALLEL = ("ddp", "zero1", "fsdp", "fsdp2", "zero2", "hsdp")
@@ -219,5 +222,6 @@ def _traffic() -> int:
     return watched.count
 
 
+@pytest.mark.fresh_ranks
 def test_what_never_changes_is_never_sent(ranks: Ranks) -> None:
     assert ranks(2, _traffic) == [0, 0]

@@ -32,6 +32,8 @@ from tests.conftest import Ranks
 from tests.models import batch, net
 from tests.units import Numbers, Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 
 def rank() -> int:
     return torch.distributed.get_rank()

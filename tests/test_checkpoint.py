@@ -21,66 +21,28 @@ from echelon.checkpoint import commit
 from echelon.contracts.errors import CheckpointError, CheckpointNotFoundError, UsageError
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
+from tests.saving import DATA, make_loader, make_unit, resume, train_and_save, uninterrupted
 from tests.units import PARALLEL, Regression
 
-DATA = torch.utils.data.TensorDataset(*batch(48, 0))
-
-
-def _unit(strategy: str, seed: int = 0, **options: Any) -> Regression:
-    def schedule(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.7)
-
-    return Regression(
-        module=net(seed, dropout=options.pop("dropout", 0.0)),
-        strategy=strategy,
-        optimizer="AdamW",
-        lr=0.05,
-        schedule=schedule,
-        step_lr_interval="step",
-        **options,
-    )
-
-
-def _loader() -> ech.Loader:
-    return ech.Loader(DATA, 8, seed=1)
-
-
-def _train_and_save(folder: Path, strategy: str, steps: int, **options: Any) -> dict[str, torch.Tensor]:
-    unit = _unit(strategy, **options)
-    ech.train(unit, _loader(), max_steps=steps, callbacks=[ech.DistributedCheckpointSaver(folder)])
-    return whole(unit.module)
-
-
-def _resume(folder: Path, strategy: str, steps: int, **options: Any) -> dict[str, torch.Tensor]:
-    unit, loader = _unit(strategy, seed=99, **options), _loader()
-    assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
-    ech.train(unit, loader, max_steps=steps)
-    assert unit.train_progress.num_steps_completed == steps
-    return whole(unit.module)
-
-
-def _uninterrupted(strategy: str, steps: int, **options: Any) -> dict[str, torch.Tensor]:
-    unit = _unit(strategy, **options)
-    ech.train(unit, _loader(), max_steps=steps)
-    return whole(unit.module)
+pytestmark = pytest.mark.standing_ranks
 
 
 def test_a_world_of_one_needs_no_group(tmp_path: Path) -> None:
-    _train_and_save(tmp_path, "noop", 4)
+    train_and_save(tmp_path, "noop", 4)
     assert not dist.is_initialized()
-    assert largest_difference(_resume(tmp_path, "noop", 8), _uninterrupted("noop", 8)) == 0
+    assert largest_difference(resume(tmp_path, "noop", 8), uninterrupted("noop", 8)) == 0
 
 
 @pytest.mark.parametrize("strategy", PARALLEL)
 def test_at_the_same_ranks_a_resumed_run_is_bit_equal_with_dropout(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     options = {"dropout": 0.3}
-    want = ranks(2, _uninterrupted, strategy, 9, **options)[0]
-    ranks(2, _train_and_save, tmp_path / "c", strategy, 4, **options)
-    assert largest_difference(ranks(2, _resume, tmp_path / "c", strategy, 9, **options)[0], want) == 0
+    want = ranks(2, uninterrupted, strategy, 9, **options)[0]
+    ranks(2, train_and_save, tmp_path / "c", strategy, 4, **options)
+    assert largest_difference(ranks(2, resume, tmp_path / "c", strategy, 9, **options)[0], want) == 0
 
 
 def _save_each(folder: Path, **options: Any) -> list[str]:
-    unit = _unit("ddp", gradient_accumulation_steps=2)
+    unit = make_unit("ddp", gradient_accumulation_steps=2)
     loader = ech.Loader(DATA, 8, seed=1, accumulation=2)
     ech.train(unit, loader, max_steps=8, callbacks=[ech.DistributedCheckpointSaver(folder, **options)])
     return sorted(p.name for p in folder.iterdir())
@@ -95,35 +57,35 @@ def test_saves_wait_for_the_windows_end_and_old_ones_go(ranks: Ranks, tmp_path: 
 
 
 def test_saves_by_epoch_and_by_evaluation(tmp_path: Path) -> None:
-    unit = _unit("noop")
+    unit = make_unit("noop")
     saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_epochs=2, save_every_n_eval_epochs=1)
-    ech.fit(unit, _loader(), [batch(2, 0)], max_epochs=2, evaluate_every_n_steps=5, callbacks=[saver])
+    ech.fit(unit, make_loader(), [batch(2, 0)], max_epochs=2, evaluate_every_n_steps=5, callbacks=[saver])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000005", "step-00000006", "step-00000010", "step-00000012"]
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
     saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_train_steps=4)
-    ech.train(_unit("noop"), _loader(), max_steps=4, callbacks=[saver])
+    ech.train(make_unit("noop"), make_loader(), max_steps=4, callbacks=[saver])
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
 
 
 def _reference(steps: int, **options: Any) -> dict[str, torch.Tensor]:
-    return _uninterrupted("noop", steps, **options)
+    return uninterrupted("noop", steps, **options)
 
 
 @pytest.mark.parametrize("at", [5, 6, 7, 12])
 def test_a_save_on_an_epochs_last_step_resumes_in_the_next_epoch(tmp_path: Path, at: int) -> None:
     """Six steps an epoch: the sixth is saved before the epoch is closed."""
     saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_train_steps=at)
-    ech.train(_unit("noop"), _loader(), max_steps=at, callbacks=[saver])
-    assert largest_difference(_resume(tmp_path, "noop", 15), _reference(15)) == 0
+    ech.train(make_unit("noop"), make_loader(), max_steps=at, callbacks=[saver])
+    assert largest_difference(resume(tmp_path, "noop", 15), _reference(15)) == 0
 
 
 def test_looking_into_a_loader_does_not_move_the_training() -> None:
-    unit, loader = _unit("noop"), _loader()
+    unit, loader = make_unit("noop"), make_loader()
     next(iter(loader))
     ech.train(unit, loader, max_steps=3)
-    other = _unit("noop")
+    other = make_unit("noop")
     ech.train(other, loader, max_steps=3)  # a loader that was stopped in mid-epoch, and another unit
     assert largest_difference(whole(unit.module), _reference(3)) == 0 == largest_difference(whole(other.module), _reference(3))
     ech.train(unit, loader, max_steps=8)  # the first goes on where it stood
@@ -131,10 +93,10 @@ def test_looking_into_a_loader_does_not_move_the_training() -> None:
 
 
 def test_a_restored_unit_places_a_loader_that_was_not_restored(tmp_path: Path) -> None:
-    _train_and_save(tmp_path, "noop", 4)
-    unit = _unit("noop", seed=9)
+    train_and_save(tmp_path, "noop", 4)
+    unit = make_unit("noop", seed=9)
     ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, unit)
-    ech.train(unit, _loader(), max_steps=8)
+    ech.train(unit, make_loader(), max_steps=8)
     assert largest_difference(whole(unit.module), _reference(8)) == 0
 
 
@@ -165,7 +127,7 @@ def test_each_rank_gets_its_own_share_of_a_metric_back(ranks: Ranks, tmp_path: P
 
 
 def _accumulated(folder: Path, accumulation: int, updates: int, resume: bool) -> tuple[dict[str, torch.Tensor], int]:
-    unit = _unit("ddp", seed=7 if resume else 0, gradient_accumulation_steps=accumulation)
+    unit = make_unit("ddp", seed=7 if resume else 0, gradient_accumulation_steps=accumulation)
     loader = ech.Loader(DATA, 8, seed=1, accumulation=accumulation)
     if resume:
         ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
@@ -181,9 +143,9 @@ def test_fewer_ranks_with_more_accumulation_go_on_with_the_same_updates(ranks: R
 
 
 def test_a_fresh_run_does_not_mix_with_an_older_one(tmp_path: Path) -> None:
-    _train_and_save(tmp_path, "noop", 4)
+    train_and_save(tmp_path, "noop", 4)
     with pytest.raises(CheckpointError, match="step-00000004 is ahead of this run, which is at step 0"):
-        _train_and_save(tmp_path, "noop", 2)
+        train_and_save(tmp_path, "noop", 2)
 
 
 class Unused(nn.Module):
@@ -201,11 +163,11 @@ def test_a_layer_that_never_got_a_gradient_resumes(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     first = unit()
-    ech.train(first, _loader(), max_steps=3, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
+    ech.train(first, make_loader(), max_steps=3, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
     second = unit()
     ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, second)
     for each in (first, second):
-        ech.train(each, _loader(), max_steps=8)
+        ech.train(each, make_loader(), max_steps=8)
     assert largest_difference(whole(first.module), whole(second.module)) == 0
 
 
@@ -216,26 +178,26 @@ def test_what_cannot_be_read_back_is_refused_when_it_is_saved(tmp_path: Path) ->
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
-    unit = _unit("noop")
+    unit = make_unit("noop")
     unit.odd = Odd()  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError, match=r"the state of odd.path is a PosixPath"):
-        ech.train(unit, _loader(), max_steps=2, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
+        ech.train(unit, make_loader(), max_steps=2, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
     assert commit.latest(tmp_path) is None
 
 
 def test_a_flipped_bit_is_found_when_it_is_restored(tmp_path: Path) -> None:
-    _train_and_save(tmp_path, "noop", 2)
+    train_and_save(tmp_path, "noop", 2)
     victim = tmp_path / "step-00000002" / "tensors-00000.safetensors"
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
     with pytest.raises(CheckpointError, match=f"{victim.name}.*is not what was written"):
-        ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, _unit("noop"))
+        ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, make_unit("noop"))
 
 
 def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
     saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_train_steps=2)
-    ech.train(_unit("noop"), _loader(), max_steps=4, callbacks=[saver])
+    ech.train(make_unit("noop"), make_loader(), max_steps=4, callbacks=[saver])
     newest = tmp_path / "step-00000004"
     assert commit.latest(tmp_path) == newest
     (newest / "state.safetensors").write_bytes((newest / "state.safetensors").read_bytes()[:-1])
@@ -248,7 +210,7 @@ KILLED = """
     import os, signal, sys, torch
     sys.path.insert(0, {root!r})
     import echelon as ech
-    from tests.test_checkpoint import _loader, _unit
+    from tests.saving import make_loader, make_unit
 
     calls = 0
     def dying(name, real):
@@ -276,7 +238,7 @@ KILLED = """
             return path
 
     saver = Saver({folder!r}, save_every_n_train_steps=2, keep_last_n_checkpoints=1)
-    ech.train(_unit("noop"), _loader(), max_steps=4, callbacks=[saver])
+    ech.train(make_unit("noop"), make_loader(), max_steps=4, callbacks=[saver])
     print("calls", calls)
 """
 
@@ -295,20 +257,20 @@ def test_a_save_that_is_killed_leaves_the_old_or_the_new(tmp_path: Path, at: int
     assert done.returncode == -signal.SIGKILL or "calls" in done.stdout, done.stderr
     left = commit.latest(tmp_path)
     assert left is not None and left.name in ("step-00000002", "step-00000004")
-    assert largest_difference(_resume(tmp_path, "noop", 6), _uninterrupted("noop", 6)) == 0
+    assert largest_difference(resume(tmp_path, "noop", 6), uninterrupted("noop", 6)) == 0
 
 
 def test_what_a_killed_save_left_is_swept_by_the_next(tmp_path: Path) -> None:
     (tmp_path / ".staged-step-00000001").mkdir()
     (tmp_path / ".staged-step-00000001" / "rest.pt").write_text("half")
-    _train_and_save(tmp_path, "noop", 2)
+    train_and_save(tmp_path, "noop", 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def test_nothing_there_is_an_answer_of_its_own(tmp_path: Path) -> None:
-    assert not ech.DistributedCheckpointSaver.restore_from_latest(tmp_path / "absent", _unit("noop"))
+    assert not ech.DistributedCheckpointSaver.restore_from_latest(tmp_path / "absent", make_unit("noop"))
     with pytest.raises(CheckpointNotFoundError, match="holds no checkpoint"):
-        ech.DistributedCheckpointSaver.restore(tmp_path, _unit("noop"))
+        ech.DistributedCheckpointSaver.restore(tmp_path, make_unit("noop"))
 
 
 def _restore_other_width(folder: Path) -> str:
@@ -320,14 +282,14 @@ def _restore_other_width(folder: Path) -> str:
 
 
 def test_another_model_is_refused_on_all_ranks_and_the_parameter_named(ranks: Ranks, tmp_path: Path) -> None:
-    _train_and_save(tmp_path / "c", "noop", 2)
+    train_and_save(tmp_path / "c", "noop", 2)
     for text in ranks(2, _restore_other_width, tmp_path / "c"):
         assert "does not fit this model" in text and "module." in text
 
 
 def test_weights_alone_can_be_restored(tmp_path: Path) -> None:
-    want = _train_and_save(tmp_path, "noop", 4)
-    unit = _unit("noop", seed=5)
+    want = train_and_save(tmp_path, "noop", 4)
+    unit = make_unit("noop", seed=5)
     options = ech.RestoreOptions(restore_optimizers=False, restore_train_progress=False, restore_lr_schedulers=False)
     ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, unit, restore_options=options)
     assert largest_difference(whole(unit.module), want) == 0
@@ -370,7 +332,7 @@ def test_a_frozen_layer_is_saved_and_has_no_optimizer_state(tmp_path: Path) -> N
         return Regression(module=module, optimizer="AdamW")
 
     unit, other = frozen(0), frozen(3)
-    ech.train(unit, _loader(), max_steps=2, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
+    ech.train(unit, make_loader(), max_steps=2, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
     ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, other)
     assert largest_difference(whole(unit.module), whole(other.module)) == 0
 

@@ -18,7 +18,7 @@ from echelon.checkpoint.snapshot import Snapshot
 from echelon.contracts.errors import CheckpointError, CheckpointWriteError, UsageError
 from tests.conftest import Ranks
 from tests.models import largest_difference, whole
-from tests.test_checkpoint import _loader, _unit
+from tests.saving import make_loader, make_unit
 
 Saver = ech.DistributedCheckpointSaver
 
@@ -51,14 +51,14 @@ def _train_behind(folder: Path, strategy: str) -> dict[str, Any]:
             if unit.train_progress.num_steps_completed == 6:
                 released.set()
 
-    unit = _unit(strategy, dropout=0.3)
+    unit = make_unit(strategy, dropout=0.3)
     saver = Saver(folder, save_every_n_train_steps=3, async_checkpoint=True)
-    ech.train(unit, _loader(), max_steps=6, callbacks=[Release(), saver])
+    ech.train(unit, make_loader(), max_steps=6, callbacks=[Release(), saver])
     return whole(unit.module)
 
 
 def _resume_from_3(folder: Path, strategy: str) -> dict[str, Any]:
-    unit, loader = _unit(strategy, seed=9, dropout=0.3), _loader()
+    unit, loader = make_unit(strategy, seed=9, dropout=0.3), make_loader()
     Saver.restore(folder / "step-00000003", unit, train_dataloader=loader)
     ech.train(unit, loader, max_steps=6)
     return whole(unit.module)
@@ -83,7 +83,7 @@ def test_the_loop_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: p
 
     saver = Saver(tmp_path, save_every_n_train_steps=6, async_checkpoint=True)
     early = Saver(tmp_path, save_every_n_train_steps=2, async_checkpoint=True, options=ech.SaveOptions(on_busy="skip"))
-    ech.train(_unit("noop"), _loader(), max_steps=5, callbacks=[early, Watch()])
+    ech.train(make_unit("noop"), make_loader(), max_steps=5, callbacks=[early, Watch()])
     assert seen[:4] == [(1, None), (2, None), (3, None), (4, None)]  # written behind, and step 4 skipped
     assert _names(tmp_path) == [2, 5]  # the end of training waits, and is saved
     del saver
@@ -99,7 +99,7 @@ def test_a_busy_save_is_waited_for_or_skipped(tmp_path: Path, caplog: pytest.Log
         options = ech.SaveOptions(on_busy=on_busy)  # type: ignore[arg-type]
         saver = Saver(tmp_path / on_busy, save_every_n_train_steps=1, async_checkpoint=True, options=options)
         with caplog.at_level(logging.WARNING):
-            ech.train(_unit("noop"), _loader(), max_steps=4, callbacks=[saver])
+            ech.train(make_unit("noop"), make_loader(), max_steps=4, callbacks=[saver])
         timer.join()
         patch.undo()
         assert _names(tmp_path / on_busy) == names
@@ -126,9 +126,9 @@ def _fails_behind(folder: Path, end: int) -> tuple[str, int]:
         def on_train_step_start(self, state: ech.State, unit: Any) -> None:
             time.sleep(0.1)
 
-    unit = _unit("ddp")
+    unit = make_unit("ddp")
     with pytest.raises(CheckpointWriteError) as caught:
-        ech.train(unit, _loader(), max_steps=end, callbacks=[Wait(), saver])
+        ech.train(unit, make_loader(), max_steps=end, callbacks=[Wait(), saver])
     return str(caught.value), unit.train_progress.num_steps_completed
 
 
@@ -156,8 +156,8 @@ def _fails_once(folder: Path, asynchronous: bool) -> int:
 
     Snapshot.write = write  # type: ignore[method-assign]
     saver = Saver(folder, save_every_n_train_steps=2, async_checkpoint=asynchronous)
-    unit = _unit("ddp")
-    ech.train(unit, _loader(), max_steps=6, callbacks=[saver])
+    unit = make_unit("ddp")
+    ech.train(unit, make_loader(), max_steps=6, callbacks=[saver])
     return unit.train_progress.num_steps_completed
 
 
@@ -174,7 +174,7 @@ def test_an_error_of_the_run_ends_the_thread(tmp_path: Path) -> None:
 
     saver = Saver(tmp_path, save_every_n_train_steps=1, async_checkpoint=True)
     with pytest.raises(ValueError, match="bad"):
-        ech.train(_unit("noop"), _loader(), max_steps=3, callbacks=[saver, Bad()])
+        ech.train(make_unit("noop"), make_loader(), max_steps=3, callbacks=[saver, Bad()])
     assert not [t for t in threading.enumerate() if t.name.startswith("echelon-save")]
     assert commit.latest(tmp_path) in (None, tmp_path / "step-00000001")
 
@@ -187,7 +187,7 @@ def test_buffers_are_used_again(tmp_path: Path) -> None:
             places.append({name: buffer.data_ptr() for name, buffer in saver._buffers.items()})
 
     saver = Saver(tmp_path, save_every_n_train_steps=2, async_checkpoint=True)
-    ech.train(_unit("noop"), _loader(), max_steps=6, callbacks=[saver, Look()])
+    ech.train(make_unit("noop"), make_loader(), max_steps=6, callbacks=[saver, Look()])
     assert len(places[1]) > 20 and places[1] == places[3] == places[5]
     assert not saver._buffers  # given back with the run
 
@@ -234,7 +234,7 @@ def _kept(unit: Any) -> dict[str, Any]:
 
 
 def _with_a_bag(seed: int) -> Any:
-    unit = _unit("noop", seed=seed)
+    unit = make_unit("noop", seed=seed)
     unit.bag, unit.frozen = Bag(), torch.nn.Linear(2, 2).double().requires_grad_(False)
     unit.module.register_buffer("running", torch.zeros(2))
     return unit
@@ -299,7 +299,7 @@ def test_what_the_program_changes_once_a_save_was_called_is_not_in_it(
             meddling = type("Meddling", (ech.Callback,), {when: meddle})()
         folder = tmp_path / change.__name__
         saver = Saver(folder, save_every_n_train_steps=2, async_checkpoint=True)
-        ech.train(unit, _loader(), max_steps=3, callbacks=[Note(), saver, meddling])
+        ech.train(unit, make_loader(), max_steps=3, callbacks=[Note(), saver, meddling])
         assert kept.pop("changed")
         other = _with_a_bag(9)
         Saver.restore(folder / "step-00000002", other)
@@ -331,7 +331,7 @@ def test_a_change_by_another_thread_meanwhile_is_noticed_and_copied_again(
     """Notices if torch gives its count of changes, `_version`, another name."""
     unit = _with_a_bag(0)
     thread = _Restless(monkeypatch, unit.frozen.weight, times=2)
-    ech.train(unit, _loader(), max_steps=3, callbacks=[Saver(tmp_path, save_every_n_train_steps=2, async_checkpoint=True)])
+    ech.train(unit, make_loader(), max_steps=3, callbacks=[Saver(tmp_path, save_every_n_train_steps=2, async_checkpoint=True)])
     assert thread.left == 0 and "another thread changed the state" in caplog.text
     other = _with_a_bag(9)
     Saver.restore(tmp_path / "step-00000002", other)
@@ -343,7 +343,7 @@ def test_a_state_that_another_thread_never_lets_rest_is_refused(tmp_path: Path, 
     _Restless(monkeypatch, unit.frozen.weight, times=1000)
     saver = Saver(tmp_path, save_every_n_train_steps=2, async_checkpoint=True, options=ech.SaveOptions(tolerated_failures=0))
     with pytest.raises(CheckpointWriteError, match="Pause it while a checkpoint is taken"):
-        ech.train(unit, _loader(), max_steps=6, callbacks=[saver])
+        ech.train(unit, make_loader(), max_steps=6, callbacks=[saver])
     assert commit.latest(tmp_path) is None
 
 
@@ -372,7 +372,7 @@ def test_tensors_of_inference_mode_are_saved(tmp_path: Path) -> None:
     unit = _with_a_bag(0)
     with torch.inference_mode():
         unit.bag.tensor = torch.full((3,), 4.0)
-    ech.train(unit, _loader(), max_steps=3, callbacks=[Saver(tmp_path, save_every_n_train_steps=2, async_checkpoint=True)])
+    ech.train(unit, make_loader(), max_steps=3, callbacks=[Saver(tmp_path, save_every_n_train_steps=2, async_checkpoint=True)])
     other = _with_a_bag(9)
     Saver.restore(tmp_path / "step-00000002", other)
     assert other.bag.tensor.tolist() == [4.0] * 3
@@ -389,10 +389,10 @@ def _fails_to_say(folder: Path) -> str:
 
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    unit: Any = _unit("ddp")
+    unit: Any = make_unit("ddp")
     unit.own = Own()
     with pytest.raises(CheckpointError) as caught:
-        ech.train(unit, _loader(), max_steps=3, callbacks=[Saver(folder, save_every_n_train_steps=2, async_checkpoint=True)])
+        ech.train(unit, make_loader(), max_steps=3, callbacks=[Saver(folder, save_every_n_train_steps=2, async_checkpoint=True)])
     return str(caught.value)
 
 

@@ -24,8 +24,9 @@ import echelon as ech
 from echelon.checkpoint import store
 from echelon.loop.averaged import AveragedWeights
 from echelon.parallel.parallelize import parallelize
+from echelon.parallel.shards import local
 from echelon.parallel.state import states_by_name
-from echelon.parallel.strategy import Prepared, local
+from echelon.parallel.strategy import Prepared
 from echelon.world.init import World
 from tests.conftest import Ranks
 from tests.models import batch, net
@@ -270,6 +271,7 @@ def _plainly(zeros_before: bool, zeros_after: bool) -> tuple[Any, Any]:
     return saved, _plain_state(unit)
 
 
+@pytest.mark.full
 def test_every_strategy_and_size_reads_what_every_other_wrote(ranks: Ranks, tmp_path: Path) -> None:
     plainly = {(before, after): _plainly(before, after) for before in (False, True) for after in (False, True)}
     _save(tmp_path, ["plain"])

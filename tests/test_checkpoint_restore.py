@@ -26,8 +26,10 @@ from echelon.contracts.run_dir import RunDir, write_json
 from echelon.loop.checkpointing import changes
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
-from tests.test_checkpoint import DATA, _loader, _resume, _train_and_save, _uninterrupted, _unit
+from tests.saving import DATA, Marked, make_loader, make_unit, resume, train_and_save, uninterrupted
 from tests.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
 
 Saver = ech.DistributedCheckpointSaver
 Options = ech.RestoreOptions
@@ -45,9 +47,9 @@ Options = ech.RestoreOptions
     ],
 )
 def test_other_data_is_shown_in_a_table_and_needs_to_be_allowed(tmp_path: Path, what: str, loader: dict[str, Any]) -> None:
-    _train_and_save(tmp_path, "noop", 2)
+    train_and_save(tmp_path, "noop", 2)
     other = ech.Loader(**{"dataset": DATA, "global_batch": 8, "seed": 1, **loader})
-    unit = _unit("noop", seed=3)
+    unit = make_unit("noop", seed=3)
     before = whole(unit.module)
     with pytest.raises(
         CheckpointMismatchError, match=rf"(?s)what\s+saved\s+now.*{what}\s+\d+\s+\d+\s+NOT harmless.*allow_changes"
@@ -63,13 +65,13 @@ def test_other_data_is_shown_in_a_table_and_needs_to_be_allowed(tmp_path: Path, 
 
 
 def test_what_the_loader_accepts_is_allowed_and_both_lists_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _train_and_save(tmp_path, "noop", 2)
+    train_and_save(tmp_path, "noop", 2)
     other = ech.Loader(DATA, 4, seed=2, tail="drop", accept_changes={"seed"})
     with pytest.raises(CheckpointMismatchError, match=r"allow_changes=\('global_batch',\)"):
-        Saver.restore_from_latest(tmp_path, _unit("noop"), train_dataloader=other)
+        Saver.restore_from_latest(tmp_path, make_unit("noop"), train_dataloader=other)
     with caplog.at_level(logging.INFO):
         options = Options(allow_changes=("global_batch",))
-        Saver.restore_from_latest(tmp_path, _unit("noop"), train_dataloader=other, restore_options=options)
+        Saver.restore_from_latest(tmp_path, make_unit("noop"), train_dataloader=other, restore_options=options)
     assert other.start == 4
     (table,) = [record.getMessage() for record in caplog.records if "changed:" in record.getMessage()]
     lines = [" ".join(line.split()[:5]) for line in table.splitlines()[2:]]
@@ -77,10 +79,10 @@ def test_what_the_loader_accepts_is_allowed_and_both_lists_count(tmp_path: Path,
 
 
 def test_other_data_under_the_same_numbers_are_noticed_by_restore(tmp_path: Path) -> None:
-    _train_and_save(tmp_path, "noop", 2)
+    train_and_save(tmp_path, "noop", 2)
     other = torch.utils.data.TensorDataset(DATA.tensors[0] + 1, DATA.tensors[1])
     with pytest.raises(CheckpointMismatchError, match=r"fingerprint\s+sample 0: .*NOT harmless: other data"):
-        Saver.restore_from_latest(tmp_path, _unit("noop"), train_dataloader=ech.Loader(other, 8, seed=1))
+        Saver.restore_from_latest(tmp_path, make_unit("noop"), train_dataloader=ech.Loader(other, 8, seed=1))
 
 
 class Foreign(list[Any]):
@@ -97,10 +99,10 @@ class Foreign(list[Any]):
 
 def test_a_foreign_loaders_state_is_not_compared(tmp_path: Path) -> None:
     loader = Foreign([batch(4, 0)] * 3)
-    ech.train(_unit("noop"), loader, max_steps=2, callbacks=[Saver(tmp_path)])
+    ech.train(make_unit("noop"), loader, max_steps=2, callbacks=[Saver(tmp_path)])
     other = Foreign([batch(4, 0)] * 3)
     other.state = {"seed": 2}  # type: ignore[misc]
-    Saver.restore_from_latest(tmp_path, _unit("noop"), train_dataloader=other)
+    Saver.restore_from_latest(tmp_path, make_unit("noop"), train_dataloader=other)
     assert other.loaded == {"seed": 1}
 
 
@@ -115,7 +117,7 @@ def test_the_saved_options_of_an_optimizer_go_on_and_the_scripts_are_named(
             return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
     Chosen.options = {"lr": 0.1, "weight_decay": 0.2, "foreach": True}
-    ech.train(Chosen(step_lr_interval="step"), _loader(), max_steps=2, callbacks=[Saver(tmp_path)])
+    ech.train(Chosen(step_lr_interval="step"), make_loader(), max_steps=2, callbacks=[Saver(tmp_path)])
     Chosen.options = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.5, 0.5), "foreach": False}
     unit = Chosen(step_lr_interval="step")
     with caplog.at_level(logging.INFO):
@@ -131,9 +133,9 @@ def test_the_saved_options_of_an_optimizer_go_on_and_the_scripts_are_named(
 
 
 def _facts(strategy: str) -> dict[str, Any]:
-    unit = _unit(strategy)
+    unit = make_unit(strategy)
     unit.config = {"width": 8, "path": Path("x"), "of": [1, 2]}  # type: ignore[attr-defined]
-    return changes.facts(unit, _loader())
+    return changes.facts(unit, make_loader())
 
 
 def _facts_of_each() -> dict[str, Any]:
@@ -162,11 +164,11 @@ def test_another_config_of_the_users_is_shown_and_harmless(tmp_path: Path, caplo
     class Config:
         width: int = 8
 
-    unit = _unit("noop")
+    unit = make_unit("noop")
     unit.config = {"width": 8}  # type: ignore[attr-defined]
-    ech.train(unit, _loader(), max_steps=1, callbacks=[Saver(tmp_path)])
+    ech.train(unit, make_loader(), max_steps=1, callbacks=[Saver(tmp_path)])
     manifest = json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())
-    assert manifest["config"] == json.loads(json.dumps(changes.facts(unit, _loader())))
+    assert manifest["config"] == json.loads(json.dumps(changes.facts(unit, make_loader())))
     unit.config = Config(width=9)  # type: ignore[attr-defined]
     with caplog.at_level(logging.INFO):
         Saver.restore_from_latest(tmp_path, unit)
@@ -174,7 +176,7 @@ def test_another_config_of_the_users_is_shown_and_harmless(tmp_path: Path, caplo
 
 
 def test_another_optimizer_is_refused_unless_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    want = _train_and_save(tmp_path, "noop", 2)
+    want = train_and_save(tmp_path, "noop", 2)
     unit = Regression(module=net(5), optimizer="SGD")
     with pytest.raises(CheckpointMismatchError, match=r"optimizer\s+AdamW\s+SGD\s+NOT harmless"):
         Saver.restore_from_latest(tmp_path, unit)
@@ -191,13 +193,13 @@ def _restored_under(folder: Path, strategy: str) -> str:
     handler, log = logging.StreamHandler(heard), logging.getLogger("echelon")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    unit = _unit(strategy, seed=3)
-    Saver.restore_from_latest(folder, unit, train_dataloader=_loader())
+    unit = make_unit(strategy, seed=3)
+    Saver.restore_from_latest(folder, unit, train_dataloader=make_loader())
     return heard.getvalue()
 
 
 def test_harmless_changes_pass_and_are_said_once(ranks: Ranks, tmp_path: Path) -> None:
-    _train_and_save(tmp_path / "c", "noop", 2)
+    train_and_save(tmp_path / "c", "noop", 2)
     first, second = ranks(2, _restored_under, tmp_path / "c", "ddp")
     assert "world_size" in first and "strategy" in first and "harmless" in first
     assert "harmless" not in second
@@ -209,7 +211,7 @@ def test_harmless_changes_pass_and_are_said_once(ranks: Ranks, tmp_path: Path) -
 def test_without_strict_the_missing_and_the_unexpected_are_listed_and_left_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved = _train_and_save(tmp_path, "noop", 2)
+    saved = train_and_save(tmp_path, "noop", 2)
     module = net(4)
     module.last, module.head = None, nn.Linear(8, 3).double()  # type: ignore[assignment]
     untouched = module.head.weight.detach().clone()
@@ -231,7 +233,7 @@ def test_without_strict_the_missing_and_the_unexpected_are_listed_and_left_alone
 
 
 def test_another_shape_is_refused_with_or_without_strict_and_shown(tmp_path: Path) -> None:
-    _train_and_save(tmp_path, "noop", 2)
+    train_and_save(tmp_path, "noop", 2)
     for options in (Options(), Options.weights_only(strict=False)):
         unit = Regression(module=net(width=16), optimizer="AdamW")
         with pytest.raises(CheckpointMismatchError, match=r"module.first.weight\s+\(8, 4\)\s+\(16, 4\)"):
@@ -270,13 +272,13 @@ def _result(unit: Any) -> dict[str, torch.Tensor]:
 
 def _save_grouped(folder: Path, kinds: list[str], averages: bool) -> None:
     for kind in kinds:
-        ech.train(_frozen_groups(kind, 0, averages), _loader(), max_steps=4, callbacks=[Saver(folder / kind)])
+        ech.train(_frozen_groups(kind, 0, averages), make_loader(), max_steps=4, callbacks=[Saver(folder / kind)])
 
 
 def _resume_grouped(folder: Path, pairs: list[tuple[str, str]], averages: bool) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for source, kind in pairs:
-        unit, loader = _frozen_groups(kind, 7, averages), _loader()
+        unit, loader = _frozen_groups(kind, 7, averages), make_loader()
         Saver.restore_from_latest(folder / source, unit, train_dataloader=loader)
         ech.train(unit, loader, max_steps=7)
         results[f"{source} -> {kind}"] = _result(unit)
@@ -284,13 +286,17 @@ def _resume_grouped(folder: Path, pairs: list[tuple[str, str]], averages: bool) 
 
 
 @pytest.mark.parametrize(
-    ("averages", "kinds"), [(True, ["ddp", "fsdp", "hsdp", "zero1", "zero2"]), (False, ["fsdp1", "ddp", "fsdp", "zero1"])]
+    ("averages", "kinds"),
+    [
+        (True, ["ddp", "fsdp", "hsdp", "zero1", "zero2"]),
+        pytest.param(False, ["fsdp1", "ddp", "fsdp", "zero1"], marks=pytest.mark.full),
+    ],
 )
 def test_groups_frozen_layers_and_averages_go_on_under_another_strategy(
     ranks: Ranks, tmp_path: Path, averages: bool, kinds: list[str]
 ) -> None:
     unit = _frozen_groups("noop", 0, averages)
-    ech.train(unit, _loader(), max_steps=7)
+    ech.train(unit, make_loader(), max_steps=7)
     want = _result(unit)
     ranks(2, _save_grouped, tmp_path, kinds, averages)
     others = list(zip(kinds, [*kinds[1:], *kinds[:1]], strict=True)) + list(zip(kinds, [*kinds[2:], *kinds[:2]], strict=True))
@@ -407,13 +413,13 @@ def test_every_optimizer_goes_on_bit_by_bit_also_where_it_had_no_state_yet(tmp_p
             return Any_(module=Late().double())
 
         unit, fresh, ahead = made(0), made(1), made(2)
-        ech.train(ahead, _loader(), max_steps=5)
-        ech.train(unit, _loader(), max_steps=3, callbacks=[Saver(tmp_path / name)])
+        ech.train(ahead, make_loader(), max_steps=5)
+        ech.train(unit, make_loader(), max_steps=3, callbacks=[Saver(tmp_path / name)])
         for other in (fresh, ahead):
             Saver.restore_from_latest(tmp_path / name, other)
             other.module.calls = 3
         for each in (unit, fresh, ahead):
-            ech.train(each, _loader(), max_steps=6)
+            ech.train(each, make_loader(), max_steps=6)
         wrong[name] = max(largest_difference(whole(unit.module), whole(other.module)) for other in (fresh, ahead))
     assert {name: d for name, d in wrong.items() if d != 0} == {}
 
@@ -435,17 +441,17 @@ def test_an_optimizer_with_a_closure_goes_on(tmp_path: Path) -> None:
             self.optimizer.step(closure)
 
     unit, other = Closure(0), Closure(1)
-    ech.train(unit, _loader(), max_steps=3, callbacks=[Saver(tmp_path)])
+    ech.train(unit, make_loader(), max_steps=3, callbacks=[Saver(tmp_path)])
     Saver.restore_from_latest(tmp_path, other)
     for each in (unit, other):
-        ech.train(each, _loader(), max_steps=6)
+        ech.train(each, make_loader(), max_steps=6)
     assert largest_difference(whole(unit.module), whole(other.module)) == 0
 
 
 def test_an_optimizer_without_its_modules_and_parameters_that_are_new_to_it(tmp_path: Path) -> None:
-    unit = _unit("noop")
-    ech.train(unit, _loader(), max_steps=2, callbacks=[Saver(tmp_path)])
-    other = _unit("noop", seed=4)
+    unit = make_unit("noop")
+    ech.train(unit, make_loader(), max_steps=2, callbacks=[Saver(tmp_path)])
+    other = make_unit("noop", seed=4)
     Saver.restore_from_latest(tmp_path, other, restore_options=Options(restore_modules=False))
     assert largest_difference(whole(other.module), whole(net(4))) == 0
     for a, b in zip(unit.module.parameters(), other.module.parameters(), strict=True):
@@ -466,7 +472,7 @@ def test_a_parameter_that_no_module_of_the_unit_holds_is_warned_of(tmp_path: Pat
             return torch.optim.AdamW([*module.parameters(), nn.Parameter(torch.zeros(2))]), None
 
     with caplog.at_level(logging.WARNING):
-        ech.train(Loose(), _loader(), max_steps=2, callbacks=[Saver(tmp_path)])
+        ech.train(Loose(), make_loader(), max_steps=2, callbacks=[Saver(tmp_path)])
     assert "a parameter of a AdamW belong" in caplog.text
     Saver.restore_from_latest(tmp_path, Loose())
 
@@ -506,7 +512,7 @@ def _differing(folder: Path) -> list[str]:
 def test_a_unit_that_differs_on_one_rank_is_an_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
     unit = Regression(module=net(0), optimizer="AdamW")
     unit.note = Noted()  # type: ignore[attr-defined]
-    ech.train(unit, _loader(), max_steps=2, callbacks=[Saver(tmp_path / "c")])
+    ech.train(unit, make_loader(), max_steps=2, callbacks=[Saver(tmp_path / "c")])
     for texts in ranks(2, _differing, tmp_path / "c", timeout_s=20):
         shape, state, optimizer, load, data = texts
         assert "module.first.weight" in shape and "(16, 4)" in shape
@@ -578,30 +584,22 @@ def _imported(paths: list[Path]) -> dict[str, float]:
     want = {n: p.detach() for n, p in net(3).named_parameters()}
     for strategy in ("ddp", "fsdp", "zero1", "tp"):
         for path in paths:
-            unit = _unit(strategy, seed=1)
+            unit = make_unit(strategy, seed=1)
             Saver.restore(path, unit)
             found[strategy] = max(found.get(strategy, 0), largest_difference(whole(unit.module), want))
     return found
-
-
-class Marked:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (exec, (f"open({str(self.path)!r}, 'w').close()",))
 
 
 def test_a_pickle_with_code_is_refused_and_does_not_run(tmp_path: Path) -> None:
     for name in ("model.pt", "model.bin"):
         (tmp_path / name).write_bytes(pickle.dumps({"a": Marked(tmp_path / "ran")}))
         with pytest.raises(CheckpointError, match="--trust-pickle"):
-            Saver.restore(tmp_path / name, _unit("noop"))
+            Saver.restore(tmp_path / name, make_unit("noop"))
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_checkpoints_own_files_hold_no_pickle(tmp_path: Path) -> None:
-    _train_and_save(tmp_path, "noop", 2)
+    train_and_save(tmp_path, "noop", 2)
     folder = tmp_path / "step-00000002"
     assert {p.suffix for p in folder.iterdir()} == {".json", ".safetensors"}
     assert load_file(folder / "tensors-00000.safetensors")  # the real library reads them
@@ -650,11 +648,11 @@ def test_a_url_is_a_folder_like_any_other(tmp_path: Path) -> None:
     url = "memory://bucket/run"
     fs = fsspec.filesystem("memory")
     saver = Saver(url, save_every_n_train_steps=2, keep_last_n_checkpoints=2)
-    assert not Saver.restore_from_latest(url, _unit("noop"))
+    assert not Saver.restore_from_latest(url, make_unit("noop"))
     fs.pipe_file("/bucket/run/step-00000009/tensors-00000.safetensors", b"of a killed save")
-    ech.train(_unit("noop"), _loader(), max_steps=6, callbacks=[saver])
+    ech.train(make_unit("noop"), make_loader(), max_steps=6, callbacks=[saver])
     assert sorted(p.rsplit("/", 1)[1] for p in fs.ls("/bucket/run", detail=False)) == ["step-00000004", "step-00000006"]
-    unit, loader = _unit("noop", seed=9), _loader()
+    unit, loader = make_unit("noop", seed=9), make_loader()
     newest = "/bucket/run/step-00000006/tensors-00000.safetensors"
     data = bytearray(fs.cat_file(newest))
     data[-1] ^= 1
@@ -662,20 +660,20 @@ def test_a_url_is_a_folder_like_any_other(tmp_path: Path) -> None:
     assert Saver.restore_from_latest(url, unit, train_dataloader=loader)
     assert unit.train_progress.num_steps_completed == 4
     ech.train(unit, loader, max_steps=8, callbacks=[Saver(url, async_checkpoint=True, save_every_n_train_steps=4)])
-    assert largest_difference(whole(unit.module), _uninterrupted("noop", 8)) == 0
+    assert largest_difference(whole(unit.module), uninterrupted("noop", 8)) == 0
     assert Saver.restore_from_latest(url, unit) and unit.train_progress.num_steps_completed == 8
 
 
 def _save_by_url(folder: str) -> None:
     import fsspec
 
-    _train_and_save(Remote(fsspec.filesystem("file"), folder, "file"), "fsdp", 4)  # type: ignore[arg-type]
+    train_and_save(Remote(fsspec.filesystem("file"), folder, "file"), "fsdp", 4)  # type: ignore[arg-type]
 
 
 def test_ranks_write_to_a_url_together(ranks: Ranks, tmp_path: Path) -> None:
     """By the library of URLs; `place` would make a Path of this machine's files."""
     ranks(2, _save_by_url, str(tmp_path / "c"))
-    assert largest_difference(ranks(2, _resume, tmp_path / "c", "ddp", 8)[0], _uninterrupted("noop", 8)) < 1e-12
+    assert largest_difference(ranks(2, resume, tmp_path / "c", "ddp", 8)[0], uninterrupted("noop", 8)) < 1e-12
 
 
 def test_a_url_without_its_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from tests.conftest import Ranks
 from tests.models import Net, batch, largest_difference, whole
 from tests.units import Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 Saver = ech.DistributedCheckpointSaver
 
 

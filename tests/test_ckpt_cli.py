@@ -19,18 +19,17 @@ import echelon as ech
 from echelon.cli.main import main
 from tests.conftest import Ranks
 from tests.models import largest_difference, net, whole
-from tests.test_checkpoint import _loader, _unit
-from tests.test_checkpoint_restore import Marked
+from tests.saving import Marked, make_loader, make_unit
 
 Saver = ech.DistributedCheckpointSaver
 
 
 def _save(folder: Path, strategy: str) -> dict[str, torch.Tensor]:
-    unit = _unit(strategy)
+    unit = make_unit(strategy)
     unit.score = 0.25
     best = ech.BestCheckpointConfig("score")
     saver = Saver(folder, save_every_n_train_steps=2, best_checkpoint_config=best)
-    ech.train(unit, _loader(), max_steps=4, callbacks=[saver])
+    ech.train(unit, make_loader(), max_steps=4, callbacks=[saver])
     return whole(unit.module)
 
 
@@ -133,7 +132,7 @@ def test_exports_are_read_by_others_and_come_back(saved: Any, tmp_path: Path, ca
     assert _run(capsys, "export", folder, tmp_path / "model.pt")[0] == 0
     assert largest_difference(torch.load(tmp_path / "model.pt", weights_only=True), want) == 0
     for path in (tmp_path / "one", tmp_path / "one" / "model.safetensors", tmp_path / "many", tmp_path / "model.pt"):
-        unit = _unit("noop", seed=8)
+        unit = make_unit("noop", seed=8)
         Saver.restore(path, unit)
         assert largest_difference(whole(unit.module), want) == 0
     code, text = _run(capsys, "export", folder, tmp_path / "one")
@@ -162,7 +161,7 @@ def test_a_foreign_pickle_needs_to_be_trusted(tmp_path: Path, capsys: pytest.Cap
     assert code == 1 and "--trust-pickle" in text and not (tmp_path / "ran").exists()
     assert _run(capsys, "import", tmp_path / "theirs.ckpt", tmp_path / "ours", "--trust-pickle")[0] == 0
     assert (tmp_path / "ran").exists()
-    unit = _unit("noop", seed=8)
+    unit = make_unit("noop", seed=8)
     Saver.restore(tmp_path / "ours", unit)
     assert largest_difference(whole(unit.module), dict(want)) == 0
     (tmp_path / "junk.pt").write_bytes(pickle.dumps([1]) + os.urandom(8))

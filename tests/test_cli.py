@@ -27,9 +27,7 @@ from echelon.cli.main import VERBS
 from echelon.contracts.errors import UsageError
 from echelon.contracts.traces import shortened
 from tests.conftest import clean_environment
-from tests.test_launch import Started, started, wait_until
-
-_ = started  # a fixture
+from tests.started import Started, wait_until
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -82,6 +82,7 @@ def test_a_rank_that_falls_on_dragon_is_named(tmp_path: Path, echelon_command: C
     assert job.state() is JobState.FAILED
 
 
+@pytest.mark.full
 def test_a_script_is_stopped_on_dragon_with_a_checkpoint_and_goes_on(tmp_path: Path) -> None:
     run = _submit(tmp_path, "stop", "slow")
     job = job_of(run)

@@ -32,10 +32,8 @@ from echelon.launcher.local.relay import SilentScreen
 from echelon.launcher.local.shrink import next_ranks
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, plain_training, whole
-from tests.test_launch import Started, started, wait_until
+from tests.started import Started, wait_until
 from tests.units import Regression
-
-_ = started  # a fixture
 
 ROOT = str(Path(__file__).resolve().parents[1])
 
@@ -134,7 +132,7 @@ def _run_local(folder: Path, least: int, monkeypatch: pytest.MonkeyPatch) -> tup
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     job = JobSpec(str(folder / "dies.py"), ranks=3, max_restarts=1, min_ranks=least, grace_s=1.0)
     run = RunDir.create(folder, "x")
-    return local.run_local(job, run, screen=SilentScreen(), server=function._shared_server()), run
+    return local.run_local(job, run, screen=SilentScreen(), server=function.shared_server()), run
 
 
 def test_a_restart_with_fewer_ranks_gives_each_more_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,7 +464,7 @@ def _as_undisturbed(folder: Path) -> float:
     return largest_difference(torch.load(folder / "final.pt"), plain_training(windows)[0])
 
 
-@pytest.mark.parametrize(("what", "ranks", "workers"), [("group", 2, 2), ("usr1", 1, 0)])
+@pytest.mark.parametrize(("what", "ranks", "workers"), [("group", 2, 2), pytest.param("usr1", 1, 0, marks=pytest.mark.full)])
 def test_training_that_is_asked_to_end_saves_and_the_same_command_goes_on(
     started: Started, what: str, ranks: int, workers: int
 ) -> None:

@@ -15,14 +15,17 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.launcher.functions.run import launch
 from echelon.parallel import STRATEGIES
-from echelon.prover.judge import Verdict, compare
+from echelon.prover.judge import compare
 from echelon.prover.matrix import Row
 from echelon.prover.rank import Replay, run_reference, run_row
 from echelon.prover.reference import How
 from echelon.prover.target import Target
+from echelon.prover.verdict import Verdict
 from tests.models import Net
+from tests.standing import StandingRanksBySize
+
+pytestmark = pytest.mark.standing_ranks
 
 UPDATES = 20
 
@@ -164,23 +167,23 @@ WAYS["tp x fsdp on 4"] = (4, ech.TPStrategy(size=2))
 WAYS["tp x hsdp on 4"] = (4, ech.TPStrategy(size=1, dp_replicate=2))
 
 
-@pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+@pytest.fixture(scope="module")
+def references(standing_ranks: StandingRanksBySize, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """What plain PyTorch gives, by number of ranks: computed on the global batches that ddp's ranks got, which are all ranks'."""
     folders = {}
     for ranks, cases in ((2, TWO_RANKS), (4, FOUR_RANKS)):
         root = str(tmp_path_factory.mktemp(f"equivalence-{ranks}"))
-        launch(_run_all, ranks=ranks, args=("ddp", cases, root, "ddp"), quiet=True)
-        launch(_reference_all, ranks=1, args=(cases, root, "ddp", ranks), quiet=True)
+        standing_ranks(ranks, _run_all, "ddp", cases, root, "ddp")
+        standing_ranks(1, _reference_all, cases, root, "ddp", ranks)
         folders[ranks] = Path(root)
     return folders
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_twenty_updates_equal_one_process(references: dict[int, Path], way: str) -> None:
+def test_twenty_updates_equal_one_process(standing_ranks: StandingRanksBySize, references: dict[int, Path], way: str) -> None:
     ranks, strategy = WAYS[way]
     cases, root = (TWO_RANKS if ranks == 2 else FOUR_RANKS), str(references[ranks])
-    launch(_run_all, ranks=ranks, args=(strategy, cases, root, way), quiet=True, timeout_s=120)
+    standing_ranks(ranks, _run_all, strategy, cases, root, way, timeout_s=120)
     for case in cases:
         mine, right = _folder(root, case, way), _folder(root, case, "reference")
         records = [torch.load(mine / f"rank{r}.pt", weights_only=False) for r in range(ranks)]

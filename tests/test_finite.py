@@ -18,6 +18,8 @@ from tests.conftest import Ranks
 from tests.models import Batch, batch, net
 from tests.units import Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 NAN = math.nan
 
 
@@ -111,6 +113,7 @@ def _at_once_on_ranks(strategy: str) -> tuple[int, str]:
     return _ended(Bad(range(11, 100), only=1, strategy=strategy), max_steps=80)
 
 
+@pytest.mark.fresh_ranks
 def test_what_is_read_late_is_read_at_the_same_update_everywhere(ranks: Ranks) -> None:
     """16 updates are copied together, and read when 16 more are done: 11 to 20 are in the first and the second."""
     ended = ranks(2, _late_on_ranks, "ddp")

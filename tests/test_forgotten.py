@@ -18,6 +18,8 @@ from tests.conftest import Ranks
 from tests.models import batch, largest_difference, whole
 from tests.units import Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 Saver, Options = ech.DistributedCheckpointSaver, ech.RestoreOptions
 DATA = torch.utils.data.TensorDataset(*batch(48, 0))
 

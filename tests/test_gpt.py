@@ -28,7 +28,7 @@ def _run(command: Command, folder: Path, *args: str, launcher: tuple[str, ...] =
     return folder / run[1], done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
 def test_two_ranks_train_evaluate_sample_and_leave_everything_behind(
     echelon_command: Command, tmp_path: Path, strategy: str
 ) -> None:
@@ -48,6 +48,7 @@ def test_two_ranks_train_evaluate_sample_and_leave_everything_behind(
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", text)  # without a terminal, no control characters
 
 
+@pytest.mark.full
 def test_the_strategies_train_the_same_model(echelon_command: Command, tmp_path: Path) -> None:
     losses = {}
     for strategy, ranks in (("noop", "1"), ("ddp", "2"), ("fsdp", "2"), ("tp", "2")):
@@ -59,6 +60,7 @@ def test_the_strategies_train_the_same_model(echelon_command: Command, tmp_path:
     assert losses["tp"] == pytest.approx(losses["noop"], abs=2e-5)
 
 
+@pytest.mark.full
 def test_resume_goes_on_as_if_nothing_had_happened(echelon_command: Command, tmp_path: Path) -> None:
     whole, _ = _run(echelon_command, tmp_path, "--steps", "6", launcher=("--ranks", "2", "--runs", "whole"))
     # The schedule depends on the number of steps: the first part is the same run, stopped by a failure after step 4.
@@ -73,6 +75,7 @@ def test_resume_goes_on_as_if_nothing_had_happened(echelon_command: Command, tmp
     assert [p.name for p in sorted((again / "attempts").iterdir())] == ["000", "001"]
 
 
+@pytest.mark.full
 def test_ones_own_text_is_learnt(echelon_command: Command, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for i in range(30):

@@ -18,6 +18,8 @@ from echelon.parallel.gradients import clip_by_norm_, clip_by_value_, scale_
 from echelon.world.mesh import ParallelDims
 from tests.conftest import Ranks
 
+pytestmark = pytest.mark.standing_ranks
+
 CPU = torch.device("cpu")
 NORM_TYPES = [1.0, 2.0, 3.0, math.inf]
 

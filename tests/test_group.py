@@ -236,6 +236,7 @@ def start_dragon(folder: Path, *command: str, **options: Any) -> subprocess.Pope
 
 
 @dragon
+@pytest.mark.full
 def test_on_dragon_failures_arrive_groups_close_and_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All in one start of the runtime, which takes seconds."""
     before = shared_memory()
@@ -275,6 +276,7 @@ def test_on_dragon_failures_arrive_groups_close_and_the_example_trains(tmp_path:
 
 
 @dragon
+@pytest.mark.full
 def test_signals_and_a_kill_end_dragon_with_all_that_it_started(tmp_path: Path) -> None:
     """SIGKILL, too: then the guard does it."""
     before = shared_memory()

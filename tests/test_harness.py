@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from echelon.contracts.errors import RankFailedError, RankTimeoutError
 from tests.conftest import Ranks
+from tests.standing import StandingRanksBySize
 
 
 def _sum_of_ranks() -> float:
@@ -54,6 +56,58 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks(ranks: Ranks) -> None:
     assert "in _sum_of_ranks" in text and "in _wait_for_nobody" in text
     assert "rank 0 (still running)" in text and "rank 1 (still running)" in text
     assert time.monotonic() - began < 30  # not the hundred seconds it would sleep
+
+
+def _process() -> int:
+    return os.getpid()
+
+
+def _change_what_is_reset(folder: str) -> tuple[str | None, str, bool, float]:
+    ignored = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    seen = os.environ.get("LEFT_BEHIND"), os.getcwd(), ignored, float(torch.rand(()))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.environ["LEFT_BEHIND"] = "1"
+    os.chdir(folder)
+    return seen
+
+
+def _leave_behind(what: str) -> None:
+    if what == "another default dtype":
+        torch.set_default_dtype(torch.float64)
+    elif what == "all_reduce":
+        dist.all_reduce = print
+
+
+def test_standing_ranks_are_the_same_processes(standing_ranks: StandingRanksBySize) -> None:
+    first = standing_ranks(2, _process)
+    assert standing_ranks(2, _process) == first and len(set(first)) == 2
+    assert standing_ranks(2, _sum_of_ranks) == [3, 3]
+
+
+def test_standing_ranks_find_everything_as_new_ones_do(standing_ranks: StandingRanksBySize, tmp_path: Path) -> None:
+    first = standing_ranks(2, _change_what_is_reset, str(tmp_path))
+    assert standing_ranks(2, _change_what_is_reset, str(tmp_path)) == first
+    assert {seen[:3] for seen in first} == {(None, os.getcwd(), False)}
+
+
+@pytest.mark.parametrize("what", ["another default dtype", "all_reduce"])
+def test_what_cannot_be_reset_is_an_error_and_the_next_call_has_new_ranks(standing_ranks: StandingRanksBySize, what: str) -> None:
+    before = standing_ranks(2, _process)
+    with pytest.raises(RankFailedError, match=what):
+        standing_ranks(2, _leave_behind, what)
+    assert not set(standing_ranks(2, _process)) & set(before)
+
+
+def test_a_failing_standing_rank_raises_its_own_error_here(standing_ranks: StandingRanksBySize) -> None:
+    with pytest.raises(RankFailedError, match="ValueError: rank 1 has bad data") as caught:
+        standing_ranks(2, _fail_on, 1)
+    assert caught.value.rank == 1 and isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_hang_of_standing_ranks_ends_with_their_stacks(standing_ranks: StandingRanksBySize) -> None:
+    with pytest.raises(RankTimeoutError) as caught:
+        standing_ranks(2, _wait_for_nobody, timeout_s=3)
+    assert "in _sum_of_ranks" in str(caught.value) and "in _wait_for_nobody" in str(caught.value)
 
 
 LEAKS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
-from echelon.launcher.functions import run as function
-from echelon.launcher.local.server import ForkServer
 from echelon.parallel.materialize import materialize
 from tests.conftest import Ranks
 
@@ -21,18 +18,9 @@ pytest.importorskip("transformers", reason="pip install transformers peft")
 pytest.importorskip("peft", reason="pip install peft")
 
 # PEFT asks transformers by a name that is going out of use.
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.standing_ranks]
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _loaded_ranks() -> Iterator[None]:
-    """Ranks forked from a server that has transformers: each would need seconds to import it."""
-    before, function._server = function._server, ForkServer.start((*function.SLOW_MODULES, "tests.hf_models"))
-    yield
-    function._server.close()
-    function._server = before
 
 
 def _all(module: nn.Module) -> dict[str, torch.Tensor]:

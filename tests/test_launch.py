@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import json
@@ -16,7 +15,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,84 +32,13 @@ from echelon.launcher.functions import run as function
 from echelon.launcher.functions.run import launch, spawn
 from echelon.launcher.job import Failure, auto_ranks, parse_ranks
 from echelon.launcher.local.relay import Relay
-from tests.conftest import clean_environment
-
-MARK = "ECHO_TEST_MARK"
-
-
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
-    """Poll until the condition is true; fail by name if that takes too long."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"not within {timeout_s:g} s: {what}")
-
-
-def processes_with(mark: str) -> list[psutil.Process]:
-    """Every process whose environment holds the mark, whoever its parent is."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
-                found.append(process)
-    return found
-
-
-class Started:
-    """Programs that a test runs beside itself; whatever they leave is found by a mark in the environment."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.mark = folder, f"{folder.name}-{time.monotonic_ns()}"
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def python(self, *args: str, **options: Any) -> subprocess.Popen[bytes]:
-        return self.program([sys.executable, *args], **options)
-
-    def program(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        env = {**clean_environment(), MARK: self.mark, "TMPDIR": str(self.folder), **options.pop("env", {})}
-        defaults = {"cwd": self.folder, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = subprocess.Popen(command, env=env, **{**defaults, **options})
-        self._processes.append(process)
-        return process
-
-    def run(self, *args: str, **options: Any) -> subprocess.Popen[bytes]:
-        return self.python("-m", "echelon", "run", *args, **options)
-
-    def script(self, text: str, name: str = "script.py") -> str:
-        (self.folder / name).write_text(text)
-        return name
-
-    def alive(self) -> list[psutil.Process]:
-        return processes_with(self.mark)
-
-    def all_gone(self, timeout_s: float = 20.0) -> None:
-        wait_until(lambda: not self.alive(), "every process has ended", timeout_s)
-
-    def end(self) -> None:
-        for process in self.alive():
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        for started in self._processes:
-            started.wait()
-            for pipe in (started.stdin, started.stdout, started.stderr):
-                if pipe is not None:
-                    pipe.close()
+from tests.started import Started, wait_until
 
 
 @pytest.fixture(autouse=True)
 def temporary_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a failed launch keeps lies in the test's own folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-
-@pytest.fixture
-def started(tmp_path: Path) -> Iterator[Started]:
-    programs = Started(tmp_path)
-    yield programs
-    programs.end()
 
 
 # ---- functions that ranks run -------------------------------------------------------------------------------------------
@@ -367,7 +295,7 @@ def test_a_rank_that_cannot_even_start_says_why(tmp_path: Path, monkeypatch: pyt
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
-    function._shared_server()
+    function.shared_server()
     monkeypatch.setattr(os, "getcwd", lambda: str(tmp_path / "never"))
     with pytest.raises(RankFailedError, match="FileNotFoundError"):
         launch(_who, ranks=1, run_dir=tmp_path)
@@ -554,7 +482,7 @@ def test_a_launch_that_could_not_begin_leaves_no_folder(monkeypatch: pytest.Monk
 
 def test_many_launches_leak_no_descriptor_no_thread_and_no_zombie() -> None:
     launch(_nothing, ranks=1)
-    server = psutil.Process(function._shared_server().pid)
+    server = psutil.Process(function.shared_server().pid)
     before = (psutil.Process().num_fds(), threading.active_count(), server.num_fds())
     for _ in range(15):
         launch(_nothing, ranks=1)
@@ -563,7 +491,7 @@ def test_many_launches_leak_no_descriptor_no_thread_and_no_zombie() -> None:
 
 
 def test_the_server_has_one_thread_so_that_forking_it_is_safe() -> None:
-    assert psutil.Process(function._shared_server().pid).num_threads() == 1
+    assert psutil.Process(function.shared_server().pid).num_threads() == 1
 
 
 def test_what_a_rank_started_ends_with_it_even_in_a_session_of_its_own() -> None:
@@ -572,7 +500,7 @@ def test_what_a_rank_started_ends_with_it_even_in_a_session_of_its_own() -> None
 
 
 def test_a_killed_server_fails_the_launch_and_the_next_one_works() -> None:
-    server = function._shared_server()
+    server = function.shared_server()
     threading.Timer(0.3, os.kill, (server.pid, signal.SIGKILL)).start()
     with pytest.raises(EchelonError, match="the process that forks the ranks is gone"):
         launch(time.sleep, ranks=2, args=(600,))

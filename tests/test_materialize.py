@@ -25,6 +25,8 @@ from tests.conftest import Ranks
 from tests.models import Net, batch
 from tests.units import Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 CPU = torch.device("cpu")
 
 

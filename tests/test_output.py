@@ -21,7 +21,7 @@ from echelon.launcher.local.attempt import write_exit
 from echelon.observe.sinks import progress
 from echelon.observe.sinks.progress import RunScreen
 from tests.conftest import clean_environment
-from tests.test_launch import Started, wait_until
+from tests.started import Started, wait_until
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_a_folder_that_disappears_does_not_turn_a_good_run_into_a_bad_one(starte
         "if os.environ['RANK'] == '0': shutil.rmtree(run)\nwhile os.path.exists(run): time.sleep(0.01)\nprint('done')\n"
     )
     out, err = started.run("--ranks", ranks, "--name", "a", script).communicate(timeout=60)
-    assert started._processes[-1].returncode == 0 and out == b"done\n" and b"Traceback" not in err, err.decode()
+    assert started.processes[-1].returncode == 0 and out == b"done\n" and b"Traceback" not in err, err.decode()
     assert b"exit.json cannot be written: No such file or directory" in err
 
 

@@ -16,6 +16,8 @@ from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, plain_training, whole
 from tests.units import Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 CPU = torch.device("cpu")
 
 
@@ -94,7 +96,6 @@ def _refusal(strategy: Any) -> str:
     ("strategy", "message"),
     [
         (ech.FSDPStrategy(blocks=["blocks.7"]), "no submodule named 'blocks.7'"),
-        (ech.FSDPStrategy(limit_all_gathers=False), "always limits them"),
         (ech.DDPStrategy(mixed_precision=torch.bfloat16), "AutoUnit(precision='bf16')"),
     ],
 )
@@ -113,7 +114,7 @@ def _options(strategy: Any) -> dict[str, torch.Tensor]:
     [
         ech.DDPStrategy(broadcast_buffers=False, check_reduction=True),
         ech.DDPStrategy(static_graph=True, find_unused_parameters=True, bucket_cap_mb=1),
-        ech.FSDPStrategy(forward_prefetch=True, limit_all_gathers=True),
+        ech.FSDPStrategy(forward_prefetch=True),
         ech.FSDPStrategy(reshard_after_forward=False),
         ech.DDPStrategy(device_ids=[CPU.index], output_device=CPU.index),  # as TorchTNT's page has it, on a CPU
     ],

@@ -156,7 +156,7 @@ def test_each_rank_sees_its_own_device_if_asked(tmp_path: Path, four_gpus: Path,
     for own, seen in ((True, ["3", "1"]), (False, ["3,1,0"] * 2)):
         run = RunDir.create(tmp_path / "runs", f"own-{own}")
         job = JobSpec(str(tmp_path / "sees.py"), ranks=2, own_device=own)
-        assert run_local(job, run, screen=SilentScreen(), server=function._shared_server()).exit_code == 0
+        assert run_local(job, run, screen=SilentScreen(), server=function.shared_server()).exit_code == 0
         assert [run.log(rank).read_text() for rank in range(2)] == [f"{text}\n" for text in seen]
 
 

@@ -19,6 +19,8 @@ from tests.conftest import Ranks
 from tests.models import Net, batch, largest_difference, net, plain_training, whole
 from tests.units import PARALLEL, Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 
 def _fp16(**options: Any) -> ech.Precision:
     return ech.Precision(torch.float16, **{"init_scale": 1024.0, **options})

@@ -124,13 +124,13 @@ def _went_on(folder: Path, strategy: str) -> tuple[dict[str, torch.Tensor], list
 
 MOMENTS = [
     ("ddp", "forward", signal.SIGTERM, None),
-    ("ddp", "backward", signal.SIGUSR1, 1),
-    ("ddp", "evaluation", signal.SIGTERM, 1),
+    pytest.param("ddp", "backward", signal.SIGUSR1, 1, marks=pytest.mark.full),
+    pytest.param("ddp", "evaluation", signal.SIGTERM, 1, marks=pytest.mark.full),
     ("fsdp", "evaluation", signal.SIGUSR1, 0),
     ("fsdp", "save", signal.SIGTERM, None),
     ("ddp", "any", signal.SIGTERM, None),
     ("ddp", "last step", signal.SIGUSR1, 1),
-    ("ddp", "last evaluation", signal.SIGTERM, 0),
+    pytest.param("ddp", "last evaluation", signal.SIGTERM, 0, marks=pytest.mark.full),
     ("fsdp", "last evaluation", signal.SIGUSR1, None),
 ]
 

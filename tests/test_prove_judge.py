@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.prover.judge import Verdict, compare
+from echelon.prover.judge import compare
 from echelon.prover.streams import Micro
+from echelon.prover.verdict import Verdict
 
 SIZES = {"weight": 200, "scale": 1, "keys": 8, "bias": 16}
 EXACT = {n: torch.randn(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64) for n, size in SIZES.items()}

@@ -21,6 +21,8 @@ from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
 from tests.units import Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 Saver = ech.DistributedCheckpointSaver
 DATA = torch.utils.data.TensorDataset(*batch(48, 0), torch.arange(48))
 

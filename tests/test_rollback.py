@@ -18,6 +18,8 @@ from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
 from tests.units import Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 PER_EPOCH = 36
 STEPS = PER_EPOCH + 6
 

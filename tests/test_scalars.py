@@ -16,6 +16,8 @@ from tests.conftest import Ranks
 from tests.models import Batch, Net, batch, largest_difference, whole
 from tests.units import PARALLEL, Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 CPU = torch.device("cpu")
 
 
@@ -230,6 +232,7 @@ def _bitwise(strategy: str) -> dict[str, torch.Tensor]:
     return whole(unit.module)
 
 
+@pytest.mark.fresh_ranks
 def test_bit_equal_training_holds_for_scalars(ranks: Ranks) -> None:
     want = ranks(1, _bitwise, "noop")[0]
     for size in (2, 4):

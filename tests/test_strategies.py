@@ -10,12 +10,15 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
+from echelon.compat.older_options import FSDPStrategy
 from echelon.contracts.errors import UsageError
 from echelon.parallel.blocks import blocks_by_policy, without_shared
 from echelon.parallel.sharding import replicas_default
 from tests.conftest import Ranks
 from tests.models import Batch, batch, largest_difference, net, plain_training, whole
 from tests.units import PARALLEL, Regression
+
+pytestmark = pytest.mark.standing_ranks
 
 CPU = torch.device("cpu")
 STEPS = 6
@@ -135,10 +138,10 @@ OPTIONS: dict[str, Any] = {
     "ddp": lambda: ech.DDPStrategy(init_sync=True, forward_sync_buffers=False, batched_grad_copy=True, bucket_cap_mb_list=[1]),
     "ddp mesh": lambda: ech.DDPStrategy(device_mesh=_mesh(4), skip_all_reduce_unused_params=True),
     "ddp hook": lambda: ech.DDPStrategy(comm_hook=_mean_hook, comm_state=HOOKED),
-    "fsdp group": lambda: ech.FSDPStrategy(process_group=dist.group.WORLD, backward_prefetch=None, use_orig_params=False),
+    "fsdp group": lambda: FSDPStrategy(process_group=dist.group.WORLD, backward_prefetch=None, use_orig_params=False),
     "fsdp groups": lambda: ech.FSDPStrategy(process_group=_groups(), sharding_strategy="HYBRID_SHARD"),
     "fsdp mesh": lambda: ech.FSDPStrategy(device_mesh=_mesh(2, 2), auto_wrap_policy={nn.Sequential}),
-    "fsdp hybrid": lambda: ech.FSDPStrategy(sharding_strategy="_HYBRID_SHARD_ZERO2", state_dict_type="FULL_STATE_DICT"),
+    "fsdp hybrid": lambda: FSDPStrategy(sharding_strategy="_HYBRID_SHARD_ZERO2", state_dict_type="FULL_STATE_DICT"),
     "fsdp grads": lambda: ech.FSDPStrategy(sharding_strategy="SHARD_GRAD_OP", device_id=CPU, auto_wrap_policy=_policy_by_size()),
     "fsdp offload": lambda: ech.FSDPStrategy(cpu_offload=True, forward_prefetch=True),
     "fsdp offload 1": lambda: ech.FSDPStrategy(cpu_offload=_torch("CPUOffload")(offload_params=True)),

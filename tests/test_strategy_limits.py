@@ -17,6 +17,8 @@ from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, plain_training, whole
 from tests.units import PARALLEL, Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 CPU = torch.device("cpu")
 
 

@@ -81,6 +81,82 @@ def test_a_planted_identity_is_found() -> None:
     assert kept_ids(ast.parse(source)) == [6, 7, 8, 9]
 
 
+# What wraps or splits a module, or is made for such a one: only `parallel/` knows these by class.
+WRAPPERS = {
+    "DDP",
+    "DDPPrepared",
+    "DPPrepared",
+    "DTensor",
+    "DTensorPrepared",
+    "DataParallel",
+    "DistributedDataParallel",
+    "FSDP",
+    "FSDP1Prepared",
+    "FSDPModule",
+    "FSDPPrepared",
+    "FullyShardedDataParallel",
+    "OptimizedModule",
+    "ShardedDDPPrepared",
+    "ShardedDataParallel",
+    "TorchFSDP",
+    "ZeROPrepared",
+}
+# Attributes by which a DTensor is told from a tensor.
+OF_DTENSORS = {"device_mesh", "full_tensor", "to_local"}
+# Who asks nevertheless, and why.
+MAY_ASK = {
+    # Siblings of `parallel`, which they may not import: a tensor that a checkpoint was given is gathered as it is.
+    "echelon.checkpoint",
+    # Programs of other libraries are about these classes.
+    "echelon.compat",
+}
+
+
+def test_only_parallel_knows_a_wrapper_by_its_class() -> None:
+    found = {name: asked for name, (_, tree) in trees().items() if not may_ask(name) and (asked := asked_in(tree))}
+    assert found == {}, "ask Prepared, or parallel/shards"
+
+
+def test_a_planted_question_is_found() -> None:
+    for source in (
+        "isinstance(m, DistributedDataParallel)",
+        "isinstance(m, (int, nn.parallel.DataParallel))",
+        "issubclass(kind, fsdp.FSDPModule)",
+        "type(m) is FSDPPrepared",
+        "type(m).__name__ == 'FSDPPrepared'",
+        "hasattr(p, 'device_mesh')",
+        "getattr(p, 'full_tensor', None)",
+        "kinds = {'DDPPrepared': 'ddp'}",
+    ):
+        assert asked_in(ast.parse(source)), source
+    assert asked_in(ast.parse("isinstance(m, DDPStrategy); hasattr(p, 'grad'); x: DTensor")) == []
+
+
+def may_ask(name: str) -> bool:
+    return name.startswith("echelon.parallel.") or any(name.startswith(f"{room}.") for room in MAY_ASK)
+
+
+def asked_in(tree: ast.Module) -> list[str]:
+    """Tests for a wrapper's class, or for a DTensor's attributes, and classes' names in strings."""
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+            if node.func.id in ("isinstance", "issubclass"):
+                found += WRAPPERS & names_in(node.args[1])
+            elif node.func.id in ("hasattr", "getattr") and isinstance(node.args[1], ast.Constant):
+                found += OF_DTENSORS & {node.args[1].value}
+        elif isinstance(node, ast.Compare):
+            found += WRAPPERS & set().union(*map(names_in, (node.left, *node.comparators)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found += WRAPPERS & {node.value}
+    return found
+
+
+def names_in(tree: ast.AST) -> set[str]:
+    nodes = list(ast.walk(tree))
+    return {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+
+
 @functools.cache
 def trees() -> dict[str, tuple[Path, ast.Module]]:
     """By module name."""

@@ -18,8 +18,10 @@ from echelon.parallel.recipe import Recipe
 from echelon.world.mesh import ParallelDims
 from tests.conftest import Ranks
 from tests.models import Net, batch, net, plain_training, whole
-from tests.test_window import SHAPES, _windows
 from tests.units import Regression
+from tests.windows import SHAPES, windows_of
+
+pytestmark = pytest.mark.standing_ranks
 
 CPU = torch.device("cpu")
 
@@ -91,7 +93,7 @@ def _train(strategy: Any, case: str) -> tuple[Any, list[float]]:
     make, shape, options = CASES[case]
     unit = Regression(module=make(), strategy=strategy, gradient_accumulation_steps=2, **options)
     prepared = unit.prepared
-    windows = _windows(SHAPES[shape], prepared.dp_size)
+    windows = windows_of(SHAPES[shape], prepared.dp_size)
     ech.train(unit, [micro[prepared.dp_rank] for window in windows for micro in window], max_epochs=1)
     return unit, unit.norms
 
@@ -102,7 +104,7 @@ def _equality(strategy: Any) -> dict[str, tuple[float, float]]:
     for case, (make, shape, options) in CASES.items():
         unit, norms = _train(strategy, case)
         got = whole(unit.module)
-        windows = [[b for micro in w for b in micro] for w in _windows(SHAPES[shape], unit.prepared.dp_size)]
+        windows = [[b for micro in w for b in micro] for w in windows_of(SHAPES[shape], unit.prepared.dp_size)]
         ours = ("clip_grad_norm", "clip_grad_value")
         plain = {k: v for k, v in options.items() if k not in ours}
         want, _, want_norms = plain_training(

@@ -327,7 +327,7 @@ if {guard}:
 """
 
 
-@pytest.mark.parametrize("how", ["torchrun", "echelon run"])
+@pytest.mark.parametrize("how", [pytest.param("torchrun", marks=pytest.mark.full), "echelon run"])
 def test_ranks_that_were_launched_already_are_used(tmp_path: Path, how: str) -> None:
     script, out = tmp_path / "train.py", tmp_path / "out.pt"
     script.write_text(SCRIPT.format(root=str(Path(__file__).parents[1]), out=str(out), guard="True"))

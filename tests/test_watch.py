@@ -83,12 +83,19 @@ def _trains(how: str) -> None:
             "rank 1 is stopped, as by SIGSTOP or a debugger, in step 7; rank 0 ",
             "rank 1 made no progress since step 6: it is stopped",
         ),
-        ("raw", 1, "rank 1 is stopped, as by SIGSTOP or a debugger; rank 0 ", "rank 1 made no progress: it is stopped"),
-        (
+        pytest.param(
+            "raw",
+            1,
+            "rank 1 is stopped, as by SIGSTOP or a debugger; rank 0 ",
+            "rank 1 made no progress: it is stopped",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
             "data",
             1,
             "rank 1 is behind, waiting for the data of step 7, at ",
             "rank 1 made no progress since step 6: it is behind",
+            marks=pytest.mark.full,
         ),
         ("in its step", 0, "rank 1 stands, in step 7, at ", "rank 0 gave up waiting for the others"),
     ],

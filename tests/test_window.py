@@ -15,26 +15,14 @@ import echelon as ech
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, plain_training, whole
 from tests.units import PARALLEL, Regression
+from tests.windows import SHAPES, windows_of
 
-# Rows of each micro-batch: [window][micro-batch][rank]. A window shorter than the accumulation can only be the last.
-SHAPES = {
-    "equal": [[[4, 4], [4, 4]], [[4, 4], [4, 4]]],
-    "short last window": [[[4, 4], [4, 4]], [[4, 4]]],
-    "uneven micro-batches": [[[4, 4], [1, 1]], [[6, 6], [3, 3]]],
-    "ranks with other counts": [[[4, 1], [2, 5]], [[7, 1], [1, 3]]],
-    "all at once": [[[4, 2], [3, 5]], [[6, 6], [1, 2]], [[2, 7]]],
-}
-
-
-def _windows(shape: list[list[list[int]]], ranks: int) -> list[list[list[Any]]]:
-    """Batches by window, micro-batch and rank; other numbers of ranks than two repeat the rows given."""
-    seed = iter(range(1000))
-    return [[[batch(micro[r % 2], next(seed)) for r in range(ranks)] for micro in window] for window in shape]
+pytestmark = pytest.mark.standing_ranks
 
 
 def _train(strategy: str, shape: list[list[list[int]]], **options: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
     world = ech.World.current()
-    windows = _windows(shape, world.size)
+    windows = windows_of(shape, world.size)
     mine = [micro[world.rank] for window in windows for micro in window]
     unit = Regression(strategy=strategy, gradient_accumulation_steps=2, **options)
     ech.train(unit, mine, max_epochs=1)
@@ -42,7 +30,7 @@ def _train(strategy: str, shape: list[list[list[int]]], **options: Any) -> tuple
 
 
 def _reference(shape: list[list[list[int]]], ranks: int, **options: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
-    windows = _windows(shape, ranks)
+    windows = windows_of(shape, ranks)
     parameters, _, norms = plain_training([[b for micro in window for b in micro] for window in windows], **options)
     return parameters, norms
 
@@ -111,7 +99,7 @@ class _Tokens(Regression):
 
 def _train_tokens(strategy: str, shape: list[list[list[int]]]) -> dict[str, torch.Tensor]:
     world = ech.World.current()
-    windows = _windows(shape, world.size)
+    windows = windows_of(shape, world.size)
     unit = _Tokens(strategy=strategy, gradient_accumulation_steps=2)
     ech.train(unit, [micro[world.rank] for window in windows for micro in window], max_epochs=1)
     return whole(unit.module)
@@ -124,7 +112,7 @@ def test_a_unit_can_weigh_by_tokens(ranks: Ranks, strategy: str) -> None:
     shape = [[[6, 5], [7, 9]], [[8, 4]]]
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    for window in _windows(shape, 2):
+    for window in windows_of(shape, 2):
         x, y = (torch.cat(parts) for parts in zip(*[b for micro in window for b in micro], strict=True))
         counts = y > 0
         ((((module(x) - y).square() * counts).sum()) / counts.sum()).backward()

@@ -17,6 +17,8 @@ from tests.conftest import Ranks
 from tests.models import Batch, batch, largest_difference, net, plain_training, whole
 from tests.units import Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 CPU = torch.device("cpu")
 DATA = [[batch(4, 10 * i + r) for r in range(2)] for i in range(5)]  # by update and rank
 

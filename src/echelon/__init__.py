@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from echelon.loop.trainer import Trainer
     from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
     from echelon.parallel.activation import ActivationCheckpointParams, checkpoint_wrapper
+    from echelon.parallel.axes import data_axes
     from echelon.parallel.ddp import DDPStrategy
     from echelon.parallel.deferred import on_meta
     from echelon.parallel.dp import DPStrategy
@@ -113,6 +114,7 @@ __all__ = [
     "checkpoint_wrapper",
     "count_tokens",
     "cu_seqlens",
+    "data_axes",
     "evaluate",
     "fit",
     "init_from_env",
@@ -192,6 +194,7 @@ _HOMES = {
     "checkpoint_wrapper": "parallel.activation",
     "count_tokens": "loop.loss",
     "cu_seqlens": "data.packed",
+    "data_axes": "parallel.axes",
     "evaluate": "loop.run",
     "fit": "loop.run",
     "init_from_env": "world.init",

@@ -17,8 +17,7 @@ from tests.chaos import points
 from tests.chaos.conftest import build
 from tests.chaos.forks import Forks
 from tests.chaos.program import SCENARIOS, scratch
-from tests.chaos.test_kills import survive
-from tests.chaos.test_restarts import join
+from tests.chaos.survival import join, survive
 
 ROUND = 50  # kills of one run
 

@@ -17,6 +17,7 @@ CALLS = set("mowscrtukd")
 
 
 @pytest.mark.parametrize("scenario", ["sync", "async"])
+@pytest.mark.full
 def test_every_call_of_a_save_may_be_the_last_or_fail(forks: Forks, tmp_path: Path, scenario: str) -> None:
     """One rank: litter of an older kill, a corrupt newer step, a save, the same step again, retention."""
     (ready,) = forks("tests.chaos.program:prepare", [(scenario, 1, tmp_path)])
@@ -32,7 +33,7 @@ def test_a_power_cut_does_not_undo_a_new_folder(forks: Forks, tmp_path: Path) ->
     assert re.match("m+sso", found), found
 
 
-@pytest.mark.parametrize("scenario", ["sync", "async"])
+@pytest.mark.parametrize("scenario", [pytest.param("sync", marks=pytest.mark.full), "async"])
 def test_of_two_ranks_either_may_be_met(forks: Forks, tmp_path: Path, scenario: str) -> None:
     """Some points of each rank; the soak takes all. What fails on one is told by both, in the same words."""
     (ready,) = forks("tests.chaos.program:prepare", [(scenario, 2, tmp_path)])

@@ -6,45 +6,23 @@ import random
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.chaos import runs
-from tests.chaos.runs import every_sample_once, history, same_bits, until_done, values
+from tests.chaos.runs import every_sample_once, history, until_done, values
+from tests.chaos.survival import survive
 from tests.models import largest_difference
 
-OPTIONS = ("--accumulation", "2", "--dropout", "0.3")
 
-
-def survive(
-    folder: Path, library: Path, kills: int, seed: int, ways: str, timeout_s: float, strategy: str = "ddp"
-) -> dict[str, Any]:
-    """A run that is killed `kills` times, and the same run undisturbed: what was lost, and what it took."""
-    steps = str(30 * kills + 48)
-    undisturbed, killed = folder / "undisturbed", folder / "killed"
-    undisturbed.mkdir()
-    killed.mkdir()
-    options = ("--steps", steps, "--strategy", strategy, *OPTIONS)
-    until_done(undisturbed, 2, 0, *options, timeout_s=timeout_s)
-    survived = until_done(killed, 2, kills, *options, "--seed", str(seed), "--ways", ways, library=library, timeout_s=timeout_s)
-    assert survived.attempts == kills + 1, f"{survived.attempts} attempts: not every one of {kills} kills happened"
-    assert same_bits(values(killed, 2), values(undisturbed, 2)), "the run ended otherwise than it would have"
-    want, found = history(undisturbed), history(killed)
-    assert found.steps == want.steps, "other samples, or in another order"
-    epochs = every_sample_once(found.steps, accumulation=2)
-    left = [p.name for p in (killed / "checkpoints").iterdir() if not p.name.startswith("step-")]
-    assert left == [], left
-    return {"kills": kills, "launchers": survived.launchers, "epochs": epochs, "redone": found.redone, "s": survived.seconds}
-
-
-@pytest.mark.parametrize(("strategy", "kills"), [("ddp", 10), ("fsdp", 4)])
+@pytest.mark.parametrize(("strategy", "kills"), [pytest.param("ddp", 10, marks=pytest.mark.full), ("fsdp", 4)])
 def test_kills_change_no_bit_and_no_sample(crashfs: Path, tmp_path: Path, strategy: str, kills: int) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     print(survive(tmp_path, crashfs, kills, seed, "step,moment,save,save,everyone,everyone's save", 60, strategy))
 
 
+@pytest.mark.full
 def test_launchers_killed_and_another_number_of_ranks_each_time(tmp_path: Path) -> None:
     """4, 2, 3 and 4 ranks: each launcher but the last is killed in mid-epoch."""
     options = ("--steps", "32", "--ways", "launcher")

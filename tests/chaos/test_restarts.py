@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from pathlib import Path
 from statistics import median
 
-from tests.chaos import runs
+import pytest
+
 from tests.chaos.forks import Forks
-
-JOINS = str(Path(__file__).with_name("joins.py"))
-
-
-def join(folder: Path, restarts: int, jobs: int, seed: int, timeout_s: float) -> tuple[list[float], list[float]]:
-    """Seconds from each kill to the next meeting of both ranks, in `jobs` runs side by side, `restarts` of each.
-
-    Returns:
-        those of each run's first restart, which may come while the server still loads what ranks need, and of all others.
-    """
-    processes = []
-    for job in range(jobs):
-        here = folder / str(job)
-        here.mkdir()
-        processes.append((here, runs.start(here, 2, JOINS, str(here), str(restarts), str(seed + job), restarts=restarts)))
-    began, first, took = time.monotonic(), list[float](), list[float]()
-    for here, process in processes:
-        code, output = runs.finish(process, timeout_s - (time.monotonic() - began))
-        assert code == 0, output[-3000:]
-        lines = [line.split() for line in (here / "joins.log").read_text().splitlines()]
-        assert Counter(int(attempt) for what, attempt, *_ in lines if what == "joined") == dict.fromkeys(range(restarts + 1), 2)
-        killed = {int(attempt): float(at) for what, attempt, _, at in lines if what == "killed"}
-        joined = {n: max(float(at) for what, a, _, at in lines if what == "joined" and int(a) == n) for n in range(restarts + 1)}
-        first.append(joined[1] - killed[0])
-        took += [joined[n + 1] - killed[n] for n in range(1, restarts)]
-    return first, took
+from tests.chaos.survival import join
 
 
+@pytest.mark.full
 def test_thirty_of_thirty_restarts_join_within_five_seconds(tmp_path: Path) -> None:
     """Ranks start up to half a second apart; either is killed within 20 ms after they met."""
     seed = random.randrange(10**6)

@@ -22,6 +22,8 @@ from tests.conftest import Ranks
 from tests.models import largest_difference, net, plain_training
 from tests.units import Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 
 def _scaled(infinite: Sequence[int]) -> list[tuple[float, bool]]:
     """An inf on rank 1 alone, in the updates named; the second rank owns nothing."""

@@ -19,6 +19,8 @@ from tests.compat.fairscale import loss, mine, oss, updates, values
 from tests.conftest import Ranks
 from tests.models import Batch, batch, largest_difference, net, plain_training
 
+pytestmark = pytest.mark.standing_ranks
+
 OPTIMIZERS = ("SGD", "AdamW", "Adafactor", "Rprop")
 
 

@@ -19,6 +19,8 @@ from tests.compat.fairscale import far, loss, mine, updates
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, plain_training
 
+pytestmark = pytest.mark.standing_ranks
+
 
 def _fsdp() -> dict[str, Any]:
     found: dict[str, Any] = {}

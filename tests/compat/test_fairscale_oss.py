@@ -20,6 +20,8 @@ from tests.compat.fairscale import far, loss, mine, same, updates, values
 from tests.conftest import Ranks
 from tests.models import Batch, Net, batch, largest_difference, net, plain_training
 
+pytestmark = pytest.mark.standing_ranks
+
 
 def _groups(module: Net) -> list[dict[str, Any]]:
     return [{"params": module.first.parameters()}, {"params": module.blocks.parameters(), "lr": 0.05, "weight_decay": 0.1}]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -47,6 +48,7 @@ def test_oss_and_sharded_ddp_under_spawn(tmp_path: Path) -> None:
         assert float((state["state"][number]["momentum_buffer"] - each["momentum_buffer"]).abs().max()) <= 1e-6
 
 
+@pytest.mark.full
 def test_checkpoint_wrapper_and_sharded_grad_scaler_under_spawn(tmp_path: Path) -> None:
     everyones = _run("fairscale_checkpoint_scaler", 2, tmp_path)
     model = with_scaler.CheckpointModel(wrapped=False)

@@ -47,6 +47,7 @@ def run(folder: Path, *commands: tuple[str, ...]) -> list[str]:
 # --- TorchTNT
 
 
+@pytest.mark.full
 def test_a_unit_of_ones_own_wrapped_by_hand_or_by_prepare(tmp_path: Path) -> None:
     program = torchtnt_by_hand
     run(tmp_path, (*ECHELON, "2", str(PROGRAMS / "torchtnt_by_hand.py"), "out.pt"))
@@ -71,6 +72,7 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "saved"
 
 
+@pytest.mark.full
 def test_an_auto_unit_is_restored_at_another_world_size(on_two_ranks: Path, tmp_path: Path) -> None:
     program = torchtnt_auto_unit
     batches = in_order(program.dataset(), program.GLOBAL_BATCH)
@@ -109,6 +111,7 @@ def test_digits_of_torchtnt_02_by_import_change_alone(tmp_path: Path, monkeypatc
 # --- raw PyTorch, Lightning, Dragon
 
 
+@pytest.mark.full
 def test_data_parallel_and_ddp_of_plain_pytorch_under_two_launchers(tmp_path: Path) -> None:
     for name in ("echelon", "torchrun"):
         (tmp_path / name).mkdir()

@@ -46,6 +46,7 @@ def run_program(name: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_a_program_of_torchtnts_runs_when_its_imports_are_changed(tmp_path: Path) -> None:
     """All of 0.2's callbacks, four loggers, checkpoints; its parameters are those of one plain process."""
     printed = run_program("torchtnt_program.py", tmp_path)
@@ -80,6 +81,7 @@ def _plain() -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
+@pytest.mark.full
 def test_two_optimizers_in_a_unit_of_ones_own(tmp_path: Path) -> None:
     run_program("torchtnt_gan.py", tmp_path)
     there = torch.load(tmp_path / "out" / "gan.pt")

@@ -41,6 +41,8 @@ from tests.conftest import Ranks
 from tests.models import Net, batch, largest_difference, net, plain_training, whole
 from tests.units import Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 CPU = torch.device("cpu")
 STEPS = 4
 
@@ -551,3 +553,14 @@ def _made_twice() -> int:
 
 def test_an_optimizer_that_is_divided_is_prepared_by_each_rank_for_itself(ranks: Ranks) -> None:
     assert sorted(ranks(2, _made_twice, timeout_s=30)) == [0, 1]
+
+
+def test_an_option_that_cannot_be_is_refused_when_the_strategy_is_made() -> None:
+    with pytest.raises(UsageError, match="always limits them"):
+        tnt.FSDPStrategy(limit_all_gathers=False)
+
+
+def test_older_options_without_effect_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    tnt.FSDPStrategy(backward_prefetch=None, state_dict_type="FULL_STATE_DICT")
+    assert "backward_prefetch=...) has no effect" in caplog.text and "state_dict_type=...) has no effect" in caplog.text
+    assert tnt.ActivationCheckpointParams("REENTRANT", every=2).every == 2

@@ -152,6 +152,7 @@ def plain() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.full
 def test_two_nodes_of_two_ranks_train_what_one_process_trains(fleet: Fleet, strategy: str) -> None:
     got, want = fleet.final(strategy), plain()
     assert got.keys() == want.keys()
@@ -161,6 +162,7 @@ def test_two_nodes_of_two_ranks_train_what_one_process_trains(fleet: Fleet, stra
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3]  # (node, local rank), and an edit after submission changed nothing
 
 
+@pytest.mark.full
 def test_an_exception_arrives_with_its_own_traceback(fleet: Fleet) -> None:
     with pytest.raises(RankFailedError, match="planted on rank 3") as raised:
         fleet.job("raises").result(timeout_s=150)
@@ -170,6 +172,7 @@ def test_an_exception_arrives_with_its_own_traceback(fleet: Fleet) -> None:
     assert set(read_json(fleet.job("raises").attempts[-1] / "exit.json")["ranks"]) >= {"3"}  # type: ignore[index]
 
 
+@pytest.mark.full
 def test_a_rank_killed_by_a_signal_is_named(fleet: Fleet) -> None:
     with pytest.raises(RankFailedError, match="killed by SIGKILL") as raised:
         fleet.job("killed").result(timeout_s=150)
@@ -177,6 +180,7 @@ def test_a_rank_killed_by_a_signal_is_named(fleet: Fleet) -> None:
     assert len(fleet.job("killed").attempts) == 1  # a failure is no reason to start again
 
 
+@pytest.mark.full
 def test_a_sweep_is_an_array_with_a_table_of_results(fleet: Fleet) -> None:
     tasks = tasks_of(fleet.home / "runs" / "sweep")
     for task in tasks:
@@ -190,6 +194,7 @@ def test_a_sweep_is_an_array_with_a_table_of_results(fleet: Fleet) -> None:
     assert json.loads((tasks[2] / "final.json").read_text())["lr"] == 0.01
 
 
+@pytest.mark.full
 def test_the_time_limit_warns_and_the_job_goes_on_bit_equal(fleet: Fleet) -> None:
     assert fleet.final("limit") == fleet.final("ddp")
     assert "SIGUSR1: asked the ranks to save and end" in fleet.output("limit")
@@ -197,6 +202,7 @@ def test_the_time_limit_warns_and_the_job_goes_on_bit_equal(fleet: Fleet) -> Non
     assert restarts >= 1 and len(fleet.job("limit").attempts) == restarts + 1
 
 
+@pytest.mark.full
 def test_logs_follow_a_job_through_its_starts_to_its_end(fleet: Fleet) -> None:
     fleet.final("limit")
     assert fleet.followed is not None and fleet.followed.wait(60) == 0
@@ -207,6 +213,7 @@ def test_logs_follow_a_job_through_its_starts_to_its_end(fleet: Fleet) -> None:
     assert refused.returncode == 2 and "rank must be between 0 and 3, got 7" in refused.stderr
 
 
+@pytest.mark.full
 def test_a_preempted_job_saves_and_goes_on_bit_equal(fleet: Fleet) -> None:
     assert fleet.urgent is not None and fleet.urgent.wait(150) == 0
     assert fleet.final("low") == fleet.final("bits")
@@ -214,12 +221,14 @@ def test_a_preempted_job_saves_and_goes_on_bit_equal(fleet: Fleet) -> None:
     assert f"step {HELD[1]} of attempt 1" not in fleet.log("low")  # it had saved, and began where it was
 
 
+@pytest.mark.full
 def test_a_node_that_dies_is_left_out_and_the_job_goes_on_bit_equal(fleet: Fleet) -> None:
     assert fleet.final("lost") == fleet.final("bits")
     assert fleet.lost_node not in fleet.cluster.nodes_of(fleet.job("lost").id)
     assert "step 1 of attempt 1" not in fleet.log("lost")
 
 
+@pytest.mark.full
 def test_a_cancelled_job_saves_ends_and_resolves(fleet: Fleet) -> None:
     assert fleet.cancelled == f"job {fleet.job('stop').id} is cancelled\n"
     outcome = fleet.job("stop").wait(100)
@@ -230,6 +239,7 @@ def test_a_cancelled_job_saves_ends_and_resolves(fleet: Fleet) -> None:
     assert "step" in str(list((fleet.home / "runs/stop/checkpoints").glob("step-*")))  # it saved
 
 
+@pytest.mark.full
 def test_a_job_that_is_cancelled_before_it_begins_resolves(fleet: Fleet) -> None:
     assert fleet.job("waits").wait(30).exit_code == 143 and fleet.job("waits").state() is JobState.CANCELLED
     assert not fleet.job("waits").attempts

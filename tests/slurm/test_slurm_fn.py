@@ -91,6 +91,7 @@ def commands_of_slurm(slurm_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("name", ["trains", "trains-launched"])
+@pytest.mark.full
 def test_the_warning_reaches_all_ranks_and_the_job_goes_on_from_its_checkpoint(fleet: Fleet, page: Fleet, name: str) -> None:
     job = fleet.job(name)
     first, values = job.run.path / "attempts" / "000", job.result(LIMIT_S)
@@ -121,6 +122,7 @@ def plain_weights(steps: int) -> list[float]:
     return [float(p.detach().sum()) for p in module.parameters()]
 
 
+@pytest.mark.full
 def test_every_rank_of_two_nodes_gives_its_value(fleet: Fleet) -> None:
     values = fleet.result("plain")
     hosts = [host for _, _, _, host in values]
@@ -130,6 +132,7 @@ def test_every_rank_of_two_nodes_gives_its_value(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("name", ["fails", "fails-launched"])
+@pytest.mark.full
 def test_the_first_failing_ranks_own_exception_arrives(fleet: Fleet, name: str) -> None:
     error = fleet.failure(name)
     assert error.rank == 3 and "rank 3 failed first" in str(error) and "in fails" in str(error)
@@ -138,11 +141,13 @@ def test_the_first_failing_ranks_own_exception_arrives(fleet: Fleet, name: str) 
 
 
 @pytest.mark.parametrize(("name", "says"), [("killed", "killed by SIGKILL"), ("killed-launched", "ended without a word: killed")])
+@pytest.mark.full
 def test_a_rank_killed_by_a_signal_is_named(fleet: Fleet, name: str, says: str) -> None:
     error = fleet.failure(name)
     assert error.rank == 2 and says in str(error) and error.__cause__ is None
 
 
+@pytest.mark.full
 def test_a_cancelled_job_resolves_and_so_does_one_that_waited_for_it(fleet: Fleet) -> None:
     job = fleet.job("waits")
     fleet.cluster.until(lambda: job.log().exists() and "waiting" in job.log().read_text(), "it to run", LIMIT_S)
@@ -151,6 +156,7 @@ def test_a_cancelled_job_resolves_and_so_does_one_that_waited_for_it(fleet: Flee
     assert "DependencyNeverSatisfied" in str(fleet.failure("never"))
 
 
+@pytest.mark.full
 def test_a_name_is_just_a_name_and_conditions_come_true(fleet: Fleet) -> None:
     assert fleet.result("named")[:3] == (3, 0, 1) and fleet.result("after")[:3] == (7, 0, 1)
     names = fleet.cluster.command("scontrol", "-o", "show", "job", fleet.job("named").id)
@@ -158,6 +164,7 @@ def test_a_name_is_just_a_name_and_conditions_come_true(fleet: Fleet) -> None:
     assert not list(fleet.home.rglob("planted"))
 
 
+@pytest.mark.full
 def test_an_array_has_a_job_for_each_element(fleet: Fleet) -> None:
     assert [fleet.result(f"array-{n}")[0] for n in range(4)] == [11, 22, 33, 44]
     assert [fleet.job(f"array-{n}").id.partition("_")[2] for n in range(4)] == ["0", "1", "2", "3"]
@@ -167,6 +174,7 @@ def test_an_array_has_a_job_for_each_element(fleet: Fleet) -> None:
     assert [line.split()[:3:2] for line in table.splitlines()[1:]] == [[f"{array}/{n}", "done"] for n in range(4)]
 
 
+@pytest.mark.full
 def test_another_file_than_the_one_submitted_is_not_loaded(fleet: Fleet) -> None:
     job, evidence = fleet.job("held"), fleet.home / "it-ran"
     assert job.state() is JobState.PENDING
@@ -176,6 +184,7 @@ def test_another_file_than_the_one_submitted_is_not_loaded(fleet: Fleet) -> None
     assert not evidence.exists()
 
 
+@pytest.mark.full
 def test_only_the_user_can_read_and_a_secret_is_in_one_file(fleet: Fleet) -> None:
     fleet.result("plain")
     for path in fleet.home.glob("slurm/**/*"):
@@ -213,6 +222,7 @@ def plain_page() -> dict[str, torch.Tensor]:
         ("torchrun-nodes", "DistributedDataParallel"),
     ],
 )
+@pytest.mark.full
 def test_the_page_of_nntool_trains_what_one_process_trains(page: Fleet, name: str, wrapped: str) -> None:
     results, want = page.job(name).results(LIMIT_S), plain_page()
     _, nodes, processes = nntool_main.CASES[name]

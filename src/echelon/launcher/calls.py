@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import logging
 import os
 import pickle
 import stat
@@ -39,6 +40,7 @@ __all__ = [
     "write_value",
 ]
 
+logger = logging.getLogger(__name__)
 
 _SEAL_BYTES = 32
 
@@ -208,11 +210,14 @@ def load_value(path: Path, key: str) -> Any:
 
 def load_exception(path: Path, key: str) -> BaseException | None:
     """The exception that a rank left; None if it left none, or none that can be loaded here."""
-    with contextlib.suppress(Exception):
+    try:
         value = load_value(path, key)
-        if isinstance(value, BaseException):
-            return value
-    return None
+    except FileNotFoundError:
+        return None
+    except Exception:  # loading it runs its class's own code
+        logger.debug("the exception in %s cannot be loaded here", path, exc_info=True)
+        return None
+    return value if isinstance(value, BaseException) else None
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -171,6 +171,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         self._finite = FiniteWatch(options.stop_after_nonfinite_losses)
         self.latest_update = (None, None)
         self.eval_loss = self.test_loss = float("nan")  # of the latest evaluation and test, over all ranks
+        self._around_window, self._held = ExitStack(), []
         self._evaluation = _EvalLoss()
         self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")
 
@@ -237,7 +238,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
             self._evaluation.mean.reset()
 
     def _begin_training(self, state: State) -> None:
-        together = self.prepared.dp_size > 1 or self.prepared.forward_is_collective
+        together = self.prepared.averaged_over > 1 or self.prepared.forward_is_collective
         self._reduces = agree.is_joined() and together
         self.window.group = agree.control_group() if self._reduces else None
         has_strategy = self._options.strategy is not None
@@ -279,9 +280,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
     def epoch_closed(self, state: State, phase: str) -> None:
         if phase == "train" and self.window.count:
             logger.warning("the epoch ended in the middle of an accumulation window; its micro-batches are left out")
-            self.window.discard()
-            if self._bitwise is not None:
-                self._bitwise.discard()
+            self._leave_window()
             self.zero_grad(state)
         if phase == "train" and self.step_lr_interval == "epoch":
             self._advance()

@@ -13,6 +13,7 @@ from echelon.loop.unit import PredictUnit
 from echelon.parallel.activation import ActivationCheckpointParams
 from echelon.parallel.parallelize import parallelize
 from echelon.parallel.precision import Precision
+from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe, TorchCompileParams
 from echelon.parallel.strategy import Strategy
 from echelon.world.device import copy_data_to_device
@@ -75,10 +76,14 @@ class AutoPredictUnit(PredictUnit[T]):
     def forward_is_collective(self) -> bool:
         return self.prepared.forward_is_collective
 
+    def prepared_modules(self) -> dict[str, Prepared[Any]]:
+        mine, modules = self.prepared, self.tracked_modules()
+        others = self._recognise({name: module for name, module in modules.items() if module is not mine.module})
+        return {name: others.get(name, mine) for name in modules}
+
     @property
     def data_place(self) -> tuple[int, int] | None:
-        prepared = self.prepared
-        return (prepared.dp_rank, prepared.dp_size) if prepared.dp_size > 1 or prepared.forward_is_collective else None
+        return self.prepared.data_place
 
     def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
         """Put a batch on `self.device`; override for batches of a kind of your own."""

@@ -12,6 +12,7 @@ averages stay as they are.
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -80,6 +81,8 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
     _first_look: RemovableHandle | None  # at what the optimizer holds
     _plateau: bool  # whether the scheduler advances with evaluations
     _reduces: bool  # whether windows are summed over ranks
+    _around_window: ExitStack  # the strategy's context of the window under way
+    _held: list[list[MicroBatch[T]]]  # its steps so far, where the strategy takes them at once
     _reports_step: bool  # whether a subclass wants to hear of its steps
 
     # --- what the user writes
@@ -139,16 +142,59 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             window.estimate(0 if self.prepared.is_replica else whole, over_ranks=self._reduces)
         if self.zero_grad_at_train_step_start and window.count == 1:
             self.zero_grad(state)
+        if self.prepared.takes_windows:
+            return self._take_into_window(state, micro_batches, ends_window)
+        if window.count == 1 and (around := self.prepared.window()) is not NO_CONTEXT:
+            self._around_window.enter_context(around)
         losses = []
-        for micro_batch in micro_batches:
-            outputs = self._forward_backward(state, micro_batch)
-            losses.append(window.latest_loss)
-        loss = losses[0] if len(losses) == 1 else mean_loss(losses, [each.weight for each in micro_batches])
+        try:
+            for micro_batch in micro_batches:
+                outputs = self._forward_backward(state, micro_batch)
+                losses.append(window.latest_loss)
+        except BaseException:
+            self._around_window.close()
+            raise
+        loss = _together(losses, micro_batches)
+        if ends_window:
+            self._around_window.close()
         norm = self._update(state) if ends_window else None
         if self._reports_step:
             number = self.train_progress.num_steps_completed
             self.on_train_step_end(state, micro_batches[-1].data, number, TrainStepResults(loss, norm, outputs))
         return loss, outputs
+
+    def _take_into_window(self, state: State, micro_batches: list[MicroBatch[T]], ends_window: bool) -> tuple[Any, Any]:
+        """A step under a strategy that computes the micro-batches of an update at once: (None, None) before the window's last.
+
+        `on_train_step_end` is called for all steps of the window then, in their order.
+        """
+        self._held.append(micro_batches)
+        if not ends_window:
+            return None, None
+        steps, self._held = self._held, []
+        every = [micro_batch for step in steps for micro_batch in step]
+        with self.prepared.window():
+            forward, backward = partial(self._forward, state), partial(self._backward, state)
+            made = iter(self.prepared.forward_backward_window(every, forward, backward))
+        if self._reduces:
+            self.window.start_reduction(state.stop_requested)
+        results: list[tuple[T, Any, Any]] = []
+        for step in steps:
+            of_step = [next(made) for _ in step]
+            results.append((step[-1].data, _together([loss.detach() for loss, _ in of_step], step), of_step[-1][1]))
+        norm, number = self._update(state), self.train_progress.num_steps_completed
+        for back, (data, loss, outputs) in zip(reversed(range(len(results))), results, strict=True):
+            if self._reports_step:
+                self.on_train_step_end(state, data, number - back, TrainStepResults(loss, None if back else norm, outputs))
+        return results[-1][1:]
+
+    def _leave_window(self) -> None:
+        """Forget an unfinished window."""
+        self.window.discard()
+        self._held.clear()
+        self._around_window.close()
+        if self._bitwise is not None:
+            self._bitwise.discard()
 
     def _micro_batches(self, data: Any, *, padded: bool, ends_window: bool) -> list[MicroBatch[T]]:
         """A batch as one, or its pieces, of which only the last may end the window."""
@@ -204,10 +250,10 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
     def _backward(self, state: State, loss: torch.Tensor, micro_batch: MicroBatch[T]) -> None:
         window, prepared, weight = self.window, self.prepared, micro_batch.weight
         window.add(loss.detach(), 0 if prepared.is_replica else weight)
-        if micro_batch.is_last and self._reduces:
+        if micro_batch.is_last and self._reduces and not prepared.takes_windows:  # whose last backward pass may be another
             window.start_reduction(state.stop_requested)
         assert window.reference is not None
-        scale = weight * prepared.dp_size / window.reference
+        scale = weight * prepared.averaged_over / window.reference
         if self.grad_scaler is not None:
             loss = self.grad_scaler.scale(loss)
         if not isinstance(scale, torch.Tensor) and scale == 0:
@@ -252,6 +298,8 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             self._first_look = None
         if not self.zero_grad_at_train_step_start:
             self.zero_grad(state)
+        if updated:
+            prepared.after_step()
         if updated and self.swa_model is not None:
             self.swa_model.step()
         if updated and self.step_lr_interval == "step":
@@ -266,3 +314,8 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             self.swa_scheduler.step()
         else:
             self.step_lr_scheduler()
+
+
+def _together(losses: list[torch.Tensor], micro_batches: list[MicroBatch[Any]]) -> torch.Tensor:
+    """The mean loss of a step, from those of its pieces."""
+    return losses[0] if len(losses) == 1 else mean_loss(losses, [each.weight for each in micro_batches])

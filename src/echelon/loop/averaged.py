@@ -17,7 +17,8 @@ import torch
 from torch.optim.swa_utils import SWALR, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from echelon.contracts.errors import UsageError, require
-from echelon.parallel.strategy import Prepared, local
+from echelon.parallel.prepared import Prepared
+from echelon.parallel.shards import local
 
 __all__ = ["AveragedWeights", "SWALRParams", "SWAParams", "swa_scheduler"]
 

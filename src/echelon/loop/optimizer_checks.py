@@ -17,14 +17,11 @@ from torch.utils.hooks import RemovableHandle
 from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
 from echelon.parallel.around import watch
-from echelon.parallel.fsdp1 import FSDP1Prepared
 from echelon.parallel.mixed import step_by_kind
 from echelon.parallel.partition import parameters_of
 from echelon.parallel.replaced import name_before
-from echelon.parallel.sharding import FSDPPrepared
-from echelon.parallel.strategy import Prepared
+from echelon.parallel.shards import is_split
 from echelon.world import agree
-from echelon.world.init import World
 
 if TYPE_CHECKING:
     from echelon.loop.auto_predict import AutoPredictUnit
@@ -97,10 +94,10 @@ def not_the_modules(unit: AutoPredictUnit[Any], optimizer: Any) -> list[nn.Param
     if not isinstance(optimizer, torch.optim.Optimizer):
         return []
     reduced = {id(p) for p in unit.prepared.module.parameters()}
-    for module in unit.tracked_modules().values():
-        if type(_prepared(module)) is not Prepared:
-            reduced |= {id(p) for p in module.parameters()}
-    rest = (p for p in parameters_of(optimizer) if id(p) not in reduced and not hasattr(p, "device_mesh"))
+    for prepared in unit.prepared_modules().values():
+        if prepared.averaged or prepared.forward_is_collective:
+            reduced |= {id(p) for p in prepared.module.parameters()}
+    rest = (p for p in parameters_of(optimizer) if id(p) not in reduced and not is_split(p))
     return [p for p in rest if p.requires_grad]
 
 
@@ -116,7 +113,7 @@ def check_tracked(unit: Any) -> None:
     if first is not None:
         raise UsageError(f"{first} {_REMEDY}.")
     for optimizer in optimizers.values():
-        if any(hasattr(p, "device_mesh") for p in parameters_of(optimizer)):
+        if any(is_split(p) for p in parameters_of(optimizer)):
             step_by_kind(optimizer)
     if unit.steps_by_itself and agree.is_joined() and not overrides().observes:
         watch(modules, optimizers.values())
@@ -124,20 +121,19 @@ def check_tracked(unit: Any) -> None:
 
 def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> str | None:
     """What is wrong with the first optimizer with which something is; None if nothing is."""
-    prepared = [_prepared(module) for module in modules.values()]
+    prepared = [each for name, each in unit.prepared_modules().items() if name in modules]
     for each in prepared:
-        if isinstance(each, FSDPPrepared):
-            each.parameters_written()  # after an evaluation some parameters are whole
+        each.reshard()
     held = {name: parameters_of(optimizer) for name, optimizer in optimizers.items()}
     everywhere = {id(p) for parameters in held.values() for p in parameters}
     reached = {id(p) for p in _within(vars(unit).values())}
     missing: Counter[tuple[int, ...]] = Counter()
     flat = False
     for each in prepared:
-        if isinstance(each, (FSDPPrepared, FSDP1Prepared)):
+        if each.replaces_parameters:
             left = [p for p in each.module.parameters() if p.requires_grad and id(p) not in everywhere]
             missing.update(tuple(p.shape) for p in left)
-            flat = flat or (bool(left) and isinstance(each, FSDP1Prepared))
+            flat = flat or (bool(left) and each.flattens_parameters)
     for name, parameters in held.items():
         what = f"{type(unit).__name__}.{name}"
         problem = _stale(what, parameters)
@@ -159,15 +155,11 @@ def _stale(what: str, parameters: list[nn.Parameter]) -> str | None:
     if old:
         held = _count(parameters)
         return f"{what} holds {held}, {len(old)} of which are from before the module was sharded (first: {old[0]})."
-    whole = [p for p in parameters if p.numel() and not hasattr(p, "device_mesh") and not p.is_meta]
+    whole = [p for p in parameters if p.numel() and not is_split(p) and not p.is_meta]
     gone = [p for p in whole if p.untyped_storage().size() == 0]
     if gone:
         return f"{what} holds {_count(gone)} that were gathered for a forward pass and are gone (first: {_shown(gone[0])})."
     return None
-
-
-def _prepared(module: nn.Module) -> Prepared[Any]:
-    return Prepared.of(module, World.current(torch.device("cpu")))
 
 
 def _within(values: Iterable[Any], depth: int = 3) -> Iterator[nn.Parameter]:

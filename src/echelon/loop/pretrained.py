@@ -21,8 +21,8 @@ from echelon.checkpoint import commit
 from echelon.checkpoint.place import explain
 from echelon.contracts.errors import CheckpointWriteError, UsageError
 from echelon.loop.unit import Unit
-from echelon.parallel.state import states_by_name
-from echelon.parallel.strategy import Prepared
+from echelon.parallel.prepared import Prepared
+from echelon.parallel.shards import is_split, whole
 from echelon.world import agree
 from echelon.world.init import World
 
@@ -46,7 +46,8 @@ def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], **o
         CheckpointWriteError: on every rank, if rank 0 could not write.
     """
     wrapped = _module(model)
-    module = Prepared.of(wrapped, World.current(torch.device("cpu"))).unwrapped
+    prepared = Prepared.of(wrapped, World.current(torch.device("cpu")))
+    module = prepared.unwrapped
     own = getattr(type(module), "save_pretrained", None)
     if not callable(own):
         raise UsageError(
@@ -56,8 +57,7 @@ def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], **o
     if "state_dict" in options:
         raise UsageError("save_pretrained gathers the state_dict itself. Leave it out.")
     target = Path(folder).absolute()
-    state = states_by_name({"module": wrapped})["module"]
-    values: dict[str, Any] = {n: v for n, v in state.state_dict().items() if isinstance(v, torch.Tensor)}
+    values: dict[str, Any] = {n: v for n, v in prepared.state().state_dict().items() if isinstance(v, torch.Tensor)}
     scratch = target.with_name(f".gathered-{target.name}")
 
     def begin() -> None:
@@ -131,14 +131,11 @@ def _gathered(values: Mapping[str, Any], needed: Iterable[str], folder: Path) ->
 
 
 def _whole(value: Any) -> torch.Tensor:
-    if not hasattr(value, "full_tensor"):
+    if not is_split(value):
         if type(value) not in (torch.Tensor, nn.Parameter):
             raise UsageError(f"a weight of type {type(value).__name__} cannot be gathered; use fully_shard's strategies, or ddp.")
         return value  # type: ignore[no-any-return]
-    if value.device.type != value.device_mesh.device_type:  # offloaded: its ranks speak to one another from their devices
-        value = value.to(value.device_mesh.device_type)
-    whole: torch.Tensor = value.full_tensor()
-    return whole
+    return whole(value)
 
 
 def _mapped(tensor: torch.Tensor, file: Path) -> torch.Tensor:

@@ -21,6 +21,7 @@ import torch
 from echelon.contracts.errors import UsageError
 from echelon.loop.auto import AutoUnit
 from echelon.loop.auto_options import AutoOptions
+from echelon.parallel.shards import is_split
 
 __all__ = ["BUILT", "Parcel", "own_attributes", "pack", "rebuild", "recall", "remembered", "unpack"]
 
@@ -32,8 +33,8 @@ BUILT = frozenset({
     "clip_grad_norm", "clip_grad_value", "detect_anomaly", "device", "enable_prefetch", "eval_loss", "grad_scaler",
     "gradient_accumulation_steps", "latest_update", "module", "precision", "prepared", "retain_graph", "step_lr_interval",
     "swa_model", "swa_params", "swa_scheduler", "test_loss", "training", "window", "zero_grad_at_train_step_start",
-    "_bitwise", "_copies", "_evaluation", "_finite", "_first_look", "_options", "_pieces_of_step", "_plateau", "_reduces",
-    "_reports_step", "_shards",
+    "_around_window", "_bitwise", "_copies", "_evaluation", "_finite", "_first_look", "_held", "_options", "_pieces_of_step",
+    "_plateau", "_reduces", "_reports_step", "_shards",
 })
 # fmt: on
 
@@ -108,7 +109,7 @@ def recall(thing: object, said: Mapping[str, bytes]) -> None:
 
 def _plain(unit: AutoUnit[Any]) -> torch.nn.Module:
     module = unit.prepared.unwrapped
-    sharded = [name for name, p in module.named_parameters() if hasattr(p, "full_tensor")]
+    sharded = [name for name, p in module.named_parameters() if is_split(p)]
     if sharded:
         raise UsageError(
             f"the module of {type(unit).__name__} is sharded already ({sharded[0]}), which cannot be undone. Build the unit "

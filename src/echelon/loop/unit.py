@@ -13,8 +13,7 @@ from torch import nn
 
 from echelon.contracts.errors import UnitError
 from echelon.loop.progress import Progress
-from echelon.parallel.strategy import Prepared
-from echelon.world.init import World
+from echelon.parallel.prepared import Prepared, Recognised
 
 if TYPE_CHECKING:
     from echelon.loop.state import State
@@ -170,11 +169,16 @@ class Unit(AppStateMixin):
     @property
     def data_place(self) -> tuple[int, int] | None:
         """(rank, size) among the ranks that see different data; None if the modules do not say."""
-        for module in self.tracked_modules().values():
-            prepared = Prepared.of(module, World.current(torch.device("cpu")))
-            if type(prepared) is not Prepared:
-                return prepared.dp_rank, prepared.dp_size
-        return None
+        places = (prepared.data_place for prepared in self.prepared_modules().values())
+        return next((place for place in places if place is not None), None)
+
+    def prepared_modules(self) -> dict[str, Prepared[Any]]:
+        """Each module among the attributes as its strategy has it, by the attribute's name. Each is recognised once."""
+        return self._recognise(self.tracked_modules())
+
+    def _recognise(self, modules: dict[str, nn.Module]) -> dict[str, Prepared[Any]]:
+        known: Recognised = self.__dict__.setdefault("_recognised", Recognised())
+        return known.of(modules)
 
     def placement(self, phase: str) -> tuple[Any, Any]:
         """(move, stream) for the loop's iterator: how a batch gets to the device, and the stream to copy on."""

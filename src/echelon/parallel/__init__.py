@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from echelon.parallel import dtensors as dtensors
+from echelon.parallel.axes import data_axes
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.dp import DPStrategy
 from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
@@ -24,6 +26,7 @@ __all__ = [
     "Strategy",
     "TPStrategy",
     "ZeROStrategy",
+    "data_axes",
 ]
 
 # A new strategy is one file and one line here; every test over strategies then covers it.

@@ -87,7 +87,6 @@ class ActivationCheckpointParams:
     """Recompute activations in the backward pass instead of keeping them.
 
     Args:
-        checkpoint_impl: accepted from TorchTNT scripts; recomputation is always the non-reentrant kind.
         check_fn: which submodules to recompute, each separately; by default the repeated blocks of the model. One that is true
             for the module itself recomputes it whole, which keeps nothing but makes everything again at once.
         auto_wrap_policy: another way to choose, as the older FullyShardedDataParallel's.
@@ -97,7 +96,6 @@ class ActivationCheckpointParams:
         offload_to_cpu: keep the inputs of the recomputed modules in host memory.
     """
 
-    checkpoint_impl: object | None = None
     check_fn: Callable[[nn.Module], bool] | None = None
     auto_wrap_policy: Any = None
     context_fn: Contexts | None = None

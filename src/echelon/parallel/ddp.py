@@ -6,7 +6,7 @@ micro-batch, all-reduces of gradient buckets, overlapped with the computation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel import reduction_order
 from echelon.parallel.around import Passes, send_through
+from echelon.parallel.axes import Axis, split_axes
 from echelon.parallel.fixed_order import reduce_bucket
 from echelon.parallel.materialize import materialize
 from echelon.parallel.micro_batch import MicroBatch
@@ -39,8 +41,8 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
     """A module in DistributedDataParallel, ours or the user's own."""
 
     def __init__(self, module: DistributedDataParallel, world: World) -> None:
-        group = module.process_group
-        super().__init__(module, dist.get_rank(group), dist.get_world_size(group))
+        names = module.device_mesh.mesh_dim_names if getattr(module, "device_mesh", None) is not None else None
+        super().__init__(module, [Axis.of(module.process_group, names[0] if names else "")])
         self._passes: Passes | None = None
 
     def forward_backward(
@@ -62,10 +64,6 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         return loss, outputs
 
     @property
-    def data_groups(self) -> list[dist.ProcessGroup | None]:
-        return [self.module.process_group]
-
-    @property
     def forward_is_collective(self) -> bool:  # type: ignore[override]
         """Before a forward, rank 0's buffers go to all, in evaluations too."""
         return bool(self.module.broadcast_buffers) and any(True for _ in self.module.buffers())
@@ -73,6 +71,21 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
     def before_evaluation(self) -> None:
         # torch sends none after a forward pass that only accumulated: in the middle of a window each rank would have its own.
         self.module.require_forward_param_sync = True
+
+    def keep_extras(self) -> None:
+        reduction_order.note(self.module)
+
+    def extras(self) -> dict[str, Any]:
+        order = reduction_order.noted(self.module)
+        return {} if order is None else {"reduction_order": order}
+
+    def check_extras(self, extras: Mapping[str, Any]) -> None:
+        order = extras.get("reduction_order", [])
+        if not isinstance(order, list) or not all(isinstance(name, str) for name in order):
+            raise ValueError("an order of gradients that is not valid")
+
+    def load_extras(self, extras: Mapping[str, Any]) -> None:
+        reduction_order.replay(self.module, extras.get("reduction_order", ()))
 
     def parameters_written(self) -> None:
         self.before_evaluation()  # averages have taken the place of the buffers, too
@@ -136,11 +149,20 @@ class DDPStrategy(Strategy):
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         self._check(world)
+        self._refuse_split(module)
         ensure_group(world.device)
         module = materialize(module, world.device).to(world.device)
         if not any(p.requires_grad for p in module.parameters()):
-            return Prepared(recipe.compile(recipe.recompute(module)), world.rank, world.size)  # nothing to reduce
+            return Prepared(recipe.compile(recipe.recompute(module)), [Axis.of(self.process_group)])  # nothing to reduce
         return DDPPrepared(self.wrap(module, world, recipe), world)
+
+    @staticmethod
+    def _refuse_split(module: nn.Module) -> None:
+        for axis in split_axes(module):
+            raise UsageError(
+                f"layers of {type(module).__name__} are split over the axis {axis.name!r}: DistributedDataParallel would lose "
+                'them from the state and from norms. Use FSDPStrategy(device_mesh=mesh["dp"]), by the name of your data axis.'
+            )
 
     def wrap(self, module: nn.Module, world: World, recipe: Recipe) -> DistributedDataParallel:
         """The module, which is on its device and has something to train, in DistributedDataParallel."""

@@ -37,8 +37,12 @@ class DPPrepared(WrapperPrepared["nn.DataParallel[Any]"]):
     def __init__(self, module: nn.DataParallel[Any], world: World) -> None:
         super().__init__(module)
 
+    @property
+    def data_place(self) -> tuple[int, int] | None:
+        return self.dp_rank, self.dp_size
 
-register(Kind("dp", lambda module: isinstance(module, nn.DataParallel), DPPrepared, inner="module"))
+
+register(Kind("dp", lambda module: isinstance(module, nn.DataParallel), DPPrepared, inner="module", unknown_to_torch=True))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.parallel.gradients import local
+from echelon.parallel.shards import local
 
 __all__ = ["GradientTree", "TreeReduceScatter", "clip_in_order_", "is_power_of_two", "reduce_bucket", "tree_sum"]
 

@@ -1,12 +1,11 @@
 """Fully sharded data parallelism: parameters, gradients and optimizer state are split over the ranks.
 
-`FSDPStrategy` has the options of the older FullyShardedDataParallel, by their names and on `fully_shard`; `HSDPStrategy`
+`FSDPStrategy` has the options of the older FullyShardedDataParallel that mean something to `fully_shard`; `HSDPStrategy`
 keeps several copies of the shards. `sharding.py` says what is communicated.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,12 +26,10 @@ from echelon.world.init import World, ensure_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
     from torch.distributed.fsdp import ShardingStrategy as TorchShardingStrategy
 
 __all__ = ["FSDPPrepared", "FSDPStrategy", "HSDPStrategy", "blocks_to_shard"]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,16 +42,12 @@ class FSDPStrategy(Strategy):
             _HYBRID_SHARD_ZERO2 (the same with several copies, see HSDPStrategy); torch's members or their names.
         cpu_offload: shards and optimizer state live in host memory: True, or torch's CPUOffload or CPUOffloadPolicy.
         auto_wrap_policy: which submodules to shard one by one: a set of classes, or a policy of torch's or your own.
-        backward_prefetch: always BACKWARD_PRE: the next block is gathered while one computes.
         mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; by default all is computed in the parameters' own type.
         ignored_modules, ignored_states: what stays whole. Its gradients are not reduced, so it must be frozen.
         param_init_fn: fills the own parameters of a submodule that is on the meta device.
         sync_module_states: start from rank 0's values on every rank.
         forward_prefetch: gather the next block's parameters while one computes.
-        limit_all_gathers: accepted; `fully_shard` always limits them.
-        use_orig_params: accepted; parameters are always the module's own.
-        state_dict_type, state_dict_config, optim_state_dict_config: accepted; checkpoints are always sharded, by name.
-        device_id: accepted; must be this rank's device.
+        device_id: as scripts that wrap by hand give it; must be this rank's device.
         device_mesh: instead of a process group: 1-D, or 2-D (ranks with the same shard, ranks of one copy).
         blocks: names or classes of the submodules to shard one by one; by default the repeated blocks of the model.
         reshard_after_forward: free a block's whole parameters after its forward and gather them again for the backward.
@@ -67,17 +60,11 @@ class FSDPStrategy(Strategy):
     sharding_strategy: TorchShardingStrategy | str | None = None
     cpu_offload: bool | CPUOffload | CPUOffloadPolicy | None = None
     auto_wrap_policy: Callable[..., bool] | Iterable[type[nn.Module]] | None = None
-    backward_prefetch: BackwardPrefetch | str | None = "BACKWARD_PRE"
     mixed_precision: MixedPrecision | MixedPrecisionPolicy | None = None
     ignored_modules: Iterable[nn.Module] | None = None
     param_init_fn: Callable[[nn.Module], None] | None = None
     sync_module_states: bool = True
     forward_prefetch: bool = False
-    limit_all_gathers: bool = True
-    use_orig_params: bool | None = None
-    state_dict_type: object | None = None
-    state_dict_config: object | None = None
-    optim_state_dict_config: object | None = None
     device_id: int | torch.device | None = None
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None
     device_mesh: DeviceMesh | None = None
@@ -110,8 +97,6 @@ class FSDPStrategy(Strategy):
         return shard(module, world, recipe, how)
 
     def _check(self, world: World) -> None:
-        if not self.limit_all_gathers:
-            raise UsageError("limit_all_gathers must be True, since fully_shard always limits them, got False.")
         if self.blocks is not None and self.auto_wrap_policy is not None:
             raise UsageError("blocks and auto_wrap_policy both choose what is sharded. Give one of them.")
         if self.process_group is not None and self.device_mesh is not None:
@@ -119,17 +104,6 @@ class FSDPStrategy(Strategy):
         mine = (world.device, world.device.index, torch.device(world.device.type))
         if self.device_id is not None and self.device_id not in mine:
             raise UsageError(f"device_id must be this rank's device, {world.device}, got {self.device_id}. Leave it out.")
-        if world.rank:
-            return
-        if getattr(self.backward_prefetch, "name", self.backward_prefetch) != "BACKWARD_PRE":
-            logger.warning(
-                "FSDPStrategy(backward_prefetch=...) has no effect: fully_shard always prefetches as BACKWARD_PRE does"
-            )
-        if self.use_orig_params is False:
-            logger.info("FSDPStrategy(use_orig_params=False) has no effect: parameters are always the module's own")
-        for name in ("state_dict_type", "state_dict_config", "optim_state_dict_config"):
-            if getattr(self, name) is not None:
-                logger.warning("FSDPStrategy(%s=...) has no effect: checkpoints are always sharded and keyed by name", name)
 
     def _mesh(self, world: World, replicas: bool) -> DeviceMesh:
         from torch.distributed.device_mesh import DeviceMesh

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.axes import Axis
 from echelon.parallel.buffers import Buffers
+from echelon.parallel.fsdp1_state import FSDP1OptimizerState
 from echelon.parallel.prepared import WrapperPrepared
 from echelon.parallel.registry import Kind, imported, register
 from echelon.world.init import World
@@ -24,13 +26,13 @@ class FSDP1Prepared(WrapperPrepared["FullyShardedDataParallel"]):
     """A module that the user wrapped in the older FullyShardedDataParallel; echelon itself does not build on it."""
 
     forward_is_collective = True
+    replaces_parameters = True
+    flattens_parameters = True
 
     def __init__(self, module: FullyShardedDataParallel, world: World) -> None:
-        super().__init__(module, world.rank, world.size)
-
-    @property
-    def data_groups(self) -> list[dist.ProcessGroup | None]:
-        return [None]
+        # With copies of the shards `process_group` has the ranks of one copy; what is over all copies has no public name.
+        copies = module.sharding_strategy.name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+        super().__init__(module, [Axis.of(None if copies else module.process_group)])
 
     def adopt(self) -> None:
         Buffers.keep_equal(self.module, self.data_groups, begin=True)
@@ -41,6 +43,12 @@ class FSDP1Prepared(WrapperPrepared["FullyShardedDataParallel"]):
             "cannot be averaged. Pass the plain module with strategy='fsdp'."
         )
 
+    def gathered(self) -> AbstractContextManager[Any]:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        context: AbstractContextManager[Any] = FullyShardedDataParallel.summon_full_params(self.module, writeback=False)
+        return context
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         return self.module.clip_grad_norm_(max_norm, norm_type)
 
@@ -49,7 +57,7 @@ def is_fsdp1(module: nn.Module) -> bool:
     return isinstance(module, imported("torch.distributed.fsdp", "FullyShardedDataParallel"))
 
 
-register(Kind("fsdp1", is_fsdp1, FSDP1Prepared, inner="_fsdp_wrapped_module"))
+register(Kind("fsdp1", is_fsdp1, FSDP1Prepared, inner="_fsdp_wrapped_module", optimizer_state=FSDP1OptimizerState))
 
 # (reshard after the forward, replicas of the shards)
 _SHARDINGS = {

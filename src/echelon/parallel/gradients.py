@@ -11,7 +11,7 @@ in one small all-reduce per mesh axis, and the same number on every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.shards import local
 
-__all__ = ["clip_by_norm_", "clip_by_value_", "clip_owned_", "local", "scale_"]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor; a plain tensor is its own part."""
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if to_local is not None else tensor
+__all__ = ["clip_by_norm_", "clip_by_value_", "clip_owned_", "scale_"]
 
 
 def scale_(parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
@@ -49,7 +44,13 @@ def clip_by_value_(parameters: Iterable[torch.Tensor], max_value: float) -> None
         torch._foreach_clamp_max_(grads, max_value)
 
 
-def clip_by_norm_(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+def clip_by_norm_(
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    beside: Sequence[dist.ProcessGroup | None] = (),
+) -> torch.Tensor:
     """Scale all gradients so that the norm of all together is at most `max_norm`.
 
     Collective over the ranks that hold different parts: each of them must call it.
@@ -57,6 +58,7 @@ def clip_by_norm_(parameters: Iterable[torch.Tensor], max_norm: float, norm_type
     Args:
         max_norm: > 0; inf only measures.
         norm_type: > 0; 2 is the Euclidean norm; inf the largest absolute value.
+        beside: groups of ranks that hold other parameters altogether, as the stages of a pipeline do.
     Returns:
         The norm before clipping, a 0-dim tensor, the same number on every rank.
     Raises:
@@ -64,7 +66,7 @@ def clip_by_norm_(parameters: Iterable[torch.Tensor], max_norm: float, norm_type
     Source: Pascanu et al. 2013, section 3.2, as `torch.nn.utils.clip_grad_norm_` does it.
     """
     parameters = list(parameters)
-    if all(type(p) is nn.Parameter or not hasattr(p, "device_mesh") for p in parameters):
+    if not beside and all(type(p) is nn.Parameter or not hasattr(p, "device_mesh") for p in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     if not norm_type > 0:
         raise UsageError(f"norm_type must be above 0, or inf, for sharded gradients, got {norm_type:g}.")
@@ -77,7 +79,7 @@ def clip_by_norm_(parameters: Iterable[torch.Tensor], max_norm: float, norm_type
     # Phase 2: their norm, over the ranks.
     # In a gradient's type, also where this rank has none: a shard can be empty.
     dtype = next((p.grad.dtype for p in parameters if p.grad is not None), parameters[0].dtype)
-    norm = _over_ranks(kinds, norm_type, local(parameters[0]).device).to(dtype)
+    norm = _over_ranks(kinds, norm_type, local(parameters[0]).device, beside).to(dtype)
     # Phase 3: one factor for all. Always multiplied, as torch does: asking whether it is 1 would wait for the device.
     grads = [part for parts in kinds.values() for part in parts]
     if grads and max_norm != math.inf:
@@ -125,7 +127,9 @@ def _split_over(parameter: torch.Tensor) -> Axes:
     return tuple(mesh.get_group(axis) for axis, p in enumerate(parameter.placements) if not p.is_replicate())  # type: ignore[attr-defined]
 
 
-def _over_ranks(kinds: dict[Axes, list[torch.Tensor]], norm_type: float, device: torch.device) -> torch.Tensor:
+def _over_ranks(
+    kinds: dict[Axes, list[torch.Tensor]], norm_type: float, device: torch.device, beside: Sequence[dist.ProcessGroup | None]
+) -> torch.Tensor:
     largest = norm_type == math.inf
     sums: dict[Axes, torch.Tensor] = {}
     for axes, parts in kinds.items():
@@ -143,6 +147,8 @@ def _over_ranks(kinds: dict[Axes, list[torch.Tensor]], norm_type: float, device:
             before = sums.get(rest)
             sums[rest] = value if before is None else (torch.maximum(before, value) if largest else before + value)
     total = sums[()]
+    for group in beside:
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
     return total if largest else total ** (1.0 / norm_type)
 
 

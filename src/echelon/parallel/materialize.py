@@ -24,7 +24,7 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.deferred import Value, recording
-from echelon.parallel.gradients import local
+from echelon.parallel.shards import local
 from echelon.world import agree
 
 __all__ = ["materialize", "on_meta_tensors", "remember"]

@@ -22,7 +22,7 @@ from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe, TorchCompileParams
-from echelon.parallel.registry import kind_of
+from echelon.parallel.registry import kind_of, wrapper_of
 from echelon.parallel.replaced import note
 from echelon.parallel.strategy import NOOPStrategy, Strategy, resolve
 from echelon.parallel.sync_batchnorm import on_host
@@ -58,9 +58,11 @@ def parallelize(
         UsageError: an unknown strategy; a strategy for a module that is wrapped already.
     """
     chosen, world, recipe = resolve(strategy), World.current(device), recipe or Recipe()
-    if kind_of(module) is None:
+    kind = kind_of(module)
+    is_plain = chosen is None or isinstance(chosen, NOOPStrategy)
+    if kind is None or (kind.by_parameters and not is_plain):
         for name, inner in module.named_modules():
-            if kind_of(inner) is not None:
+            if wrapper_of(inner) is not None:
                 raise UsageError(
                     f"{type(module).__name__}.{name} is a {type(inner).__name__}, but the whole module is not: gradients of the "
                     "rest would not be reduced. Wrap the whole module, or pass it plain with a strategy."
@@ -71,9 +73,10 @@ def parallelize(
             on_host(module)
         before = list(module.named_parameters(remove_duplicate=False))
         prepared = (chosen or NOOPStrategy()).prepare(module, world, recipe)
-        note(before, dict(prepared.unwrapped.named_parameters(remove_duplicate=False)))
+        note(before, prepared.unwrapped.parameters())
+        prepared.find_replicas()
         return prepared
-    if chosen is not None and not isinstance(chosen, NOOPStrategy):
+    if chosen is not None and not is_plain:
         raise UsageError(
             f"strategy {chosen.name!r} for a {type(module).__name__} that is made parallel already. "
             "Pass the plain module, or no strategy."
@@ -81,6 +84,7 @@ def parallelize(
     given = Prepared.of(module, world)
     recipe.compile(recipe.recompute(given.unwrapped))
     given.adopt()
+    given.find_replicas()
     return given
 
 

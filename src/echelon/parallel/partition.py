@@ -24,7 +24,7 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.world import agree
 
-__all__ = ["Partition", "assign", "parameters_of"]
+__all__ = ["Partition", "assign", "behind", "parameter_groups", "parameters_of"]
 
 _ALIGNMENT_BYTES = 64  # what vectorised kernels like their tensors to start at
 
@@ -209,12 +209,21 @@ class Partition:
             work.wait()
 
 
+def behind(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that does the work: itself, or the divided one that it is a facade of."""
+    return Partition.behind(optimizer)
+
+
+def parameter_groups(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
+    """The parameters of each group, also those that other ranks own."""
+    partition = Partition.of(optimizer)
+    divided = partition.groups if partition is not None else []
+    return [*divided, *(group["params"] for group in optimizer.param_groups[len(divided) :])]
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """All parameters of an optimizer, also those that other ranks own; each once."""
-    partition = Partition.of(optimizer)
-    added = optimizer.param_groups[len(partition.groups) :] if partition is not None else optimizer.param_groups
-    every = [*(partition.parameters if partition is not None else ()), *(p for group in added for p in group["params"])]
-    return list({id(p): p for p in every}.values())
+    return list({id(p): p for group in parameter_groups(optimizer) for p in group}.values())
 
 
 def _buffers(parameters: Iterable[nn.Parameter], owners: dict[nn.Parameter, int]) -> list[_Buffer]:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from echelon.contracts.errors import UsageError, require
-from echelon.parallel.gradients import local
 from echelon.parallel.prepared import NO_CONTEXT, Prepared
+from echelon.parallel.shards import is_split, local
 from echelon.world import agree
 
 __all__ = ["Precision", "Shards"]
@@ -85,7 +85,7 @@ class Precision:
             "backoff_factor": self.backoff_factor,
             "growth_interval": self.growth_interval,
         }
-        if not agree.is_joined() or not (prepared.dp_size > 1 or _is_sharded(prepared)):
+        if not agree.is_joined() or not (prepared.averaged_over > 1 or _is_sharded(prepared)):
             return torch.amp.GradScaler(device.type, **options)
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -110,7 +110,7 @@ def check_scaler(scaler: torch.amp.GradScaler, prepared: Prepared[Any]) -> None:
 
 
 def _is_sharded(prepared: Prepared[Any]) -> bool:
-    return any(hasattr(p, "device_mesh") for p in prepared.module.parameters())
+    return any(is_split(p) for p in prepared.module.parameters())
 
 
 class Shards:

@@ -6,7 +6,8 @@ The loop never asks which strategy it has; it speaks to a `Prepared` alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
@@ -14,14 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.contracts.errors import UsageError
 from echelon.parallel import gradients
+from echelon.parallel.axes import Axis, Share, mesh_of, share, speaks_for
 from echelon.parallel.fixed_order import clip_in_order_
 from echelon.parallel.loose import average_, check_equal
 from echelon.parallel.micro_batch import MicroBatch
-from echelon.parallel.registry import kind_of
+from echelon.parallel.names import plain_buffers, plain_names, unwrapped, without_compile
+from echelon.parallel.registry import Kind, kind_of
+from echelon.parallel.shards import reshard
+from echelon.parallel.state import ModuleState, module_state
+from echelon.world import agree
 from echelon.world.init import World
 
-__all__ = ["NO_CONTEXT", "Prepared", "WrapperPrepared"]
+__all__ = ["NO_CONTEXT", "Prepared", "Recognised", "WrapperPrepared"]
 
 O = TypeVar("O")  # noqa: E741
 M = TypeVar("M", bound=nn.Module)
@@ -35,11 +42,16 @@ class Prepared(Generic[M]):
 
     Attributes:
         module: what the user calls; may be a wrapper.
-        dp_rank, dp_size: which share of every global batch this rank works on.
+        averaged: the axes of ranks over which gradients are averaged; none where every process trains by itself.
+        averaged_over: the ranks of these axes: `dp_size`, or more where ranks share samples.
         forward_is_collective: every rank must call the module equally often, also to evaluate.
         order_is_fixed: `fix_order` was called.
         divides_optimizer: `optimizer` divides what it makes over the ranks, so it must be called.
+        replaces_parameters: its parameters are others than the module had before it was made parallel.
+        flattens_parameters: they are parts of flat tensors, so that single gradients cannot be seen whole.
         is_replica: another rank works on the very same samples and speaks for them; what this one counts weighs nothing.
+        takes_windows: `forward_backward_window` takes the micro-batches of an update at once, in an order of its own.
+        stages: groups of ranks that hold other parameters altogether, over which norms are summed up; as a pipeline's stages.
         others: what the optimizer trains besides the module, such as a learned weight of a loss.
     """
 
@@ -47,10 +59,15 @@ class Prepared(Generic[M]):
     is_replica = False
     order_is_fixed = False
     divides_optimizer = False
+    replaces_parameters = False
+    flattens_parameters = False
+    takes_windows = False
+    stages: Sequence[dist.ProcessGroup | None] = ()
 
-    def __init__(self, module: M, dp_rank: int = 0, dp_size: int = 1) -> None:
-        self.module = module
-        self.dp_rank, self.dp_size = dp_rank, dp_size
+    def __init__(self, module: M, averaged: Sequence[Axis] = ()) -> None:
+        self.module, self.averaged = module, list(averaged)
+        self.averaged_over = math.prod(axis.size for axis in self.averaged)
+        self._share = share(module, self.averaged)
         self.others: list[nn.Parameter] = []
         self._loose: list[nn.Parameter] = []  # whose gradients nothing else reduces
         self._reduces = True
@@ -58,9 +75,39 @@ class Prepared(Generic[M]):
     @staticmethod
     def of(module: nn.Module, world: World) -> Prepared[Any]:
         """Recognise what the user did to a module by hand: nothing, a wrapper, or `fully_shard`. The kinds are in `registry`."""
+        module = without_compile(module)
         kind = kind_of(module)
         made: Prepared[Any] = Prepared(module) if kind is None else kind.prepared(module, world)
         return made
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the `dp_size` shares of every global batch this rank works on.
+
+        Raises:
+            UsageError: nothing says which ranks have other samples.
+        """
+        return self._known_share().rank
+
+    @property
+    def dp_size(self) -> int:
+        return self._known_share().size
+
+    @property
+    def data_place(self) -> tuple[int, int] | None:
+        """(dp_rank, dp_size); None where every process is by itself, so that the loader decides."""
+        return (self.dp_rank, self.dp_size) if self.averaged or self.forward_is_collective else None
+
+    def _known_share(self) -> Share:
+        if self._share.unknown is not None:
+            raise UsageError(self._share.unknown)
+        return self._share
+
+    def find_replicas(self) -> None:
+        """Learn whether another rank speaks for this one's samples. Collective if the module is parallel."""
+        if agree.is_joined() and (self.averaged or self.forward_is_collective):
+            told = agree.gather([self._share.rank, [axis.ranks for axis in self.averaged]])
+            self.is_replica = speaks_for(told, dist.get_rank()) != dist.get_rank()
 
     def adopt(self) -> None:
         """Take up a module that the user has made parallel by hand, before it trains. Collective."""
@@ -68,7 +115,62 @@ class Prepared(Generic[M]):
     @property
     def unwrapped(self) -> nn.Module:
         """The module as its author wrote it, without the wrapper."""
-        return self.module
+        return unwrapped(self.module)
+
+    # --- names and state
+
+    def named_parameters(self, *, every_name: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+        """By the names that the module's author gave them; of a tied one the first, or every one."""
+        return plain_names(self.module, every_name=every_name)
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """By the names that the module's author gave them."""
+        return plain_buffers(self.module)
+
+    def state(self) -> ModuleState:
+        """The module's parameters and buffers by name, sharded as they are: `state_dict()` and `load_state_dict(...)`."""
+        reshard(self.module)
+        return module_state(self.module)
+
+    def keep_extras(self) -> None:
+        """From now on, remember what `extras` gives. Once in a run that saves."""
+
+    def extras(self) -> dict[str, Any]:
+        """What a bit-equal resume with as many ranks needs besides tensors, as plain values. Per rank."""
+        return {}
+
+    def check_extras(self, extras: Mapping[str, Any]) -> None:
+        """Look at what `load_extras` will be given, before anything is changed. Per rank.
+
+        Raises:
+            ValueError: it is not what `extras` gives.
+        """
+
+    def load_extras(self, extras: Mapping[str, Any]) -> None:
+        """Take up what `extras` gave; what is not there stays. Collective."""
+
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint says of the module, and another run compares: its class, how it is parallel, over which ranks."""
+        kind = kind_of(self.module)
+        return {
+            "module": type(self.unwrapped).__name__,
+            "strategy": kind.name if kind is not None else None,
+            "mesh": mesh_of(self.module),
+        }
+
+    def gathered(self) -> AbstractContextManager[Any]:
+        """Context in which `named_parameters` gives all parameters in their own shape, split or not. Collective."""
+        return NO_CONTEXT
+
+    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The gradient that the optimizer would use, on every rank. Collective."""
+        return parameter.grad
+
+    def reshard(self) -> None:
+        """Put shards back in the place of whole parameters, which an evaluation may leave."""
+        reshard(self.module)
+
+    # --- training
 
     def optimizer(self, make: Callable[[M], O]) -> O:
         """Call `make(module)`: only now do the parameters have the form that they keep."""
@@ -76,8 +178,8 @@ class Prepared(Generic[M]):
 
     @property
     def data_groups(self) -> list[dist.ProcessGroup | None]:
-        """The groups of data-parallel ranks, one for each axis; none where every process trains by itself."""
-        return [None] if self.dp_size > 1 else []
+        """The groups of ranks over which gradients are averaged, one for each axis."""
+        return [axis.group for axis in self.averaged]
 
     def trains_also(self, others: list[nn.Parameter]) -> None:
         """Before training: what the optimizer has besides the module. Its gradients are averaged over the ranks, too. Collective.
@@ -95,6 +197,10 @@ class Prepared(Generic[M]):
         """Trained parameters of the module whose gradients the strategy does not reduce."""
         return []
 
+    def window(self) -> AbstractContextManager[Any]:
+        """Context around all forward and backward passes of an update, whichever way they are called."""
+        return NO_CONTEXT
+
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         """Context of one micro-batch's forward and backward: no gradient traffic before the window's last."""
         self._reduces = last
@@ -106,12 +212,26 @@ class Prepared(Generic[M]):
         forward: Callable[[MicroBatch[Any]], tuple[torch.Tensor, Any]],
         backward: Callable[[torch.Tensor, MicroBatch[Any]], None],
     ) -> tuple[torch.Tensor, Any]:
-        """`forward(micro_batch)` gives loss and outputs, `backward(loss, micro_batch)` follows. A pipeline interleaves many."""
+        """`forward(micro_batch)` gives loss and outputs, `backward(loss, micro_batch)` follows."""
         loss, outputs = forward(micro_batch)
         backward(loss, micro_batch)
         if self._loose:
             self._average_loose()
         return loss, outputs
+
+    def forward_backward_window(
+        self,
+        micro_batches: Sequence[MicroBatch[Any]],
+        forward: Callable[[MicroBatch[Any]], tuple[torch.Tensor, Any]],
+        backward: Callable[[torch.Tensor, MicroBatch[Any]], None],
+    ) -> list[tuple[torch.Tensor, Any]]:
+        """All micro-batches of an update, where `takes_windows`; a schedule calls `forward` and `backward` once for each, in any
+        order, and gradients are reduced when it returns. Gives losses and outputs in the order of the micro-batches.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.takes_windows, but it has no forward_backward_window.")
+
+    def after_step(self) -> None:
+        """After an update of the parameters by the optimizer, on every rank; not after one that was skipped."""
 
     def _average_loose(self) -> None:
         """After a backward pass. Collective after a window's last."""
@@ -154,7 +274,7 @@ class Prepared(Generic[M]):
         """
         if self.order_is_fixed:
             return clip_in_order_(self.module.parameters(), max_norm, norm_type)
-        return gradients.clip_by_norm_(self.module.parameters(), max_norm, norm_type)
+        return gradients.clip_by_norm_(self.module.parameters(), max_norm, norm_type, beside=self.stages)
 
     def clip_grad_value_(self, max_value: float) -> None:
         """Clamp every gradient element to [-max_value, max_value]."""
@@ -164,11 +284,28 @@ class Prepared(Generic[M]):
 class WrapperPrepared(Prepared[M]):
     """A module inside a wrapper that has `module` and `no_sync`: DistributedDataParallel and the older FSDP."""
 
-    @property
-    def unwrapped(self) -> nn.Module:
-        inner: nn.Module = self.module.module  # type: ignore[assignment]
-        return inner
-
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         self._reduces = last
         return NO_CONTEXT if last else self.module.no_sync()  # type: ignore[operator]
+
+
+class Recognised:
+    """The Prepared of modules by name: each is recognised once, until another takes its place.
+
+    A copy, or what another process gets of it, starts over.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[nn.Module, Kind | None, Prepared[Any]]] = {}
+
+    def of(self, modules: Mapping[str, nn.Module]) -> dict[str, Prepared[Any]]:
+        return {name: self._one(name, module) for name, module in modules.items()}
+
+    def _one(self, name: str, module: nn.Module) -> Prepared[Any]:
+        kind, known = kind_of(without_compile(module)), self._known.get(name)
+        if known is None or known[0] is not module or known[1] is not kind:  # `fully_shard` changes a module in place
+            known = self._known[name] = module, kind, Prepared.of(module, World.current(torch.device("cpu")))
+        return known[2]
+
+    def __reduce__(self) -> Any:
+        return Recognised, ()

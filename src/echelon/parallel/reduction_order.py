@@ -12,7 +12,7 @@ its own sees one all-reduce of zeros more. Tested with torch 2.13.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,26 +27,23 @@ _ORDER_MATTERS_FROM = 3
 _orders: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
 
 
-def note(modules: Iterable[nn.Module]) -> None:
+def note(module: nn.Module) -> None:
     """From the next backward pass that reduces, remember in which order the gradients were ready. Once a run."""
-    for module in modules:
-        if _is_sorted_later(module) and module not in _orders:
-            _Listener(module)
+    if _is_sorted_later(module) and module not in _orders:
+        _Listener(module)
 
 
-def noted(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
-    """The names of the parameters of each module in the order of their gradients, as far as it is known."""
-    known = {name: _orders[module] for name, module in modules.items() if module in _orders}
-    return {name: order for name, order in known.items() if len(order) == len(_trained(modules[name]))}
+def noted(module: nn.Module) -> list[str] | None:
+    """The names of the parameters in the order of their gradients; None as long as it is not known."""
+    order = _orders.get(module)
+    return order if order is not None and len(order) == len(_trained(module)) else None
 
 
-def replay(modules: Mapping[str, nn.Module], orders: Mapping[str, Sequence[str]]) -> None:
-    """Have the modules reduce as if they had made gradients in these orders once. Collective; clears gradients."""
-    for name, module in modules.items():
-        order = list(orders.get(name, ()))
-        if _is_sorted_later(module) and module not in _orders and sorted(order) == sorted(_trained(module)):
-            _backward(module, order)  # type: ignore[arg-type]
-            _orders[module] = order
+def replay(module: nn.Module, order: Sequence[str]) -> None:
+    """Have the module reduce as if it had made gradients in this order once. Collective; clears gradients."""
+    if _is_sorted_later(module) and module not in _orders and sorted(order) == sorted(_trained(module)):
+        _backward(module, order)  # type: ignore[arg-type]
+        _orders[module] = list(order)
 
 
 def _is_sorted_later(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ Splitting a parameter makes another one. Nobody else knows the old one then; her
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -15,15 +15,16 @@ __all__ = ["name_before", "note"]
 _names = WeakTensorKeyDictionary()
 
 
-def note(before: Iterable[tuple[str, nn.Parameter]], after: Mapping[str, nn.Parameter]) -> None:
+def note(before: Iterable[tuple[str, nn.Parameter]], after: Iterable[nn.Parameter]) -> None:
     """Remember what was replaced.
 
     Args:
         before: a module's parameters by name, before it was made parallel.
-        after: and afterwards.
+        after: its parameters afterwards.
     """
+    kept = {id(parameter) for parameter in after}
     for name, parameter in before:
-        if after.get(name) is not parameter:
+        if id(parameter) not in kept:  # whatever it is called now
             _names[parameter] = name
 
 

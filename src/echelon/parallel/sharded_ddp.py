@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.axes import Axis
 from echelon.parallel.gradients import clip_owned_
 from echelon.parallel.partition import Partition
 from echelon.parallel.prepared import WrapperPrepared
@@ -198,11 +199,10 @@ class ShardedDDPPrepared(WrapperPrepared[ShardedDataParallel]):
     """A module that the user put in ShardedDataParallel."""
 
     def __init__(self, module: ShardedDataParallel, world: World) -> None:
-        super().__init__(module, dist.get_rank(module.process_group), dist.get_world_size(module.process_group))
+        super().__init__(module, [Axis.of(module.process_group)])
 
-    @property
-    def data_groups(self) -> list[dist.ProcessGroup | None]:
-        return [self.module.process_group]
+    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        return self.module.whole_gradient(parameter) if self.module.owns(parameter) else parameter.grad
 
     @property
     def forward_is_collective(self) -> bool:  # type: ignore[override]
@@ -219,7 +219,15 @@ class ShardedDDPPrepared(WrapperPrepared[ShardedDataParallel]):
         return clip_owned_(self.module.parameters(), own, max_norm, norm_type, self.module.process_group)
 
 
-register(Kind("sharded_ddp", lambda module: isinstance(module, ShardedDataParallel), ShardedDDPPrepared, inner="module"))
+register(
+    Kind(
+        "sharded_ddp",
+        lambda module: isinstance(module, ShardedDataParallel),
+        ShardedDDPPrepared,
+        inner="module",
+        unknown_to_torch=True,
+    )
+)
 
 
 def _partitions(optimizers: Sequence[torch.optim.Optimizer], group: dist.ProcessGroup | None) -> list[Partition]:

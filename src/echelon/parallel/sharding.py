@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.axes import Axis, axes_of, sharded_axes, split_axes
 from echelon.parallel.blocks import Blocks, blocks_to_shard, without_shared
 from echelon.parallel.buffers import Buffers
 from echelon.parallel.fixed_order import TreeReduceScatter
@@ -27,7 +28,8 @@ from echelon.parallel.loose import AfterEachBackward
 from echelon.parallel.materialize import materialize, remember
 from echelon.parallel.prepared import NO_CONTEXT, Prepared
 from echelon.parallel.recipe import Recipe
-from echelon.parallel.registry import Kind, imported, register
+from echelon.parallel.registry import Kind, register
+from echelon.parallel.shards import is_fully_sharded, is_split, local, reshard
 from echelon.world.init import World, ensure_group
 from echelon.world.mesh import ParallelDims
 
@@ -46,10 +48,11 @@ class FSDPPrepared(Prepared[nn.Module]):
     """A module that `fully_shard` has split, by us or by the user. Its parameters are DTensors."""
 
     forward_is_collective = True
+    replaces_parameters = True
 
-    def __init__(self, module: nn.Module, world: World, dp_rank: int | None = None, dp_size: int | None = None) -> None:
-        rank, size, self.is_replica = _data_place(module, world)
-        super().__init__(module, rank if dp_rank is None else dp_rank, size if dp_size is None else dp_size)
+    def __init__(self, module: nn.Module, world: World, averaged: Sequence[Axis] | None = None) -> None:
+        reshard(module)
+        super().__init__(module, sharded_axes(module) if averaged is None else averaged)
         _refuse_copies(module)
 
     def adopt(self) -> None:
@@ -59,14 +62,6 @@ class FSDPPrepared(Prepared[nn.Module]):
         self.parameters_written()  # an evaluation leaves whole parameters, which are gone when their shards return
         return super().optimizer(make)
 
-    @property
-    def data_groups(self) -> list[dist.ProcessGroup | None]:
-        mesh = next((p.device_mesh for p in self.module.parameters() if hasattr(p, "device_mesh")), None)
-        if mesh is None:
-            return super().data_groups
-        names = mesh.mesh_dim_names or ("",) * mesh.ndim
-        return [mesh.get_group(axis) for axis, name in enumerate(names) if name != "tp"]
-
     def trains_also(self, others: list[nn.Parameter]) -> None:
         self.parameters_written()  # as above
         by_itself = AfterEachBackward.of(self.module)
@@ -75,7 +70,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         super().trains_also(others)
 
     def _left_alone(self) -> list[nn.Parameter]:
-        return [p for p in self.module.parameters() if p.requires_grad and not hasattr(p, "device_mesh")]
+        return [p for p in self.module.parameters() if p.requires_grad and not is_split(p)]
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         if last != self._reduces:
@@ -85,26 +80,16 @@ class FSDPPrepared(Prepared[nn.Module]):
         return NO_CONTEXT
 
     def fix_order(self) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
-        if any(p.device_mesh.ndim > 1 for p in self.module.parameters() if hasattr(p, "device_mesh")):
+        if any(p.device_mesh.ndim > 1 for p in self.module.parameters() if is_split(p)):  # type: ignore[attr-defined]
             raise UsageError("bit-equal training needs a mesh with one axis. Use fsdp, not hsdp or tensor parallelism.")
         super().fix_order()
         for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
+            if is_fully_sharded(module):
+                module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[operator]
 
     def parameters_written(self) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in self.module.modules():  # the root stays gathered after an evaluation
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(self.module)
         Buffers.expire(self.module)  # averages may have taken their place
-
-
-def is_fully_sharded(module: nn.Module) -> bool:
-    return isinstance(module, imported("torch.distributed.fsdp", "FSDPModule"))
 
 
 register(Kind("fsdp", is_fully_sharded, FSDPPrepared))
@@ -112,7 +97,6 @@ register(Kind("fsdp", is_fully_sharded, FSDPPrepared))
 
 def _refuse_copies(module: nn.Module) -> None:
     """Make operations that need whole modules, such as `copy.deepcopy`, raise with the remedy."""
-    from torch.distributed.fsdp import FSDPModule
 
     def deepcopy(memo: Any) -> NoReturn:
         raise UsageError(
@@ -123,7 +107,7 @@ def _refuse_copies(module: nn.Module) -> None:
         )
 
     for part in module.modules():
-        if isinstance(part, FSDPModule):
+        if is_fully_sharded(part):
             vars(part)["__deepcopy__"] = deepcopy
     own = getattr(type(module), "save_pretrained", None)
     if not callable(own):
@@ -138,24 +122,6 @@ def _refuse_copies(module: nn.Module) -> None:
         return own(module, *args, **options)
 
     vars(module)["save_pretrained"] = save_pretrained
-
-
-def _data_place(module: nn.Module, world: World) -> tuple[int, int, bool]:
-    """(dp_rank, dp_size, is_replica) of a sharded module, by its parameters' meshes. An axis called "tp" is not data's."""
-    rank, size, replica = world.rank, world.size, False
-    meshes: dict[DeviceMesh | None, None] = dict.fromkeys(getattr(p, "device_mesh", None) for p in module.parameters())
-    for mesh in filter(None, meshes):
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            continue
-        place, places = 0, 1
-        for axis, name in enumerate(mesh.mesh_dim_names or ("",) * mesh.ndim):
-            if name == "tp":
-                replica = replica or coordinate[axis] > 0
-            else:
-                place, places = place * mesh.size(axis) + coordinate[axis], places * mesh.size(axis)
-        rank, size = place, places
-    return rank, size, replica
 
 
 @dataclass(frozen=True)
@@ -202,6 +168,7 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
         )
     ignored = set(how.ignored)
     ranks = how.mesh.mesh.flatten().tolist()
+    _refuse_split(module, ranks)
     _refuse_loose(module, ignored, len(ranks))
     ignored |= (whole := _unsplittable(module))
     blocks = _blocks(module, how.blocks, world)
@@ -234,7 +201,7 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
     if trained and len(ranks) > 1:
         AfterEachBackward(module, trained, groups)
     Buffers.keep_equal(module, groups)
-    return FSDPPrepared(module, world, ranks.index(world.rank), len(ranks))
+    return FSDPPrepared(module, world, axes_of(how.mesh))
 
 
 def _unsplittable(module: nn.Module) -> set[nn.Parameter]:
@@ -255,6 +222,15 @@ def _blocks(module: nn.Module, chosen: Blocks | None, world: World) -> Blocks:
                 "sharding %s", f"{kinds} one by one, then the rest" if blocks else "the whole module at once: no blocks repeat"
             )
     return blocks
+
+
+def _refuse_split(module: nn.Module, ranks: list[int]) -> None:
+    for axis in split_axes(module):
+        if len(set(axis.ranks) & set(ranks)) > 1:
+            raise UsageError(
+                f"layers of {type(module).__name__} are split over the axis {axis.name!r} already, and would be sharded over "
+                'the same ranks. Use FSDPStrategy(device_mesh=mesh["dp"]), by the name of your data axis.'
+            )
 
 
 def _refuse_loose(module: nn.Module, ignored: set[nn.Parameter], ranks: int) -> None:
@@ -283,7 +259,7 @@ def _place(module: nn.Module, done: set[nn.Module], world: World, how: Sharding,
 def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     """From the mesh's first rank to all of them, axis by axis."""
     for axis in range(mesh.ndim):
-        dist.broadcast(tensor, group_src=0, group=mesh.get_group(axis))
+        dist.broadcast(local(tensor), group_src=0, group=mesh.get_group(axis))
 
 
 def _fill(root: nn.Module, parts: list[nn.Module], init: Callable[[nn.Module], None], root_name: str) -> None:

@@ -10,13 +10,12 @@ from typing import Any
 from torch import nn
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.gradients import local
 from echelon.parallel.materialize import materialize
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
 from echelon.world.init import World
 
-__all__ = ["STRATEGIES", "NOOPStrategy", "Prepared", "Strategy", "local", "resolve"]
+__all__ = ["STRATEGIES", "NOOPStrategy", "Prepared", "Strategy", "resolve"]
 
 
 class Strategy(ABC):

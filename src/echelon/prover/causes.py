@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from echelon.prover.judge import Verdict
 from echelon.prover.streams import digest
+from echelon.prover.verdict import Verdict
 
 __all__ = ["CAUSES", "from_mistakes", "from_records", "from_verdict"]
 

@@ -94,13 +94,18 @@ def matrix(
     if strategies is None:
         rows = [replace(row, needs_plan=True) if row.name.startswith("tp") else row for row in rows]
     if parts:
-        rows += [
-            Row(name, r, strategy, None, parts=parts)
-            for name, strategy in {"noop": "noop", **named}.items()
-            if name in ("noop", "ddp", "fsdp")
-            for r in (sorted(set(ranks)) if name != "noop" else [1])
-            if parts % r == 0 and (r > 1 or name == "noop")
-        ]
+        rows += _bitwise(named, ranks, parts)
     if not rows:
         raise UsageError("prove needs at least one strategy and one number of ranks, got none.")
     return rows
+
+
+def _bitwise(named: Mapping[str, Any], ranks: Sequence[int], parts: int) -> list[Row]:
+    """Rows of the bit-equal mode, where the number of ranks divides that of the parts."""
+    return [
+        Row(name, r, strategy, None, parts=parts)
+        for name, strategy in {"noop": "noop", **named}.items()
+        if name in ("noop", "ddp", "fsdp")
+        for r in (sorted(set(ranks)) if name != "noop" else [1])
+        if parts % r == 0 and (r > 1 or name == "noop")
+    ]

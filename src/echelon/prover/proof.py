@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from echelon.prover.judge import Difference
+from echelon.prover.verdict import Difference
 
 __all__ = ["IN_FLOAT64", "Proof", "Result"]
 

@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from echelon.contracts.errors import RankFailedError, UsageError
-from echelon.launcher.functions.run import launch
+from echelon.contracts.errors import RankFailedError
 from echelon.prover import causes
-from echelon.prover.judge import SMALL_SHARE, Verdict, compare, mean_loss
+from echelon.prover.judge import compare, mean_loss
 from echelon.prover.matrix import AS_WRITTEN, Row
+from echelon.prover.on_ranks import OnRanks
 from echelon.prover.proof import IN_FLOAT64, Proof, Result
 from echelon.prover.ran import Computed, Judged, Ran, blindness, data_of, fill, in_float64, in_words
-from echelon.prover.rank import Replay, run_epoch, run_mistakes, run_probe, run_reference, run_row
+from echelon.prover.rank import run_epoch, run_mistakes, run_probe, run_reference
 from echelon.prover.reference import Shake, micros_in_order
 from echelon.prover.samples import note_on
 from echelon.prover.target import Target
+from echelon.prover.verdict import SMALL_SHARE, Verdict
 
 __all__ = ["Proving"]
 
@@ -50,8 +50,8 @@ class Proving:
         timeout_s: float | None,
         logs: Path | None,
     ) -> None:
-        self.target, self.folder, self.updates, self.dtype, self.seed = target, folder, updates, dtype, seed
-        self.timeout_s, self.logs = timeout_s, logs
+        self.folder, self.updates, self.dtype = folder, updates, dtype
+        self._on_ranks = OnRanks(target, folder, updates, seed, timeout_s, logs)
         self.proof = Proof(str(dtype).removeprefix("torch."))
         self.kind = ""
         self.overridable = True
@@ -87,46 +87,20 @@ class Proving:
         here = self.folder / f"row-{self._count}"
         result = Result(row.label, row.ranks)
         try:
-            ran = self._run(row, here, self.dtype)
+            ran = self._on_ranks.row(row, here, self.dtype)
         except RankFailedError as error:
-            result.verdict, result.message = self._failed(error)
+            result.verdict, result.message = self._on_ranks.failure(error, f"row-{self._count}")
             return result
         try:
             self._compare(row, result, ran)
         except RankFailedError as error:
-            result.verdict, why = self._failed(error)
+            result.verdict, why = self._on_ranks.failure(error, f"row-{self._count}")
             result.message = f"the reference in plain PyTorch could not be computed: {why}"
         for folder in (here, in_float64(here)):
             shutil.rmtree(folder, ignore_errors=True)
         return result
 
-    # --- running
-
-    def _run(self, row: Row, here: Path, dtype: torch.dtype) -> Ran:
-        here.mkdir()
-        self._launch(run_row, row.ranks, self.target, row, str(here), self.updates, dtype, self.seed)
-        return Ran(row, here, [torch.load(here / f"rank{r}.pt", weights_only=False) for r in range(row.ranks)], dtype)
-
-    def _launch(self, fn: Callable[..., dict[str, Any]], ranks: int, *args: Any) -> dict[str, Any]:
-        """Run on ranks, and return rank 0's value. Logs are left only if it fails."""
-        logs = self.folder / "logs"
-        shutil.rmtree(logs, ignore_errors=True)
-        found: dict[str, Any] = launch(fn, ranks=ranks, args=args, quiet=True, timeout_s=self.timeout_s, run_dir=logs)[0]
-        return found
-
-    def _failed(self, error: RankFailedError) -> tuple[str, str]:
-        """The verdict and the error's text; the logs that it names are put where they stay."""
-        if isinstance(error.__cause__, UsageError):
-            return "not possible", str(error.__cause__)
-        logs = self.folder / "logs"
-        kept = Path(tempfile.mkdtemp(prefix="echelon-")) if self.logs is None else self.logs / f"row-{self._count}"
-        shutil.copytree(logs, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.pkl"))
-        return "failed", str(error).replace(str(logs), str(kept))
-
     # --- references
-
-    def _replay(self, ran: Ran, folder: Path) -> Replay:
-        return Replay(self.target, ran.row, ran.files, str(folder), ran.dtype, self.seed)
 
     def _reference(self, ran: Ran) -> Computed:
         key = ran.dtype, *data_of(ran.row, ran.records)
@@ -141,13 +115,13 @@ class Proving:
 
     def _computed(self, ran: Ran, folder: Path) -> Computed:
         """The reference, and in float32 a first sample of what rounding does to it."""
-        replay = self._replay(ran, folder)
-        reference = Computed(folder, self._launch(run_reference, 1, replay))
+        replay = self._on_ranks.replay(ran, folder)
+        reference = Computed(folder, self._on_ranks.launch(run_reference, 1, replay))
         if ran.dtype is torch.float64:
             return reference
         if ran.is_auto:  # a unit with a step of its own may have wrapped its module in something with float32 built in
             with contextlib.suppress(RankFailedError):  # so may a forward pass
-                if self._launch(run_reference, 1, replay, "wide")["draws"] == reference.facts["draws"]:
+                if self._on_ranks.launch(run_reference, 1, replay, "wide")["draws"] == reference.facts["draws"]:
                     return reference
             for other in folder.glob("again-wide-*"):
                 shutil.rmtree(other)
@@ -156,17 +130,17 @@ class Proving:
 
     def _shake(self, ran: Ran, reference: Computed, samples: int, narrowest: torch.dtype | None) -> None:
         """See to it that there are so many shaken references, by the rounding of the narrowest type if one is given."""
-        replay = self._replay(ran, reference.folder)
+        replay = self._on_ranks.replay(ran, reference.folder)
         rounding = torch.finfo(narrowest).eps if narrowest is not None else None
         for sample in range(0 if narrowest is not None else reference.shaken, samples):
-            self._launch(run_reference, 1, replay, "shaken", Shake(sample, rounding))
+            self._on_ranks.launch(run_reference, 1, replay, "shaken", Shake(sample, rounding))
         reference.shaken = max(samples, reference.shaken)
 
     def _probed(self, ran: Ran, reference: Computed) -> dict[str, Any]:
         if reference.probed is None:
             reference.probed = {"narrowest": None, "repeatable": True, "per_sample": None}
             with contextlib.suppress(RankFailedError):
-                reference.probed = self._launch(run_probe, 1, self._replay(ran, self.folder))
+                reference.probed = self._on_ranks.launch(run_probe, 1, self._on_ranks.replay(ran, self.folder))
         return reference.probed
 
     def _note(self, ran: Ran, facts: dict[str, Any]) -> None:
@@ -260,7 +234,7 @@ class Proving:
         why = ""
         if seen.ran.dtype is not torch.float64:
             try:
-                wide = self._run(seen.ran.row, in_float64(seen.ran.folder), torch.float64)
+                wide = self._on_ranks.row(seen.ran.row, in_float64(seen.ran.folder), torch.float64)
                 reference = self._reference(wide)
                 final = Judged(wide, reference, compare(wide.folder, reference.folder, wide.records, wide.dtype))
                 why = self._settled(final) or ""
@@ -326,7 +300,7 @@ class Proving:
         assert verdict.first is not None
         k = verdict.first.update
         try:
-            mistakes = self._launch(run_mistakes, 1, self._replay(ran, self.folder), k)
+            mistakes = self._on_ranks.launch(run_mistakes, 1, self._on_ranks.replay(ran, self.folder), k)
         except RankFailedError:  # the row differs whether or not it can be said why
             return []
         folders = ran.folder, final.reference.folder
@@ -343,7 +317,9 @@ class Proving:
             if "rows" not in self._epochs:
                 self._epochs["rows"] = None
                 with contextlib.suppress(RankFailedError):
-                    self._epochs["rows"] = self._launch(run_epoch, 1, self._replay(ran, self.folder)).get("rows")
+                    self._epochs["rows"] = self._on_ranks.launch(run_epoch, 1, self._on_ranks.replay(ran, self.folder)).get(
+                        "rows"
+                    )
             return self._epochs["rows"]
 
         note = note_on(ranks, of_one_process)

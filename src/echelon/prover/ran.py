@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from echelon.prover.judge import SMALL_SHARE, Verdict, larger
 from echelon.prover.matrix import Row
 from echelon.prover.proof import Result
 from echelon.prover.reference import by_index, micros_in_order
 from echelon.prover.streams import Micro, NotJoinable, digest, join
+from echelon.prover.verdict import SMALL_SHARE, Verdict, larger
 
 __all__ = ["Computed", "Judged", "Ran", "blindness", "data_of", "fill", "in_float64", "in_words"]
 

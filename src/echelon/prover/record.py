@@ -11,7 +11,6 @@ import functools
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,69 +26,32 @@ from echelon.loop.auto import AutoUnit
 from echelon.loop.callback import Callback
 from echelon.loop.loss import rows
 from echelon.loop.state import ActivePhase, State
-from echelon.parallel.partition import Partition
-from echelon.parallel.sharded_ddp import ShardedDataParallel
+from echelon.parallel.names import plain_name
+from echelon.parallel.partition import behind
 from echelon.prover.peak import PeakMemory
-from echelon.prover.samples import Plan, Reading, plan_of
+from echelon.prover.rank_record import RankRecord
+from echelon.prover.samples import Reading, plan_of
 from echelon.prover.sources import Sources, drawn_between
 from echelon.prover.streams import Micro, digest, widened
 from echelon.prover.values import (
-    flattened,
-    innermost,
     loss_in,
     modules_of,
     named_values,
     number_in,
     parameters_of,
-    plain_name,
+    prepared_of,
     switch_off_dropout,
     whole,
     whole_parameters,
-    wrappers_of,
 )
 
-__all__ = ["Enough", "GradientWatch", "RankRecord", "StepRecorder", "rates_of"]
+__all__ = ["Enough", "GradientWatch", "StepRecorder", "rates_of"]
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Enough(BaseException):
     """Ends a script when all updates that are compared have been seen. Not an Exception, so that no script swallows it."""
-
-
-@dataclass
-class RankRecord:
-    """What one rank saw. `digests[k]` has checksums of what should be the same on all ranks at update k."""
-
-    kind: str = ""
-    rank: int = 0
-    is_replica: bool = False
-    overridable: bool = False
-    has_plan: bool = False  # of tensor parallelism, the module's own
-    loader: str = ""
-    samples_by_rank: bool | None = None  # whether the loader has a sampler that knows of ranks; None: not a torch DataLoader
-    global_batch: int | None = None
-    initial_digests: dict[str, int] = field(default_factory=dict)
-    updates: list[list[Micro]] = field(default_factory=list)
-    gradient_digests: list[dict[str, int]] = field(default_factory=list)
-    parameter_digests: list[dict[str, int]] = field(default_factory=list)
-    buffer_digests: list[dict[str, int]] = field(default_factory=list)
-    norms: list[float | None] = field(default_factory=list)
-    held: set[str] = field(default_factory=set)  # parameters that some optimizer of this rank holds
-    strangers: int = 0  # parameters in an optimizer that belong to no module of the unit
-    trainable: set[str] = field(default_factory=set)
-    flattened: bool = False  # in the older FullyShardedDataParallel: gradients cannot be seen whole
-    batch_norms: list[str] = field(default_factory=list)
-    dropouts: int = 0
-    streams: dict[str, tuple[int, int]] = field(
-        default_factory=dict
-    )  # checksums before and after the first pass that drew, by name
-    resting: list[list[str]] = field(default_factory=list)  # by update: modules in evaluation mode as it begins
-    reading: dict[str, tuple[int, int]] = field(default_factory=dict)  # as `streams`, of reading the first samples
-    plan: Plan | None = None  # which samples the first epoch has for this rank, if the loader tells
-    rates: list[list[float]] = field(default_factory=list)  # learning rates of the first optimizer's groups, by update
-    step_s: list[float] = field(default_factory=list)
-    peak_bytes: int | None = None
 
 
 class GradientWatch:
@@ -120,20 +82,18 @@ class GradientWatch:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         tracked = self._unit.tracked_optimizers().values()
-        if any(Partition.behind(each) is optimizer is not each for each in tracked):
+        if any(behind(each) is optimizer is not each for each in tracked):
             return  # it works behind one that was seen
         with self.pause():
             mine = _parameters_in([optimizer])
             others = _parameters_in(tracked) - mine
-            sharded = [m for m in wrappers_of(self._unit) if isinstance(m, ShardedDataParallel)]
-            named = list(parameters_of(self._unit))
-            self.strangers = max(self.strangers, len(mine - {id(p) for _, p in named}))
-            self.held |= {name for name, p in named if id(p) in mine}
-            for name, parameter in named if self.looks else ():
+            named = [(prefix + n, p, each) for prefix, each in prepared_of(self._unit) for n, p in each.named_parameters()]
+            self.strangers = max(self.strangers, len(mine - {id(p) for _, p, _ in named}))
+            self.held |= {name for name, p, _ in named if id(p) in mine}
+            for name, parameter, prepared in named if self.looks else ():
                 if id(parameter) in others or not (id(parameter) in mine or not self._stepped):
                     continue
-                holder = next((m for m in sharded if m.owns(parameter)), None)
-                gradient = parameter.grad if holder is None else holder.whole_gradient(parameter)
+                gradient = prepared.gradient_of(parameter)
                 if gradient is not None:
                     self._values[name] = whole(gradient)
             if not self._stepped:
@@ -196,7 +156,7 @@ class StepRecorder(Callback):
             self.record.dropouts = switch_off_dropout(unit)
             self._watch_own(unit)
         for _, module in modules_of(unit):
-            innermost(module).register_forward_pre_hook(self._before_forward)
+            module.register_forward_pre_hook(self._before_forward)
         parameters = whole_parameters(unit)
         self.record.initial_digests = {n: digest(p) for n, p in parameters.items()}
         self._write("initial", parameters=parameters, buffers=self._buffers())
@@ -221,11 +181,11 @@ class StepRecorder(Callback):
         record = self.record
         record.kind = "AutoUnit" if isinstance(unit, AutoUnit) else "TrainUnit"
         record.is_replica = isinstance(unit, AutoUnit) and unit.prepared.is_replica
-        record.has_plan = any(hasattr(innermost(module), "tp_plan") for _, module in modules_of(unit))
+        record.has_plan = any(hasattr(module, "tp_plan") for _, module in modules_of(unit))
         record.loader = type(dataloader).__name__
         record.global_batch = getattr(dataloader, "global_batch", None)
         record.samples_by_rank = _samples_by_rank(dataloader)
-        record.flattened = bool(flattened(unit))
+        record.flattened = any(prepared.flattens_parameters for _, prepared in prepared_of(unit))
         record.trainable = {n for n, p in parameters_of(unit) if p.requires_grad}
         for prefix, module in modules_of(unit):
             for name, inner in module.named_modules():

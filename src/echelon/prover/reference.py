@@ -24,6 +24,7 @@ import torch
 from echelon.contracts.errors import UsageError
 from echelon.loop.auto import AutoUnit
 from echelon.loop.state import EntryPoint, PhaseState, State
+from echelon.parallel.shards import local
 from echelon.prover.record import GradientWatch, rates_of
 from echelon.prover.sources import Sources
 from echelon.prover.streams import Micro, NotJoinable, digest, join, widened
@@ -182,7 +183,7 @@ class Reference(ABC):
         rounding = self.shake.rounding or torch.finfo(self.dtype).eps
         with torch.no_grad():
             for _, parameter in parameters_of(self.unit):
-                mine = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                mine = local(parameter)
                 if mine.is_floating_point():
                     signs = torch.randint(0, 2, mine.shape, generator=generator).to(mine) * 2 - 1
                     mine.mul_(1 + signs * max(rounding, torch.finfo(mine.dtype).eps))

@@ -8,64 +8,57 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from echelon.loop.auto import AutoUnit
-from echelon.parallel.sharded_ddp import ShardedDataParallel
+from echelon.parallel import shards
+from echelon.parallel.prepared import Prepared
 
 __all__ = [
-    "flattened",
-    "innermost",
     "loss_in",
     "modules_of",
     "named_values",
     "number_in",
     "parameters_of",
-    "plain_name",
+    "prepared_of",
     "switch_off_dropout",
     "whole",
     "whole_parameters",
-    "wrappers_of",
 ]
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
+def prepared_of(unit: Any) -> list[tuple[str, Prepared[Any]]]:
+    """The unit's modules as their strategies have them, and what goes before their parameters' names."""
+    if isinstance(unit, AutoUnit):
+        return [("", unit.prepared)]
+    modules = unit.prepared_modules()
+    return [(f"{name}." if len(modules) > 1 else "", prepared) for name, prepared in modules.items()]
+
+
+def modules_of(unit: Any) -> list[tuple[str, nn.Module]]:
+    """As `prepared_of`: the modules as their author wrote them."""
+    return [(prefix, prepared.unwrapped) for prefix, prepared in prepared_of(unit)]
+
+
 def parameters_of(unit: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """The unit's parameters under the names that their author gave them."""
-    for prefix, module in modules_of(unit):
-        for name, parameter in module.named_parameters():
-            yield prefix + plain_name(name), parameter
+    for prefix, prepared in prepared_of(unit):
+        for name, parameter in prepared.named_parameters():
+            yield prefix + name, parameter
 
 
 def whole_parameters(unit: Any) -> dict[str, torch.Tensor]:
     """All parameters, gathered, on the host. Collective if anything is sharded."""
     with contextlib.ExitStack() as gathered:
-        for module in flattened(unit):
-            gathered.enter_context(FullyShardedDataParallel.summon_full_params(module, writeback=False))
+        for _, prepared in prepared_of(unit):
+            gathered.enter_context(prepared.gathered())
         return {n: whole(p) for n, p in parameters_of(unit)}
-
-
-def flattened(unit: Any) -> list[nn.Module]:
-    """Modules in the older FullyShardedDataParallel, whose parameters are parts of one flat tensor."""
-    return [m for _, m in modules_of(unit) if isinstance(m, FullyShardedDataParallel)]
 
 
 def named_values(unit: Any) -> dict[str, torch.Tensor]:
     """Buffers by name."""
-    return {prefix + plain_name(n): b for prefix, module in modules_of(unit) for n, b in module.named_buffers()}
-
-
-def modules_of(unit: Any) -> list[tuple[str, nn.Module]]:
-    if isinstance(unit, AutoUnit):
-        return [("", unit.prepared.unwrapped)]
-    modules = unit.tracked_modules()
-    return [(f"{name}." if len(modules) > 1 else "", module) for name, module in modules.items()]
-
-
-def wrappers_of(unit: Any) -> list[nn.Module]:
-    """The unit's modules as they are called."""
-    return [unit.prepared.module] if isinstance(unit, AutoUnit) else list(unit.tracked_modules().values())
+    return {prefix + name: b for prefix, prepared in prepared_of(unit) for name, b in prepared.named_buffers()}
 
 
 def switch_off_dropout(unit: Any) -> int:
@@ -78,22 +71,9 @@ def switch_off_dropout(unit: Any) -> int:
     return found
 
 
-def innermost(module: nn.Module) -> nn.Module:
-    """Inside DistributedDataParallel and ShardedDataParallel, which send buffers round before they call this."""
-    return module.module if isinstance(module, (nn.parallel.DistributedDataParallel, ShardedDataParallel)) else module
-
-
-def plain_name(name: str) -> str:
-    """Without the prefixes of DistributedDataParallel, compile, checkpoint wrappers and the older FSDP."""
-    wrappers = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-    parts = [p for p in name.split(".") if p not in wrappers]
-    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
-
-
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host, gathered if it is sharded: collective then."""
-    full = getattr(tensor, "full_tensor", None)
-    copy = (full() if full is not None else tensor).detach().cpu().clone()
+    copy = shards.whole(tensor).detach().cpu().clone()
     return copy.to_dense() if copy.is_sparse else copy
 
 

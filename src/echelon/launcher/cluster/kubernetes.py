@@ -61,37 +61,13 @@ def render(
         raise UsageError(
             f"--volume must be CLAIM:PATH, a claim that all pods can write and its absolute path there, got {volume!r}."
         )
-    amount = re.fullmatch(r"(\d+)([KMGT]?)", mem) if mem is not None else None
-    if mem is not None and amount is None:
-        raise UsageError(f"--mem must be a number followed by K, M, G or T, got {mem!r}.")
-    resources: dict[str, object] = {"cpu": str(cpus_per_rank * spec.ranks)}
-    if amount:
-        resources["memory"] = f"{amount[1]}{amount[2] or 'M'}i"
-    if gpus:
-        resources["nvidia.com/gpu"] = str(gpus)
     run, label = str(PurePosixPath(path) / "runs" / name), "batch.kubernetes.io/"
-    uid = {"fieldRef": {"fieldPath": f"metadata.labels['{label}controller-uid']"}}
-    container = {
-        "name": "node",
-        "image": image,
-        "command": [
-            "python",
-            "-P",
-            "-m",
-            "echelon.launcher.cluster.kubernetes",
-            run,
-            f"{name}-{{}}.{name}",
-            json.dumps(asdict(spec)),
-        ],
-        "env": [{"name": "JOB_UID", "valueFrom": uid}],
-        "resources": {"requests": resources, "limits": resources},
-        "volumeMounts": [{"name": "shared", "mountPath": path}, {"name": "memory", "mountPath": "/dev/shm"}],
-    }
+    resources = _resources(cpus_per_rank * spec.ranks, gpus, mem)
     pod = {
         "subdomain": name,
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": int(spec.grace_s) + 30,
-        "containers": [container],
+        "containers": [_container(spec, name, image, path, run, f"metadata.labels['{label}controller-uid']", resources)],
         "volumes": [
             {"name": "shared", "persistentVolumeClaim": {"claimName": claim}},
             {"name": "memory", "emptyDir": {"medium": "Memory"}},  # what data workers share; the default is 64 MB
@@ -105,6 +81,40 @@ def render(
         {"apiVersion": "batch/v1", "kind": "Job", **head, "spec": {**job, "template": {"spec": pod}}},
     ]
     return "---\n".join(json.dumps(manifest, indent=2) + "\n" for manifest in manifests)
+
+
+def _resources(cpus: int, gpus: int | None, mem: str | None) -> dict[str, object]:
+    """Of a pod, in Kubernetes' words."""
+    amount = re.fullmatch(r"(\d+)([KMGT]?)", mem) if mem is not None else None
+    if mem is not None and amount is None:
+        raise UsageError(f"--mem must be a number followed by K, M, G or T, got {mem!r}.")
+    resources: dict[str, object] = {"cpu": str(cpus)}
+    if amount:
+        resources["memory"] = f"{amount[1]}{amount[2] or 'M'}i"
+    if gpus:
+        resources["nvidia.com/gpu"] = str(gpus)
+    return resources
+
+
+def _container(
+    spec: JobSpec, name: str, image: str, path: str, run: str, uid: str, resources: dict[str, object]
+) -> dict[str, object]:
+    return {
+        "name": "node",
+        "image": image,
+        "command": [
+            "python",
+            "-P",
+            "-m",
+            "echelon.launcher.cluster.kubernetes",
+            run,
+            f"{name}-{{}}.{name}",
+            json.dumps(asdict(spec)),
+        ],
+        "env": [{"name": "JOB_UID", "valueFrom": {"fieldRef": {"fieldPath": uid}}}],
+        "resources": {"requests": resources, "limits": resources},
+        "volumeMounts": [{"name": "shared", "mountPath": path}, {"name": "memory", "mountPath": "/dev/shm"}],
+    }
 
 
 class KubernetesJob(FolderJob):

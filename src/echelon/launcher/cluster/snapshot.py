@@ -74,14 +74,7 @@ def copy_code(
         found = None
     base, files = found or ((top or script.parent).resolve(), None)
     if root is not None:
-        chosen = Path(root).resolve()
-        if not chosen.is_dir():
-            raise UsageError(f"code_root must be a folder, got {root!r}.")
-        inside = chosen.is_relative_to(base) and files is not None
-        files = (
-            [str((base / f).relative_to(chosen)) for f in files or () if (base / f).is_relative_to(chosen)] if inside else None
-        )
-        base = chosen
+        base, files = _below(root, base, files)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
     count = 0
@@ -99,13 +92,27 @@ def copy_code(
             )
         if not source.is_file():  # deleted, and not yet committed
             continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if source.stat().st_size > _LARGEST:
-            target.symlink_to(source.resolve())
-        else:
-            shutil.copy2(source, target)
-            target.chmod(target.stat().st_mode & 0o700)
+        _copy_file(source, target)
     return Copy(base, folder.resolve())
+
+
+def _below(root: str, base: Path, files: list[str] | None) -> tuple[Path, list[str] | None]:
+    """The chosen folder, and those of the files in `base` that lie in it, where git knows them."""
+    chosen = Path(root).resolve()
+    if not chosen.is_dir():
+        raise UsageError(f"code_root must be a folder, got {root!r}.")
+    if files is None or not chosen.is_relative_to(base):
+        return chosen, None
+    return chosen, [str((base / f).relative_to(chosen)) for f in files if (base / f).is_relative_to(chosen)]
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.stat().st_size > _LARGEST:
+        target.symlink_to(source.resolve())
+    else:
+        shutil.copy2(source, target)
+        target.chmod(target.stat().st_mode & 0o700)
 
 
 def _in_a_run(top: Path, folder: Path) -> bool:

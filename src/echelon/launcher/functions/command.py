@@ -29,6 +29,7 @@ from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.calls import checksum
 from echelon.launcher.functions.inside import Place
+from echelon.launcher.functions.processes import descends, kill_children, runs
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local.attempt import write_exit
 from echelon.launcher.local.nodes import Meeting, free_port
@@ -179,7 +180,7 @@ class _Command:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-            _kill_children()
+            kill_children()
         return self._outcome(code)
 
     def _handlers(self) -> dict[signal.Signals, Callable[[int, FrameType | None], None]]:
@@ -210,7 +211,7 @@ class _Command:
                 until = time.monotonic() + (self.spec.grace_s if self.left else _LAST_WAIT_S)
             if until is not None and time.monotonic() > until:
                 self.cut_short = bool(self.left)
-                _kill_children()
+                kill_children()
                 return process.wait()
             time.sleep(_POLL_S)
 
@@ -223,7 +224,7 @@ class _Command:
             self._pause_s = min(2.0, self._pause_s * 1.1)  # a shared file system is asked by everybody
             self._find_at = time.monotonic() + self._pause_s
             self._find()
-        for rank in [r for r, pid in self.pids.items() if r not in self.ended and not _runs(pid)]:
+        for rank in [r for r, pid in self.pids.items() if r not in self.ended and not runs(pid)]:
             self.ended[rank] = time.monotonic_ns()  # and never asked for again: the number may be another process's
             if (rank_record(self._record(rank)) or {}).get("exit_code") == REQUEUE:
                 self.left.add(rank)
@@ -246,7 +247,7 @@ class _Command:
         for rank in running:
             if self.told.get(rank, 0) < self.wishes:
                 self.told[rank] = self.wishes
-                if _descends(self.pids[rank]):  # what a file names may be any process
+                if descends(self.pids[rank]):  # what a file names may be any process
                     os.kill(self.pids[rank], signal.SIGUSR1)
 
     def _outcome(self, code: int) -> tuple[Outcome, list[Failure]]:
@@ -329,38 +330,3 @@ def _before_exec() -> None:
     """In the child. Slurm sends SIGUSR1 to every process of a step: the command would be killed by it."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     die_with_parent(signal.SIGTERM)
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except (OSError, IndexError):
-        return False
-
-
-def _descends(pid: int) -> bool:
-    """Whether a process descends from this one; known on Linux only, elsewhere True."""
-    if not os.path.exists("/proc/self/stat"):
-        return True
-    while pid > 1:
-        if pid == os.getpid():
-            return True
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                pid = int(file.read().rpartition(b")")[2].split()[1])
-        except (OSError, IndexError, ValueError):
-            return False
-    return False
-
-
-def _kill_children() -> None:
-    """What is left of the command; what it started has become ours."""
-    import psutil  # type: ignore[import-untyped,unused-ignore]  # here: few need it
-
-    for process in psutil.Process().children(recursive=True):
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue

@@ -28,7 +28,7 @@ from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.worker import SLOW_MODULES
 from echelon.launcher.records import rank_record
 
-__all__ = ["launch", "preload", "spawn"]
+__all__ = ["launch", "preload", "running_server", "shared_server", "spawn"]
 
 T = TypeVar("T")
 
@@ -39,11 +39,16 @@ _loaded_by_ranks: set[str] = set()
 _one_at_a_time = threading.Lock()  # the server speaks with one caller
 
 
-def _shared_server() -> ForkServer:
+def shared_server() -> ForkServer:
     """One server for all launches of this process: the first pays for importing torch, the others take milliseconds."""
     global _server
     if _server is None or not _server.alive():
         _server = ForkServer.start(_needed())
+    return _server
+
+
+def running_server() -> ForkServer | None:
+    """The shared server, if there is one already."""
     return _server
 
 
@@ -57,7 +62,7 @@ def _one_server(*, wait: bool) -> Iterator[ForkServer]:
     """The shared server, or while another call has it, and this one cannot wait, a new one."""
     if _one_at_a_time.acquire(blocking=wait):
         try:
-            yield _shared_server()
+            yield shared_server()
         finally:
             _one_at_a_time.release()
     else:

@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import faulthandler
 import gc
+import logging
 import os
 import random
 import runpy
@@ -41,6 +42,8 @@ __all__ = [
     "run_recorded",
     "set_threads",
 ]
+
+logger = logging.getLogger(__name__)
 
 # What ranks are likely to need, slow to import.
 SLOW_MODULES = (
@@ -114,8 +117,10 @@ def end(code: int) -> NoReturn:
 
     A rank that failed does not wait for its threads: the others wait for it to end.
     """
-    with contextlib.suppress(BaseException):
+    try:
         run_exit_functions(join_threads=code in (0, REQUEUE))
+    except BaseException:  # Python shows what an exit function raises, and ends all the same
+        logger.debug("the end of this rank raised", exc_info=True)
     write_open_files()
     os._exit(code)
 
@@ -259,8 +264,10 @@ def leave_value(function: Callable[[], Any], result: str, name: str, key: str) -
     try:
         value = function()
     except Exception as error:
-        with contextlib.suppress(Exception):  # not every exception can be pickled; its text arrives in any case
+        try:
             write_value(error, f"{result}.error", key)
+        except Exception:  # not every exception can be pickled; its text arrives in any case
+            logger.debug("the exception cannot be sent to the caller", exc_info=True)
         raise
     try:
         write_value(value, result, key)

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from echelon.loop.callbacks.steps import LogsAtInterval
 from echelon.loop.state import State
-from echelon.parallel.partition import Partition
+from echelon.parallel.partition import parameter_groups
 
 __all__ = ["LearningRateMonitor", "learning_rates"]
 
@@ -17,9 +17,8 @@ def learning_rates(optimizer: Optimizer, prefix: str) -> dict[str, Any]:
     """The rate of each parameter group, as "<prefix>/<the group's name, or pg>:<its number among those of this name>"."""
     seen: dict[str, int] = {}
     rates: dict[str, Any] = {}
-    partition = Partition.of(optimizer)  # a group's parameters may all be another rank's
-    members = partition.groups if partition is not None else [group["params"] for group in optimizer.param_groups]
-    for group, parameters in zip(optimizer.param_groups, members, strict=True):
+    # A group's parameters may all be another rank's.
+    for group, parameters in zip(optimizer.param_groups, parameter_groups(optimizer), strict=True):
         if parameters and "lr" in group:
             name = str(group.get("name", "pg"))
             rates[f"{prefix}/{name}:{seen.setdefault(name, 0)}"] = group["lr"]

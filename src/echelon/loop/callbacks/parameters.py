@@ -8,7 +8,7 @@ from typing import Any
 from echelon.contracts.errors import UsageError
 from echelon.loop.callback import Callback
 from echelon.loop.state import State
-from echelon.parallel.state import plain_names
+from echelon.parallel.shards import whole
 from echelon.world import agree
 
 __all__ = ["TensorBoardParameterMonitor"]
@@ -37,11 +37,9 @@ class TensorBoardParameterMonitor(Callback):
 
     def on_train_epoch_end(self, state: State, unit: Any) -> None:
         epoch, writes = unit.train_progress.num_epochs_completed, agree.is_rank0()
-        for attribute, module in unit.tracked_modules().items():
-            for name, parameter in plain_names(module):
-                value = parameter.detach()
-                if hasattr(value, "full_tensor"):
-                    value = value.full_tensor()
+        for attribute, prepared in unit.prepared_modules().items():
+            for name, parameter in prepared.named_parameters():
+                value = whole(parameter.detach())
                 if not writes or self._writer is None or not value.numel():
                     continue
                 finite = value.isfinite()

@@ -24,16 +24,13 @@ from echelon.data.stream import StreamLoader
 from echelon.loop.auto import AutoUnit
 from echelon.loop.checkpointing import forgotten
 from echelon.loop.unit import Unit
-from echelon.parallel.partition import Partition
-from echelon.parallel.strategy import Prepared
+from echelon.parallel.partition import behind
 from echelon.world import agree
 from echelon.world.init import World
 
 __all__ = ["check", "facts", "renamed"]
 
 _HARMLESS = ("world_size", "dp_size", "mesh", "strategy", "torch", "echelon", "python", "command")
-# Of what a user wraps by hand.
-_BY_HAND = {"DDPPrepared": "ddp", "FSDPPrepared": "fsdp", "FSDP1Prepared": "fsdp1", "DPPrepared": "dp"}
 # Options that say how an optimizer computes, not what: the script's are used.
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
 # Options that a schedule moves.
@@ -47,16 +44,17 @@ Row = tuple[str, str, str, str, bool]  # what, saved, now, what it means, harmfu
 
 def facts(unit: Unit, loader: Any) -> dict[str, Any]:
     """What the manifest says of a run, all of it plain numbers and text; most is compared when it is restored."""
+    described = {name: prepared.describe() for name, prepared in unit.prepared_modules().items()}
     return {
         "world_size": World.current(torch.device("cpu")).size,
         "dp_size": getattr(getattr(unit, "prepared", None), "dp_size", None),
-        "mesh": _mesh(unit),
-        "strategy": _strategy(unit),
+        "mesh": _mesh(unit, described),
+        "strategy": _strategy(unit, described),
         "torch": torch.__version__,
         "echelon": version("echelon"),
         "python": platform.python_version(),
-        "modules": {name: type(getattr(m, "module", m)).__name__ for name, m in unit.tracked_modules().items()},
-        "optimizers": {name: type(Partition.behind(o)).__name__ for name, o in unit.tracked_optimizers().items()},
+        "modules": {name: each["module"] for name, each in described.items()},
+        "optimizers": {name: type(behind(o)).__name__ for name, o in unit.tracked_optimizers().items()},
         "options": {name: [_options(group) for group in o.param_groups] for name, o in unit.tracked_optimizers().items()},
         "data": _of_loader(loader),
         "states": forgotten.kinds(unit),
@@ -65,24 +63,18 @@ def facts(unit: Unit, loader: Any) -> dict[str, Any]:
     }
 
 
-def _mesh(unit: Unit) -> dict[str, int]:
+def _mesh(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
     """The axes of ranks by name, and their sizes; the data's alone if nothing is sharded."""
-    axes: dict[str, int] = {}
-    for mesh in (p.device_mesh for m in unit.tracked_modules().values() for p in m.parameters() if hasattr(p, "device_mesh")):
-        if mesh.ndim > len(axes):
-            names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
-            axes = {name: mesh.size(i) for i, name in enumerate(names)}
-    place = unit.data_place
+    axes: dict[str, int] = max((each["mesh"] for each in described.values()), key=len, default={})
+    place = None if axes else unit.data_place
     return axes or ({"data": place[1]} if place is not None else {})
 
 
-def _strategy(unit: Unit) -> str | None:
+def _strategy(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> str | None:
     given = unit.auto_options.strategy if isinstance(unit, AutoUnit) else None
     if given is not None:
         return given if isinstance(given, str) else type(given).__name__
-    world = World.current(torch.device("cpu"))
-    kinds = {_BY_HAND.get(type(Prepared.of(m, world)).__name__) for m in unit.tracked_modules().values()} - {None}
-    return "+".join(sorted(map(str, kinds))) or None
+    return "+".join(sorted({each["strategy"] for each in described.values()} - {None})) or None
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

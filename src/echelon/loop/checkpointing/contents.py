@@ -17,7 +17,6 @@ from echelon.loop.checkpointing import changes, restoring
 from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.metrics import share_of
 from echelon.loop.unit import TrainUnit
-from echelon.parallel import reduction_order
 from echelon.parallel.state import states_by_name
 from echelon.world import agree, streams
 
@@ -45,8 +44,10 @@ def take(
     own: dict[str, Any] = {
         "streams": streams.states(),
         "metrics": {name: share_of(metric) for name, metric in metrics.items()},
-        "reduction_order": reduction_order.noted(unit.tracked_modules()),
     }
+    for name, prepared in unit.prepared_modules().items():
+        for key, value in prepared.extras().items():
+            own.setdefault(key, {})[name] = value
     position = state.train_state.loader_state(unit.train_progress) if state.train_state is not None else None
     if unit.train_progress.num_steps_completed_in_epoch:
         _warn_if_inexact(state, loader, position)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,15 @@ from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.checkpointing.trained import without_frozen
 from echelon.loop.metrics import load_share
 from echelon.loop.unit import TrainUnit, Unit
-from echelon.parallel import reduction_order
 from echelon.parallel.state import states_by_name
 from echelon.world import agree, streams
 
 __all__ = ["BY_RANK", "differs_by_rank", "restore", "restore_first"]
 
 logger = logging.getLogger(__name__)
+
+# Of what a rank writes for itself: what is not a strategy's.
+_OWN = ("streams", "metrics", "train_dataloader")
 
 
 def restore_first(
@@ -62,11 +64,11 @@ def restore_first(
 
 def restore(path: Place, unit: Unit, loader: Iterable[Any] | None, options: RestoreOptions) -> Report:
     if isinstance(path, Path) and foreign.is_weights(path):
-        modules = unit.tracked_modules()
+        modules = unit.prepared_modules()
         if len(modules) != 1:
             raise UsageError(f"{path} holds the weights of one module, and the unit has {len(modules)}: {', '.join(modules)}.")
-        ((name, module),) = modules.items()
-        report = foreign.read_weights(path, states_by_name({name: module})[name], strict=options.strict, rename=options.rename)
+        (module,) = modules.values()
+        report = foreign.read_weights(path, module.state(), strict=options.strict, rename=options.rename)
         _log(report, path)
         return report
     try:
@@ -106,7 +108,7 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
         )
     own = None
     if not options.takes_weights_only:
-        own = store.on_each(path, lambda: _own(path, manifest))
+        own = store.on_each(path, lambda: _own(path, manifest, unit))
     report = store.read_states(
         path,
         states,
@@ -123,16 +125,23 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
     return report
 
 
-def _own(path: Place, manifest: dict[str, Any]) -> dict[str, Any] | None:
+def _extras(own: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What a rank wrote down of a module beside its state."""
+    return {key: each[name] for key, each in own.items() if key not in _OWN and isinstance(each, dict) and name in each}
+
+
+def _own(path: Place, manifest: dict[str, Any], unit: Unit) -> dict[str, Any] | None:
     """What this rank wrote for itself: random streams, shares of metrics; None if another number of ranks did."""
     own = store.read_rank(path, manifest)
     if own is None:
         return None
-    orders = own.get("reduction_order", {})
-    if not all(isinstance(each, dict) for each in (own.get("streams"), own.get("metrics"), orders)):
+    if not all(isinstance(own.get(name), dict) for name in ("streams", "metrics")):
         raise CheckpointCorruptError(f"{path} holds per-rank state that echelon does not write: {', '.join(map(repr, own))}.")
-    if not all(isinstance(order, list) and all(isinstance(name, str) for name in order) for order in orders.values()):
-        raise CheckpointCorruptError(f"{path} holds an order of gradients that is not valid.")
+    for name, prepared in unit.prepared_modules().items():
+        try:
+            prepared.check_extras(_extras(own, name))
+        except ValueError as error:
+            raise CheckpointCorruptError(f"{path} holds {error}.") from None
     return own
 
 
@@ -147,7 +156,8 @@ def _load_own(path: Place, own: dict[str, Any] | None, unit: Unit, *, metrics: b
         for name, metric in unit.tracked_metrics().items():
             if metrics and name in own["metrics"]:
                 load_share(metric, own["metrics"][name])
-        reduction_order.replay(unit.tracked_modules(), own.get("reduction_order", {}))
+        for name, prepared in unit.prepared_modules().items():
+            prepared.load_extras(_extras(own, name))
     elif isinstance(unit, TrainUnit):
         streams.renew(unit.train_progress.num_steps_completed)
         if metrics and unit.tracked_metrics():

@@ -24,7 +24,6 @@ from echelon.loop.checkpointing.folder import RunFolder, absolute, is_begun_anew
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
 from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.unit import TrainUnit, Unit
-from echelon.parallel import reduction_order
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -97,7 +96,8 @@ class DistributedCheckpointSaver(Callback):
         self._looked_at = _step(unit)
         if self._frozen is not None:
             self._frozen.begin(unit)
-        reduction_order.note(unit.tracked_modules().values())
+        for prepared in unit.prepared_modules().values():
+            prepared.keep_extras()
 
     def on_train_step_end(self, state: State, unit: TrainUnit[Any]) -> None:
         every, steps, before = self.every.train_steps, _step(unit), self._looked_at

@@ -22,7 +22,9 @@ from echelon.checkpoint.store import table
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError
 from echelon.loop.averaged import AveragedWeights
 from echelon.loop.unit import Unit
-from echelon.parallel.state import ModuleState, plain_names
+from echelon.parallel.names import plain_names
+from echelon.parallel.shards import whole
+from echelon.parallel.state import ModuleState
 from echelon.world import agree
 
 __all__ = ["Frozen", "without_frozen"]
@@ -113,13 +115,9 @@ def _facts(state: ModuleState, names: set[str]) -> dict[str, Facts]:
     mine: dict[str, Facts] = {}
     values = state.state_dict()
     for number, name in enumerate(n for n in values if n in names and isinstance(values[n], torch.Tensor)):
-        value = values[name]
-        if hasattr(value, "full_tensor"):
-            if value.device.type != value.device_mesh.device_type:  # offloaded
-                value = value.to(value.device_mesh.device_type)
-            value = value.full_tensor()
+        value = whole(values[name])
         if number % size == rank:
-            data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() if value.numel() else b""
+            data: Any = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() if value.numel() else b""
             mine[name] = [str(value.dtype), list(value.shape), zlib.crc32(data)]
     return {name: facts for each in agree.gather(mine) for name, facts in each.items()}
 

@@ -1,6 +1,6 @@
 """`lightning.pytorch.strategies`: those of DistributedDataParallel and FSDP, with torch's options."""
 
+from echelon.compat.older_options import FSDPStrategy
 from echelon.parallel.ddp import DDPStrategy
-from echelon.parallel.fsdp import FSDPStrategy
 
 __all__ = ["DDPStrategy", "FSDPStrategy"]

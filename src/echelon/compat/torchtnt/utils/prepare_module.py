@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from echelon.compat.older_options import ActivationCheckpointParams, FSDPStrategy
 from echelon.compat.torchtnt.utils.distributed import get_global_rank
 from echelon.compat.torchtnt.utils.optimizer import init_optim_state
 from echelon.contracts.errors import UsageError
-from echelon.parallel import parallelize, tensor
-from echelon.parallel.activation import ActivationCheckpointParams, recompute
+from echelon.parallel import fsdp, parallelize, tensor
+from echelon.parallel.activation import recompute
 from echelon.parallel.ddp import DDPStrategy
-from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
+from echelon.parallel.gradients import clip_by_norm_
 from echelon.parallel.materialize import materialize
 from echelon.parallel.materialize import on_meta_tensors as on_meta_device
 from echelon.parallel.parallelize import prepare_ddp
@@ -95,7 +96,7 @@ def convert_str_to_strategy(strategy: str) -> Strategy:
     """
     found = resolve(strategy)
     assert found is not None
-    return found
+    return FSDPStrategy() if type(found) is fsdp.FSDPStrategy else found
 
 
 def prepare_module(
@@ -128,7 +129,7 @@ def prepare_module(
         torch_compile_params=torch_compile_params,
         activation_checkpoint_params=activation_checkpoint_params,
     )
-    return _with_older_methods(made) if isinstance(chosen, FSDPStrategy) else made
+    return _with_older_methods(made) if isinstance(chosen, fsdp.FSDPStrategy) else made
 
 
 def prepare_fsdp(module: nn.Module, device: torch.device, strategy: FSDPStrategy | None = None) -> nn.Module:
@@ -192,8 +193,7 @@ class _OlderMethods:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before. Collective."""
         module: Any = self
-        device = next(module.parameters()).device
-        return Prepared.of(module, World.current(device)).clip_grad_norm_(max_norm, norm_type)
+        return clip_by_norm_(module.parameters(), max_norm, norm_type)
 
 
 def _with_older_methods(module: nn.Module) -> nn.Module:

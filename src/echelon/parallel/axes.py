@@ -1,0 +1,181 @@
+"""Which ranks work on other samples, and over which of them a strategy averages gradients.
+
+Both are read off what was done to the module: the axes over which a wrapper averages carry other samples; an axis that splits
+layers carries the same ones. What cannot be read off is refused, with the axis's name, until the user says it: `data_axes`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.shards import is_split
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Axis", "Share", "axes_of", "data_axes", "mesh_of", "sharded_axes", "share", "speaks_for", "split_axes"]
+
+logger = logging.getLogger(__name__)
+
+# Words for axes whose ranks compute parts of the same samples. They decide nothing: where gradients are averaged over an axis of
+# such a name, somebody must say which samples its ranks have.
+_DOUBTFUL = {"cp", "context", "sp", "seq", "sequence", "tp", "tensor", "model", "mp", "pp", "pipeline", "stage", "ep", "expert"}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of ranks.
+
+    Args:
+        name: as the mesh has it; "" if it has none.
+        rank: this rank's place along it.
+        size: ranks along it.
+        group: these ranks; None is the default group.
+    """
+
+    name: str
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, name: str = "") -> Axis:
+        return cls(name, dist.get_rank(group), dist.get_world_size(group), group)
+
+    @property
+    def ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.group)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of every global batch this rank works on.
+
+    Args:
+        rank, size: the part's number, and how many there are.
+        unknown: why the two are not known, and what to do; None if they are.
+    """
+
+    rank: int = 0
+    size: int = 1
+    unknown: str | None = None
+
+
+# As the user said; by the module that was given.
+_declared: weakref.WeakKeyDictionary[nn.Module, DeviceMesh] = weakref.WeakKeyDictionary()
+
+
+def data_axes(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Say which ranks have other samples, for a module that is made parallel by hand, before a unit gets it.
+
+    Needed where it cannot be read off: gradients are averaged over an axis whose ranks share samples, as with context
+    parallelism. Loaders then give the same samples to ranks that differ on other axes only.
+
+    Args:
+        module: as the unit gets it, or what is inside its wrapper.
+        mesh: the axes whose ranks have other samples: `mesh["dp"]`, or `mesh["dp_replicate", "dp_shard"]`.
+    Raises:
+        UsageError: this rank is not in the mesh.
+    """
+    if mesh.get_coordinate() is None:
+        raise UsageError(f"data_axes: mesh must contain every rank, got {mesh} without rank {dist.get_rank()}.")
+    _declared[module] = mesh
+
+
+def declared(module: nn.Module) -> DeviceMesh | None:
+    """What `data_axes` was told of the module or of what it wraps."""
+    inner = getattr(module, "module", None)
+    found = _declared.get(module)
+    return found if found is not None or not isinstance(inner, nn.Module) else _declared.get(inner)
+
+
+def axes_of(mesh: DeviceMesh, numbers: Sequence[int] | None = None) -> list[Axis]:
+    """Axes of a mesh that this rank is in, all or those with these numbers."""
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    return [Axis.of(mesh.get_group(i), names[i]) for i in (range(mesh.ndim) if numbers is None else numbers)]
+
+
+def mesh_of(module: nn.Module) -> dict[str, int]:
+    """The largest mesh over which a parameter is split: its axes by name, and their sizes; {} if none is."""
+    found: dict[str, int] = {}
+    for mesh in (p.device_mesh for p in module.parameters() if is_split(p)):  # type: ignore[attr-defined]
+        if mesh.ndim > len(found):
+            names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+            found = {name: mesh.size(i) for i, name in enumerate(names)}
+    return found
+
+
+def split_axes(module: nn.Module) -> list[Axis]:
+    """The axes over which some parameter is split."""
+    found: dict[str, Axis] = {}
+    for parameter in module.parameters():
+        if (mesh := getattr(parameter, "device_mesh", None)) is not None:
+            numbers = [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]  # type: ignore[attr-defined]
+            found |= {str(axis.ranks): axis for axis in axes_of(mesh, numbers)}
+    return list(found.values())
+
+
+def sharded_axes(module: nn.Module) -> list[Axis]:
+    """The axes that `fully_shard` reduces over, read off the parameters, which must be shards now.
+
+    In a parameter's mesh its axes come first: that of the copies, if there are any, then that of the shards. Axes after them
+    split layers.
+    """
+    found: dict[str, list[Axis]] = {}
+    for parameter in module.parameters():
+        if (mesh := getattr(parameter, "device_mesh", None)) is None:
+            continue
+        copies = mesh.ndim > 1 and parameter.placements[0].is_replicate()  # type: ignore[attr-defined]
+        axes = axes_of(mesh, [0, 1] if copies else [0])
+        found.setdefault(str([axis.ranks for axis in axes]), axes)
+    if len(found) > 1:
+        logger.warning(
+            "%s: fully_shard reduces some parameters over the ranks %s, others over %s; the first are taken for the data's",
+            type(module).__name__,
+            *list(found)[:2],
+        )
+    return next(iter(found.values()), [Axis.of(None)])
+
+
+def share(module: nn.Module, averaged: Sequence[Axis]) -> Share:
+    """This rank's share of the data, if gradients are averaged over these axes: as the user said, else each has samples."""
+    said = declared(module)
+    if said is not None:
+        return _number(axes_of(said))
+    for axis in averaged:
+        if axis.size > 1 and _DOUBTFUL & set(axis.name.lower().split("_")):
+            return Share(
+                unknown=f"gradients of {type(module).__name__} are averaged over the axis {axis.name!r} of {axis.size} ranks, "
+                "whose name does not say that they have other samples. Say which axes have: echelon.data_axes(module, "
+                f'mesh["{axis.name}"]) if this one has, or the mesh of those that have, such as mesh["dp"].'
+            )
+    return _number(averaged)
+
+
+def _number(axes: Sequence[Axis]) -> Share:
+    rank, size = 0, 1
+    for axis in axes:
+        rank, size = rank * axis.size + axis.rank, size * axis.size
+    return Share(rank, size)
+
+
+def speaks_for(told: Sequence[tuple[int, Sequence[Sequence[int]]]], rank: int) -> int:
+    """The first rank that has the same samples as this one, or itself if its gradient counts beside theirs.
+
+    Args:
+        told: of each rank, the number of its share and the ranks of each axis over which its gradients are averaged.
+    """
+    averaged, found = {rank}, [rank]
+    for each in found:  # grows meanwhile
+        new = {peer for ranks in told[each][1] for peer in ranks} - averaged
+        averaged |= new
+        found += new
+    return next((r for r in range(rank) if told[r][0] == told[rank][0] and r not in averaged), rank)

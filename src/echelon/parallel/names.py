@@ -1,0 +1,54 @@
+"""A module as its author wrote it, and the names that its author gave: without what wrappers put around and into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from echelon.parallel.registry import wrapper_of
+
+__all__ = ["plain_buffers", "plain_name", "plain_names", "unwrapped", "without_compile"]
+
+T = TypeVar("T", bound=torch.Tensor)
+
+# What torch.compile, activation checkpointing and the older FSDP put into names.
+_WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What a wrapper of the registry holds; any other module is itself."""
+    kind = wrapper_of(module)
+    return module if kind is None or kind.inner is None else module.get_submodule(kind.inner)
+
+
+def without_compile(module: nn.Module) -> nn.Module:
+    """What `torch.compile(module)` made a callable of; any other module is itself."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def plain_names(module: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by the names that the module's author gave them; of a tied one the first, or every one."""
+    yield from _plainly(module, module.named_parameters(remove_duplicate=not every_name))
+
+
+def plain_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers by the names that the module's author gave them."""
+    yield from _plainly(module, module.named_buffers())
+
+
+def plain_name(name: str) -> str:
+    """A name without what compilation, activation checkpointing and the older FSDP put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+def _plainly(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    kinds = ((name, wrapper_of(m)) for name, m in module.named_modules())
+    inside = {name: kind.inner for name, kind in kinds if kind is not None and kind.inner is not None}
+    for name, tensor in named:
+        parts = name.split(".")
+        kept = [p for i, p in enumerate(parts) if p not in _WRAPPED and inside.get(".".join(parts[:i])) != p]
+        yield ".".join(kept), tensor

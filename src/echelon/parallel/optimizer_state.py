@@ -1,0 +1,159 @@
+"""The state of an optimizer, keyed by parameter name whatever the strategy.
+
+A tied parameter has its first name here; a module's state has all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.contracts.errors import CheckpointMismatchError
+from echelon.parallel import state_keys
+from echelon.parallel.names import plain_names
+from echelon.parallel.partition import Partition
+from echelon.parallel.state_keys import Saved
+from echelon.world import agree
+
+__all__ = ["OptimizerState"]
+
+logger = logging.getLogger(__name__)
+
+
+class OptimizerState:
+    """An optimizer's state, keyed "state.<parameter>.<what>" and "param_groups.<parameter>.<option>".
+
+    Of an optimizer that is divided over the ranks each has the tensors of what it owns; the methods are collective then.
+    """
+
+    keyed_by_name = True
+
+    def __init__(self, modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        partition = Partition.of(optimizer)
+        self._is_divided = partition is not None
+        self._groups = list(partition.groups) if partition is not None else []
+        self._groups += [list(group["params"]) for group in optimizer.param_groups[len(self._groups) :]]
+        # A parameter's name here, and the name of its value in the checkpoint.
+        self._names: dict[torch.Tensor, str] = {}
+        self._values: dict[torch.Tensor, str] = {}
+        for owner, module in modules.items():
+            for name, parameter in plain_names(module):
+                self._names[parameter] = name if len(modules) == 1 else f"{owner}.{name}"
+                self._values[parameter] = f"{owner}.{name}"
+        loose = [p for group in self._groups for p in group if p not in self._names]
+        self._names |= {p: f"~{i}" for i, p in enumerate(loose)}
+        if loose:
+            logger.warning(
+                "%s of a %s belong to no module among the unit's attributes: their values are not in its checkpoints. Make the "
+                "module an attribute, several an nn.ModuleList.",
+                "a parameter" if len(loose) == 1 else f"{len(loose)} parameters",
+                type(optimizer).__name__,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        own: dict[str, Any] = {}
+        for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
+            own |= state_keys.leaves(f"state.{self._names[parameter]}", self._optimizer.state.get(parameter, {}))
+        options = {
+            f"param_groups.{self._names[parameter]}.{key}": value
+            for group, parameters in zip(self._optimizer.param_groups, self._groups, strict=True)
+            for parameter in parameters
+            for key, value in group.items()
+            if key != "params"
+        }
+        if not self._is_divided:
+            return {**own, **options}
+        # Numbers are written by rank 0 alone, which does not own all of them.
+        numbers = agree.gather({k: v for k, v in own.items() if not isinstance(v, torch.Tensor)})
+        return {k: v for each in (*numbers, own, options) for k, v in each.items()}
+
+    def full_names(self) -> dict[str, str]:
+        """By a parameter's name here, its name in the checkpoint."""
+        return {name: self._values[parameter] for parameter, name in self._names.items() if parameter in self._values}
+
+    def targets(self, me: str, saved: Saved, values: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """Tensors to be filled from a checkpoint, and parameters of which it knows nothing. Changes nothing yet.
+
+        What an optimizer has not computed with yet has no state, and is given what the checkpoint has, whatever that is: no
+        step is made to see what a state would be.
+
+        Args:
+            me: this state's name in the checkpoint.
+            values: what else it holds of this state.
+        """
+        by_parameter = state_keys.by_parameter(
+            (k.removeprefix(f"{me}.") for k in saved if k.startswith(f"{me}.")), self._names.values()
+        )
+        found: dict[str, torch.Tensor] = {}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._names[parameter]
+                living = state_keys.leaves(f"state.{name}", self._optimizer.state.get(parameter, {}))
+                weight = saved.get(self._values.get(parameter, ""))
+                for key in by_parameter.get(name, ()):
+                    dtype, shape = saved[f"{me}.{key}"]
+                    _check_fused(group, parameter, f"{me}.{key}", shape)
+                    now = living.get(key)
+                    if isinstance(now, torch.Tensor) and list(now.shape) == shape:
+                        found[key] = now
+                        continue
+                    if weight is not None and dtype == weight[0]:
+                        dtype = parameter.dtype  # a state of its parameter's type, as torch's optimizers have it
+                    found[key] = _room(parameter, dtype, shape)
+        found |= state_keys.tensor_options(me, saved)
+        known = state_keys.known((*values, *found))
+        everyones = [self._names[parameter] for group in self._groups for parameter in group]
+        return found, [f"param_groups.{name}" for name in everyones if name not in known]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of what `state_dict` knows; what it knows without a state has none then."""
+        known = state_keys.known(state_dict)
+        state: dict[int, dict[str, Any]] = {}
+        parameters: list[torch.Tensor] = []
+        groups: list[dict[str, Any]] = []
+        by_parameter = state_keys.by_parameter(state_dict, self._names.values())
+        for group, everyones in zip(self._optimizer.param_groups, self._groups, strict=True):
+            options = state_keys.options(group, [name for p in everyones if (name := self._names[p]) in known], state_dict)
+            numbers = range(len(parameters), len(parameters) + len(group["params"]))
+            groups.append({**options, "params": list(numbers)})
+            for parameter in group["params"]:
+                name, number = self._names[parameter], len(parameters)
+                parameters.append(parameter)
+                living = self._optimizer.state.get(parameter, {})
+                if name not in known and living:
+                    state[number] = living
+                elif keys := by_parameter.get(name):
+                    state[number] = state_keys.nested(f"state.{name}", {k: state_dict[k] for k in keys})
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        for number, given in state.items():
+            _keep_types(self._optimizer.state[parameters[number]], given)
+
+
+def _keep_types(loaded: Any, given: Mapping[str, Any]) -> None:
+    """Undo that torch gives every tensor of a state its parameter's type."""
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            _keep_types(loaded[key], value)
+        elif isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype and key != "step":
+            loaded[key] = value.to(loaded[key].device)
+
+
+def _check_fused(group: Mapping[str, Any], parameter: torch.Tensor, key: str, shape: list[int]) -> None:
+    """Fused kernels on CPUs believe in the shapes of a state: of another, they read and write beyond its memory (torch 2.13)."""
+    wanted = [] if key.endswith(".step") else list(parameter.shape)
+    if group.get("fused") and shape != wanted:
+        raise CheckpointMismatchError(
+            f"{key} has the shape {shape}, and a fused optimizer wants {wanted}. Use fused=False, if it is meant."
+        )
+
+
+def _room(parameter: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    """An empty tensor for a state: cut as its parameter is, if it has its shape."""
+    if list(parameter.shape) == shape and shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(shape, dtype=dtype)

@@ -1,0 +1,47 @@
+"""Tensors that are split over the ranks: this rank's part, and the whole. The one place that tells a DTensor from a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.parallel.registry import imported
+
+__all__ = ["is_fully_sharded", "is_split", "local", "reshard", "whole"]
+
+
+def is_split(tensor: Any) -> bool:
+    """Whether it lives on a mesh of ranks: a DTensor. It may be whole on each of them."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor; a plain tensor is its own part."""
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor gathered, on the device of its mesh: collective then. A plain tensor is whole."""
+    full_tensor = getattr(tensor, "full_tensor", None)
+    if full_tensor is None:
+        return tensor
+    mesh_type = tensor.device_mesh.device_type  # type: ignore[attr-defined]
+    if tensor.device.type != mesh_type:  # offloaded: ranks speak to one another from their devices
+        full_tensor = tensor.to(mesh_type).full_tensor  # type: ignore[attr-defined]
+    gathered: torch.Tensor = full_tensor()
+    return gathered
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called with this very module."""
+    return isinstance(module, imported("torch.distributed.fsdp", "FSDPModule"))
+
+
+def reshard(module: nn.Module) -> None:
+    """Put shards back in the place of whole parameters, which an evaluation leaves in a root of `fully_shard`."""
+    for part in module.modules():
+        if is_fully_sharded(part):
+            part.reshard()  # type: ignore[operator]

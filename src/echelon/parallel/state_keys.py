@@ -1,0 +1,89 @@
+"""How an optimizer's state is keyed: "state.<parameter>.<what>" and "param_groups.<parameter>.<option>"."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from echelon.contracts.errors import CheckpointMismatchError
+
+__all__ = ["Saved", "by_parameter", "known", "leaves", "mine", "nested", "options", "tensor_options"]
+
+# What a checkpoint holds: (type, shape) of tensors by their name in it.
+Saved = Mapping[str, tuple[torch.dtype, list[int]]]
+
+# How an optimizer computes, not what: the script's choice, which suits this machine and strategy.
+HOW = {"foreach", "fused", "capturable", "differentiable"}
+
+
+def leaves(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state without its nesting, keyed by path."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        found |= leaves(f"{prefix}.{key}", value) if isinstance(value, Mapping) else {f"{prefix}.{key}": value}
+    return found
+
+
+def nested(prefix: str, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for path, value in leaves.items():
+        *outer, last = path.removeprefix(f"{prefix}.").split(".")
+        inner = made
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[last] = value
+    return made
+
+
+def known(keys: Iterable[str]) -> set[str]:
+    """The parameters whose options are among the keys: all that the saved optimizer had."""
+    return {k.removeprefix("param_groups.").rpartition(".")[0] for k in keys if k.startswith("param_groups.")}
+
+
+def tensor_options(me: str, saved: Saved) -> dict[str, torch.Tensor]:
+    """Room for options that are tensors, such as a learning rate on a GPU."""
+    mine = {k.removeprefix(f"{me}."): kind for k, kind in saved.items() if k.startswith(f"{me}.param_groups.")}
+    return {key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in mine.items()}
+
+
+def mine(me: str, saved: Saved) -> list[str]:
+    """The keys of the state that is called `me` in a checkpoint."""
+    return [key.removeprefix(f"{me}.") for key in saved if key.startswith(f"{me}.")]
+
+
+def by_parameter(keys: Iterable[str], names: Collection[str]) -> dict[str, list[str]]:
+    """The keys of a state by parameter: "state.<parameter>.<what>", where both may have dots in them."""
+    every, found = set(names), dict[str, list[str]]()
+    for key in keys:
+        first, *parts = key.split(".")
+        ends = range(len(parts) - 1, 0, -1) if first == "state" else ()
+        name = next((n for end in ends if (n := ".".join(parts[:end])) in every), None)
+        if name is not None:
+            found.setdefault(name, []).append(key)
+    return found
+
+
+def options(group: Mapping[str, Any], names: list[str], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options as its parameters had them; the group's own for what the checkpoint does not know.
+
+    Raises:
+        CheckpointMismatchError: they were in groups with different options.
+    """
+    options = {k: v for k, v in group.items() if k != "params"}
+    prefixes = [f"param_groups.{name}." for name in names]
+    if not prefixes:
+        return options
+    had = {k.removeprefix(prefixes[0]) for k in saved if k.startswith(prefixes[0])}
+    for key in sorted(had - HOW):
+        value = saved[prefixes[0] + key]
+        for name, prefix in zip(names, prefixes, strict=True):
+            if saved.get(prefix + key) != value:
+                raise CheckpointMismatchError(
+                    f"{names[0]} and {name} are in one parameter group, but were saved with different {key}: {value} and "
+                    f"{saved.get(prefix + key)}. Group the parameters as the saved run did, or leave the optimizer out: "
+                    "RestoreOptions(restore_optimizers=False)."
+                )
+        options[key] = value
+    return options

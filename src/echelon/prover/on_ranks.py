@@ -1,0 +1,65 @@
+"""What a proof runs in other processes: its target as a row says, and references, with their logs where a run fails."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon.contracts.errors import RankFailedError, UsageError
+from echelon.launcher.functions.run import launch
+from echelon.prover.matrix import Row
+from echelon.prover.ran import Ran
+from echelon.prover.rank import Replay, run_row
+from echelon.prover.target import Target
+
+__all__ = ["OnRanks"]
+
+
+@dataclass(frozen=True)
+class OnRanks:
+    """
+    Args:
+        folder: for what ranks leave.
+        updates: to compare.
+        timeout_s: for each launch.
+        logs: where those of a run that fails are kept; None is a new temporary folder.
+    """
+
+    target: Target
+    folder: Path
+    updates: int
+    seed: int
+    timeout_s: float | None
+    logs: Path | None
+
+    def row(self, row: Row, here: Path, dtype: torch.dtype) -> Ran:
+        """Run the target as `row` says; what its ranks leave goes to `here`."""
+        here.mkdir()
+        self.launch(run_row, row.ranks, self.target, row, str(here), self.updates, dtype, self.seed)
+        return Ran(row, here, [torch.load(here / f"rank{r}.pt", weights_only=False) for r in range(row.ranks)], dtype)
+
+    def replay(self, ran: Ran, folder: Path) -> Replay:
+        """What a reference on the micro-batches of `ran` needs; what it leaves goes to `folder`."""
+        return Replay(self.target, ran.row, ran.files, str(folder), ran.dtype, self.seed)
+
+    def launch(self, fn: Callable[..., dict[str, Any]], ranks: int, *args: Any) -> dict[str, Any]:
+        """Run on ranks, and return rank 0's value. Logs are left only if it fails."""
+        logs = self.folder / "logs"
+        shutil.rmtree(logs, ignore_errors=True)
+        found: dict[str, Any] = launch(fn, ranks=ranks, args=args, quiet=True, timeout_s=self.timeout_s, run_dir=logs)[0]
+        return found
+
+    def failure(self, error: RankFailedError, name: str) -> tuple[str, str]:
+        """The verdict and the error's text; the logs that it names are put where they stay, under this name."""
+        if isinstance(error.__cause__, UsageError):
+            return "not possible", str(error.__cause__)
+        logs = self.folder / "logs"
+        kept = Path(tempfile.mkdtemp(prefix="echelon-")) if self.logs is None else self.logs / name
+        shutil.copytree(logs, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.pkl"))
+        return "failed", str(error).replace(str(logs), str(kept))

@@ -1,0 +1,44 @@
+"""What one rank of a row wrote down, beside the values themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from echelon.prover.samples import Plan
+from echelon.prover.streams import Micro
+
+__all__ = ["RankRecord"]
+
+
+@dataclass
+class RankRecord:
+    """What one rank saw. `digests[k]` has checksums of what should be the same on all ranks at update k."""
+
+    kind: str = ""
+    rank: int = 0
+    is_replica: bool = False
+    overridable: bool = False
+    has_plan: bool = False  # of tensor parallelism, the module's own
+    loader: str = ""
+    samples_by_rank: bool | None = None  # whether the loader has a sampler that knows of ranks; None: not a torch DataLoader
+    global_batch: int | None = None
+    initial_digests: dict[str, int] = field(default_factory=dict)
+    updates: list[list[Micro]] = field(default_factory=list)
+    gradient_digests: list[dict[str, int]] = field(default_factory=list)
+    parameter_digests: list[dict[str, int]] = field(default_factory=list)
+    buffer_digests: list[dict[str, int]] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    held: set[str] = field(default_factory=set)  # parameters that some optimizer of this rank holds
+    strangers: int = 0  # parameters in an optimizer that belong to no module of the unit
+    trainable: set[str] = field(default_factory=set)
+    flattened: bool = False  # in the older FullyShardedDataParallel: gradients cannot be seen whole
+    batch_norms: list[str] = field(default_factory=list)
+    dropouts: int = 0
+    # Checksums before and after the first pass that drew, by name.
+    streams: dict[str, tuple[int, int]] = field(default_factory=dict)
+    resting: list[list[str]] = field(default_factory=list)  # by update: modules in evaluation mode as it begins
+    reading: dict[str, tuple[int, int]] = field(default_factory=dict)  # as `streams`, of reading the first samples
+    plan: Plan | None = None  # which samples the first epoch has for this rank, if the loader tells
+    rates: list[list[float]] = field(default_factory=list)  # learning rates of the first optimizer's groups, by update
+    step_s: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
