@@ -234,14 +234,14 @@ def test_other_workers_or_another_split_are_refused() -> None:
 def test_an_iterable_without_state_is_told_when_it_would_begin_anew() -> None:
     unit, loader = Sees(), _stream(Plain(), 0, 1)
     ech.train(unit, loader, max_steps=3)
-    with pytest.raises(UsageError, match="Plain cannot go on in the middle of an epoch: neither it nor its iterator has"):
+    with pytest.raises(UsageError, match="Plain cannot resume in the middle of an epoch: neither it nor its iterator has"):
         ech.train(unit, loader, max_steps=5)
 
 
 def test_a_unit_in_mid_epoch_and_a_fresh_stream_do_not_go_together() -> None:
     unit = Sees()
     ech.train(unit, _stream(Counted(), 0, 1), max_steps=3)
-    with pytest.raises(UsageError, match="goes on after micro-batch 3 of epoch 0, but the stream stands at 0"):
+    with pytest.raises(UsageError, match="resumes after micro-batch 3 of epoch 0, but the stream is at 0"):
         ech.train(unit, _stream(Counted(), 0, 1), max_steps=5)
 
 

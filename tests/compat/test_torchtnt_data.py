@@ -275,7 +275,7 @@ def test_a_state_of_other_loaders_is_refused(caplog: pytest.LogCaptureFixture) -
         new.load_state_dict({"position": 3})
     shorter = MultiDataLoader({"a": [], "b": ["b0"], "c": []}, RoundRobin(), ignore_empty_data=True)
     shorter.load_state_dict(old.state_dict())
-    with pytest.raises(UsageError, match="'a' goes on after 1 batches, but has only 0"):
+    with pytest.raises(UsageError, match="'a' must resume after 1 batches, but has only 0"):
         list(shorter)
 
 
