@@ -48,7 +48,7 @@ def _alone(strategy: str | None) -> dict[str, torch.Tensor]:
 
 def test_several_ranks_without_a_strategy_are_refused(ranks: Ranks) -> None:
     """Each would train a model of its own; peers do so without a word."""
-    with pytest.raises(ech.EchelonError, match="several ranks, but no strategy"):
+    with pytest.raises(ech.EchelonError, match="strategy must be given for several ranks"):
         raise ranks_error(ranks, _alone, None)
 
 
@@ -80,7 +80,7 @@ def test_a_module_of_which_a_part_is_wrapped_is_refused(ranks: Ranks) -> None:
 def test_an_attribute_that_hides_autounits_is_named(name: str, value: Any) -> None:
     unit = Regression()
     setattr(unit, name, value)
-    with pytest.raises(UsageError, match=f"Regression.{name} is"):
+    with pytest.raises(UsageError, match=f"Regression.{name} hides"):
         ech.train(unit, [batch(2, 0)], max_epochs=1)
 
 
@@ -295,7 +295,7 @@ def test_a_strategy_for_a_wrapped_module_is_refused(ranks: Ranks) -> None:
 
 
 def test_an_unknown_strategy_names_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="strategy 'ddpp': known are 'noop', 'dp', 'ddp', 'fsdp'"):
+    with pytest.raises(UsageError, match=r"strategy must be one of 'noop', 'dp', 'ddp', 'fsdp', .*, got 'ddpp'"):
         Regression(strategy="ddpp")
 
 
@@ -352,10 +352,10 @@ def test_a_nan_on_one_rank_is_named_on_all_and_reaches_no_parameter(ranks: Ranks
     ("options", "message"),
     [
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be a whole number of at least 1, got 0"),
-        ({"step_lr_interval": "batch"}, "step_lr_interval 'batch'"),
-        ({"clip_grad_norm": 0.0}, "clip_grad_norm 0.0"),
-        ({"clip_grad_value": -1.0}, "clip_grad_value -1.0"),
-        ({"precision": "fp8"}, "precision 'fp8'"),
+        ({"step_lr_interval": "batch"}, "step_lr_interval must be 'step' or 'epoch', got 'batch'"),
+        ({"clip_grad_norm": 0.0}, "clip_grad_norm must be above 0, or None for no clipping, got 0.0"),
+        ({"clip_grad_value": -1.0}, "clip_grad_value must be above 0, or None for no clipping, got -1.0"),
+        ({"precision": "fp8"}, "precision must be .*, got 'fp8'"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
@@ -401,7 +401,7 @@ def test_a_scheduler_alone_is_not_taken_for_the_pair() -> None:
         def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
             return torch.optim.SGD(module.parameters(), lr=0.1)
 
-    with pytest.raises(UsageError, match="return the pair"):
+    with pytest.raises(UsageError, match="Return the pair"):
         Forgets().configure()
 
 
@@ -474,10 +474,10 @@ def test_a_mean_counts_in_double_whatever_its_weights_are(kind: torch.dtype) -> 
             r"Lightning's dict for a scheduler. Write\n    return optimizer, scheduler\nthere, and step_lr_interval='step'",
         ),
         (lambda o, s: (o, {"scheduler": s}), "step_lr_interval='epoch'"),
-        (lambda o, s: {"optimizer": o, "lr_scheduler": s}, "returned dict with 'optimizer', 'lr_scheduler'; return the pair"),
+        (lambda o, s: {"optimizer": o, "lr_scheduler": s}, "returned dict with 'optimizer', 'lr_scheduler'. Return the pair"),
         (lambda o, s: ([o], [s]), "a list in the optimizer's place. Return the pair of one optimizer"),
         (lambda o, s: (o, [s]), "a list in the scheduler's place"),
-        (lambda o, s: o, "returned SGD; return the pair"),
+        (lambda o, s: o, "returned SGD. Return the pair"),
         (lambda o, s: (o, 0.1), r"a scheduler of type float, which has no step\(\)"),
     ],
 )
@@ -498,7 +498,7 @@ def test_a_module_that_is_frozen_as_a_whole_is_not_blamed_on_detach() -> None:
 
 @pytest.mark.parametrize("strategy", [{"name": "ddp"}, ["ddp"], 3])
 def test_a_strategy_that_is_no_name_is_refused(strategy: Any) -> None:
-    with pytest.raises(UsageError, match="known are 'noop'"):
+    with pytest.raises(UsageError, match="must be one of 'noop'"):
         Regression(strategy=strategy)
-    with pytest.raises(UsageError, match="known are 'noop'"):
+    with pytest.raises(UsageError, match="must be one of 'noop'"):
         ech.prepare_module(net(), torch.device("cpu"), strategy=strategy)

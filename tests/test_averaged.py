@@ -342,7 +342,7 @@ def test_the_older_fsdp_is_refused_with_the_remedy(ranks: Ranks) -> None:
         ({"step_or_epoch_update_freq": 0}, "at least 1"),
         ({"averaging_method": "mean"}, "'ema' or 'swa'"),
         ({"ema_decay": 1.5}, "between 0 and 1"),
-        ({"averaging_method": "swa", "use_lit": True}, "averaging_method='ema'"),
+        ({"averaging_method": "swa", "use_lit": True}, "averaging_method must be 'ema' if use_lit is set, got 'swa'"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -107,9 +107,9 @@ def _refusal(options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("size", "options", "message"),
     [
-        (3, {"strategy": "ddp"}, "in 4 parts on 3 ranks"),
-        (4, {"strategy": "hsdp"}, "one axis of ranks"),
-        (2, {"strategy": "hook"}, "leave out comm_hook"),
+        (3, {"strategy": "ddp"}, "the number of ranks, 3, divides, got 4"),
+        (4, {"strategy": "hsdp"}, "a mesh with one axis"),
+        (2, {"strategy": "hook"}, "comm_hook must be None in bit-equal training"),
     ],
 )
 def test_what_has_no_fixed_order_is_refused(ranks: Ranks, size: int, options: dict[str, Any], message: str) -> None:

@@ -81,7 +81,7 @@ def test_the_checker_refuses_what_cannot_work() -> None:
     for options in ({"mode": "least"}, {"patience": -1}, {"min_delta": -0.1}, {"threshold_mode": "both"}):
         with pytest.raises(UsageError):
             EarlyStopChecker(**{"mode": "min", "patience": 1, **options})
-    with pytest.raises(UsageError, match="has 2"):
+    with pytest.raises(UsageError, match="must be one number, got a tensor of 2"):
         EarlyStopChecker("min", 1).check(torch.zeros(2))
 
 

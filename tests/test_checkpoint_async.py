@@ -342,7 +342,7 @@ def test_a_state_that_another_thread_never_lets_rest_is_refused(tmp_path: Path, 
     unit = _with_a_bag(0)
     _Restless(monkeypatch, unit.frozen.weight, times=1000)
     saver = Saver(tmp_path, save_every_n_train_steps=2, async_checkpoint=True, options=ech.SaveOptions(tolerated_failures=0))
-    with pytest.raises(CheckpointWriteError, match="Let it rest while a checkpoint is taken"):
+    with pytest.raises(CheckpointWriteError, match="Pause it while a checkpoint is taken"):
         ech.train(unit, make_loader(), max_steps=6, callbacks=[saver])
     assert commit.latest(tmp_path) is None
 

@@ -140,7 +140,7 @@ def test_a_newer_format_says_so(two: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(manifest, "FORMAT", 3)
     path.write_bytes(manifest.render({k: v for k, v in newer.items() if k not in ("format", "checksum")}))
     monkeypatch.setattr(manifest, "FORMAT", 2)
-    with pytest.raises(CheckpointError, match="has format 3, this echelon reads formats up to 2: update echelon"):
+    with pytest.raises(CheckpointError, match=r"has format 3, but this echelon reads formats up to 2. Update echelon"):
         _restored(tmp_path / "c")
 
 

@@ -297,18 +297,18 @@ def test_a_foreign_header_is_read_as_strictly_as_its_own_library_does(tmp_path: 
     path = tmp_path / "model.safetensors"
     for what, head in HEADERS.items():
         write(path, head, bytes(16))
-        with pytest.raises(CheckpointCorruptError, match="no tensor file"):
+        with pytest.raises(CheckpointCorruptError, match="is not a tensor file"):
             Saver.restore(path, make_unit("noop"))
         if what not in ("twice", "deep"):
             with pytest.raises((SafetensorError, ValueError, OverflowError)):
                 load_file(path)
     path.unlink()
     sparse(path)  # zeros: a header of no bytes
-    with pytest.raises(CheckpointCorruptError, match="no JSON"):
+    with pytest.raises(CheckpointCorruptError, match="it is not JSON"):
         Saver.restore(path, make_unit("noop"))
     with open(path, "r+b") as file:
         file.write(struct.pack("<Q", 1 << 39))
-    with pytest.raises(CheckpointCorruptError, match="a header of 549755813888 bytes"):
+    with pytest.raises(CheckpointCorruptError, match=r"its header must be at most .*, got 549755813888"):
         Saver.restore(path, make_unit("noop"))
 
 
@@ -316,7 +316,7 @@ def test_foreign_indexes_and_torch_files_that_say_too_much_are_refused(tmp_path:
     (tmp_path / "i").mkdir()
     for text in ('{"weight_map": {"a": "../x.safetensors"}}', '{"weight_map": {"a": 3}}', "[" * 9999, '{"weight_map": []}', "{}"):
         (tmp_path / "i" / "model.safetensors.index.json").write_text(text)
-        with pytest.raises(CheckpointCorruptError, match="no index of safetensors"):
+        with pytest.raises(CheckpointCorruptError, match="is not a safetensors index"):
             Saver.restore(tmp_path / "i", make_unit("noop"))
     tall = torch.zeros(1).expand(1 << 40)
     sparse, meta = torch.eye(2).to_sparse(), torch.empty(2, device="meta")

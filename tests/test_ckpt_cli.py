@@ -111,8 +111,8 @@ def test_of_a_folder_the_newest_is_meant_and_never_silently_an_older_one(
     (folder / "step-00000004" / "manifest.json").unlink()
     for words in (("diff", folder, folder), ("diff", folder / "step-00000004", folder), ("export", folder, tmp_path / "out")):
         code, text = _run(capsys, *words)
-        assert code == 1 and f"{folder / 'step-00000004'} is not whole" in text and "Traceback" not in text
-    assert f"Before it there is {folder / 'step-00000002'}" in text
+        assert code == 1 and f"{folder / 'step-00000004'} is incomplete" in text and "Traceback" not in text
+    assert f"The one before is {folder / 'step-00000002'}" in text
     assert _run(capsys, "diff", tmp_path / "absent", folder)[0] == 1
     (tmp_path / "empty").mkdir()
     assert _run(capsys, "diff", tmp_path / "empty", folder) == (1, f"echelon: {tmp_path / 'empty'} holds no checkpoint.\n")
@@ -136,10 +136,10 @@ def test_exports_are_read_by_others_and_come_back(saved: Any, tmp_path: Path, ca
         Saver.restore(path, unit)
         assert largest_difference(whole(unit.module), want) == 0
     code, text = _run(capsys, "export", folder, tmp_path / "one")
-    assert code == 2 and "is there already" in text
+    assert code == 2 and "exists already" in text
     assert not list(tmp_path.glob(".*"))
     code, text = _run(capsys, "export", folder, tmp_path / "x", "--state", "modul")
-    assert code == 2 and "holds no tensors of 'modul'" in text
+    assert code == 2 and "holds no tensors of the state 'modul'" in text
 
 
 def test_a_damaged_checkpoint_is_not_exported(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -487,7 +487,7 @@ def test_a_killed_server_is_said_and_is_no_usage_error(started: Started) -> None
     server.kill()
     _, err = launcher.communicate(timeout=30)
     assert launcher.returncode == 1
-    assert err.decode().startswith("echelon: the process that forks the ranks has gone"), err.decode()
+    assert err.decode().startswith("echelon: the process that forks the ranks is gone"), err.decode()
     started.all_gone()
 
 
@@ -603,25 +603,25 @@ OK = "print('ran')"
         (["run", "-m", "ok.py"], ["ok.py", "dotted name"]),
         (["run", "-m", "missing.module"], ["missing.module", "no 'missing'"]),
         (["run", "-m", ""], ["there is no ''"]),
-        (["run", "--ranks", "0", "ok.py"], ["ranks 0", "at least 1"]),
-        (["run", "--ranks", "-2", "ok.py"], ["ranks -2", "at least 1"]),
+        (["run", "--ranks", "0", "ok.py"], ["ranks must be at least 1", "got 0"]),
+        (["run", "--ranks", "-2", "ok.py"], ["ranks must be at least 1", "got -2"]),
         (["run", "--ranks", "two", "ok.py"], ["'two'", "auto"]),
         (["run", "--ranks", "2.5", "ok.py"], ["'2.5'", "auto"]),
         (["run", "--name", "../up", "ok.py"], ["../up", "characters"]),
         (["run", "--name", "-x y", "ok.py"], ["-x y", "characters"]),
         (["run", "--name", "a\nb", "ok.py"], ["a\\nb"]),
-        (["run", "--name", "", "ok.py"], ["name ''"]),
+        (["run", "--name", "", "ok.py"], ["name must be", "got ''"]),
         (["run", "--runs", "ok.py", "ok.py"], ["ok.py", "--runs"]),
-        (["run", "--max-restarts", "-1", "ok.py"], ["--max-restarts -1", "0 or more"]),
+        (["run", "--max-restarts", "-1", "ok.py"], ["--max-restarts must be at least 0, got -1"]),
         (["run", "--max-restarts", "many", "ok.py"], ["--max-restarts", "many"]),
-        (["run", "--grace", "-1", "ok.py"], ["--grace -1"]),
-        (["run", "--grace", "nan", "ok.py"], ["--grace nan"]),
+        (["run", "--grace", "-1", "ok.py"], ["--grace must be", "got -1"]),
+        (["run", "--grace", "nan", "ok.py"], ["--grace must be", "got nan"]),
         (["run", "--frobnicate", "ok.py"], ["--frobnicate"]),
         (["run", "--rank", "2", "ok.py"], ["unrecognized arguments: --rank", "Did you mean --ranks?"]),
         (["submit", "--node=2", "ok.py"], ["unrecognized arguments: --node=2", "Did you mean --nodes?"]),
         (["run"], ["script"]),
         (["rum", "ok.py"], ["'rum'", "known: run, submit, jobs"]),
-        (["report", "nowhere"], ["nowhere", "no run folder"]),
+        (["report", "nowhere"], ["nowhere", "is not a run folder"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -219,7 +219,7 @@ def _other_world(folder: Path) -> str:
 def test_another_number_of_ranks_is_refused_on_all_of_them(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, _saved_and_restored, tmp_path / "c", 4, False, 0)
     for said in ranks(4, _other_world, tmp_path / "c"):
-        assert "streams of Counted cannot go on: dp_size was 2, is 4" in said
+        assert "streams of Counted cannot resume: dp_size was 2, is 4" in said
 
 
 def test_other_workers_or_another_split_are_refused() -> None:
@@ -234,14 +234,14 @@ def test_other_workers_or_another_split_are_refused() -> None:
 def test_an_iterable_without_state_is_told_when_it_would_begin_anew() -> None:
     unit, loader = Sees(), _stream(Plain(), 0, 1)
     ech.train(unit, loader, max_steps=3)
-    with pytest.raises(UsageError, match="Plain cannot go on in the middle of an epoch: neither it nor its iterator has"):
+    with pytest.raises(UsageError, match="Plain cannot resume in the middle of an epoch: neither it nor its iterator has"):
         ech.train(unit, loader, max_steps=5)
 
 
 def test_a_unit_in_mid_epoch_and_a_fresh_stream_do_not_go_together() -> None:
     unit = Sees()
     ech.train(unit, _stream(Counted(), 0, 1), max_steps=3)
-    with pytest.raises(UsageError, match="goes on after micro-batch 3 of epoch 0, but the stream stands at 0"):
+    with pytest.raises(UsageError, match="resumes after micro-batch 3 of epoch 0, but the stream is at 0"):
         ech.train(unit, _stream(Counted(), 0, 1), max_steps=5)
 
 
@@ -257,7 +257,7 @@ def test_streams_that_would_read_the_same_are_refused() -> None:
         with pytest.raises(UsageError, match=r"Plain has no set_place\(index, count\), so all 2 streams"):
             list(_stream(Plain(), **options))
     assert len(_all(_stream(Plain(), shards="itself"))) == 15  # each rank all of them, if the dataset is trusted to divide itself
-    with pytest.raises(UsageError, match=r"Plain has no set_place\(index, count\): use"):
+    with pytest.raises(UsageError, match=r"needs a dataset with set_place\(index, count\), which Plain lacks. Use"):
         _stream(Plain(), shards="set_place")
 
 

@@ -140,7 +140,7 @@ def test_a_pickled_file_is_opened_again_not_copied(tmp_path: Path) -> None:
 
 def test_a_file_appears_only_when_it_is_complete(tmp_path: Path) -> None:
     with (
-        pytest.raises(UsageError, match=r"document 1 holds tokens 70000 \.\. 70000: beyond uint16"),
+        pytest.raises(UsageError, match="the tokens of document 1 must fit into uint16, got 70000 to 70000"),
         ech.TokenWriter(tmp_path / "t.bin") as w,
     ):
         w.add([1, 2])
@@ -155,13 +155,13 @@ def test_raw_files_are_read_with_their_type(tmp_path: Path) -> None:
     split = ech.Tokens(tmp_path / "nano.bin", "uint16", documents=[0, 4, 10])
     assert [split.document(i).tolist() for i in range(2)] == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
     assert pickle.loads(pickle.dumps(split)).offsets.tolist() == [0, 4, 10]
-    with pytest.raises(UsageError, match=r"does not say of which type its tokens are.*nano\.idx"):
+    with pytest.raises(UsageError, match=r"the dtype of the tokens in .* is unknown.*nano\.idx"):
         ech.Tokens(tmp_path / "nano.bin")
     with pytest.raises(UsageError, match="offsets that rise from 0 to 10"):
         ech.Tokens(tmp_path / "nano.bin", "uint16", documents=[0, 11])
-    with pytest.raises(DataError, match="20 bytes: no whole number of tokens of type uint64"):
+    with pytest.raises(DataError, match="a whole number of uint64 tokens, got 20 bytes"):
         ech.Tokens(tmp_path / "nano.bin", "uint64")
-    with pytest.raises(UsageError, match="is no file"):
+    with pytest.raises(UsageError, match="path must be a file"):
         ech.Tokens(tmp_path / "absent.bin")
 
 
@@ -173,7 +173,7 @@ def test_files_of_megatron_are_read_with_their_index(tmp_path: Path) -> None:
     tokens = ech.Tokens(tmp_path / "m.bin")
     assert [tokens.document(i).tolist() for i in range(tokens.documents)] == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
     (tmp_path / "m.idx").write_bytes(index[:40])
-    with pytest.raises(DataError, match=r"m\.idx is no index of Megatron-LM's"):
+    with pytest.raises(DataError, match=r"m\.idx is not an index of Megatron-LM's"):
         ech.Tokens(tmp_path / "m.bin")
 
 
@@ -182,7 +182,7 @@ def test_a_file_of_another_size_than_its_header_says_is_refused(tmp_path: Path, 
     path = tmp_path / "t.bin"
     ech.write_tokens(path, DOCUMENTS)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DataError, match="but its header speaks of 144"):
+    with pytest.raises(DataError, match="must have 144 bytes by its header"):
         ech.Tokens(path)
 
 
@@ -191,7 +191,7 @@ def test_a_header_may_name_no_other_type_than_the_two(tmp_path: Path, dtype: byt
     """numpy would take bytes of the file for addresses of objects; the size fits each time."""
     header = struct.pack("<8s8sQQ32x", b"ECHTOK1\n", dtype, 4, 1)
     (tmp_path / "t.bin").write_bytes(header + b"\1" * 32 + struct.pack("<2q", 0, 4))
-    with pytest.raises(DataError, match="uint16 or uint32 are written"):
+    with pytest.raises(DataError, match="must be uint16 or uint32, got"):
         ech.Tokens(tmp_path / "t.bin")
 
 
@@ -242,9 +242,9 @@ def test_a_writer_follows_no_link(tmp_path: Path) -> None:
 
 
 def test_rows_without_tokens_are_refused() -> None:
-    with pytest.raises(UsageError, match="rows of 8 tokens from 0"):
+    with pytest.raises(UsageError, match="documents must be at least 1 token in all, got 0"):
         ech.Packed([[], []], 8)
-    with pytest.raises(UsageError, match="rows of 0 tokens"):
+    with pytest.raises(UsageError, match="length must be at least 1 token, got 0"):
         ech.Packed(DOCUMENTS, 0)
-    with pytest.raises(IndexError, match="row 3 of 3"):
+    with pytest.raises(IndexError, match="row 3 is out of range for 3 rows"):
         ech.Packed(DOCUMENTS, 6)[3]

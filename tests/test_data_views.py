@@ -146,9 +146,9 @@ def test_ratios_mean_what_they_say() -> None:
 @pytest.mark.parametrize(
     ("ratios", "said"),
     [
-        ({"a": 1}, "the same names"),
-        ({"a": 1, "b": 0}, "the ratio of 'b' is 0: above 0"),
-        ({"a": 1, "b": float("nan")}, "of 'b' is no number"),
+        ({"a": 1}, "the names of the datasets"),
+        ({"a": 1, "b": 0}, "the ratio of 'b' must be above 0, got 0"),
+        ({"a": 1, "b": float("nan")}, "of 'b' must be a number, got nan"),
         ({"a": 1, "b": 3.3e-7}, "of 'b' is 3.3e-07 of all, too small"),
     ],
 )
@@ -158,7 +158,7 @@ def test_ratios_that_cannot_be_are_refused(ratios: Any, said: str) -> None:
 
 
 def test_an_empty_dataset_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="the dataset 'b' is empty"):
+    with pytest.raises(UsageError, match="at least one sample, got none in 'b'"):
         ech.Mixture({"a": Named("a", 3), "b": Named("b", 0)}, {"a": 1, "b": 1})
 
 

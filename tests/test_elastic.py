@@ -24,7 +24,7 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
-from echelon.data.parts import Padding, Parts
+from echelon.data.parts import Padding, Pieces
 from echelon.launcher.functions import run as function
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import Failure, JobSpec, Outcome, parse_duration, parse_rank_range
@@ -253,8 +253,8 @@ def test_a_step_in_pieces_is_one_step(ranks: Ranks) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_pieces_are_equally_many_and_differ_by_one_sample_at_most(workers: int) -> None:
     loader = ech.Loader(list(range(13)), 10, shuffle=False, dp_rank=1, dp_size=2, num_workers=workers)
-    first, tail = loader.in_parts(3)
-    assert type(first) is Parts and [piece.tolist() for piece in first] == [[5, 6], [7, 8], [9]]
+    first, tail = loader.in_pieces(3)
+    assert type(first) is Pieces and [piece.tolist() for piece in first] == [[5, 6], [7, 8], [9]]
     assert [p.batch.tolist() if isinstance(p, Padding) else p.tolist() for p in tail] == [[12], [12], [12]]
     assert [isinstance(piece, Padding) for piece in tail] == [False, True, True]
 
@@ -389,8 +389,8 @@ def test_a_time_limit_ends_the_run_with_75(started: Started, count: int, deaf: b
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--stop-after", "soon"], "duration 'soon'"),
-        (["--ranks", "4:2", "--max-restarts", "1"], "ranks '4:2'"),
+        (["--stop-after", "soon"], "got 'soon'"),
+        (["--ranks", "4:2", "--max-restarts", "1"], "ranks must be MIN:MAX with MIN at most MAX, got '4:2'"),
         (["--ranks", "1:2"], "--max-restarts"),
     ],
 )

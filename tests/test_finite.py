@@ -71,7 +71,7 @@ def test_a_run_without_one_finite_loss_is_an_error_however_short_and_a_bad_end_i
     assert steps == 3 and "in 3 updates in a row, the first of them update 0" in told
     assert not list(tmp_path.glob("step-*"))  # nothing to go on from
     assert _ended(Bad([6, 7]), max_steps=8) == (8, "")
-    (record,) = [r for r in caplog.records if "not finite" in r.getMessage()]
+    (record,) = [r for r in caplog.records if "has not been finite" in r.getMessage()]
     assert record.levelno == logging.WARNING and "the last 2 updates, from update 6" in record.getMessage()
 
 

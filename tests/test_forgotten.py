@@ -97,7 +97,7 @@ def test_state_that_the_unit_has_no_more_is_refused_when_strict_and_listed_other
     with pytest.raises(CheckpointMismatchError, match=rf"(?s){name}\s+saved\s+-.*strict=False.*allow_changes=\(.*'{name}'"):
         Saver.restore(path, Hand(*without))
     assert Saver.restore(path, Hand(*without), restore_options=Options(strict=False)).unexpected == sorted(without)
-    assert f"{path} has, and nobody asked for: {', '.join(sorted(without))}" in caplog.text
+    assert f"{path} also has state that this unit does not use: {', '.join(sorted(without))}" in caplog.text
     report = Saver.restore(path, Hand(*without), restore_options=Options(allow_changes=without))
     assert report.unexpected == sorted(without)
     assert not Saver.restore(path, Hand()).unexpected
@@ -223,7 +223,7 @@ def test_weights_of_another_program_are_renamed_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rename", "message"),
     [
-        ({"module.enc": "module.backbone"}, r"rename 'module.enc': the checkpoint has no such name. It has .*module.encoder"),
+        ({"module.enc": "module.backbone"}, r"rename has 'module.enc', which the checkpoint does not. It has .*module.encoder"),
         ({"module.encoder": "module.decoder"}, "module.decoder.* and module.encoder.* would both be module.decoder"),
         ({"module.encoder": "module.nowhere"}, r"(?s)module.nowhere.0.bias\s+\(8,\)\s+-"),
     ],

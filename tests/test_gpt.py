@@ -87,10 +87,10 @@ def test_ones_own_text_is_learnt(echelon_command: Command, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--strategy", "zeppelin"), "strategy 'zeppelin': known are 'noop', 'dp', 'ddp', 'fsdp'"),
-        (("--data", "absent"), "absent is no folder"),
+        (("--strategy", "zeppelin"), "strategy must be one of 'noop', 'dp', 'ddp', 'fsdp'"),
+        (("--data", "absent"), "folder must be a folder of text files, got absent"),
         (("--batch", "7"), "global_batch 7 cannot be divided by 2 ranks"),
-        (("--batch", "10000000"), "fewer than one global batch of 10000000"),
+        (("--batch", "10000000"), "at least one global batch of 10000000"),
         (("--resume",), "no run of this script with a checkpoint"),
     ],
 )

@@ -173,17 +173,17 @@ def test_calls_that_are_repeated() -> None:
             group.join()
     group.close()
     group.close()
-    with pytest.raises(UsageError, match=r"start\(\) on a group that is closed"):
+    with pytest.raises(UsageError, match=r"start\(\) was called on a group that is closed"):
         group.start()
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"policies": [ech.Policy(host_name="elsewhere")]}, r"policy 0: host_name 'elsewhere' is not this machine"),
+        ({"policies": [ech.Policy(host_name="elsewhere")]}, r"policies\[0\].host_name must be this machine, got 'elsewhere'"),
         ({"policies": [ech.Policy(), ech.Policy(cpu_affinity=[4000])]}, "policy 1: this process may not use core 4000"),
-        ({"port": 0}, "port 0"),
-        ({"policies": [ech.Policy()], "nprocs": 2}, "nprocs=2, but there are 1 policies"),
+        ({"port": 0}, "port must be between 1 and 65535, .*, got 0"),
+        ({"policies": [ech.Policy()], "nprocs": 2}, "nprocs must be the number of policies, 1, got 2"),
     ],
 )
 def test_what_cannot_work_is_named(options: dict[str, Any], says: str) -> None:
@@ -193,7 +193,7 @@ def test_what_cannot_work_is_named(options: dict[str, Any], says: str) -> None:
 
 def test_the_order_of_calls_is_named() -> None:
     group = ech.CollectiveGroup(meet, policies=[ech.Policy()])
-    with pytest.raises(UsageError, match=r"join\(\) on a group that is new: the order is init, start, join, close"):
+    with pytest.raises(UsageError, match=r"join\(\) was called on a group that is new. The order is init, start, join, close"):
         group.join()
     group.close()
 
@@ -252,7 +252,7 @@ def test_on_dragon_failures_arrive_groups_close_and_the_example_trains(tmp_path:
     assert "unsendable: RankFailedError of rank " in said and "of type lock, cannot be sent to the caller" in said
     assert "late: RankTimeoutError: the ranks had not finished after 0.1 s" in said
 
-    assert "elsewhere: UsageError: policy 0: host_name 'elsewhere' is none of Dragon's nodes" in said
+    assert "elsewhere: UsageError: policies[0].host_name must be one of Dragon's nodes" in said
 
     places = ast.literal_eval(next(line for line in said.splitlines() if line.startswith("places: ")).removeprefix("places: "))
     mine = sorted(os.sched_getaffinity(0))

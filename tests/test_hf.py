@@ -232,7 +232,7 @@ def test_tokens_are_counted_as_the_model_takes_its_mean() -> None:
     total = nn.functional.cross_entropy(logits.flatten(0, 1), data["labels"].flatten(), reduction="sum")
     mean = total.detach() / ech.count_tokens(data, next_token=False)
     assert float(mean) == pytest.approx(float(module(**data).loss.detach()), rel=1e-6)
-    with pytest.raises(UsageError, match="a batch with a tensor 'labels'"):
+    with pytest.raises(UsageError, match="must have a tensor 'labels'"):
         ech.count_tokens({"input_ids": data["input_ids"]}, next_token=True)
 
 

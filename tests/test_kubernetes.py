@@ -98,8 +98,11 @@ def test_two_pods_run_as_processes(echelon_command: Any, tmp_path: Path, fails: 
         (("--to", "kubernetes", "train.py"), "kubectl apply -f -"),
         ((*SUBMIT, "train.py"), "needs --volume"),
         ((*SUBMIT, "--volume", "shared", "train.py"), "CLAIM:PATH"),
-        ((*SUBMIT, "--volume", "a:/b", "--name", "Upper", "train.py"), "--name 'Upper'"),
-        ((*SUBMIT, "--volume", "a:/b", "--mem", "much", "train.py"), "--mem 'much'"),
+        ((*SUBMIT, "--volume", "a:/b", "--name", "Upper", "train.py"), "--name must be at most 52 of a-z 0-9 -"),
+        (
+            (*SUBMIT, "--volume", "a:/b", "--mem", "much", "train.py"),
+            "--mem must be a number followed by K, M, G or T, got 'much'",
+        ),
         ((*SUBMIT, "--volume", "a:/b", "--partition", "gpu", "train.py"), "--partition is for Slurm"),
     ],
 )

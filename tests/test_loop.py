@@ -483,7 +483,7 @@ def test_arguments_in_anothers_place_are_named() -> None:
         ech.fit(loader, Plain(), loader, max_epochs=1)
     with pytest.raises(UnitError, match=r"evaluate\(list, Plain\): the unit comes first"):
         ech.evaluate(loader, Plain())  # type: ignore[arg-type, type-var]
-    with pytest.raises(UnitError, match=r"train\(\) was given the class Plain. Give it an object: Plain\(...\)"):
+    with pytest.raises(UnitError, match=r"the unit of train\(\) must be an object, got the class Plain. Write Plain\(...\)"):
         ech.train(Plain, loader, max_epochs=1)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"the dataloader of train.* must be an iterable of batches, got int"):
         ech.train(Plain(), 3, max_epochs=1)  # type: ignore[arg-type]
@@ -492,7 +492,7 @@ def test_arguments_in_anothers_place_are_named() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([ech.Callback], r"callbacks\[0\] is the class Callback. Give an object: Callback\(...\)"),
+        ([ech.Callback], r"callbacks\[0\] must be an object, got the class Callback. Write Callback\(...\)"),
         (ech.Callback(), r"callbacks must be a list, got Callback"),
         (ech.Callback, r"callbacks must be a list, got Callback"),
         ([ech.Callback(), None], r"callbacks\[1\] must be a Callback, or have a hook.*got NoneType"),
@@ -596,9 +596,11 @@ def test_a_unit_without_the_step_of_its_entry_point_is_named() -> None:
     class OnlyTrains(ech.TrainUnit[int]):
         def train_step(self, state: ech.State, data: int) -> None: ...
 
-    with pytest.raises(UnitError, match=r"evaluate\(\) needs eval_step, but OnlyTrains is no EvalUnit"):
+    with pytest.raises(
+        UnitError, match=r"the unit of evaluate\(\) must inherit from EvalUnit, which has eval_step, got OnlyTrains"
+    ):
         ech.evaluate(OnlyTrains(), [1])  # type: ignore[arg-type]
-    with pytest.raises(UnitError, match=r"fit\(\) needs eval_step, but OnlyTrains"):
+    with pytest.raises(UnitError, match=r"the unit of fit\(\) must inherit from EvalUnit, which has eval_step, got OnlyTrains"):
         ech.fit(OnlyTrains(), [1], [1], max_epochs=1)
     with pytest.raises(TypeError, match="train_step"):
         type("Nothing", (ech.TrainUnit,), {})()

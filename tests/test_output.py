@@ -147,7 +147,7 @@ def test_a_disk_that_was_full_for_a_while_costs_no_record(tmp_path: Path, caplog
     log.close()
     assert read_lines(path) == records
     assert [r.getMessage() for r in caplog.records] == [
-        f"{path} cannot be written: File too large. The run goes on, and lines are kept for later."
+        f"{path} cannot be written: File too large. The run continues, and lines are kept for later."
     ]
 
 

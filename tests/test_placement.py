@@ -68,7 +68,7 @@ def test_cores_that_are_not_allowed_are_left_alone() -> None:
 
 
 def test_a_rank_outside_is_refused() -> None:
-    with pytest.raises(UsageError, match="local rank 2 of 2"):
+    with pytest.raises(UsageError, match="local_rank must be between 0 and 1, got 2"):
         cores_of_rank([0, 1], 2, 2)
 
 
@@ -107,7 +107,7 @@ def test_a_device_for_each_rank_needs_devices(tmp_path: Path, echelon_command: A
     (tmp_path / "where.py").write_text("print('it ran')")
     done = echelon_command("run", "--ranks", ranks, "--bind", "both", "where.py")
     assert done.returncode != 0 and "it ran" not in done.stdout
-    assert f"{ranks} ranks with a GPU of their own, but 0 are to be seen here." in done.stderr
+    assert f"{ranks} ranks need a GPU each, but 0 are visible here." in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -145,7 +145,7 @@ def test_devices_are_those_that_cuda_would_show(four_gpus: Path, text: str | Non
     assert visible_devices(env, four_gpus / "none") == []
     for rank, name in enumerate(seen):
         assert bound(rank, len(seen), env, devices=True) == ([], {"CUDA_VISIBLE_DEVICES": name})
-    with pytest.raises(UsageError, match=rf"{len(seen) + 1} ranks with a GPU of their own, but {len(seen)} are to be seen"):
+    with pytest.raises(UsageError, match=rf"{len(seen) + 1} ranks need a GPU each, but {len(seen)} are visible"):
         bound(0, len(seen) + 1, env, devices=True)
 
 

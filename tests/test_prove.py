@@ -355,7 +355,7 @@ def test_batches_are_joined_by_their_structure() -> None:
 
 
 def test_a_matrix_of_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match="nothing to compare"):
+    with pytest.raises(UsageError, match="prove needs at least one strategy and one number of ranks"):
         matrix(["ddp"], [], [1], sgd=True)
     with pytest.raises(UsageError, match="nosuch"):
         matrix(["ddp", "nosuch"], [2], [1], sgd=True)

@@ -105,7 +105,7 @@ def _shards_restored(folder: Path) -> tuple[int, int]:
 def test_a_foreign_loader_with_a_state_of_each_rank_gets_its_own_back(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, _with_shards, tmp_path / "c")
     assert ranks(2, _shards_restored, tmp_path / "c") == [(2, 0), (2, 4)]
-    with pytest.raises(CheckpointMismatchError, match="every rank had a Foreign of its own state"):
+    with pytest.raises(CheckpointMismatchError, match="each rank saved the state of its own Foreign"):
         Saver.restore_from_latest(tmp_path / "c", Numbered(strategy="noop"), train_dataloader=Foreign(0))
 
 

@@ -147,9 +147,9 @@ def test_a_unit_of_the_users_own_says_what_to_watch_and_the_events_tell(tmp_path
     bad = _seen_after_a_while()
     loader = ech.Loader(_data(bad, math.nan), 8, seed=1)
     saver = ech.DistributedCheckpointSaver(tmp_path / "c", save_every_n_train_steps=4)
-    with pytest.raises(UsageError, match="Own is no AutoUnit"):
+    with pytest.raises(UsageError, match="Own is not an AutoUnit"):
         ech.train(Own(), loader, max_steps=1, callbacks=[ech.RollBack(saver)])
-    with pytest.raises(UsageError, match="list cannot go back"):
+    with pytest.raises(UsageError, match="must have load_state_dict for RollBack, got list"):
         ech.train(Own(), [loader.dataset[0]], max_steps=1, callbacks=[ech.RollBack(saver, watch=lambda state, unit: 0.0)])
     run = ech.RunDir.create(tmp_path, "r")
     monkeypatch.setenv("ECHELON_RUN_DIR", str(run.path))

@@ -130,18 +130,18 @@ def test_debug_stops_in_the_debugger_where_somebody_sits(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"mode": "exec"}, "mode 'exec': one of run, debug, local, slurm"),
+        ({"mode": "exec"}, "mode must be one of run, debug, local, slurm, got 'exec'"),
         ({"num_of_nodes": 2}, "no field 'num_of_nodes'. Is it num_of_node?"),
-        ({"num_of_node": 0}, "num_of_node 0"),
-        ({"tasks_per_node": "2"}, "tasks_per_node '2'"),
-        ({"cpus_per_task": True}, "cpus_per_task True"),
-        ({"gpus_per_task": -1}, "gpus_per_task -1"),
-        ({"timeout_min": 0}, "timeout_min 0"),
+        ({"num_of_node": 0}, "num_of_node must be a whole number of at least 1, got 0"),
+        ({"tasks_per_node": "2"}, "tasks_per_node must be a whole number of at least 1, got '2'"),
+        ({"cpus_per_task": True}, "cpus_per_task must be a whole number of at least 1, got True"),
+        ({"gpus_per_task": -1}, "gpus_per_task must be a whole number of at least 0, got -1"),
+        ({"timeout_min": 0}, "timeout_min must be a whole number of at least 1, got 0"),
         ({"job_name": "a\nrm -rf ~"}, "control characters"),
         ({"job_name": "a\x1b[2J"}, "control characters"),
         ({"job_name": "a\u2028b"}, "control characters"),
         ({"job_name": " "}, "job_name"),
-        ({"partition": "a b"}, "--partition 'a b'"),
+        ({"partition": "a b"}, "--partition must be a word"),
         ({"node_list": "$(x)"}, "--nodelist"),
         ({"mem": "1;x"}, "--mem"),
         ({"setup": "module load cuda"}, "a list of strings"),
@@ -150,10 +150,10 @@ def test_debug_stops_in_the_debugger_where_somebody_sits(monkeypatch: pytest.Mon
         ({"distributed_launch_command": "x {rank}"}, "there are only {num_processes}, {num_machines}, {machine_rank}"),
         ({"distributed_launch_command": "a\nb"}, "one line"),
         ({"distributed_launch_command": "a 'b"}, "No closing quotation"),
-        ({"distributed_launch_command": "cd x && torchrun main.py"}, "without a shell"),
-        ({"extra_params_kwargs": {"array": "0-9"}}, "for echelon to set"),
+        ({"distributed_launch_command": "cd x && torchrun main.py"}, "must do without a shell"),
+        ({"extra_params_kwargs": {"array": "0-9"}}, "is set by echelon"),
         ({"extra_params_kwargs": {"cpus_per_task": 4}}, "has fields of its own"),
-        ({"extra_params_kwargs": {"qos=x --wrap": "y"}}, "small letters, digits and hyphens"),
+        ({"extra_params_kwargs": {"qos=x --wrap": "y"}}, "lowercase letters, digits and hyphens"),
         ({"extra_params_kwargs": {"comment": "a\n#SBATCH --uid=0"}}, "control characters"),
         ({"array_parallelism": 0}, "array_parallelism 0"),
         ({"extra_task_kwargs": {"A": 1}}, "strings"),
@@ -480,7 +480,7 @@ def test_fewer_values_than_ranks_are_a_failure_that_names_who_left_none(tmp_path
     write_json(run.exit_json, {"exit_code": 0, "first_failure": None})
     for rank in (0, 2):
         write_value(rank, str(run.attempt_path / f"value.rank{rank}.pkl"), str(job_of(run).believed()["key"]))
-    with pytest.raises(RankFailedError, match="rank 1, 3 ended well, but left no value"):
+    with pytest.raises(RankFailedError, match="rank 1, 3 exited with 0, but left no value"):
         FunctionJob(job_of(run)).results(1)
 
 
@@ -492,7 +492,7 @@ def test_a_script_that_comes_to_another_call_on_the_nodes_is_refused(program: Pr
     except ech.EchelonError as error:
         print(json.dumps(str(error)))
     """
-    assert "was a call of main when it was submitted, and is one of other here" in program(body, prelude=LAUNCHED)
+    assert "called main when it was submitted, and calls other here" in program(body, prelude=LAUNCHED)
 
 
 def test_signals_reach_the_ranks_of_a_launch_command(program: Program) -> None:

@@ -82,20 +82,20 @@ def test_what_cannot_be_names_the_remedy_on_all_ranks(ranks: Ranks) -> None:
         "unknown": "FULL_SHARD, SHARD_GRAD_OP",
         "blocks twice": "Give one of them",
         "ranks twice": "Give one of them",
-        "device": "this rank computes on cpu",
+        "device": "must be this rank's device, cpu",
         "devices": "there is strategy 'dp'",
         "grads": "build the module in that type",
-        "offload": "not str",
+        "offload": "got str",
         "container": "blocks is a ModuleList",
         "class": "no submodule of class Conv2d in Net",
-        "nothing": "none accepts a submodule of Net",
+        "nothing": "must accept a submodule of Net, got none",
         "loose": "last.weight would not be reduced",
         "sizes": "dp_shard 3, but 2 ranks run",
         "both sizes": "= 4, but 2 ranks run",
         "frozen": "no parameter of Net requires a gradient",
         "twice": "made parallel already",
         "meta": "Bare.scale (3,) is on the meta device and nothing gives it a value",
-        "meta, unfilled": "Net.blocks.0.0.weight is on the meta device even after param_init_fn(Linear)",
+        "meta, unfilled": "Net.blocks.0.0.weight must have a value after param_init_fn(Linear)",
     }.items():
         assert words in first.pop(name), name
     assert not first
@@ -104,9 +104,12 @@ def test_what_cannot_be_names_the_remedy_on_all_ranks(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ech.ZeROStrategy(4), "stage=4"),
-        (lambda: ech.ZeROStrategy(1, cpu_offload=True), "Take stage 2 or 3"),
-        (lambda: ech.ZeROStrategy(2, options=ech.DDPStrategy()), "a FSDPStrategy, not DDPStrategy"),
+        (lambda: ech.ZeROStrategy(4), "stage must be .*, got 4"),
+        (lambda: ech.ZeROStrategy(1, cpu_offload=True), "cpu_offload must be False for stage 1"),
+        (
+            lambda: ech.ZeROStrategy(2, options=ech.DDPStrategy()),
+            r"options must be FSDPStrategy\(...\) for stage 2, got DDPStrategy",
+        ),
     ],
 )
 def test_a_stage_that_is_none_is_refused(make: Any, words: str) -> None:

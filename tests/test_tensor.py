@@ -342,8 +342,8 @@ class _Bare(nn.Module):
     ("module", "strategy", "size", "message"),
     [
         (_Bare, ech.TPStrategy(), 2, 'a dict such as {"layers.*": "colwise", "layers.*": "rowwise"}'),
-        (Net, ech.TPStrategy(plan={"blocks.*.7": "colwise"}), 2, "no submodule of Net matches 'blocks.*.7'"),
-        (Net, ech.TPStrategy(plan={"first": "columns"}), 2, "'first' is 'columns'; known are 'colwise'"),
+        (Net, ech.TPStrategy(plan={"blocks.*.7": "colwise"}), 2, "'blocks.*.7', which matches no submodule of Net"),
+        (Net, ech.TPStrategy(plan={"first": "columns"}), 2, "got 'columns' for 'first'"),
         (Net, ech.TPStrategy(plan={"blocks.0": "colwise"}), 2, "Net.blocks.0 is a Sequential"),
         (Net, ech.TPStrategy(size=3), 3, r"3 ranks does not divide dimension 0 of Net.blocks.0.0.weight (8, 8)"),
         (lambda: Tied(heads=1), ech.TPStrategy(), 2, "does not divide Tied.blocks.0.heads = 1"),
@@ -375,7 +375,7 @@ def test_a_plan_for_one_of_two_tied_names_is_an_error(ranks: Ranks) -> None:
         (8, {"dp_replicate": 2, "tp": 2}, (2, 2, 2)),
         (8, {"dp_shard": 4, "tp": 3}, "dp_shard 4 x tp 3 = 12, but 8 ranks run. Set tp to 2, or start 12 ranks."),
         (4, {"dp_replicate": 3}, "dp_replicate 3, but 4 ranks run. Set dp_replicate to 2 or 4, or start 3 ranks."),
-        (2, {"tp": 0}, "tp 0: at least 1."),
+        (2, {"tp": 0}, "tp must be at least 1, got 0."),
     ],
 )
 def test_the_axes_multiply_to_the_ranks(world: int, sizes: dict[str, int], want: Any) -> None:

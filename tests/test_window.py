@@ -132,7 +132,7 @@ def _weightless(strategy: str) -> str:
 
 
 def test_a_global_batch_without_weight_is_an_error_on_all_ranks(ranks: Ranks) -> None:
-    assert all("weighs 0" in text for text in ranks(2, _weightless, "ddp"))
+    assert all("must be above 0, got 0 in update" in text for text in ranks(2, _weightless, "ddp"))
 
 
 def _losses(strategy: str, rows: list[int]) -> tuple[float, float]:

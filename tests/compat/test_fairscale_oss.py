@@ -150,7 +150,7 @@ def _odds_and_ends() -> dict[str, Any]:
     optimizer.step()
     found["moved"] = largest_difference(before, values(module))
     found["names"] = optimizer.state_dict(all_ranks=True)["param_groups"][0]["param_names"][0]
-    for kind, message in ((torch.optim.LBFGS, "LBFGS looks at all parameters at once"),):
+    for kind, message in ((torch.optim.LBFGS, "cannot shard LBFGS, which needs all parameters at once"),):
         with pytest.raises(UsageError, match=message):
             OSS(module.parameters(), kind)
     with pytest.raises(UsageError, match="ranks are 0 to 1, or -1 for all"):

@@ -107,12 +107,12 @@ def test_random_draws_follow_weights_seed_and_epoch_alone() -> None:
     ("strategy", "says"),
     [
         (RandomizedBatchSampler({"a": 1.0}), "none for 'b', 'c'"),
-        (RandomizedBatchSampler({"a": 1.0, "b": -1.0, "c": 1.0}), "weight of 'b' is -1.0"),
-        (RandomizedBatchSampler({"a": 1.0, "b": float("nan"), "c": 1.0}), "weight of 'b' is nan"),
-        (RandomizedBatchSampler({"a": 0.0, "b": 0.0, "c": 0.0}), "all are 0"),
+        (RandomizedBatchSampler({"a": 1.0, "b": -1.0, "c": 1.0}), "weight of 'b' must be finite and at least 0, got -1.0"),
+        (RandomizedBatchSampler({"a": 1.0, "b": float("nan"), "c": 1.0}), "weight of 'b' must be finite and at least 0, got nan"),
+        (RandomizedBatchSampler({"a": 0.0, "b": 0.0, "c": 0.0}), "above 0, got only zeros"),
         (RoundRobin(iteration_order=["a", "d"]), "iteration_order"),
         (InOrder([]), "iteration_order"),
-        (RoundRobin("ALL"), "stopping_mechanism 'ALL'"),
+        (RoundRobin("ALL"), "stopping_mechanism must be a StoppingMechanism, got 'ALL'"),
         (DataIterationStrategy(), "has no iterator"),
     ],
 )
@@ -150,7 +150,7 @@ def test_empty_loaders(nothing: Any, caplog: pytest.LogCaptureFixture) -> None:
         left = MultiDataLoader({"e": empty, "a": ["a0", "a1"]}, strategy, ignore_empty_data=True)
         assert _text(left) == "a0 a1", strategy
     assert "'e' contains no data and is left out" in caplog.text
-    with pytest.raises(UsageError, match="at least one"):
+    with pytest.raises(UsageError, match=r"at least one loader, .*, got \[\]"):
         MultiDataLoader({}, RoundRobin())
 
 
@@ -269,13 +269,13 @@ def test_a_state_of_other_loaders_is_refused(caplog: pytest.LogCaptureFixture) -
     next(iter(old))
     new = MultiDataLoader({"a": ["a0"], "d": ["d0"]}, RoundRobin())
     new.load_state_dict(old.state_dict())
-    with pytest.raises(UsageError, match=r"saved with loaders \['a', 'b', 'c'\]"):
+    with pytest.raises(UsageError, match=r"those of the saved run, \['a', 'b', 'c'\], got \['a', 'd'\]"):
         iter(new)
-    with pytest.raises(UsageError, match="no state of a MultiDataLoader"):
+    with pytest.raises(UsageError, match="must be that of a MultiDataLoader"):
         new.load_state_dict({"position": 3})
     shorter = MultiDataLoader({"a": [], "b": ["b0"], "c": []}, RoundRobin(), ignore_empty_data=True)
     shorter.load_state_dict(old.state_dict())
-    with pytest.raises(UsageError, match="'a' goes on after 1 batches, but has only 0"):
+    with pytest.raises(UsageError, match="'a' must resume after 1 batches, but has only 0"):
         list(shorter)
 
 

@@ -118,7 +118,7 @@ def test_fit_tests_at_the_end() -> None:
     class Trains(TrainUnit[int], EvalUnit[int]):
         train_step = eval_step = lambda self, state, data: pytest.fail("before training")  # type: ignore[assignment]
 
-    with pytest.raises(UnitError, match="Trains is no TestUnit"):
+    with pytest.raises(UnitError, match="must inherit from TestUnit, which has test_step, got Trains"):
         fit(Trains(), [1], [2], max_epochs=1, test_dataloader=[3])
 
 

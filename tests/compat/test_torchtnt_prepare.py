@@ -182,7 +182,7 @@ def test_modules_prepared_by_hand_train_what_one_process_trains(ranks: Ranks) ->
         assert found["copies"] == (2, ["Replicate", "Shard"], 1.0, (2, 2, rank, None), axes)
         assert found["layers"] == (4, 8) and found["rows"] == (1, 0, 2)
         assert 0 < found["born"] < 1  # TorchTNT leaves what the memory had, up to 1e34
-        wanted = ("TPStrategy needs global_mesh", "here it meets DDPStrategy", "no tensor-parallel axis", "both say which ranks")
+        wanted = ("TPStrategy needs global_mesh", "here it meets DDPStrategy", "no tensor-parallel axis", "both choose the ranks")
         for text, want in zip(found["errors"], (*wanted, "but 2 ranks run", "skip_deepcopy=True"), strict=True):
             assert want in text
 
@@ -310,7 +310,7 @@ def test_names_become_strategies_and_types() -> None:
     kinds = {"ddp": tnt.DDPStrategy, "fsdp": tnt.FSDPStrategy, "fsdp2": tnt.FSDP2Strategy, "noop": tnt.NOOPStrategy}
     for name, kind in kinds.items():
         assert type(tnt.convert_str_to_strategy(name)) is kind
-    with pytest.raises(ValueError, match="'deepspeed': known are"):
+    with pytest.raises(ValueError, match=r"strategy must be one of 'noop', .*, got 'deepspeed'"):
         tnt.convert_str_to_strategy("deepspeed")
     convert = precision.convert_precision_str_to_dtype
     assert [convert(n) for n in ("fp16", "bf16", "fp32")] == [torch.float16, torch.bfloat16, None]

@@ -19,12 +19,12 @@ from echelon.checkpoint.strict import Wrong
 from echelon.contracts.errors import CheckpointCorruptError
 from echelon.world import agree
 
-__all__ = ["Background", "Failure"]
+__all__ = ["Background", "SaveFailure"]
 
 _LOOK_S = 0.01
 
 
-class Failure(str):
+class SaveFailure(str):
     """What went wrong, on which rank."""
 
 
@@ -87,7 +87,7 @@ class Background:
             self._given_up.wait(_LOOK_S)
         return None
 
-    def poll(self) -> tuple[bool, Failure | None]:
+    def poll(self) -> tuple[bool, SaveFailure | None]:
         """(whether the save has ended, what failed). To be called at every step while a save is under way."""
         if self._thread is None:
             return False, None
@@ -97,7 +97,7 @@ class Background:
             return False, None
         return True, self.wait()
 
-    def wait(self) -> Failure | None:
+    def wait(self) -> SaveFailure | None:
         """Wait for the end of a save under way; what failed, if anything did."""
         if self._thread is None:
             return None
@@ -110,13 +110,13 @@ class Background:
         self._thread = None
         return None
 
-    def _give_up(self) -> Failure:
+    def _give_up(self) -> SaveFailure:
         self.abandon()
         failures = agree.gather(self._failure)
         if self._staged is not None:
             staged = self._staged
             commit.on_rank0(lambda: commit.discard(staged))
-        return Failure("; ".join(text for text in failures if text is not None))
+        return SaveFailure("; ".join(text for text in failures if text is not None))
 
     def abandon(self) -> None:
         """End this rank's part without the others: for a run that ends by an error. Not collective."""

@@ -89,7 +89,7 @@ def sweep(dirpath: Place) -> None:
             if leftover.name.startswith(_STAGED) or (leftover.name in names and not (leftover / MANIFEST).exists()):
                 remove_tree(leftover)
         except OSError as error:
-            logger.warning("%s could not be removed, and is left where it is: %s", leftover, error)
+            logger.warning("could not remove %s; it stays: %s", leftover, error)
 
 
 def is_saved(dirpath: Place, step: int) -> bool:
@@ -122,7 +122,7 @@ def _fresh(staged: Place) -> Place:
             if is_there(path):
                 remove_tree(path)
         except OSError as error:
-            logger.warning("%s could not be removed, and is left where it is: %s", path, error)
+            logger.warning("could not remove %s; it stays: %s", path, error)
             continue
         path.mkdir()
         break
@@ -181,15 +181,15 @@ def discard(staged: Place) -> None:
         if is_there(staged):  # else it was renamed, and what failed came after that
             remove_tree(staged)
     except OSError as error:
-        logger.warning("%s could not be removed: %s", staged, error)
+        logger.warning("could not remove %s: %s", staged, error)
 
 
 def set_aside(path: Place, why: str) -> None:
-    """Rename what must not be taken for a checkpoint, and keep it for whoever wants to look. Rank 0 alone."""
+    """Rename a folder that is not a valid checkpoint, so that it stays for inspection but is never restored. Rank 0 alone."""
     if isinstance(path, Remote):
         with contextlib.suppress(FileNotFoundError):
             (path / MANIFEST).unlink()
-        logger.warning("%s is %s and no checkpoint any more: its manifest was removed", path, why)
+        logger.warning("%s is %s: its manifest was removed, so it is no longer a checkpoint", path, why)
         return
     to = path.with_name(f"{why}-{path.name}")
     again = 1
@@ -219,7 +219,7 @@ def latest(dirpath: Path | str | Place) -> Place | None:
 
 
 def verify(folder: Place) -> dict[str, Any]:
-    """Compare every file with the checksums it was committed with, and with what is written at all, each rank its share of
+    """Compare every file with its checksums in the manifest, and with the format, each rank its share of
     them. Returns the manifest.
 
     Raises:

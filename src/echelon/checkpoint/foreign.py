@@ -51,7 +51,7 @@ class _Foreign(Tensors):
                 listed = strict.mapping(index.get("weight_map"), "weight_map")
                 parts = sorted({_plain_name(name) for name in listed.values()})
             except Wrong as error:
-                raise CheckpointCorruptError(f"{path / INDEX} is no index of safetensors: {error}.") from None
+                raise CheckpointCorruptError(f"{path / INDEX} is not a safetensors index: {error}.") from None
             self._map([path / name for name in parts], listed)
         elif path.is_dir():
             self._map([path / ONE])
@@ -117,7 +117,7 @@ class _Foreign(Tensors):
 
 def _plain_name(name: object) -> str:
     if not isinstance(name, str) or "/" in name or "\0" in name or name.startswith("."):
-        raise Wrong(f"{short(name)} leads out of the folder")
+        raise Wrong(f"{short(name)} points outside the folder")
     return name
 
 
@@ -138,7 +138,7 @@ def _load_torch(path: Path, trust_pickle: bool) -> dict[str, torch.Tensor]:
         if tensor.layout != torch.strided or tensor.is_meta or str(tensor.dtype) not in SIZES:
             raise CheckpointError(f"{path} holds {short(name)} as a {tensor.layout} of {tensor.dtype} on {tensor.device}.")
         if tensor.nbytes > size:  # a view that repeats what little there is
-            raise CheckpointError(f"{path} has {size} bytes, and {short(name)} in it would fill {tensor.nbytes}.")
+            raise CheckpointError(f"{path} has {size} bytes, fewer than the {tensor.nbytes} of {short(name)} in it.")
     return dict(loaded)
 
 

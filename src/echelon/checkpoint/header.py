@@ -118,7 +118,7 @@ def read(file: IO[bytes], size: int, most: int = strict.JSON_BYTES) -> Header:
         raise Wrong(f"it has {size} bytes")
     (length,) = struct.unpack("<Q", raw)
     if length > min(size - 8, most):
-        raise Wrong(f"a header of {length} bytes in a file of {size}, where it may have {most}")
+        raise Wrong(f"its header must be at most {most} bytes in a file of {size}, got {length}")
     text = file.read(length)
     if len(text) != length:
         raise Wrong("it is cut off")
@@ -138,7 +138,7 @@ def parse(text: bytes, room: int) -> Header:
     end = 0
     for name, entry in sorted(entries.items(), key=lambda each: each[1][2:]):
         if entry.begin != end:
-            raise Wrong(f"{short(name)} begins at {entry.begin} instead of {end}")
+            raise Wrong(f"{short(name)} must begin at byte {end}, got {entry.begin}")
         end = entry.end
     if end != room:
         raise Wrong(f"tensors of {end} bytes in {room}")
@@ -149,7 +149,7 @@ def _entry(name: str, entry: Any) -> Entry:
     strict.mapping(entry, short(name), {"dtype", "shape", "data_offsets"})
     dtype = _TYPES.get(strict.text(entry["dtype"], f"the type of {short(name)}"))
     if dtype is None:
-        raise Wrong(f"{short(name)} is of type {short(entry['dtype'])}, which this echelon does not know")
+        raise Wrong(f"{short(name)} has dtype {short(entry['dtype'])}, which this echelon does not know")
     shape = shape_of(entry["shape"], f"the shape of {short(name)}")
     begin, end = (strict.whole(n, f"an offset of {short(name)}") for n in strict.listing(entry["data_offsets"], "offsets", 2))
     if end - begin != size_of_all(dtype, shape):

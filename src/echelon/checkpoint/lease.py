@@ -1,4 +1,4 @@
-"""One live run per folder: whoever writes checkpoints holds the folder's lease.
+"""One live run per folder: the run that writes checkpoints holds the folder's lease.
 
 The lease is a lock of the operating system on `.lease`, which ends with its process however it ends, and is not inherited by
 children such as a loader's workers. Its text says whose it is. Where there are no such locks (some cluster file systems, object
@@ -120,7 +120,7 @@ class Lease:
             time.sleep(0.05)
 
     def _open(self, path: Path) -> int | None:
-        """The lease's file, made if there is none; None if what had its name was not made by a run, and is removed."""
+        """Open the lease's file, creating it if needed; None if the file there was not made by a run, and was removed."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             file = os.open(path, flags, 0o644)
@@ -132,7 +132,7 @@ class Lease:
             if stat.S_ISREG(os.fstat(file).st_mode):
                 return file
             os.close(file)
-        logger.warning("%s is not the file of a run, and is removed", path)
+        logger.warning("removing %s: no run wrote it", path)
         remove_tree(path)
         return None
 
@@ -175,7 +175,7 @@ def _is_file(path: Path, file: int) -> bool:
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
-    """Whose a lease is; nobody's, if its text is not what a run writes."""
+    """The holder of a lease; empty if no run wrote its text."""
     try:
         found = strict.mapping(strict.loads(data), LEASE)
         for name in ("host", "boot", "user"):

@@ -70,7 +70,7 @@ def step_of(path: Place) -> int:
     """The step that a checkpoint's folder is named after."""
     step = _step_in(path.name)
     if step is None:
-        raise CheckpointError(f"{path} is not named like a checkpoint, step-00000100.")
+        raise CheckpointError(f"a checkpoint's name must be like step-00000100, got {path}.")
     return step
 
 
@@ -100,7 +100,7 @@ def render(facts: dict[str, Any]) -> bytes:
     assert body.endswith("\n}")
     text = f'{body[:-2]}{_SEAL}{zlib.crc32(body.encode()):08x}"\n}}\n'.encode()
     if len(text) > _MANIFEST_BYTES:
-        raise CheckpointError(f"the manifest would have {len(text)} bytes, and may have {_MANIFEST_BYTES}.")
+        raise CheckpointError(f"the manifest must be at most {_MANIFEST_BYTES} bytes, got {len(text)}.")
     return text
 
 
@@ -121,7 +121,7 @@ def read(folder: Place) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointUnreadableError(f"{path} is there but cannot be read: {error.strerror or error}.") from error
     except UnicodeDecodeError:
-        raise CheckpointCorruptError(f"{path} is not what was written: it is no text.") from None
+        raise CheckpointCorruptError(f"{path} is not what was written: it is not text.") from None
     head, _, tail = text.rpartition(_SEAL)
     body = head + "\n}"
     if tail != f'{zlib.crc32(body.encode()):08x}"\n}}\n':
@@ -131,7 +131,7 @@ def read(folder: Place) -> dict[str, Any]:
     # Sealed in the same way in every format: else a flipped bit of the number would pass for a newer echelon's.
     version = _format_of(text)
     if version is not None and version > FORMAT:
-        raise CheckpointError(f"{folder} has format {version}, this echelon reads formats up to {FORMAT}: update echelon.")
+        raise CheckpointError(f"{folder} has format {version}, but this echelon reads formats up to {FORMAT}. Update echelon.")
     try:
         return _checked(strict.loads(body), _step_in(folder.name))
     except Wrong as error:  # only somebody who means harm writes one
@@ -180,7 +180,7 @@ def check_files(files: Any) -> dict[str, Any]:
     """What a manifest says of files: by name, size and checksums.
 
     Raises:
-        Wrong: it says something else, or names a file that is none of a checkpoint.
+        Wrong: anything else, or a file name that no checkpoint has.
     """
     for name, entry in strict.mapping(files, "files").items():
         if not _FILE.fullmatch(name) or name == MANIFEST:

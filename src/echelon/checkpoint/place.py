@@ -125,7 +125,7 @@ def place(where: str | Path | Remote) -> Place:
     try:
         from fsspec.core import url_to_fs
     except ImportError:
-        raise UsageError(f"{where} is a URL, which needs fsspec: pip install 'echelon[remote]'.") from None
+        raise UsageError(f"{where} is a URL, which needs fsspec. Run: pip install 'echelon[remote]'.") from None
     try:
         fs, path = url_to_fs(where)
     except (ImportError, ValueError) as error:

@@ -32,7 +32,7 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "", depth:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if depth > DEPTH - 4:  # so many lists and objects may stand for one value
-        raise CheckpointError(f"{where.lstrip('.')[:60]}... is nested too deep, or holds itself")
+        raise CheckpointError(f"{where.lstrip('.')[:60]}... is nested too deeply, or contains itself")
     if type(value) is list:
         return [encode(v, tensors, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
     if type(value) is dict and all(type(k) is str and k != _TAG for k in value):
@@ -97,12 +97,12 @@ def decode(value: Any, tensors: Any) -> Any:
         return dtype_of(inner)
     if kind == "device":
         return torch.device(inner)
-    raise CheckpointError(f"a state holds a {kind!r}, which this echelon does not know: update echelon.")
+    raise CheckpointError(f"a state holds a {kind!r}, which this echelon does not know. Update echelon.")
 
 
 def dtype_of(name: str) -> torch.dtype:
     """A torch type by its name, "torch.float32" or "float32"."""
     dtype = vars(torch).get(name.removeprefix("torch."))
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"a tensor of type {name!r}, which this torch does not have: update torch.")
+        raise CheckpointError(f"a tensor has dtype {name!r}, which this torch does not have. Update torch.")
     return dtype

@@ -28,7 +28,7 @@ class Every:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value is not None and value < 1:
-                raise UsageError(f"save every {value} {name.replace('_', ' ')}: at least 1, or None for never.")
+                raise UsageError(f"{name} must be at least 1, or None for never, got {value}.")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class BestCheckpointConfig:
 
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
-            raise UsageError(f"mode {self.mode!r}: 'min' or 'max'.")
+            raise UsageError(f"mode must be 'min' or 'max', got {self.mode!r}.")
 
     def best_first(self, metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
         """The steps whose checkpoints have the metric, best first; the older of equals first: a newer one may
@@ -75,9 +75,9 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.count is not None and self.count < 1:
-            raise UsageError(f"keep the last {self.count} checkpoints: at least 1, or None for all.")
+            raise UsageError(f"the number of checkpoints to keep must be at least 1, or None for all, got {self.count}.")
         if self.every_train_steps is not None and self.every_train_steps < 1:
-            raise UsageError(f"keep every {self.every_train_steps} train steps: at least 1, or None.")
+            raise UsageError(f"every_train_steps must be at least 1, or None, got {self.every_train_steps}.")
 
     def doomed(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
         """Of the whole checkpoints' steps, those that go, oldest first."""

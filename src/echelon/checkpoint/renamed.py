@@ -1,4 +1,4 @@
-"""Layers that are called otherwise than when they were saved: which could be the same, and names put in place of others."""
+"""Layers that were renamed since the save: which could be the same, and how old names map to new ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def by_old(names: Iterable[str], naming: Naming) -> dict[str, str]:
     twice = [new for new, count in Counter(made.values()).items() if count > 1]
     if twice:
         olds = " and ".join(old for old, new in made.items() if new == twice[0])
-        raise CheckpointMismatchError(f"rename: {olds} would both be {twice[0]}.")
+        raise CheckpointMismatchError(f"rename must give every state a name of its own: {olds} would both be {twice[0]}.")
     return made
 
 
@@ -53,7 +53,7 @@ def check(renames: Mapping[str, str], names: Sequence[str]) -> None:
             shown = list(dict.fromkeys(".".join(name.split(".")[:2]) for name in names))
             more = f" and {len(shown) - 12} more" if len(shown) > 12 else ""
             raise CheckpointMismatchError(
-                f"rename {old!r}: the checkpoint has no such name. It has {', '.join(shown[:12])}{more}."
+                f"rename has {old!r}, which the checkpoint does not. It has {', '.join(shown[:12])}{more}."
             )
 
 
@@ -99,7 +99,7 @@ def hint(
 
 
 def suggest(saved: Shapes, now: Shapes) -> dict[str, str]:
-    """Which saved names could be which present ones, by equal shapes: whole submodules first, then what is the only one.
+    """Match saved names with present ones by equal shapes: whole submodules first, then tensors of a unique shape.
 
     Args:
         saved, now: shapes by name, of what was saved and nobody asks for, and of what is asked for and was not saved.
@@ -135,7 +135,7 @@ def _without_common_end(a: str, b: str) -> tuple[str, str]:
 
 
 def _rank(old: str, new: str, saved: Shapes, now: Shapes) -> tuple[object, ...]:
-    """Large parts first; then similar names; then what stands in the same place, numbers as numbers."""
+    """Sort key: large submodules first, then similar names, then equal positions, with numbers compared as numbers."""
     count = len(_under(old, saved))
     similar = difflib.SequenceMatcher(None, _letters(old), _letters(new)).ratio()
     places = [sorted(shapes, key=_natural).index(_first(name, shapes)) for name, shapes in ((old, saved), (new, now))]

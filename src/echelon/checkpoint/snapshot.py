@@ -94,7 +94,7 @@ class Snapshot:
             save(STATE, self.rest[1], {"state": json.dumps(self.rest[0])})
             text = json.dumps(self.index)
             if len(text) > strict.JSON_BYTES:
-                raise CheckpointError(f"{INDEX} would have {len(text)} bytes, the most is {strict.JSON_BYTES}.")
+                raise CheckpointError(f"{INDEX} must be at most {strict.JSON_BYTES} bytes, got {len(text)}.")
             files[INDEX] = tensorfile.write_text(folder / INDEX, text)
         return files
 

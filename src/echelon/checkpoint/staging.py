@@ -1,4 +1,4 @@
-"""Copies of living tensors into host memory, so that a thread can write them while the program goes on.
+"""Copies of tensors in host memory, so that a thread can write them while training continues.
 
 Whatever the program does next may change them, and by ways that leave no trace: through `.data`, a numpy view, a storage. So
 nothing is left to be copied later. Tensors in host memory are copied when `copy` returns. A GPU's are copied by its current
@@ -39,7 +39,7 @@ def copy(pairs: Pairs) -> Callable[[], None]:
     living = [tensor for _, tensor in pairs]
     for again in range(_TRIES):
         if again == 1:
-            logger.warning("another thread changed the state while it was copied for a checkpoint: it is copied again")
+            logger.warning("another thread changed the state while it was copied for a checkpoint; copying it again")
         before = versions(living)
         for buffer, tensor in pairs:
             buffer.copy_(tensor, non_blocking=tensor.is_cuda)
@@ -63,6 +63,6 @@ def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 def _refuse() -> None:
     raise CheckpointError(
-        f"another thread changed the state each of {_TRIES} times that it was copied. Let it rest while a checkpoint is taken: "
+        f"another thread changed the state during all {_TRIES} attempts to copy it. Pause it while a checkpoint is taken: "
         "wait for it in on_train_step_end of a callback before the saver, or in the state_dict of what it changes."
     )

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass
 class Report:
-    """What a load did not find as it was saved.
+    """What a load could not restore exactly as it was saved.
 
     Attributes:
         missing, unexpected: left alone by a load that is not strict: states and tensors that the checkpoint lacks, and those
@@ -93,13 +93,13 @@ def _load(states: dict[str, Any], values: dict[str, dict[str, Any]], rest: dict[
 
 
 def _same_states(states: dict[str, Stateful]) -> None:
-    """Ranks with different units would wait for each other in vain."""
+    """Refuse ranks with different units: their collectives would not match, and they would hang."""
     told = agree.gather({name: type(state).__name__ for name, state in states.items()})
     names = sorted({name for each in told for name in each})
     rows = [row for n in names if len(set((row := (n, *(each.get(n, "-") for each in told)))[1:])) > 1]
     if rows:
         shown = table(("state", *(f"rank {r}" for r in range(len(told)))), rows)
-        raise CheckpointMismatchError(f"ranks restore different units:\n{shown}Every rank must build the same one.")
+        raise CheckpointMismatchError(f"ranks restore different units:\n{shown}Build the same unit on every rank.")
 
 
 def _targets(
@@ -107,7 +107,7 @@ def _targets(
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """By state what is to be filled, and what of it the checkpoint does not know. An optimizer's depend on what was saved."""
     if odd := [name for name in named if not isinstance(rest[name], dict)]:
-        raise CheckpointCorruptError(f"{folder / STATE} is not what echelon writes: {odd[0]!r} is no dict.")
+        raise CheckpointCorruptError(f"{folder / STATE} is not what echelon writes: {odd[0]!r} is not a dict.")
     kinds = {name: (plain.dtype_of(entry["dtype"]), entry["shape"]) for name, entry in saved.index.items()}
     values: dict[str, dict[str, Any]] = {}
     lacking: list[str] = []

@@ -1,6 +1,6 @@
 """JSON that may come from anybody, read as if it did: nothing but what it should say is taken, and everything else is `Wrong`.
 
-Works without torch. Whoever reads a file says which one when it turns `Wrong` into an error of the checkpoint.
+Works without torch. The reader of a file adds its name when it turns `Wrong` into an error of the checkpoint.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def loads(data: bytes | str) -> Any:
     except Wrong:
         raise
     except RecursionError:
-        raise Wrong("JSON that is nested too deep") from None
+        raise Wrong("its JSON is nested too deeply") from None
     except (ValueError, MemoryError) as error:
-        raise Wrong(f"no JSON: {error}") from None
+        raise Wrong(f"it is not JSON: {error}") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def check_depth(value: Any) -> None:
         level = [inner for each in level for inner in _inside(each)]
         if not level:
             return
-    raise Wrong(f"JSON that is nested deeper than {DEPTH}")
+    raise Wrong(f"its JSON is nested deeper than {DEPTH} levels")
 
 
 def _inside(value: Any) -> Iterable[Any]:
@@ -65,19 +65,19 @@ def _inside(value: Any) -> Iterable[Any]:
 
 def whole(value: Any, what: str, most: int = 2**63 - 1) -> int:
     if type(value) is not int or not 0 <= value <= most:
-        raise Wrong(f"{what} is {short(value)}, which is no whole number from 0 to {most}")
+        raise Wrong(f"{what} must be a whole number from 0 to {most}, got {short(value)}")
     return value
 
 
 def text(value: Any, what: str) -> str:
     if not isinstance(value, str):
-        raise Wrong(f"{what} is {short(value)}, which is no text")
+        raise Wrong(f"{what} must be a string, got {short(value)}")
     return value
 
 
 def listing(value: Any, what: str, length: int | None = None) -> list[Any]:
     if not isinstance(value, list) or (length is not None and len(value) != length):
-        raise Wrong(f"{what} is {short(value)}, which is no list" + (f" of {length}" if length is not None else ""))
+        raise Wrong(f"{what} must be a list{f' of {length}' if length is not None else ''}, got {short(value)}")
     return value
 
 
@@ -88,7 +88,7 @@ def mapping(value: Any, what: str, names: set[str] | None = None) -> dict[str, A
     """
     if not isinstance(value, dict) or (names is not None and value.keys() != names):
         shown = f" with {', '.join(sorted(names))}" if names is not None else ""
-        raise Wrong(f"{what} is {short(value)}, which is no object{shown}")
+        raise Wrong(f"{what} must be an object{shown}, got {short(value)}")
     return value
 
 

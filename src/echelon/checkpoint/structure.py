@@ -1,4 +1,4 @@
-"""What a checkpoint's files must look like, beyond their checksums: whoever can write to the folder can make these right.
+"""Checks of a checkpoint's files beyond their checksums, which anyone who can write to the folder can forge.
 
     index.json          name -> its type, its shape, its pieces: where each begins, its sizes, the file that holds it
     tensors-N           exactly the pieces that the index says, of that type and shape; together they fill their tensors
@@ -131,7 +131,7 @@ def _check_tensor(name: str, tensor: Any, files: Mapping[str, Any]) -> None:
             raise Wrong(f"a piece of {shown}, of shape {short(shape)}, reaches beyond it: {short([offsets, sizes])}")
         boxes.append((offsets, sizes))
     if not _fill(shape, boxes):
-        raise Wrong(f"the pieces of {shown}, of shape {short(shape)}, leave something out or hold it twice")
+        raise Wrong(f"the pieces of {shown}, of shape {short(shape)}, have a gap or overlap")
 
 
 def _fill(shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> bool:
@@ -162,18 +162,18 @@ def state_of(header: Header) -> dict[str, Any]:
     """The nested state in a file, as JSON that `plain.decode` can turn into what it stands for.
 
     Raises:
-        Wrong: it is none, or its tensors are not those of the file.
+        Wrong: it is not a nested state, or its tensors are not those of the file.
     """
     if STATE_KEY not in header.metadata:
         raise Wrong("it holds no state")
     state = strict.mapping(strict.loads(header.metadata[STATE_KEY]), "the state")
     strict.check_depth(state)
     if "~" in state:
-        raise Wrong("the state is no object")
+        raise Wrong("the state is not an object")
     missing = set(header.entries)
     _check_value(state, header, missing)
     if missing:
-        raise Wrong(f"nobody asks for the tensor {short(min(missing))}")
+        raise Wrong(f"the tensor {short(min(missing))} belongs to no value")
     return state
 
 
@@ -206,7 +206,7 @@ def _tensor(value: dict[str, Any], header: Header, missing: set[str], _: bool) -
         raise Wrong(f"a tensor is of type {short(dtype)}, which this echelon does not know")
     name = _claimed(value["v"], missing)
     if not header.entries[name].holds(dtype, shape):
-        raise Wrong(f"the tensor {short(name)} is {short(list(header.entries[name][:2]))}, it should be {short([dtype, shape])}")
+        raise Wrong(f"the tensor {short(name)} must be {short([dtype, shape])}, got {short(list(header.entries[name][:2]))}")
 
 
 def _array(value: dict[str, Any], header: Header, missing: set[str], _: bool) -> None:
@@ -227,7 +227,7 @@ def _array(value: dict[str, Any], header: Header, missing: set[str], _: bool) ->
 
 def _claimed(name: Any, missing: set[str]) -> str:
     if not isinstance(name, str) or name not in missing:
-        raise Wrong(f"there is no tensor {short(name)}, or two values are it")
+        raise Wrong(f"the tensor {short(name)} is missing, or is two values at once")
     missing.remove(name)
     return name
 

@@ -125,7 +125,7 @@ def _header(sources: list[Source], metadata: dict[str, str] | None) -> tuple[byt
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > strict.JSON_BYTES:
-        raise CheckpointError(f"names and states of {len(text)} bytes of JSON, the most is {strict.JSON_BYTES}: use arrays.")
+        raise CheckpointError(f"names and states must be at most {strict.JSON_BYTES} bytes of JSON, got {len(text)}. Use arrays.")
     return struct.pack("<Q", len(text)) + text, sizes
 
 
@@ -175,11 +175,11 @@ class TensorFile:
         self.path = path
         with open_file(path) as (file, size):
             if entry is not None and size != entry["size"]:
-                raise CheckpointCorruptError(f"{path} is cut off or grown: {size} bytes instead of {entry['size']}.")
+                raise CheckpointCorruptError(f"{path} must have {entry['size']} bytes, got {size}: it was cut off, or grew.")
             try:
                 self.header = headers.read(file, size, headers.FOREIGN_BYTES if entry is None else strict.JSON_BYTES)
             except Wrong as error:
-                raise CheckpointCorruptError(f"{path} is no tensor file: {error}.") from None
+                raise CheckpointCorruptError(f"{path} is not a tensor file: {error}.") from None
             # Copy on write: torch takes no read-only memory.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         if verify and entry is not None and checksums(self._map) != entry["crc32"]:
@@ -189,7 +189,7 @@ class TensorFile:
         """A tensor by name. Give type and shape for what may have been written as bytes.
 
         Raises:
-            CheckpointCorruptError: there is none, or one of another type or shape.
+            CheckpointCorruptError: it is missing, or has another dtype or shape.
         """
         entry = self._entry(name, dtype, shape)
         held = dtype_of(entry.dtype)
@@ -214,5 +214,5 @@ class TensorFile:
         return entry
 
     def forget(self) -> None:
-        """Give back the memory of what was read so far; it is read anew when it is touched."""
+        """Release the memory of what was read so far; it is read again when it is accessed."""
         self._map.madvise(mmap.MADV_DONTNEED)

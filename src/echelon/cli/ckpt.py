@@ -54,7 +54,7 @@ def _found(where: str) -> list[Any]:
     if (path / manifest.MANIFEST).exists() or manifest.is_named(path):
         return [path]
     if not path.exists():
-        raise CheckpointNotFoundError(f"{where} does not exist: no checkpoint, and no folder of checkpoints.")
+        raise CheckpointNotFoundError(f"{where} does not exist; give a checkpoint, or a folder of checkpoints.")
     return manifest.named_folders(path) or manifest.named_folders(path / "checkpoints")
 
 
@@ -69,8 +69,8 @@ def _newest(where: str) -> Any:
     if not manifest.is_whole(found[-1]):
         earlier = next((path for path in reversed(found[:-1]) if manifest.is_whole(path)), None)
         raise CheckpointCorruptError(
-            f"{found[-1]} is not whole: a file is missing or cut off."
-            + (f" Before it there is {earlier}: name it if it is meant." if earlier else "")
+            f"{found[-1]} is incomplete: a file is missing or cut off."
+            + (f" The one before is {earlier}; to use that one, name it." if earlier else "")
         )
     if str(found[-1]) != str(place(where)):
         print(f"{found[-1]}", file=sys.stderr)
@@ -194,5 +194,5 @@ def _size(size: float) -> str:
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|kB|MB|GB|TB)?", text.strip(), re.IGNORECASE)
     if match is None or not float(match[1]):
-        raise UsageError(f"--shard-size {text}: a size such as 500MB or 5GB.")
+        raise UsageError(f"--shard-size must be a size such as 500MB or 5GB, got {text}.")
     return int(float(match[1]) * 1000 ** ["b", "kb", "mb", "gb", "tb"].index((match[2] or "B").lower()))

@@ -46,7 +46,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _job(path: Path) -> FolderJob | str:
-    """The job of a folder; or why there is none, so that one bad folder does not hide the others."""
+    """The job of a folder; or an error as text, so that one bad folder does not hide the others."""
     from echelon.launcher.cluster.jobs import job_of
 
     try:

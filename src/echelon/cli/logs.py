@@ -34,7 +34,7 @@ def execute(arguments: argparse.Namespace) -> int:
     path = find_run(arguments.run, Path(arguments.runs))
     tasks = tasks_of(path)
     if tasks:
-        raise UsageError(f"run {path.name} is a sweep: name one of its runs, such as {tasks[0]}.")
+        raise UsageError(f"run {path.name} is a sweep. Give one of its runs, such as {tasks[0]}.")
     job = job_of(RunDir(path))
     job.log(arguments.rank)  # a rank that does not exist is refused before anything is waited for
 
@@ -96,7 +96,9 @@ class _Screen:
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise UsageError(f"{path} cannot be shown: it is a link, no file, or another user's ({error.strerror}).") from error
+            raise UsageError(
+                f"{path} cannot be shown: it is a link, not a file, or another user's ({error.strerror})."
+            ) from error
         return offset
 
     def _show(self, block: bytes) -> None:

@@ -1,7 +1,7 @@
 """The command's own standard streams: closed from the beginning, gone in the middle, or on a full disk.
 
 A reader that goes away (`echelon jobs | head -1`) ends a command that only shows something, quietly and with the exit code that a
-shell gives a program which SIGPIPE ended. What was done stays done: a run goes on, a job is submitted.
+shell gives a program which SIGPIPE ended. What was done stays done: a run continues, a job is submitted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def reader_has_gone() -> bool:
 
 
 def flush_streams() -> OSError | None:
-    """Write what is still in the buffers; what cannot be written goes nowhere, instead of failing once more at the very end.
+    """Flush the buffers; what cannot be written is dropped, instead of failing again at exit.
 
     Returns:
         Why standard output could not be written.
@@ -51,7 +51,7 @@ def flush_streams() -> OSError | None:
         except OSError as error:
             why = error if fd == 1 else why
             _to_nothing(stream, fd)
-        except ValueError:  # closed by whoever replaced it
+        except ValueError:  # closed by the code that replaced it
             pass
     return why
 

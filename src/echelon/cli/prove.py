@@ -87,5 +87,5 @@ def _numbers(option: str, text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise UsageError(f"{option} {text}: whole numbers from 1, separated by commas, such as 1,2,4.")
+        raise UsageError(f"{option} must be whole numbers of at least 1, separated by commas, such as 1,2,4, got {text}.")
     return numbers

@@ -21,6 +21,6 @@ def execute(arguments: argparse.Namespace) -> int:
 
     folder = Path(arguments.run)
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no run folder.")
+        raise UsageError(f"{folder} is not a run folder.")
     print(printable(str(report.write(RunDir(folder)))))
     return 0

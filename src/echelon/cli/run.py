@@ -83,10 +83,11 @@ def add_stall_after(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     least, ranks = parse_rank_range(arguments.ranks)
     if arguments.max_restarts < 0:
-        raise UsageError(f"--max-restarts {arguments.max_restarts}: 0 or more.")
+        raise UsageError(f"--max-restarts must be at least 0, got {arguments.max_restarts}.")
     if least is not None and arguments.max_restarts == 0:
         raise UsageError(
-            f"--ranks {arguments.ranks}: fewer ranks are for restarts. Give --max-restarts N too, or --ranks {ranks}."
+            f"--ranks {arguments.ranks} allows fewer ranks after a restart, but --max-restarts is 0. Give --max-restarts N too, "
+            f"or --ranks {ranks}."
         )
     job = _job(arguments, least, ranks)
     over_its_head = decided(arguments, ranks if least is not None else None)
@@ -121,7 +122,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _job(arguments: argparse.Namespace, least: int | None, ranks: int) -> JobSpec:
     if not 0 <= arguments.grace < math.inf:
-        raise UsageError(f"--grace {arguments.grace:g}: a number of seconds, 0 or more.")
+        raise UsageError(f"--grace must be a number of seconds of at least 0, got {arguments.grace:g}.")
     if arguments.module:
         check_module(arguments.script)
     else:
@@ -159,7 +160,7 @@ def decided(arguments: argparse.Namespace, planned_ranks: int | None = None) -> 
         UsageError: a number of parts that is no power of two.
     """
     if arguments.bitwise and (arguments.parts < 1 or arguments.parts & (arguments.parts - 1)):
-        raise UsageError(f"--parts {arguments.parts}: a power of two, such as 4.")
+        raise UsageError(f"--parts must be a power of two, such as 4, got {arguments.parts}.")
     return Overrides(parts=arguments.parts if arguments.bitwise else None, planned_ranks=planned_ranks)
 
 
@@ -168,7 +169,7 @@ def check_script(script: str) -> None:
     if not path.exists():
         raise UsageError(f"script {script} does not exist (looked in {Path.cwd()}).")
     if path.is_dir():
-        raise UsageError(f"script {script} is a folder. Name the Python file to run, or a module with -m.")
+        raise UsageError(f"script {script} is a folder. Give the Python file to run, or a module with -m.")
     try:
         source = path.read_bytes()
         with warnings.catch_warnings(action="ignore"):  # the rank says them
@@ -198,10 +199,10 @@ def _warn_of_guard(program: ast.Module, script: str) -> None:
 
 def check_module(name: str) -> None:
     if name.endswith(".py") or "/" in name:
-        raise UsageError(f"module {name}: -m takes a dotted name, such as package.train; leave -m out to run a file.")
+        raise UsageError(f"-m must be followed by a dotted name, such as package.train, got {name}. Leave -m out to run a file.")
     top = name.partition(".")[0]
     if PathFinder.find_spec(top, [os.getcwd()]) is None and (not top or importlib.util.find_spec(top) is None):
-        raise UsageError(f"module {name}: there is no {top!r} in {os.getcwd()}, nor where Python looks for modules.")
+        raise UsageError(f"module {name} was not found: there is no {top!r} in {os.getcwd()}, nor on Python's path.")
 
 
 def describe(job: JobSpec, run: RunDir, launcher: str = "local") -> dict[str, object]:

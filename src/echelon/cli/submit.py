@@ -99,7 +99,7 @@ def execute(arguments: argparse.Namespace) -> int:
         check_script(arguments.script)
     for name in arguments.env:
         if name not in os.environ:
-            raise UsageError(f"--env {name}: there is no such variable in your environment.")
+            raise UsageError(f"--env must name a variable of your environment, got {name}.")
     options = SlurmOptions(
         **{name: getattr(arguments, name) for name in _SLURM},
         time_s=parse_duration(arguments.time) if arguments.time is not None else None,
@@ -136,9 +136,9 @@ def _spec(arguments: argparse.Namespace, target: str) -> JobSpec:
     ranks = arguments.ranks_per_node if arguments.ranks_per_node is not None else arguments.gpus_per_node or 1
     for name, value in (("--nodes", arguments.nodes), ("--ranks-per-node", ranks)):
         if value < 1:
-            raise UsageError(f"{name} {value}: at least 1.")
+            raise UsageError(f"{name} must be at least 1, got {value}.")
     if arguments.max_restarts < 0:
-        raise UsageError(f"--max-restarts {arguments.max_restarts}: 0 or more.")
+        raise UsageError(f"--max-restarts must be at least 0, got {arguments.max_restarts}.")
     return JobSpec(
         target,
         "module" if arguments.module else "script",
@@ -152,21 +152,23 @@ def _spec(arguments: argparse.Namespace, target: str) -> JobSpec:
 
 
 def _kubernetes(arguments: argparse.Namespace) -> int:
-    """Print the manifests. The script is the image's: what is here may be another, or none."""
+    """Print the manifests. The script is the one in the image, and need not exist here."""
     from echelon.launcher.cluster.kubernetes import render
 
     if not arguments.dry_run:
-        raise UsageError("echelon does not speak to Kubernetes: add --dry-run, and give what it prints to `kubectl apply -f -`.")
+        raise UsageError(
+            "echelon does not talk to Kubernetes itself. Add --dry-run, and pipe the output to `kubectl apply -f -`."
+        )
     for name in ("image", "volume", "name"):
         if not getattr(arguments, name):
-            raise UsageError(f"--to kubernetes needs --{name}: see `echelon submit --help`.")
+            raise UsageError(f"--to kubernetes needs --{name}. See `echelon submit --help`.")
     other = [n for n in (*_SLURM, "time", "exclusive", "env", "sweep") if n != "mem" and getattr(arguments, n)]
     if other:
-        raise UsageError(f"--{other[0]} is for Slurm. Kubernetes' own word for it can be added to what is printed.")
+        raise UsageError(f"--{other[0]} is for Slurm only. Add what Kubernetes has for it to the manifest that is printed.")
     spec, mem = _spec(arguments, arguments.script), arguments.mem
     shape = {"cpus_per_rank": arguments.cpus_per_rank, "gpus": arguments.gpus_per_node, "mem": mem}
     if redacted_words(spec.args) != list(spec.args):
-        _warn("an argument looks like a secret, and will be in the manifest for all who can read it: use a Secret of Kubernetes'")
+        _warn("an argument looks like a secret, and everyone who can read the manifest will see it. Use a Kubernetes Secret")
     print(render(spec, arguments.name, image=arguments.image, volume=arguments.volume, **shape), end="")
     return 0
 
@@ -186,11 +188,11 @@ def parse_sweep(given: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
         key, equals, values = text.partition("=")
         key = key.removeprefix("--")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key) or not all(values.split(",")):
-            raise UsageError(f"--sweep {text!r}: a key and its values, such as lr=1e-3,3e-4.")
+            raise UsageError(f"--sweep must be a key and its values, such as lr=1e-3,3e-4, got {text!r}.")
         axes.append([(key, value) for value in values.split(",")])
     keys = [axis[0][0] for axis in axes]
     if len(set(keys)) < len(keys):
-        raise UsageError(f"--sweep: {' and '.join(keys)} name a key twice. Give all of its values at once.")
+        raise UsageError(f"--sweep must name each key once, got {' and '.join(keys)}. Give all values of a key at once.")
     return list(product(*axes)) if axes else []
 
 
@@ -215,7 +217,7 @@ def _folder(arguments: argparse.Namespace) -> Iterator[tuple[RunDir, bool]]:
         try:
             private_folder(run.path / "job", 0o700)
         except OSError as error:
-            raise UsageError(f"{error.filename} {error.strerror}. Take another --name.") from error
+            raise UsageError(f"{error.filename} {error.strerror}. Choose another --name.") from error
         yield run, new
 
 
@@ -223,12 +225,14 @@ def _refuse_unless_ended(run: RunDir, arguments: argparse.Namespace) -> None:
     from echelon.launcher.cluster.jobs import job_of, tasks_of
 
     if tasks_of(run.path) or arguments.sweep:
-        raise UsageError(f"run {run.name} exists, and a sweep cannot go on. Give another --name.")
+        raise UsageError(f"run {run.name} exists, and a sweep cannot be continued. Choose another --name.")
     if os.path.lexists(run.path / "job" / "job.json"):
         job = job_of(run)
         job.believed()
         if not job.state().has_ended:
-            raise UsageError(f"run {run.name} has not ended: job {job.id} is {job.state().value}. `echelon cancel {run.name}`?")
+            raise UsageError(
+                f"run {run.name} has not ended: job {job.id} is {job.state().value}. To end it: `echelon cancel {run.name}`."
+            )
         (run.path / "job" / "cancelled").unlink(missing_ok=True)
 
 
@@ -258,7 +262,7 @@ def _submit_here(spec: JobSpec, arguments: argparse.Namespace) -> int:
 
     if other := [n for n in (*_SLURM, "time", "exclusive", "no_requeue", "sweep", "dry_run") if getattr(arguments, n)]:
         option = other[0].replace("_", "-")
-        raise UsageError(f"--{option} is for Slurm; --to {arguments.to} starts one run, at once, on what this session has.")
+        raise UsageError(f"--{option} is for Slurm only; --to {arguments.to} starts one run at once, with what this session has.")
     launcher = DragonLauncher() if arguments.to == "dragon" else LocalLauncher()
     launcher.check(spec)
     with _folder(arguments) as (run, _):

@@ -60,7 +60,7 @@ def gather_tensors(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
     kinds = agree.gather([str(tensor.dtype), list(tensor.shape)], group)
     if len({dtype for dtype, _ in kinds}) > 1:
         shown = ", ".join(f"rank {rank}: {dtype}" for rank, (dtype, _) in enumerate(kinds))
-        raise RanksDisagreeError(f"ranks gather tensors of different types: {shown}. Convert them to one before.")
+        raise RanksDisagreeError(f"ranks gather tensors of different dtypes: {shown}. Convert them to one dtype first.")
     device = tensor.device
     if device.type == "cpu":
         group, device = agree.channel(group)

@@ -21,7 +21,7 @@ def begins_anew() -> bool:
 
 
 def note_begun() -> None:
-    """For whoever has set aside what earlier runs saved, on one rank: later attempts of this command go on from their own."""
+    """Called on one rank once earlier checkpoints were set aside: later attempts of this command resume from their own."""
     run = RunDir.current()
     if run is not None and begins_anew():
         os.close(open_file(run.attempt_path / "begun", os.O_WRONLY | os.O_CREAT))
@@ -38,7 +38,7 @@ def note_loader(global_batch: int, accumulation: int, *, divisible: int, ranks_p
     Args:
         divisible: the number of ranks, divided by `ranks_per_place`, must divide this.
         ranks_per_place: ranks that are given the same samples, as with tensor parallelism.
-        fixed: the loader goes on with as many ranks only.
+        fixed: the loader resumes with as many ranks only.
     """
     run = RunDir.current()
     if run is None:

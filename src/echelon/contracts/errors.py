@@ -41,6 +41,7 @@ __all__ = [
     "RanksDisagreeError",
     "UnitError",
     "UsageError",
+    "require",
 ]
 
 
@@ -50,6 +51,16 @@ class EchelonError(Exception):
 
 class UsageError(EchelonError, ValueError):
     """A value given by the user cannot work. The text names the value and the remedy."""
+
+
+def require(holds: bool, name: str, what: str, value: object, remedy: str = "") -> None:
+    """Refuse a parameter unless `holds`: "`name` must be `what`, got `value`. `remedy`".
+
+    Raises:
+        UsageError: it does not hold.
+    """
+    if not holds:
+        raise UsageError(f"{name} must be {what}, got {value!r}.{remedy and ' '}{remedy}")
 
 
 class LauncherEnvironmentError(UsageError):

@@ -1,4 +1,4 @@
-"""Events: one JSON object a line, appended to a file. Whoever watches a run reads these lines and nothing else.
+"""Events: one JSON object a line, appended to a file. Everything that watches a run reads these lines and nothing else.
 
 Two kinds of files use the form. `events.rankN.jsonl` holds what happened (`{"event": "train_start", "time": ..., ...}`).
 `metrics.jsonl` holds numbers: training records `{"step", "update", "loss", "lr", "grad_norm", "<unit>_per_s", "time"}` and
@@ -84,7 +84,7 @@ class EventLog:
         except OSError as error:
             if not self._in_trouble:
                 logger.warning(
-                    "%s cannot be written: %s. The run goes on, and lines are kept for later.", self.path, error.strerror
+                    "%s cannot be written: %s. The run continues, and lines are kept for later.", self.path, error.strerror
                 )
             self._in_trouble = True
         else:
@@ -103,7 +103,7 @@ class EventLog:
             logger.warning("%s lacks %d lines, which could not be written", self.path, lost)
 
 
-# A line that is longer is none of ours, and is left out.
+# No line of ours is longer: such a line is left out.
 _LONGEST = 4 << 20
 _AT_ONCE = 64 << 20
 # Of a file that is read whole: its last so many bytes and records. A run of a million updates has fewer.

@@ -1,7 +1,7 @@
 """Small files in folders where somebody else may write: never through a link, never waiting, never without end.
 
 A name that can be guessed can be taken first: by a link to a file of ours, by a pipe that nobody writes to, by a file of a
-terabyte, by JSON a million brackets deep. Whoever opens by these functions gets a file, or an OSError.
+terabyte, by JSON a million brackets deep. These functions return a file, or raise an OSError.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def write_whole(path: Path, content: bytes | str, mode: int = 0o600) -> None:
 
 
 def parse_object(text: bytes | str) -> dict[str, Any] | None:
-    """A JSON object; None for anything else, for what is cut off, and for what is nested deeper than anything of ours."""
+    """A JSON object; None for anything else, for truncated text, and for nesting deeper than ours."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

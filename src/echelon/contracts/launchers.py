@@ -53,7 +53,7 @@ class _Reader:
         try:
             return int(text)
         except ValueError:
-            raise LauncherEnvironmentError(f"{name}={text!r} ({self.launcher}) is not a whole number.") from None
+            raise LauncherEnvironmentError(f"{name} must be a whole number, got {text!r} ({self.launcher}).") from None
 
     def pair(self, rank: str, size: str) -> tuple[int, int] | None:
         """Both or neither: one alone is what a half-copied launch script looks like."""

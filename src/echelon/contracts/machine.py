@@ -22,7 +22,7 @@ def boot_id() -> str:
 def started_at(pid: int) -> int | None:
     """When a process began, in the kernel's ticks since the start of the machine, which no clock changes.
 
-    With `boot_id` and its number this names one process. None if there is none, or it has ended and only waits to be asked for.
+    With `boot_id` and the pid this identifies a process. None if it does not exist, or is a zombie.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:

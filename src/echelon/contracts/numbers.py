@@ -1,4 +1,4 @@
-"""Numbers as people write them: 10, 10.0, a number of numpy or torch; and what is no number of steps."""
+"""Whole numbers as people write them: 10, 10.0, or a scalar of numpy or torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def whole(name: str, value: Any, *, at_least: int, or_none: str = "") -> int:
     Args:
         or_none: what None would mean, for the message.
     Raises:
-        UsageError: no whole number, or too small a one. True is none, though Python takes it for 1.
+        UsageError: not a whole number, or too small. True is refused, though Python takes it for 1.
     """
     plain = value
     if not isinstance(value, (int, float)) and getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):

@@ -1,4 +1,4 @@
-"""What whoever starts a script may decide over its head: strategy, precision, how a global batch is split.
+"""Settings that a launch command imposes on a script: strategy, precision, how a global batch is split.
 
 `echelon run --bitwise` and `echelon prove` run a script as it stands, in ways that it does not name. They say so here, in
 one environment variable; `AutoUnit`, `prepare_module` and `Loader` look here before they use what the script gave them.
@@ -30,7 +30,7 @@ class Overrides:
         compile: False leaves `torch_compile_params` unused.
         parts: with bit-equal numbers, into how many micro-batches every global batch is split over all ranks.
         planned_ranks: for how many ranks the memory of micro-batches was meant; with fewer, each computes its own in pieces.
-        observes: True where mistakes are to be seen at work, as `echelon prove` does: what would be refused as one goes on.
+        observes: True to let mistakes happen and be seen, as `echelon prove` does, instead of refusing them.
     """
 
     strategy: Any = None
@@ -42,7 +42,7 @@ class Overrides:
     observes: bool | None = None
 
     def to_env(self) -> dict[str, str]:
-        """One variable; only what is set."""
+        """As one environment variable, with only the settings that were given."""
         return {VARIABLE: json.dumps({f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None})}
 
     @classmethod

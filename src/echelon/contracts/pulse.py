@@ -20,7 +20,7 @@ _STEP, _PHASE, _EVALUATED, _BEATS = 0, 1, 2, 3
 
 
 class Phase(IntEnum):
-    """Where in its loop a rank is, in the order in which a step comes to them."""
+    """The phase of its loop that a rank is in, in the order of a step."""
 
     NONE = 0  # no loop of ours has begun
     AFTER = 1  # callbacks, after an update
@@ -94,7 +94,7 @@ def during(phase: int) -> Iterator[None]:
 
 
 def join(fd: int) -> None:
-    """From here on, whoever made the file behind this descriptor sees where this process is."""
+    """From here on, the process that made the file behind this descriptor sees how far this one is."""
     global _numbers
     _numbers = memoryview(mmap.mmap(fd, _SIZE)).cast("q")
 

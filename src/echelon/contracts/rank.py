@@ -21,7 +21,7 @@ __all__ = ["STORE_PREFIX_VARIABLE", "RankInfo"]
 
 logger = logging.getLogger(__name__)
 
-# Set by our launchers beside MASTER_ADDR: what begins the ranks' keys in its store, made anew for every start. A job that
+# Set by our launchers beside MASTER_ADDR: what begins the ranks' keys in its store, new for every start. A job that
 # reaches the port by mistake, and a rank of an older attempt, meet nobody. It keeps out no enemy, who can have the keys listed.
 STORE_PREFIX_VARIABLE = "ECHELON_STORE_PREFIX"
 
@@ -70,7 +70,8 @@ class RankInfo:
         else:
             if rank is None or world_size is None:
                 raise LauncherEnvironmentError(
-                    f"RankInfo(rank={rank}, world_size={world_size}): give both, or neither to read the environment."
+                    f"RankInfo needs both rank and world_size, or neither to read the environment, got rank={rank}, "
+                    f"world_size={world_size}."
                 )
             values = {
                 "rank": rank,
@@ -128,19 +129,21 @@ class RankInfo:
 def _check(v: Mapping[str, Any]) -> None:
     rank, world, local, local_world = v["rank"], v["world_size"], v["local_rank"], v["local_world_size"]
     if world < 1:
-        raise LauncherEnvironmentError(f"world size {world}: a job has at least one rank.")
+        raise LauncherEnvironmentError(f"the world size must be at least 1, got {world}.")
     if not 0 <= rank < world:
-        raise LauncherEnvironmentError(f"rank {rank} of world size {world}: the rank must be between 0 and {world - 1}.")
+        raise LauncherEnvironmentError(
+            f"the rank must be between 0 and {world - 1}, since the world size is {world}, got {rank}."
+        )
     if not 1 <= local_world <= world:
         raise LauncherEnvironmentError(
-            f"{local_world} ranks on this node, but {world} in the whole job: the node cannot hold more than the job."
+            f"the number of ranks on this node must be between 1 and the world size, {world}, got {local_world}."
         )
     if not 0 <= local < local_world:
         raise LauncherEnvironmentError(
-            f"local rank {local} of {local_world} on this node: it must be between 0 and {local_world - 1}."
+            f"the local rank must be between 0 and {local_world - 1}, since {local_world} ranks run on this node, got {local}."
         )
     if not 0 < v["master_port"] < 65536:
-        raise LauncherEnvironmentError(f"master port {v['master_port']}: a port is between 1 and 65535.")
+        raise LauncherEnvironmentError(f"the master port must be between 1 and 65535, got {v['master_port']}.")
 
 
 def _read(env: Mapping[str, str]) -> dict[str, Any]:

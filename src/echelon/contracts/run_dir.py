@@ -40,7 +40,7 @@ __all__ = [
     "write_json",
 ]
 
-# What a run goes on without: the disk or its quota is full, or the file as large as it may be.
+# What a run continues without: the disk or its quota is full, or the file as large as it may be.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RUN_DIR_VARIABLE = "ECHELON_RUN_DIR"
 _ATTEMPT_VARIABLE = "ECHELON_ATTEMPT"
@@ -72,7 +72,7 @@ class RunDir:
         Args:
             root: folder of all runs.
             name: the run's name; None makes one from `stem` and the time, never one that exists.
-            begin: take the next attempt; else whoever runs it does that later, with `next_attempt`.
+            begin: take the next attempt; else the launcher does that later, with `next_attempt`.
         Raises:
             UsageError: a name that is no plain file name, or a root that cannot be written.
         """
@@ -106,7 +106,7 @@ class RunDir:
         """
         if not _NAME.fullmatch(name):
             raise UsageError(
-                f"run name {name!r}: use 1 to 64 of the characters A-Z a-z 0-9 . _ - and do not begin with '.' or '-'."
+                f"a run's name must be 1 to 64 of the characters A-Z a-z 0-9 . _ - and not begin with . or -, got {name!r}."
             )
 
     @classmethod
@@ -181,7 +181,7 @@ class RunDir:
                 file = open_file(path, os.O_RDWR | os.O_CREAT)
             except OSError as error:
                 raise UsageError(
-                    f"run {self.name} cannot be held: {path} {_reason(error)}. Remove it, or give another --name."
+                    f"run {self.name} cannot be locked: {path} {_reason(error)}. Remove it, or give another --name."
                 ) from error
             try:
                 fcntl.lockf(file, kind | fcntl.LOCK_NB)
@@ -297,7 +297,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is none that is whole, in a file of a sensible size."""
+    """The JSON object in a file; None if the file is missing, too large or not a complete object."""
     try:
         return parse_object(read_bytes(path))
     except OSError:

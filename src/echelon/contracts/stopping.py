@@ -1,4 +1,4 @@
-"""Asking ranks to stop and go on later: what launcher and ranks must mean by the same signal and the same exit code."""
+"""Asking ranks to stop and resume later: the signals and the exit code that launcher and ranks agree on."""
 
 from __future__ import annotations
 

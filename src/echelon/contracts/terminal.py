@@ -1,4 +1,4 @@
-"""Text that somebody else has written, safe for the terminal of whoever reads it."""
+"""Text from files and errors, made safe to print on a terminal."""
 
 from __future__ import annotations
 

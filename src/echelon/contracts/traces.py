@@ -23,7 +23,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 def shortened(error: BaseException) -> str:
     """The traceback of `error` and of its causes, without frames of echelon where these say nothing.
 
-    They do say something where an exception that is none of ours was raised by a line of echelon: then all are kept.
+    All frames are kept where a line of echelon raised an exception that is not one of ours: they explain it then.
     """
     whole = traceback.TracebackException.from_exception(error)
     dropped = _shorten(whole, error, set())

@@ -60,21 +60,21 @@ def check_parents(path: Path) -> None:
         try:
             mode = os.stat(folder).st_mode
         except OSError as error:
-            raise UsageError(f"who can write to {folder}, above {path}, cannot be seen: {error.strerror}.") from error
+            raise UsageError(f"cannot see who may write to {folder}, a parent of {path}: {error.strerror}.") from error
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise UsageError(
-                f"everybody can write to {folder}, and so put another folder in the place of {path}: chmod o-w or +t it, or take "
-                "another folder, with --runs."
+                f"everybody can write to {folder}, and so replace {path}. Use chmod o-w or +t on it, or choose another folder "
+                "with --runs."
             )
 
 
 def read_ours(folder: Path, name: str, most: int) -> tuple[bytes, str]:
-    """The content of `folder/name`, which lies two folders deep in what we made, and a doubt about it; empty if there is none.
+    """The content of `folder/name`, two folders deep in a run's folder, and a reason to distrust it, or "".
 
     Every folder is opened once and looked at through its descriptor: what was looked at is what is read.
 
     Args:
-        folder: as "runs/a/job"; its parent may be reached through links of the user's, itself it is none.
+        folder: such as "runs/a/job"; links may lead to its parent, but it must not be a link itself.
     Raises:
         OSError: there is no such file.
     """

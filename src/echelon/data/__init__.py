@@ -1,1 +1,1 @@
-"""Which rank sees which sample, in which order, and where to go on."""
+"""Which rank sees which sample, in which order, and where to resume."""

@@ -1,4 +1,4 @@
-"""A dataset's fingerprint: what tells, at little cost, that the data under a run are no longer the same in the same order.
+"""A dataset's fingerprint: a cheap check that a resumed run has the same data in the same order.
 
 It holds the length and the checksums of a few samples at fixed places. A sample of another kind than numbers, text, bytes,
 tensors, arrays and containers of these has none, and neither has one that differs when it is read twice, by augmentation.
@@ -23,7 +23,7 @@ _SAMPLES = 4
 
 
 def fingerprint(dataset: Any, *, in_worker: bool) -> dict[str, Any]:
-    """{"length", "samples": checksum by index, None where there is none}. Draws nothing from the random streams.
+    """{"length", "samples": checksum by index, or None}. Leaves the RNG states as they are.
 
     Args:
         in_worker: read in a process of its own, because workers will. A dataset that opens its file at the first read would

@@ -23,7 +23,7 @@ from echelon.data.fingerprint import fingerprint as fingerprint_of
 from echelon.data.order import FORMULA, Order, SampleOrder
 from echelon.data.parts import Padding, share
 from echelon.data.place import Placed
-from echelon.data.reader import Failure, Reader
+from echelon.data.reader import Reader, ReadFailure
 from echelon.data.views import Ordered
 from echelon.data.workers import Board, named
 
@@ -34,13 +34,13 @@ class Loader(Placed):
     """Batches of a map-style dataset, the same global batches for any number of ranks.
 
     Iterating gives this rank's micro-batches of one epoch; `len` is their number, equal on all ranks. After
-    `load_state_dict` the first iteration goes on where the saved one stood.
+    `load_state_dict` the first iteration resumes where the saved one stood.
 
     Args:
         dataset: has `__len__` and `__getitem__`; `__getitems__` is used if present. `Weighted` and `Mixture` bring an order.
         global_batch: samples per optimizer update over all ranks; ranks x accumulation must divide it.
         seed: of the order. The same on all ranks.
-        shuffle: permute the samples, anew in every epoch.
+        shuffle: permute the samples, again in every epoch.
         accumulation: micro-batches per update on each rank; give the unit the same `gradient_accumulation_steps`.
         tail: "keep" the short last global batch, weighted by its size, or "drop" it.
         num_workers: processes that load batches; 0 loads in this one.
@@ -49,9 +49,9 @@ class Loader(Placed):
         dp_rank, dp_size: this rank's place among those that see different data; by default what the unit's strategy says when
             a loop begins, and before that this rank's place among all.
         timeout_s: for how long a worker may give nothing before the run ends with an error that names it.
-        fingerprint: what identifies the data, such as a version; by default checksums of four samples. A run that goes on
+        fingerprint: what identifies the data, such as a version; by default checksums of four samples. A run that resumes
             with other data is told.
-        accept_changes: what may differ from the saved run when this loader goes on, though it changes what is trained on:
+        accept_changes: what may differ from the saved run when this loader continues, though it changes what is trained on:
             of "samples", "seed", "shuffle", "global_batch", "fingerprint", "order".
     Raises:
         UsageError: a global batch that cannot be divided, or a dataset that cannot fill one.
@@ -78,8 +78,8 @@ class Loader(Placed):
     ) -> None:
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
             raise UsageError(
-                f"{type(dataset).__name__} has no length, or no __getitem__: Loader needs a map-style dataset with both. "
-                "StreamLoader takes datasets that can only be iterated over."
+                f"dataset must be map-style, with __len__ and __getitem__, got {type(dataset).__name__}. "
+                "For one that can only be iterated over, use StreamLoader."
             )
         super().__init__(global_batch, accumulation, tail, num_workers, collate_fn, pin_memory, dp_rank, dp_size, timeout_s)
         resume.check_accepted(accept_changes)
@@ -91,12 +91,12 @@ class Loader(Placed):
             self.order = dataset.order(seed, shuffle=shuffle)
         else:
             if not len(dataset):
-                raise UsageError(f"the {type(dataset).__name__} is empty.")
+                raise UsageError(f"dataset must hold at least one sample, got an empty {type(dataset).__name__}.")
             self.order = Order(len(dataset), seed, shuffle=shuffle)
         samples, self.shuffle = self.order.length, shuffle
         if samples < global_batch and (shuffle or tail == "drop"):
             raise UsageError(
-                f"the dataset has {samples} samples, fewer than one global batch of {global_batch}. "
+                f"dataset must hold at least one global batch of {global_batch} samples, got {samples}. "
                 f"Set global_batch to {samples} or less, or use more data."
             )
         self.start = 0  # the micro-batch at which the next iteration begins; only `seek` and `load_state_dict` set it
@@ -139,7 +139,7 @@ class Loader(Placed):
         """Begin the next iteration, and only that, after `position` micro-batches; at the epoch's end it gives none.
 
         Returns:
-            `position`; after going on with another global batch, the position that this one has for it.
+            `position`; after resuming with another global batch, the position that this one has for it.
         """
         if self._resumed != (self.epoch, position):
             self.start = self._position = min(position, len(self))
@@ -156,17 +156,17 @@ class Loader(Placed):
         return start + low, start + high
 
     def __iter__(self) -> Iterator[Any]:
-        return self.in_parts(1)
+        return self.in_pieces(1)
 
-    def in_parts(self, parts: int) -> Iterator[Any]:
-        """Iterate over this rank's micro-batches, each as `Parts` of so many nearly equal pieces; 1 gives plain batches."""
+    def in_pieces(self, pieces: int) -> Iterator[Any]:
+        """Iterate over this rank's micro-batches, each as `Pieces` of so many nearly equal pieces; 1 gives plain batches."""
         dp_rank, _ = self.dp
         first, self.start, self._resumed = self.start, 0, None
         self._position = first
         shares = _Shares(self, first, len(self), dp_rank)
         words = (self.order.seed, self.epoch, dp_rank)
         board = Board(self.num_workers, self._where) if self.num_workers else None
-        reader = Reader(self.dataset, self.collate_fn, self._where, words, board, parts)
+        reader = Reader(self.dataset, self.collate_fn, self._where, words, board, pieces)
         loader: DataLoader[Any] = DataLoader(
             reader,  # type: ignore[arg-type]
             batch_sampler=shares,  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ class Loader(Placed):
         batches = board.started(loader) if board else iter(loader)
         try:
             for micro, batch in enumerate(batches, first):
-                if type(batch) is Failure:
+                if type(batch) is ReadFailure:
                     raise DataError(batch.text)
                 self._position = micro + 1
                 yield batch if micro < shares.first_padding else Padding(batch)
@@ -196,7 +196,7 @@ class Loader(Placed):
                 board.done()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the latest iteration stands: a few numbers."""
+        """The position of the latest iteration: a few numbers."""
         return self.state_at(self._position)
 
     def state_at(self, position: int, epoch: int | None = None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Streams whose own state does not hold all samples that they have read: a shuffle buffer's content is lost.
 
 Hugging Face `datasets` gives a streamed dataset with `.shuffle(buffer_size=...)` a state that says where its source stands, and
-not what the buffer held: whoever goes on from it misses up to a buffer of samples. The state does not say so, and there is no
+not what the buffer held: a run that resumes from it misses up to a buffer of samples. The state does not say so, and there is no
 public name for a dataset's stages; used with datasets 5, and a test in tests/test_data_hf.py notices a change.
 """
 

@@ -1,4 +1,4 @@
-"""A shuffled order that nobody stores: position in the epoch -> sample, computed, in constant memory.
+"""A shuffled order computed on demand, in constant memory: position in the epoch -> sample.
 
 Rule of truth 1: the sample at a position is a function of (seed, epoch, position) and nothing else, so neither world size
 nor workers nor a restart can change which samples make up global batch k.
@@ -58,7 +58,7 @@ class Order:
 
     def __init__(self, length: int, seed: int = 0, *, shuffle: bool = True) -> None:
         if not 1 <= length <= 2**62:
-            raise UsageError(f"an order over {length} samples: between 1 and 2**62.")
+            raise UsageError(f"length must be between 1 and 2**62 samples, got {length}.")
         self.length, self.seed, self.shuffle = length, seed, shuffle
         self._rows = isqrt(length - 1) + 1  # both at most 2**31: sums of two fit into 32 bits
         self._columns = -(-length // self._rows)
@@ -66,7 +66,7 @@ class Order:
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         """The samples at positions start .. stop - 1 of an epoch, as int64 of shape (stop - start,)."""
         if not 0 <= start <= stop <= self.length:
-            raise UsageError(f"positions {start} to {stop} of an epoch of {self.length} samples.")
+            raise UsageError(f"positions must lie in an epoch of {self.length} samples, got {start} to {stop}.")
         return self.at(epoch, np.arange(start, stop, dtype=np.int64))
 
     def at(self, epoch: int, positions: Positions) -> Indices:

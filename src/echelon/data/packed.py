@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import require
 from echelon.data.tokens import Tokens
 
 __all__ = ["IGNORED", "Packed", "Row", "cu_seqlens"]
@@ -30,7 +30,7 @@ class Row(NamedTuple):
         inputs: tokens, int64.
         targets: the token that follows each in its document; `IGNORED` at a document's end and in padding.
         documents: 0, 1, ... by document within the row, int32; -1 in padding. Attention may look where they are equal.
-        positions: of each token in its document, int32; a document cut by the row's beginning goes on counting.
+        positions: of each token in its document, int32; a document cut by the row's beginning keeps counting.
     """
 
     inputs: torch.Tensor
@@ -67,8 +67,8 @@ class Packed(Dataset[Row]):
     ) -> None:
         self.tokens = documents if isinstance(documents, Tokens) else Tokens.of(documents)
         self.length, self.across, self.pad = length, across, pad
-        if length < 1 or not len(self.tokens):
-            raise UsageError(f"rows of {length} tokens from {len(self.tokens)}: at least one token in each.")
+        require(length >= 1, "length", "at least 1 token", length)
+        require(len(self.tokens) > 0, "documents", "at least 1 token in all", len(self.tokens))
         # Where rows begin, if not at every `length` tokens.
         if not _rise(self.tokens.offsets):
             raise self.tokens.changed()
@@ -83,7 +83,7 @@ class Packed(Dataset[Row]):
 
     def _bounds(self, row: int) -> tuple[int, int]:
         if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
+            raise IndexError(f"row {row} is out of range for {len(self)} rows")
         row %= len(self)
         if self._starts is None:
             return row * self.length, min((row + 1) * self.length, len(self.tokens))

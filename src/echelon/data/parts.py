@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Padding", "Parts", "share"]
+__all__ = ["Padding", "Pieces", "share"]
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ class Padding(Generic[T]):
     batch: T
 
 
-class Parts(list[Any]):
+class Pieces(list[Any]):
     """A micro-batch in pieces that are computed one after the other: batches, and `Padding` where there are too few samples.
 
     Every rank has as many pieces, since forward passes may be collective.

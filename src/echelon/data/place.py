@@ -1,4 +1,4 @@
-"""What all loaders share: the global batch, and this rank's place among those that see different data."""
+"""What all loaders share: the global batch, and this rank's data-parallel rank and size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import default_collate
 
 from echelon.contracts.between_attempts import note_loader
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.contracts.overrides import overrides
 from echelon.data.resume import cannot_divide
@@ -33,7 +33,7 @@ class Placed(ABC):
         UsageError: a value that cannot be.
     """
 
-    _fixed_ranks = False  # whether a run can only go on with as many ranks
+    _fixed_ranks = False  # whether a run can only resume with as many ranks
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         for name in kwargs.keys() & _TORCHS.keys():
@@ -52,15 +52,13 @@ class Placed(ABC):
         dp_size: int | None,
         timeout_s: float,
     ) -> None:
-        if tail not in ("keep", "drop"):
-            raise UsageError(f"tail {tail!r}: 'keep' or 'drop'.")
-        if global_batch < 1 or accumulation < 1:
-            raise UsageError(f"global_batch {global_batch}, accumulation {accumulation}: both at least 1.")
+        require(tail in ("keep", "drop"), "tail", "'keep' or 'drop'", tail)
+        require(accumulation >= 1, "accumulation", "at least 1", accumulation)
         global_batch = whole("global_batch", global_batch, at_least=1)
         if (dp_rank is None) != (dp_size is None):
-            raise UsageError("give both dp_rank and dp_size, or neither.")
-        if num_workers < 0 or timeout_s <= 0:
-            raise UsageError(f"num_workers {num_workers}, timeout_s {timeout_s}: at least 0, and more than 0.")
+            raise UsageError(f"dp_rank and dp_size must be given together, got dp_rank={dp_rank}, dp_size={dp_size}.")
+        require(num_workers >= 0, "num_workers", "at least 0", num_workers)
+        require(timeout_s > 0, "timeout_s", "above 0 seconds", timeout_s)
         self.global_batch, self.tail = global_batch, tail
         self.accumulation = overrides().accumulation or accumulation
         self.num_workers, self.pin_memory, self.timeout_s = num_workers, pin_memory, timeout_s
@@ -82,7 +80,7 @@ class Placed(ABC):
         return self._dp
 
     def place(self, dp_rank: int, dp_size: int) -> None:
-        """Where this rank stands among those that see different data, if the user did not say; the loops call it."""
+        """Set this rank's data-parallel rank and size, unless the user gave them; the loops call it."""
         if not self._dp_is_given:
             self._dp = (dp_rank, dp_size)
         if not self._told:
@@ -138,7 +136,7 @@ class Combined(ABC):
         """The others."""
 
     def place(self, dp_rank: int, dp_size: int) -> None:
-        """Where this rank stands among those that see different data; the loops call it."""
+        """Set this rank's data-parallel rank and size; the loops call it."""
         for loader in self.loaders:
             if isinstance(loader, (Placed, Combined)):
                 loader.place(dp_rank, dp_size)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from echelon.contracts.errors import EchelonError
 from echelon.data.loader import Loader
-from echelon.data.parts import Padding, Parts
+from echelon.data.parts import Padding, Pieces
 from echelon.data.stream import StreamLoader, of_all_ranks
 from echelon.world import streams
 from echelon.world.device import record_stream
@@ -48,7 +48,7 @@ NO_STEP: Step[Any] = Step(None, False, False, 0)
 
 
 def known_length(loader: Iterable[Any]) -> int | None:
-    """How many batches an iteration will give; None if only iterating tells, as with an IterableDataset."""
+    """How many batches an iteration will give; None if unknown, as with an IterableDataset."""
     if isinstance(loader, Loader):
         return loader.batches_left()
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
@@ -61,10 +61,10 @@ def known_length(loader: Iterable[Any]) -> int | None:
     return None
 
 
-def _each(move: Callable[[Any, bool], Any], parts: Parts, non_blocking: bool) -> Parts:
+def _each(move: Callable[[Any, bool], Any], pieces: Pieces, non_blocking: bool) -> Pieces:
     """Move the pieces one by one: what moves a batch knows only batches."""
-    return Parts(
-        Padding(move(part.batch, non_blocking)) if isinstance(part, Padding) else move(part, non_blocking) for part in parts
+    return Pieces(
+        Padding(move(piece.batch, non_blocking)) if isinstance(piece, Padding) else move(piece, non_blocking) for piece in pieces
     )
 
 
@@ -84,8 +84,8 @@ class Feed(Iterator[Step[Any]]):
         limit: use at most so many batches.
         move: puts a batch on the device; None leaves it where it is.
         stream: side stream for the copies; with it, one batch is read and copied ahead.
-        parts: pieces of a micro-batch, see `Loader.in_parts`; other loaders give 1 only.
-        resumed: the loader goes on by a state of its own after so many batches of the epoch; its length is still that of a whole
+        pieces: of a micro-batch, see `Loader.in_pieces`; other loaders give 1 only.
+        resumed: the loader resumes by a state of its own after so many batches of the epoch; its length is still that of a whole
             one. Until these should have come nothing is read ahead, so that random numbers are drawn in the order in which
             they would have been without the break; then only its end tells whether they were all.
     Attributes:
@@ -100,10 +100,10 @@ class Feed(Iterator[Step[Any]]):
         limit: int | None = None,
         move: Callable[[Any, bool], Any] | None = None,
         stream: torch.cuda.Stream | None = None,
-        parts: int = 1,
+        pieces: int = 1,
         resumed: int = 0,
     ) -> None:
-        if parts > 1 and move is not None:
+        if pieces > 1 and move is not None:
             move = partial(_each, move)
         self._loader, self._limit, self._move, self._stream = loader, limit, move, stream
         self._start = loader.start if isinstance(loader, (Loader, StreamLoader)) else 0
@@ -116,7 +116,7 @@ class Feed(Iterator[Step[Any]]):
         # Reading ahead tells the last batch when no length does.
         self._ahead = stream is not None or self.length is None
         before = streams.states() if resumed else None
-        self._iterator = loader.in_parts(parts) if parts > 1 and isinstance(loader, Loader) else iter(loader)
+        self._iterator = loader.in_pieces(pieces) if pieces > 1 and isinstance(loader, Loader) else iter(loader)
         if before is not None:
             streams.put_back(before)  # what an iterator draws at its beginning was drawn before the break
         self._next: Any = None

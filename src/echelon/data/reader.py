@@ -13,44 +13,44 @@ from operator import length_hint
 from typing import Any
 
 from echelon.contracts.errors import DataError
-from echelon.data.parts import Padding, Parts, share
+from echelon.data.parts import Padding, Pieces, share
 from echelon.data.workers import Board, said, seed_worker
 
-__all__ = ["Failure", "Reader"]
+__all__ = ["ReadFailure", "Reader"]
 
 
 @dataclass(frozen=True)
-class Failure:
+class ReadFailure:
     """Stands for a batch that could not be read."""
 
     text: str
 
     @classmethod
-    def of(cls, error: DataError, board: Board) -> Failure:
+    def of(cls, error: DataError, board: Board) -> ReadFailure:
         """An error in a worker, with the traceback of its cause."""
         cause = "".join(traceback.format_exception(error.__cause__))
         return cls(f"{error} In worker {board.worker} (pid {os.getpid()}):\n\n{cause}")
 
 
 class Reader:
-    """The dataset that the workers see: (micro-batch, its samples) -> their values, or a Failure.
+    """The dataset that the workers see: (micro-batch, its samples) -> their values, or a ReadFailure.
 
     Args:
         collate: list of samples -> batch.
         where: epoch and data rank, for messages.
         stream: with the micro-batch's number it decides what augmentation draws in a worker.
         board: of the workers; None reads in this process.
-        parts: into how many pieces a micro-batch is collated.
+        pieces: into how many a micro-batch is collated.
     """
 
     def __init__(
-        self, dataset: Any, collate: Callable[[list[Any]], Any], where: str, stream: Any, board: Board | None, parts: int = 1
+        self, dataset: Any, collate: Callable[[list[Any]], Any], where: str, stream: Any, board: Board | None, pieces: int = 1
     ) -> None:
         self._dataset, self._collate, self._where, self._stream, self._board = dataset, collate, where, stream, board
-        self._parts = parts
+        self._pieces = pieces
         self._at_once = callable(getattr(dataset, "__getitems__", None))
 
-    def __getitems__(self, item: tuple[int, list[int]]) -> list[Any] | Failure:
+    def __getitems__(self, item: tuple[int, list[int]]) -> list[Any] | ReadFailure:
         micro, samples = item
         if self._board is None:
             return self._read(samples)
@@ -58,21 +58,21 @@ class Reader:
         try:
             values = self._read_in_worker(samples, self._board)
         except DataError as error:
-            return Failure.of(error, self._board)
+            return ReadFailure.of(error, self._board)
         self._board.reading(-1)
         return values
 
-    def collate(self, samples: list[Any] | Failure) -> Any:
-        """Samples to a batch, or to `Parts`; a Failure stays one."""
-        if isinstance(samples, Failure):
+    def collate(self, samples: list[Any] | ReadFailure) -> Any:
+        """Samples to a batch, or to `Pieces`; a ReadFailure stays one."""
+        if isinstance(samples, ReadFailure):
             return samples
-        if self._parts == 1:
+        if self._pieces == 1:
             return self._batch(samples)
-        made = Parts()
-        for part in range(self._parts):
-            low, high = share(len(samples), part, self._parts)
+        made = Pieces()
+        for piece in range(self._pieces):
+            low, high = share(len(samples), piece, self._pieces)
             batch = self._batch(samples[low:high] if low < high else samples[:1])
-            if isinstance(batch, Failure):
+            if isinstance(batch, ReadFailure):
                 return batch
             made.append(batch if low < high else Padding(batch))
         return made
@@ -85,7 +85,7 @@ class Reader:
             named.__cause__ = error
             if self._board is None:
                 raise named from error
-            return Failure.of(named, self._board)
+            return ReadFailure.of(named, self._board)
 
     def _read(self, samples: list[int]) -> list[Any]:
         if self._at_once:

@@ -1,4 +1,4 @@
-"""Whether a loader may go on where another one stood, in words for the person who must decide."""
+"""Whether a loader may resume from a saved position, and a table of what changed since."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Change", "cannot_divide", "changes", "check_accepted", "check_same",
 # Where a loader stands is no change.
 _POSITION = {"epoch", "position"}
 
-# What decides the samples of the coming global batches, and what going on in spite of a change does.
+# What decides the samples of the coming global batches, and what resuming in spite of a change does.
 _MATTERS = {
     "samples": "another order: in this epoch some samples come twice or not at all",
     "seed": "another order: in this epoch some samples come twice or not at all",
@@ -35,7 +35,10 @@ def check_accepted(names: Collection[str]) -> None:
     """
     unknown = sorted(set(names) - set(_MATTERS)) if not isinstance(names, str) else [names]
     if unknown:
-        raise UsageError(f"accept_changes {', '.join(map(repr, unknown))}: a collection of {', '.join(map(repr, _MATTERS))}.")
+        raise UsageError(
+            f"accept_changes must be a collection of names among {', '.join(map(repr, _MATTERS))}, got "
+            f"{', '.join(map(repr, unknown))}."
+        )
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Change:
     """What two loaders differ in.
 
     Attributes:
-        meaning: what going on in spite of it does.
+        meaning: what resuming in spite of it does.
         harmful: whether it changes what is trained on.
     """
 
@@ -55,7 +58,7 @@ class Change:
 
 
 def facts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a loader's state is compared: all but where it stands."""
+    """The part of a loader's state that is compared: all but its position."""
     return {name: value for name, value in state.items() if name not in _POSITION}
 
 
@@ -91,8 +94,8 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], accepted: Colle
     table = "\n".join("  " + "  ".join([*(c.ljust(w) for c, w in zip(r[:3], widths, strict=True)), r[3]]) for r in rows)
     names = ", ".join(map(repr, refused))
     raise UsageError(
-        f"the loader cannot go on where the saved one stood:\n{table}\n"
-        f"Put back what it was, or allow it: accept_changes={{{names}}} at the loader."
+        f"the loader cannot resume from the saved position, since this has changed:\n{table}\n"
+        f"Undo the change, or allow it with Loader(accept_changes={{{names}}})."
     )
 
 

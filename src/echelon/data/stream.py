@@ -4,7 +4,7 @@
     turn t    micro-batch t of a data rank comes from its stream t % streams; a stream that has ended passes
 
 What a map-style dataset gives for nothing, a stream cannot: its global batches depend on the number of ranks and workers, and a
-run goes on at the same numbers only.
+run resumes at the same numbers only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from echelon.contracts.errors import DataError, UsageError
 from echelon.data.lossy import shuffle_buffer
 from echelon.data.place import Placed
-from echelon.data.reader import Failure
+from echelon.data.reader import ReadFailure
 from echelon.data.streaming import Share, Stand, Streams
 from echelon.data.workers import Board, named
 from echelon.world import agree
@@ -36,8 +36,8 @@ class StreamLoader(Placed):
     """Batches of an iterable dataset, with the face of `Loader`.
 
     The state is the dataset's own: it, or the iterator that it gives, has `state_dict` and `load_state_dict`; `iter(dataset)`
-    begins anew, except after `load_state_dict`. A run then goes on exactly, at the same number of data ranks, workers and
-    micro-batches. Without them nothing tells where an epoch stands, and going on in the middle of one is refused.
+    starts over, except after `load_state_dict`. A run then resumes exactly, at the same number of data ranks, workers and
+    micro-batches. Without them nothing tells where an epoch stands, and resuming in the middle of one is refused.
 
     Args:
         dataset: a torch IterableDataset, or any iterable that can be iterated over again for the next epoch. Its
@@ -71,11 +71,14 @@ class StreamLoader(Placed):
     ) -> None:
         super().__init__(global_batch, accumulation, tail, num_workers, collate_fn, pin_memory, dp_rank, dp_size, timeout_s)
         if not hasattr(dataset, "__iter__"):
-            raise UsageError(f"{type(dataset).__name__} cannot be iterated over.")
+            raise UsageError(f"dataset must be iterable, got {type(dataset).__name__}.")
         if shards not in (None, "set_place", "stride", "itself"):
-            raise UsageError(f"shards {shards!r}: 'set_place', 'stride' or 'itself'.")
+            raise UsageError(f"shards must be 'set_place', 'stride' or 'itself', got {shards!r}.")
         if shards == "set_place" and not hasattr(dataset, "set_place"):
-            raise UsageError(f"{type(dataset).__name__} has no set_place(index, count): use shards='stride' or 'itself'.")
+            raise UsageError(
+                f"shards='set_place' needs a dataset with set_place(index, count), which {type(dataset).__name__} lacks. "
+                "Use shards='stride' or 'itself'."
+            )
         self.dataset, self.shards = dataset, shards or ("set_place" if hasattr(dataset, "set_place") else None)
         self._loaded: dict[str, Any] | None = None
         self._begin = self._fresh
@@ -98,7 +101,7 @@ class StreamLoader(Placed):
             self._latest = deque([self._fresh], maxlen=2)
 
     def seek(self, position: int) -> int:
-        """Begin the next iteration after `position` micro-batches: where the stream stands, or the epoch's beginning.
+        """Begin the next iteration after `position` micro-batches: the stream's present position, or the epoch's beginning.
 
         Raises:
             UsageError: the stream stands elsewhere.
@@ -108,7 +111,7 @@ class StreamLoader(Placed):
         found = next((stand for stand in stands if stand.position == position), None)
         if found is None:
             raise UsageError(
-                f"training goes on after micro-batch {position} of epoch {self.epoch}, but the stream stands at "
+                f"training resumes after micro-batch {position} of epoch {self.epoch}, but the stream is at "
                 f"{self._latest[-1].position}. Restore the loader together with the unit: train_dataloader=."
             )
         self._begin = found
@@ -127,7 +130,7 @@ class StreamLoader(Placed):
         try:
             while ended < streams:  # one round in which every stream passes
                 item = next(batches)
-                if isinstance(item, Failure):
+                if isinstance(item, ReadFailure):
                     raise DataError(item.text)
                 given, batch, states[turn % streams] = item
                 turn += 1
@@ -160,7 +163,7 @@ class StreamLoader(Placed):
         )
 
     def inexact(self) -> str | None:
-        """Why a run cannot go on, or not exactly, from where the latest iteration stands; None if it can."""
+        """Why a run cannot resume exactly from the latest iteration's position; None if it can."""
         kind = type(self.dataset).__name__
         if _has_no_state(self._latest[-1]):
             return f"{kind} has no state: a run cannot go on from here. {_REMEDY}"
@@ -174,11 +177,11 @@ class StreamLoader(Placed):
         if count > 1 and self.shards is None:
             raise UsageError(
                 f"{kind} has no set_place(index, count), so all {count} streams (data ranks x workers) would read the same. "
-                "Give it one, or say shards='stride' or shards='itself'."
+                "Give it one, or choose shards='stride' or shards='itself'."
             )
         if _has_no_state(begin):
             raise UsageError(
-                f"{kind} cannot go on in the middle of an epoch: neither it nor its iterator has state_dict and "
+                f"{kind} cannot resume in the middle of an epoch: neither it nor its iterator has state_dict and "
                 f"load_state_dict. {_REMEDY}"
             )
         if begin.position and (buffer := shuffle_buffer(self.dataset)):
@@ -197,7 +200,7 @@ class StreamLoader(Placed):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this data rank's latest iteration stands. Every data rank has another; a checkpoint holds all."""
+        """The position of this data rank's latest iteration. Every data rank has its own; a checkpoint holds all."""
         return self.state_at(self._latest[-1].position)
 
     def state_at(self, position: int) -> dict[str, Any]:
@@ -217,7 +220,7 @@ class StreamLoader(Placed):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; whether it fits is known when the loop says where this rank stands."""
+        """Resume from a saved state; it is checked once the loop has set this rank's data-parallel rank."""
         self._loaded, self.epoch = state, int(state["epoch"])
 
     def _resolve(self) -> None:
@@ -235,9 +238,9 @@ class StreamLoader(Placed):
         mine = state["ranks"].get(str(dp_rank))
         if changed or mine is None:
             raise UsageError(
-                f"streams of {type(self.dataset).__name__} cannot go on: "
-                f"{'; '.join(changed) or f'the state holds nothing of data rank {dp_rank}'}. Where a stream stands cannot be "
-                "divided anew. Use the same numbers, or do not restore the loader and begin the epoch again. "
+                f"streams of {type(self.dataset).__name__} cannot resume: "
+                f"{'; '.join(changed) or f'the state holds nothing of data rank {dp_rank}'}. A stream's position cannot "
+                "be split differently. Use the same numbers, or do not restore the loader and start the epoch again. "
                 "A map-style dataset in a Loader has no such limit."
             )
         self._begin = Stand(int(state["position"]), int(mine["turn"]), tuple(mine["streams"]))

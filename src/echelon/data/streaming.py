@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from echelon.contracts.errors import DataError
-from echelon.data.reader import Failure
+from echelon.data.reader import ReadFailure
 from echelon.data.workers import Board, said, seed_worker
 from echelon.world import streams as random_streams
 
@@ -22,7 +22,7 @@ _END = object()
 
 @dataclass(frozen=True)
 class Stand:
-    """Where a data rank stands in an epoch: before the micro-batch `position`, whose turn is `turn`."""
+    """The position of a data rank in an epoch: before the micro-batch `position`, whose turn is `turn`."""
 
     position: int
     turn: int
@@ -59,14 +59,14 @@ class Streams(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         streams = len(self._begin.streams)
         worker = self._board.worker if self._board is not None else 0
-        # Torch begins with worker 0, and the epoch goes on with the stream whose turn it is.
+        # Torch begins with worker 0, and the epoch continues with the stream whose turn it is.
         stream = (self._begin.turn + worker) % streams
         try:
             yield from self._batches(stream, streams)
         except DataError as error:
             if self._board is None:
                 raise
-            yield Failure.of(error, self._board)
+            yield ReadFailure.of(error, self._board)
 
     def _batches(self, stream: int, streams: int) -> Iterator[Any]:
         state, index, count = self._begin.streams[stream], self._share.dp[0] * streams + stream, self._share.dp[1] * streams
@@ -87,7 +87,7 @@ class Streams(IterableDataset[Any]):
 
     @contextlib.contextmanager
     def _drawing(self, index: int, read: int) -> Iterator[None]:
-        """Context in which what a stream draws depends on where it stands: what is read again after a restart draws the same.
+        """Context in which random draws depend on the stream's position, so that a restart draws the same again.
 
         In the rank's own process its streams are afterwards as before: a reader may be ahead of the training that draws, too.
         """
@@ -140,7 +140,7 @@ class Streams(IterableDataset[Any]):
         return _strided(iterator, index if state is None else count - 1, count)
 
     def _state(self) -> Any:
-        """A copy: what is sent is pickled later, when the dataset may have gone on."""
+        """A copy, since it is pickled later, when the dataset may have advanced."""
         return copy.deepcopy(self._holder.state_dict()) if hasattr(self._holder, "state_dict") else None
 
 

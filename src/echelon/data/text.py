@@ -33,7 +33,8 @@ class ByteText(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         self.bytes = np.concatenate(parts) if parts else np.empty(0, np.uint8)
         if len(self.bytes) < context + 1:
             raise UsageError(
-                f"{len(parts)} files with {len(self.bytes)} bytes hold no window of {context + 1} bytes. Use more text."
+                f"the text must have at least context + 1 = {context + 1} bytes, got {len(self.bytes)} in {len(parts)} "
+                "files. Use more text."
             )
 
     def __len__(self) -> int:
@@ -55,10 +56,10 @@ def split_files(folder: Path, pattern: str = "**/*.py", *, held_out: float = 0.0
         UsageError: the folder does not exist or holds too few files.
     """
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder. Name one with text files in it.")
+        raise UsageError(f"folder must be a folder of text files, got {folder}.")
     files = sorted(p for p in folder.glob(pattern) if p.is_file() and p.stat().st_size)
     if len(files) < 2:
-        raise UsageError(f"{folder} holds {len(files)} files for {pattern!r}; at least two are needed, one of them held out.")
+        raise UsageError(f"{folder} must hold at least 2 files for {pattern!r}, one to be held out, got {len(files)}.")
     scored = sorted(files, key=lambda p: hashlib.sha256(str(p.relative_to(folder)).encode()).digest())
     count = min(len(files) - 1, max(1, round(len(files) * held_out)))
     return sorted(scored[count:]), sorted(scored[:count])

@@ -54,7 +54,7 @@ class Tokens:
     def __init__(self, path: str | Path, dtype: npt.DTypeLike | None = None, *, documents: npt.ArrayLike | None = None) -> None:
         self.path = Path(path)
         if not self.path.is_file():
-            raise UsageError(f"{self.path} is no file.")
+            raise UsageError(f"path must be a file, got {self.path}.")
         self._reopen = (Tokens, (self.path, dtype), {"documents": documents})
         index = self.path.with_suffix(".idx")
         with self.path.open("rb") as file:
@@ -67,8 +67,8 @@ class Tokens:
             self._open_megatron(index)
         else:
             raise UsageError(
-                f"{self.path} does not say of which type its tokens are, and there is no {index.name} beside it. "
-                'Give it: Tokens(path, "uint16").'
+                f"the dtype of the tokens in {self.path} is unknown: it has no header, and there is no {index.name} beside it. "
+                'Give it, as in Tokens(path, "uint16").'
             )
 
     @classmethod
@@ -95,7 +95,7 @@ class Tokens:
             DataError: the file says that it begins or ends outside of the tokens.
         """
         if not -self.documents <= index < self.documents:
-            raise IndexError(f"document {index} of {self.documents}")
+            raise IndexError(f"document {index} is out of range for {self.documents} documents")
         first, last = self.offsets[index % self.documents : index % self.documents + 2].tolist()
         if not 0 <= first <= last <= len(self.data):
             raise self.changed()
@@ -108,7 +108,7 @@ class Tokens:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """A worker that is not forked opens the file anew; a mapping would be pickled with all that it holds."""
+        """A worker that is not forked opens the file again; pickling the mapping would copy all its contents."""
         return vars(self) if not hasattr(self, "_reopen") else {"_reopen": self._reopen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -123,11 +123,11 @@ class Tokens:
         _, name, tokens, documents = _HEADER.unpack(header)
         dtype = _TYPES.get(name)
         if dtype is None:  # never asked of numpy, which would take bytes of a file for addresses of objects
-            raise DataError(f"{self.path} says that its tokens are of type {name!r}: uint16 or uint32 are written.")
+            raise DataError(f"the dtype in the header of {self.path} must be uint16 or uint32, got {name!r}.")
         begin = _offsets_at(tokens, dtype)
         expected, size = begin + 8 * (documents + 1), self.path.stat().st_size
         if size != expected:
-            raise DataError(f"{self.path} has {size} bytes, but its header speaks of {expected}: it was cut short or changed.")
+            raise DataError(f"{self.path} must have {expected} bytes by its header, got {size}: it was cut short or changed.")
         self.data = _mapped(self.path, dtype, _HEADER.size, tokens)
         self.offsets = _mapped(self.path, np.dtype("<i8"), begin, documents + 1)
         if self.offsets[0] != 0 or self.offsets[-1] != tokens:  # those between are read, and looked at, when they are used
@@ -136,11 +136,13 @@ class Tokens:
     def _open_raw(self, dtype: np.dtype[Any], documents: npt.ArrayLike | None) -> None:
         size = self.path.stat().st_size
         if dtype.kind not in "ui" or size % dtype.itemsize:
-            raise DataError(f"{self.path} has {size} bytes: no whole number of tokens of type {dtype}.")
+            raise DataError(f"{self.path} must hold a whole number of {dtype} tokens, got {size} bytes.")
         self.data = _mapped(self.path, dtype, 0, size // dtype.itemsize)
         offsets = np.asarray([0, len(self.data)] if documents is None else documents, dtype=np.int64)
         if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] or offsets[-1] != len(self.data) or (np.diff(offsets) < 0).any():
-            raise UsageError(f"documents of {self.path}: offsets that rise from 0 to {len(self.data)}, its tokens.")
+            raise UsageError(
+                f"documents of {self.path} must be offsets that rise from 0 to {len(self.data)}, its number of tokens."
+            )
         self.offsets = offsets
 
     def _open_megatron(self, index: Path) -> None:
@@ -153,15 +155,15 @@ class Tokens:
             bounds = np.frombuffer(raw, "<i8", ends, begin + 12 * sequences)
             dtype = np.dtype(_MEGATRON_TYPES[code])
         except (struct.error, ValueError, KeyError, OverflowError) as error:
-            raise DataError(f"{index} is no index of Megatron-LM's: {error!r}.") from error
+            raise DataError(f"{index} is not an index of Megatron-LM's: {error!r}.") from error
         if raw[: len(_MEGATRON)] != _MEGATRON or version != 1:
-            raise DataError(f"{index} is no index of Megatron-LM's, version 1.")
+            raise DataError(f"{index} is not an index of Megatron-LM's, version 1.")
         if (lengths < 0).any() or (bounds < 0).any() or (bounds > sequences).any():
-            raise DataError(f"{index} has documents of less than no tokens, or beyond its {sequences} sequences.")
+            raise DataError(f"{index} has documents of negative length, or beyond its {sequences} sequences.")
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         size = self.path.stat().st_size
         if offsets[-1] * dtype.itemsize != size:
-            raise DataError(f"{self.path} has {size} bytes, but {index.name} speaks of {offsets[-1] * dtype.itemsize}.")
+            raise DataError(f"{self.path} must have {offsets[-1] * dtype.itemsize} bytes by {index.name}, got {size}.")
         self.data = _mapped(self.path, dtype, 0, int(offsets[-1]))
         self.offsets = offsets[np.unique([0, *bounds.tolist(), sequences])]
 
@@ -179,7 +181,7 @@ class TokenWriter:
     def __init__(self, path: str | Path, dtype: npt.DTypeLike = "uint16") -> None:
         self.path, self.dtype = Path(path), np.dtype(dtype).newbyteorder("<")
         if self.dtype.str not in ("<u2", "<u4"):
-            raise UsageError(f"tokens of type {np.dtype(dtype)}: uint16 or uint32.")
+            raise UsageError(f"dtype must be uint16 or uint32, got {np.dtype(dtype)}.")
         self._staged = self.path.with_name(self.path.name + ".partial")
         self._staged.unlink(missing_ok=True)  # of a writer that was killed, or a link to somewhere else
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -194,10 +196,10 @@ class TokenWriter:
         """
         tokens = np.asarray(document)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "ui"):
-            raise UsageError(f"a document of shape {tokens.shape} and type {tokens.dtype}: a flat list of whole numbers.")
+            raise UsageError(f"document must be a flat list of whole numbers, got shape {tokens.shape} and dtype {tokens.dtype}.")
         if tokens.size and (tokens.min() < 0 or tokens.max() > np.iinfo(self.dtype).max):
             raise UsageError(
-                f"document {len(self._ends) - 1} holds tokens {tokens.min()} .. {tokens.max()}: beyond {self.dtype}."
+                f"the tokens of document {len(self._ends) - 1} must fit into {self.dtype}, got {tokens.min()} to {tokens.max()}."
             )
         self._file.write(tokens.astype(self.dtype).tobytes())
         self._ends.append(self._ends[-1] + len(tokens))

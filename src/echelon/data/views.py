@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import UsageError, require
 from echelon.data.order import Indices, Order, Positions, SampleOrder, key_of, mix64
 
 __all__ = ["Mixture", "Ordered", "Weighted"]
@@ -52,12 +52,11 @@ class Weighted(Ordered):
     def __init__(self, dataset: Any, weights: npt.ArrayLike, *, samples_per_epoch: int | None = None) -> None:
         given = np.asarray(weights, dtype=np.float64)
         if given.shape != (len(dataset),):
-            raise UsageError(f"weights of shape {given.shape} for {len(dataset)} samples: one for each.")
+            raise UsageError(f"weights must have shape ({len(dataset)},), one for each sample, got {given.shape}.")
         if not np.isfinite(given).all() or (given < 0).any() or not given.any():
             worst = int(np.argmin(np.where(np.isfinite(given), given, -np.inf)))
-            raise UsageError(f"weights: finite, none negative, not all zero; that of sample {worst} is {given[worst]}.")
-        if samples_per_epoch is not None and samples_per_epoch < 1:
-            raise UsageError(f"samples_per_epoch {samples_per_epoch}: at least 1.")
+            raise UsageError(f"weights must be finite, at least 0 and not all 0, got {given[worst]} for sample {worst}.")
+        require(samples_per_epoch is None or samples_per_epoch >= 1, "samples_per_epoch", "at least 1", samples_per_epoch)
         self.dataset = dataset
         self.samples_per_epoch = samples_per_epoch or len(dataset)
         self._sums = np.cumsum(given / given.max())
@@ -74,7 +73,9 @@ class Weighted(Ordered):
 
     def order(self, seed: int, *, shuffle: bool = True) -> SampleOrder:
         if not shuffle:
-            raise UsageError("weighted draws have no order to keep: use the dataset itself with shuffle=False.")
+            raise UsageError(
+                "shuffle must be True for weighted draws, which have no order, got False. Use the dataset without weights."
+            )
         return _Draws(self._sums, self._last, self.samples_per_epoch, seed)
 
 
@@ -121,14 +122,15 @@ class Mixture(Ordered):
         named: bool = False,
     ) -> None:
         if not datasets or set(datasets) != set(ratios):
-            raise UsageError(f"datasets {sorted(datasets)} and ratios {sorted(ratios)}: the same names, at least one.")
+            raise UsageError(
+                f"ratios must have the names of the datasets, {sorted(datasets)}, at least one, got {sorted(ratios)}."
+            )
         self.names = list(datasets)
         self.datasets = [datasets[name] for name in self.names]
         lengths = [len(dataset) for dataset in self.datasets]
         if not all(lengths):
-            raise UsageError(f"the dataset {self.names[lengths.index(0)]!r} is empty.")
-        if samples_per_epoch is not None and samples_per_epoch < 1:
-            raise UsageError(f"samples_per_epoch {samples_per_epoch}: at least 1.")
+            raise UsageError(f"every dataset must hold at least one sample, got none in {self.names[lengths.index(0)]!r}.")
+        require(samples_per_epoch is None or samples_per_epoch >= 1, "samples_per_epoch", "at least 1", samples_per_epoch)
         shares = _shares([ratios[name] for name in self.names], self.names)
         self.ratios = {name: Fraction(share, sum(shares)) for name, share in zip(self.names, shares, strict=True)}
         self.samples_per_epoch = samples_per_epoch or sum(lengths)
@@ -207,9 +209,11 @@ def _shares(ratios: list[float | Fraction | str], names: list[str]) -> list[int]
         try:
             value = Fraction(ratio)
         except (ValueError, TypeError, OverflowError, ZeroDivisionError) as error:
-            raise UsageError(f"the ratio {ratio!r} of {name!r} is no number: {error}.") from error
+            raise UsageError(f"the ratio of {name!r} must be a number, got {ratio!r}: {error}.") from error
         if value <= 0:
-            raise UsageError(f"the ratio of {name!r} is {ratio}: above 0. Leave a dataset out that should give nothing.")
+            raise UsageError(
+                f"the ratio of {name!r} must be above 0, got {ratio}. Leave the dataset out to draw nothing from it."
+            )
         # 0.3 means 3/10, not the binary fraction next to it.
         near = value.limit_denominator(_DENOMINATOR)
         exact.append(near if isinstance(ratio, float) and float(near) == ratio else value)

@@ -69,7 +69,7 @@ def main_module() -> dict[str, Any]:
 
 
 def refuse_in_bootstrap(what: str) -> None:
-    """A rank imports the caller's script to find its functions; starting ranks at the top level of it would go on for ever.
+    """A rank imports the caller's script to find its functions; a script that starts ranks at its top level would recurse.
 
     Raises:
         UsageError: this is such a rank, importing.
@@ -85,7 +85,7 @@ def pack(call: Call, copied: Callable[[str], str] = lambda path: path) -> bytes:
     """A call as bytes: by reference, with the caller's main module to import; what cannot be, by value with cloudpickle.
 
     Args:
-        copied: where the copy of a file or folder is; the path itself if there is none.
+        copied: maps a path to its copy, or to itself if it was not copied.
     Raises:
         UsageError: it can be sent in neither way.
     """
@@ -190,7 +190,7 @@ def load_value(path: Path, key: str) -> Any:
     """
     Raises:
         EchelonError: another user can have written the file, or no rank of the job whose key this is has.
-        FileNotFoundError: there is none.
+        FileNotFoundError: the rank left no value.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         known = os.fstat(file.fileno())

@@ -1,4 +1,4 @@
-"""What to start, and how it ended: the values that the launchers exchange with whoever called them."""
+"""What to start, and how it ended: the values that a launcher takes and returns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class JobSpec:
         max_restarts: how often the whole group is started again after a rank failed.
         grace_s: seconds between asking the ranks to stop and killing them.
         stop_after_s: seconds, of all attempts together, after which the ranks are asked to save and end; None is no limit.
-        restart: begin anew although the run's folder shows progress.
+        restart: start over although the run's folder shows progress.
         env: variables set on top of this process's environment.
         own_device: each rank sees one GPU only, by CUDA_VISIBLE_DEVICES (`launcher.placement`).
         nodes: how many machines; more than one is a matter of Slurm's.
@@ -156,7 +156,7 @@ class Failure:
 
     @property
     def is_victim(self) -> bool:
-        """True for a rank that only noticed that another had gone, however it put that into an error of its own."""
+        """True for a rank that failed only because another was gone, whatever its own error says."""
         return self.waited or _PEER_LOST.search(self._said) is not None
 
     @property
@@ -214,7 +214,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: exit code 0 and no failure, 75 and no failure if it can go on later, or the first failing rank's.
+    """How a job ended: exit code 0 without a failure, 75 without one if it can be resumed, or the first failing rank's.
 
     `note` says why it was not started again with fewer ranks.
     """
@@ -248,9 +248,11 @@ def parse_ranks(text: str | int) -> int:
     try:
         ranks = int(text) if isinstance(text, str) else operator.index(text)
     except (TypeError, ValueError):
-        raise UsageError(f"ranks {text!r}: give a whole number of at least 1, or 'auto' for one per device or core.") from None
+        raise UsageError(
+            f"ranks must be a whole number of at least 1, or 'auto' for one per device or core, got {text!r}."
+        ) from None
     if ranks < 1:
-        raise UsageError(f"ranks {ranks}: at least 1 is needed; 'auto' takes one per device or core.")
+        raise UsageError(f"ranks must be at least 1, or 'auto' for one per device or core, got {ranks}.")
     return ranks
 
 
@@ -264,7 +266,7 @@ def parse_rank_range(text: str) -> tuple[int | None, int]:
         return None, parse_ranks(text)
     least, most = (parse_ranks(part) for part in text.split(":", 1))
     if least > most:
-        raise UsageError(f"ranks {text!r}: at least {least} and at most {most} cannot both be. Give MIN:MAX.")
+        raise UsageError(f"ranks must be MIN:MAX with MIN at most MAX, got {text!r}.")
     return least, most
 
 
@@ -280,5 +282,5 @@ def parse_duration(text: str) -> float:
     parts = re.fullmatch(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", text)
     seconds = sum(float(n) * unit for n, unit in zip(parts.groups(), _UNITS.values(), strict=True) if n) if parts else 0.0
     if not seconds:
-        raise UsageError(f"duration {text!r}: a number of seconds more than 0, or numbers with d, h, m, s, such as 55m or 1h30m.")
+        raise UsageError(f"a duration must be a number of seconds above 0, or like 55m or 1h30m with d, h, m, s, got {text!r}.")
     return seconds

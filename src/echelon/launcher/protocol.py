@@ -30,7 +30,7 @@ __all__ = ["FolderJob", "Job", "JobState", "Launcher", "note_submitted", "read_s
 
 
 class JobState(enum.Enum):
-    """Where a job is. `STOPPED` has saved and can go on; `LOST` ended without a trace of how."""
+    """The state of a job. `STOPPED` has saved and can be resumed; how a `LOST` one ended is unknown."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -73,7 +73,7 @@ class Job(Protocol):
         """Until it has ended.
 
         Raises:
-            TimeoutError: it has not after `timeout_s`. It goes on.
+            TimeoutError: it has not after `timeout_s`. It continues.
         """
 
     def result(self, timeout_s: float | None = None) -> Outcome:
@@ -105,7 +105,7 @@ def write_spec(run: RunDir, spec: JobSpec, *, launcher: str, decides: bool = Tru
     try:
         private_folder(folder, 0o700)
     except OSError as error:
-        raise UsageError(f"{folder} cannot be made: {error.strerror}. Take another --name.") from error
+        raise UsageError(f"{folder} cannot be created: {error.strerror}. Choose another --name.") from error
     if decides:
         check_parents(run.path)
         for path in (run.path, folder):
@@ -134,7 +134,7 @@ def read_spec(run: RunDir, sha256: str | None = None, *, believe: bool = True) -
             raise UsageError(f"{run.path} holds no submitted job (no job/job.json in it).") from None
         why = f"job/job.json: {error.strerror}"
         raise UsageError(
-            f"{run.path} holds no submitted job that can be read ({why}). Remove it, or take another --name."
+            f"{run.path} holds no submitted job that can be read ({why}). Remove it, or choose another --name."
         ) from None
     found = hashlib.sha256(text).hexdigest()
     if sha256 is not None and found != sha256:
@@ -150,7 +150,7 @@ def read_spec(run: RunDir, sha256: str | None = None, *, believe: bool = True) -
     spec = spec_of(said.pop("spec", None)) if said is not None else None
     if said is None or spec is None or not _is_said(said):
         raise UsageError(
-            f"{run.path} holds no submitted job that can be read (job/job.json is damaged). Remove it, or take another --name."
+            f"{run.path} holds no submitted job that can be read (job/job.json is damaged). Remove it, or choose another --name."
         )
     known = read_json(run.path / "job" / _SUBMITTED) or {}
     return spec, {**said, **{k: v for k, v in known.items() if k in _LATER}, "doubt": why}
@@ -228,7 +228,7 @@ class FolderJob(ABC):
 
     def log(self, rank: int = 0) -> Path:
         if not 0 <= rank < self.ranks:
-            raise UsageError(f"rank {rank}: the job has ranks 0 to {self.ranks - 1}.")
+            raise UsageError(f"rank must be between 0 and {self.ranks - 1}, got {rank}.")
         newest = self.attempts[-1] if self.attempts else self.run.path / "attempts" / "000"
         return newest / f"rank{rank}.log"
 
@@ -247,7 +247,7 @@ class FolderJob(ABC):
         pause_s = 0.1
         while not (state := self.state()).has_ended:
             if until is not None and time.monotonic() > until:
-                raise TimeoutError(f"job {self.id} is {state.value} after {timeout_s:g} s.")
+                raise TimeoutError(f"job {self.id} is still {state.value} after {timeout_s:g} s.")
             time.sleep(pause_s)
             pause_s = min(2.0, pause_s * 1.2)  # a controller is asked by everybody
         return self.outcome(state)

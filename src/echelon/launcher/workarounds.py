@@ -112,5 +112,5 @@ def close_failed(group: Any) -> None:
 
 
 def serve_dragon_on_loopback() -> None:
-    """Dragon's own RankInfo names the host, which may resolve to an address that nobody can reach, even on one node."""
+    """Dragon's own RankInfo names the host, which may resolve to an unreachable address, even on one node."""
     os.environ["_DRAGON_CG_MASTER_ADDR"] = "127.0.0.1"

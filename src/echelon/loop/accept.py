@@ -13,7 +13,7 @@ from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit, Unit
 
-__all__ = ["KINDS", "callbacks_of", "check_unit", "inner_of", "is_real", "keeps", "overrides"]
+__all__ = ["KINDS", "callbacks_of", "check_unit", "has_hook", "inner_of", "is_real", "keeps"]
 
 KINDS: dict[str, type[Unit]] = {"train": TrainUnit, "eval": EvalUnit, "predict": PredictUnit, "test": TestUnit}
 
@@ -27,13 +27,11 @@ def check_unit(unit: Any, phase: str, entry: str, dataloader: Any) -> None:
     """
     kind, name = KINDS[phase], type(unit).__name__
     if isinstance(unit, type):
-        raise UnitError(f"{entry}() was given the class {unit.__name__}. Give it an object: {unit.__name__}(...).")
+        raise UnitError(f"the unit of {entry}() must be an object, got the class {unit.__name__}. Write {unit.__name__}(...).")
     if not isinstance(unit, Unit) and isinstance(dataloader, Unit):
         raise UnitError(f"{entry}({name}, {type(dataloader).__name__}): the unit comes first, then the loader.")
     if not isinstance(unit, kind):
-        raise UnitError(
-            f"{entry}() needs {phase}_step, but {name} is no {kind.__name__}. Let it inherit from {kind.__name__} too."
-        )
+        raise UnitError(f"the unit of {entry}() must inherit from {kind.__name__}, which has {phase}_step, got {name}.")
     if not isinstance(getattr(unit, f"{phase}_progress", None), Progress):
         remedy = "call super().__init__() in its __init__" if is_real(unit) else f"set its {phase}_progress = Progress()"
         raise UnitError(f"{name} has no {phase}_progress: {remedy}.")
@@ -44,7 +42,7 @@ def check_unit(unit: Any, phase: str, entry: str, dataloader: Any) -> None:
 
 
 def is_real(unit: Any) -> bool:
-    """Whether a unit is one, and does not only say so, as a mock with a spec does."""
+    """Whether a unit really is one, not a mock with a spec."""
     return issubclass(type(unit), Unit)
 
 
@@ -66,7 +64,9 @@ def callbacks_of(given: Iterable[Any] | None) -> list[Any]:
     found = list(given)
     for i, callback in enumerate(found):
         if isinstance(callback, type):
-            raise UsageError(f"callbacks[{i}] is the class {callback.__name__}. Give an object: {callback.__name__}(...).")
+            raise UsageError(
+                f"callbacks[{i}] must be an object, got the class {callback.__name__}. Write {callback.__name__}(...)."
+            )
         if not any(callable(getattr(callback, hook, None)) for hook in _HOOKS):
             raise UsageError(
                 f"callbacks[{i}] must be a Callback, or have a hook of one such as on_train_step_end(state, unit), "
@@ -75,7 +75,7 @@ def callbacks_of(given: Iterable[Any] | None) -> list[Any]:
     return found
 
 
-def overrides(callback: Any, hook: str) -> bool:
+def has_hook(callback: Any, hook: str) -> bool:
     """Whether a callback does something in a hook: by a method, or by an attribute of its own."""
     own = getattr(callback, hook, None)
     return callable(own) and getattr(own, "__func__", own) is not getattr(Callback, hook)

@@ -68,7 +68,7 @@ class CutShort:
 
 
 def cuts_evaluation(state: State, *, together: bool) -> CutShort | None:
-    """None where `state.should_stop` tells all, or nothing may be asked: outside `fit` nobody says that all ranks are there."""
+    """None where `state.should_stop` is enough, or where a collective is not allowed: outside `fit` ranks may be alone."""
     if state.alone or state.entry_point is not EntryPoint.FIT:
         return None
     return CutShort(state, together=together)

@@ -26,7 +26,7 @@ from echelon.loop.bitwise import BitEqual
 from echelon.loop.finite import FiniteWatch
 from echelon.loop.metrics import Mean
 from echelon.loop.optimizer_checks import check_holds, look_at_first_update, not_the_modules
-from echelon.loop.parts import parts_for
+from echelon.loop.pieces import pieces_for
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit
 from echelon.loop.window import Window
 from echelon.parallel.activation import ActivationCheckpointParams
@@ -89,7 +89,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         zero_grad_at_train_step_start: clear gradients before an update's first micro-batch instead of after the update, so
             that hooks can look at them.
         stop_after_nonfinite_losses: end the run with NonFiniteError after so many updates in a row whose loss over the global
-            batch is inf or nan; None goes on regardless. 10 is more than a few bad batches, which fp16's scaler leaves out and a
+            batch is inf or nan; None never stops. 10 is more than a few bad batches, which fp16's scaler leaves out and a
             run may survive, and few enough to lose nothing. A run without one finite loss ends so, too, however short it is.
     """
 
@@ -167,7 +167,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         self.swa_model = AveragedWeights(self.prepared, averaged) if averaged is not None and self.training else None
         self.swa_scheduler = self._shards = self._first_look = None
         self._plateau = self._reduces = False
-        self._parts_of_step = 1
+        self._pieces_of_step = 1
         self._finite = FiniteWatch(options.stop_after_nonfinite_losses)
         self.latest_update = (None, None)
         self.eval_loss = self.test_loss = float("nan")  # of the latest evaluation and test, over all ranks
@@ -255,7 +255,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         loader: Any = getattr(state.train_state, "dataloader", None)
         if self._bitwise is None:
             steps = ("train_step", "get_next_train_batch")
-            self._parts_of_step = parts_for(loader, any(_overrides(self, AutoUnit, name) for name in steps))
+            self._pieces_of_step = pieces_for(loader, any(_overrides(self, AutoUnit, name) for name in steps))
             streams.separate(self.prepared.dp_rank)  # of bit-equal training, streams belong to samples and not to ranks
         elif isinstance(loader, Placed):
             loader.split(self._bitwise.accumulation, shares=self._bitwise.parts)
@@ -267,18 +267,19 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         others = not_the_modules(self, self.optimizer)
         if others and self._bitwise is not None:
             raise UsageError(
-                f"bit-equal training: the optimizer has {len(others)} parameter(s) outside of the module. Make them part of it."
+                f"in bit-equal training the optimizer must hold the module's parameters only, got {len(others)} others. Make "
+                "them part of it."
             )
         self.prepared.trains_also(others)
         if self.window.updates == 0:
             self._first_look = look_at_first_update(self, self.optimizer, together=self._reduces)
 
-    def parts_of_step(self, phase: str) -> int:
-        return self._parts_of_step if phase == "train" else 1
+    def pieces_of_step(self, phase: str) -> int:
+        return self._pieces_of_step if phase == "train" else 1
 
     def epoch_closed(self, state: State, phase: str) -> None:
         if phase == "train" and self.window.count:
-            logger.warning("the epoch ended in the middle of an accumulation window: its micro-batches are left out")
+            logger.warning("the epoch ended in the middle of an accumulation window; its micro-batches are left out")
             self._leave_window()
             self.zero_grad(state)
         if phase == "train" and self.step_lr_interval == "epoch":
@@ -295,7 +296,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
 
     def phase_ended(self, state: State, phase: str) -> None:
         self.window.group = None
-        if not state.should_stop or state.stopped_by_script:  # the same on all ranks; else it goes on later
+        if not state.should_stop or state.stopped_by_script:  # the same on all ranks; else it resumes later
             self._finite.finish(self.window.updates, together=self._reduces)
             if self.swa_model is not None and agree.is_rank0():
                 self.swa_model.warn_if_unused()

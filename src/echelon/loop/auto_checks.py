@@ -21,13 +21,13 @@ def check_made(unit: str, made: Any) -> None:
     where = f"{unit}.configure_optimizers_and_lr_scheduler returned"
     if not isinstance(made, tuple) or len(made) != 2:
         keys = f" with {', '.join(map(repr, made))}" if isinstance(made, dict) else ""
-        raise UsageError(f"{where} {type(made).__name__}{keys}; return the pair (optimizer, scheduler or None).")
+        raise UsageError(f"{where} {type(made).__name__}{keys}. Return the pair (optimizer, scheduler or None).")
     optimizer, scheduler = made
     for what, thing in (("optimizer", optimizer), ("scheduler", scheduler)):
         if isinstance(thing, (list, tuple)):
             raise UsageError(
                 f"{where} a {type(thing).__name__} in the {what}'s place. Return the pair of one optimizer and one scheduler or "
-                "None; several optimizers are a TrainUnit's business."
+                "None; for several optimizers write a TrainUnit."
             )
     if isinstance(scheduler, dict):
         interval = scheduler.get("interval", "epoch")
@@ -37,7 +37,7 @@ def check_made(unit: str, made: Any) -> None:
         )
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
         raise UsageError(
-            f"{where} a scheduler of type {type(scheduler).__name__}, which has no step(). None is for no scheduler."
+            f"{where} a scheduler of type {type(scheduler).__name__}, which has no step(). For no scheduler return None."
         )
 
 
@@ -45,9 +45,9 @@ def check_own_names(unit: AutoTrainUnit[Any]) -> None:
     """Attributes of a subclass that hide AutoUnit's would fail later, in words that explain nothing."""
     for name, kind in (("window", Window), ("prepared", Prepared), ("precision", Precision)):
         if not isinstance(getattr(unit, name), kind):
-            raise UsageError(f"{type(unit).__name__}.{name} is AutoUnit's own: give your attribute another name.")
+            raise UsageError(f"{type(unit).__name__}.{name} hides an attribute of AutoUnit. Give yours another name.")
     if not callable(unit.weight):
-        raise UsageError(f"{type(unit).__name__}.weight is a method of AutoUnit: give your attribute another name.")
+        raise UsageError(f"{type(unit).__name__}.weight hides a method of AutoUnit. Give your attribute another name.")
 
 
 def check_trainable(unit: AutoTrainUnit[Any], *, together: bool, has_strategy: bool) -> None:
@@ -56,18 +56,18 @@ def check_trainable(unit: AutoTrainUnit[Any], *, together: bool, has_strategy: b
         together: the ranks train one model, or there is one rank only.
     """
     if not unit.training:
-        raise UsageError(f"{type(unit).__name__} was built with training=False: it has no optimizer to train with.")
+        raise UsageError(f"{type(unit).__name__} was built with training=False, so it has no optimizer to train with.")
     if not together and not has_strategy:
         raise UsageError(
-            "several ranks, but no strategy: each would train a model of its own. Pass strategy='ddp' or 'fsdp', or a "
-            "module that you wrapped yourself; strategy='noop' if models of their own are what you want."
+            "strategy must be given for several ranks; without one each would train its own model. Pass strategy='ddp' or "
+            "'fsdp', or a module that you wrapped yourself; strategy='noop' if each rank is to train its own model."
         )
 
 
 def check_plateau(state: State) -> None:
     if state.eval_state is None:
         raise UsageError(
-            "ReduceLROnPlateau advances with the loss of evaluations, and train() has none. Use fit(), or override "
+            "ReduceLROnPlateau needs the loss of evaluations, and train() has none. Use fit(), or override "
             "step_lr_scheduler and call self.lr_scheduler.step(metric) there."
         )
 

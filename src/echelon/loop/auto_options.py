@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import require
 from echelon.contracts.numbers import whole
 from echelon.loop.averaged import SWAParams
 from echelon.parallel.activation import ActivationCheckpointParams
@@ -46,10 +46,8 @@ class AutoOptions:
 
     def __post_init__(self) -> None:
         whole("gradient_accumulation_steps", self.gradient_accumulation_steps, at_least=1)
-        if self.step_lr_interval not in ("step", "epoch"):
-            raise UsageError(f"step_lr_interval {self.step_lr_interval!r}: 'step' or 'epoch'.")
+        require(self.step_lr_interval in ("step", "epoch"), "step_lr_interval", "'step' or 'epoch'", self.step_lr_interval)
         for name, limit in (("clip_grad_norm", self.clip_grad_norm), ("clip_grad_value", self.clip_grad_value)):
-            if limit is not None and not limit > 0:
-                raise UsageError(f"{name} {limit}: more than 0; None does not clip.")
+            require(limit is None or limit > 0, name, "above 0, or None for no clipping", limit)
         if self.stop_after_nonfinite_losses is not None:
             whole("stop_after_nonfinite_losses", self.stop_after_nonfinite_losses, at_least=1, or_none="to go on regardless")

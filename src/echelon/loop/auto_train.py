@@ -21,14 +21,14 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from echelon.contracts.errors import LossError, NonFiniteError
-from echelon.data.parts import Parts
+from echelon.data.parts import Pieces
 from echelon.data.prefetch import NO_STEP
 from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.averaged import AveragedWeights
 from echelon.loop.bitwise import BitEqual
 from echelon.loop.finite import FiniteWatch
 from echelon.loop.loss import pass_zeros, problem_with, rows
-from echelon.loop.parts import in_order, mean_loss
+from echelon.loop.pieces import in_order, mean_loss
 from echelon.loop.unit import TrainUnit
 from echelon.loop.window import Window
 from echelon.parallel.micro_batch import MicroBatch
@@ -198,7 +198,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
 
     def _micro_batches(self, data: Any, *, padded: bool, ends_window: bool) -> list[MicroBatch[T]]:
         """A batch as one, or its pieces, of which only the last may end the window."""
-        pieces = in_order(data, padded) if isinstance(data, Parts) else [(data, padded)]
+        pieces = in_order(data, padded) if isinstance(data, Pieces) else [(data, padded)]
         found = []
         for piece, is_padding in pieces:
             weight = 0 if is_padding else self.weight(piece)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.optim.swa_utils import SWALR, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import UsageError, require
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.shards import local
 
@@ -40,8 +40,8 @@ class SWALRParams:
     swa_lrs: Sequence[float] | float = 0.05
 
     def __post_init__(self) -> None:
-        if self.anneal_steps_or_epochs < 0 or self.anneal_strategy not in ("linear", "cos"):
-            raise UsageError(f"{self}: anneal_steps_or_epochs at least 0, anneal_strategy 'linear' or 'cos'.")
+        require(self.anneal_steps_or_epochs >= 0, "anneal_steps_or_epochs", "at least 0", self.anneal_steps_or_epochs)
+        require(self.anneal_strategy in ("linear", "cos"), "anneal_strategy", "'linear' or 'cos'", self.anneal_strategy)
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,12 @@ class SWAParams:
     use_in_evaluation: bool = False
 
     def __post_init__(self) -> None:
-        if self.warmup_steps_or_epochs < 0 or self.step_or_epoch_update_freq < 1:
-            raise UsageError(
-                f"SWAParams(warmup_steps_or_epochs={self.warmup_steps_or_epochs}, "
-                f"step_or_epoch_update_freq={self.step_or_epoch_update_freq}): at least 0, and at least 1."
-            )
-        if self.averaging_method not in ("ema", "swa"):
-            raise UsageError(f"SWAParams(averaging_method={self.averaging_method!r}): 'ema' or 'swa'.")
-        if not 0 <= self.ema_decay <= 1:
-            raise UsageError(f"SWAParams(ema_decay={self.ema_decay}): between 0 and 1.")
-        if self.use_lit and self.averaging_method != "ema":
-            raise UsageError("SWAParams(use_lit=True): a decay that grows is EMA's. Set averaging_method='ema'.")
+        require(self.warmup_steps_or_epochs >= 0, "warmup_steps_or_epochs", "at least 0", self.warmup_steps_or_epochs)
+        require(self.step_or_epoch_update_freq >= 1, "step_or_epoch_update_freq", "at least 1", self.step_or_epoch_update_freq)
+        require(self.averaging_method in ("ema", "swa"), "averaging_method", "'ema' or 'swa'", self.averaging_method)
+        require(0 <= self.ema_decay <= 1, "ema_decay", "between 0 and 1", self.ema_decay)
+        grows = self.use_lit and self.averaging_method != "ema"
+        require(not grows, "averaging_method", "'ema' if use_lit is set", self.averaging_method)
 
 
 class AveragedWeights:
@@ -196,7 +191,8 @@ class AveragedWeights:
         """
         if self.applied_now:
             raise UsageError(
-                "a checkpoint from within an evaluation with averaged weights. Save after it, for example in on_eval_end."
+                "a checkpoint cannot be saved during an evaluation with averaged weights. Save after it, for example in "
+                "on_eval_end."
             )
         return {**self._averages, "n_averaged": self.n_averaged, "passed": self.passed}
 

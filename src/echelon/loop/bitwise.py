@@ -32,8 +32,8 @@ class BitEqual:
     def __init__(self, parts: int, prepared: Prepared[torch.nn.Module]) -> None:
         if not is_power_of_two(parts) or parts % prepared.dp_size:
             raise UsageError(
-                f"bit-equal training in {parts} parts on {prepared.dp_size} ranks: the parts must be a power of two that the "
-                f"ranks divide. Use 1, 2, 4, ... ranks, up to {parts}, or more parts: --parts N."
+                f"--parts must be a power of two that the number of ranks, {prepared.dp_size}, divides, got {parts}. "
+                f"Use 1, 2, 4, ... ranks, up to {parts}, or more parts: --parts N."
             )
         prepared.fix_order()
         same_kernels(parts)

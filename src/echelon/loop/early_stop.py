@@ -1,4 +1,4 @@
-"""When a number has stopped to improve."""
+"""Whether a monitored number has stopped improving."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import math
 from typing import Any, Literal
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import UsageError, require
 
 __all__ = ["EarlyStopChecker"]
 
@@ -38,10 +38,10 @@ class EarlyStopChecker:
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
     ) -> None:
-        if mode not in ("min", "max") or threshold_mode not in ("abs", "rel"):
-            raise UsageError(f"mode {mode!r}, threshold_mode {threshold_mode!r}: 'min' or 'max', 'abs' or 'rel'.")
-        if patience < 0 or not min_delta >= 0:
-            raise UsageError(f"patience {patience}, min_delta {min_delta}: 0 or more.")
+        require(mode in ("min", "max"), "mode", "'min' or 'max'", mode)
+        require(threshold_mode in ("abs", "rel"), "threshold_mode", "'abs' or 'rel'", threshold_mode)
+        require(patience >= 0, "patience", "at least 0", patience)
+        require(min_delta >= 0, "min_delta", "at least 0", min_delta)
         self.mode, self.patience, self.min_delta, self.check_finite = mode, patience, min_delta, check_finite
         self.threshold_mode = threshold_mode
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
@@ -59,7 +59,7 @@ class EarlyStopChecker:
             UsageError: a tensor with more or fewer elements than one.
         """
         if hasattr(val, "numel") and val.numel() != 1:
-            raise UsageError(f"early stopping looks at one number; this tensor has {val.numel()}. Give it a mean.")
+            raise UsageError(f"the monitored value must be one number, got a tensor of {val.numel()}. Give its mean.")
         value = float(val)
         why = self._reason(value)
         if why is not None:
@@ -79,7 +79,7 @@ class EarlyStopChecker:
         self._patience_count += 1
         if self._patience_count < self.patience:
             return None
-        return f"{value:g} is the {self._patience_count}. check without improvement on {self._best_value:g}"
+        return f"{value:g} does not improve on {self._best_value:g}, for {self._patience_count} checks in a row"
 
     def _better(self, value: float, than: float) -> bool:
         return value < than if self.mode == "min" else value > than

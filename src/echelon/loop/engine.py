@@ -17,7 +17,7 @@ from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.place import Combined, Placed
 from echelon.loop import agreements, due
-from echelon.loop.accept import callbacks_of, check_unit, inner_of, overrides
+from echelon.loop.accept import callbacks_of, check_unit, has_hook, inner_of
 from echelon.loop.callback import Callback
 from echelon.loop.hooks import Hooks
 from echelon.loop.optimizer_checks import check_tracked
@@ -87,7 +87,7 @@ class Run:
             raise SystemExit(REQUEUE)
 
     def _end_training(self, stage: Stage) -> bool:
-        """True if the process is to leave, and to be started again to go on."""
+        """True if the process should exit with 75 and be started again."""
         state = self.state
         if state.recorder is not None:
             state.recorder.flush()
@@ -142,8 +142,8 @@ class Run:
             evaluate=self._evaluate_if_due if fits else None,
         )
         whole = Steps(stage, between).run()
-        if state.went_back:
-            state.went_back = False
+        if state.rolled_back:
+            state.rolled_back = False
             self._evaluate_if_due()  # the older state may be from before one
             return True
         if not whole:
@@ -171,7 +171,7 @@ class Run:
     # --- an evaluation, a prediction, a test
 
     def _evaluate_if_due(self) -> None:
-        """Within `fit`: an evaluation that is due and has not come to its end, unless the run is about to end."""
+        """Within `fit`: run an evaluation that is due or was cut short, unless the run is about to end."""
         state = self.state
         if state.eval_state is None or not self.unit.train_progress.evaluation_due:
             return
@@ -200,7 +200,7 @@ class Run:
 
     def _evaluation_epoch(self, stage: Stage) -> bool:
         """One pass over the loader; False if it was cut short."""
-        stage.progress.num_steps_completed_in_epoch = 0  # one that was interrupted begins anew
+        stage.progress.num_steps_completed_in_epoch = 0  # one that was interrupted starts over
         stage.call(stage.hooks.epoch_start)
         whole = Steps(stage, Between()).run()
         if self.state.entry_point is EntryPoint.FIT:
@@ -217,7 +217,7 @@ class Run:
         """Find out once whether a stop can come from a hook; only then do the ranks agree after every step."""
         if not self.state.alone:
             stoppers = any(
-                getattr(c, "may_stop", True) and any(overrides(c, hook) for hook in _STEP_HOOKS) for c in self.callbacks
+                getattr(c, "may_stop", True) and any(has_hook(c, hook) for hook in _STEP_HOOKS) for c in self.callbacks
             )
             self._agree_each_step = agree.any_rank(stoppers or not self._inner.agrees_to_stop)
 
@@ -232,9 +232,7 @@ def _tell_of_nothing(stage: Stage) -> None:
         UsageError: only batches would ever end this training.
     """
     if stage.trains and stage.here.max_epochs is None:
-        raise UsageError(
-            "the loader gave no batch, and without max_epochs training would go on for ever. Is it a used-up iterator?"
-        )
+        raise UsageError("the loader gave no batch, and without max_epochs training would never end. Is it a used-up iterator?")
     logger.warning("the loader of this %s epoch gave no batch. Is it a used-up iterator?", stage.phase)
 
 

@@ -1,4 +1,4 @@
-"""How an epoch's batches come to the unit: where the loader goes on, how many it may give, and who fetches them."""
+"""How an epoch's batches reach the unit: where the loader resumes, how many it may give, and who fetches them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def own_fetch(stage: Stage, batches: Batches, *, always: bool) -> Callable[[], A
 
 
 def open_feed(stage: Stage) -> Feed:
-    """The iterator of the coming epoch, from where progress says that it goes on. Hooks run around its making."""
+    """The iterator of the coming epoch, from where progress says that it continues. Hooks run around its making."""
     here, progress, inner = stage.here, stage.progress, stage.inner
     limit = _limit(here, progress)
     _seek(here.dataloader, progress)
@@ -69,9 +69,9 @@ def open_feed(stage: Stage) -> Feed:
     if move is not None:
         move = partial(move, stage.state)
     make = timed(stage.state.timer, f"{stage.phase}.iter(dataloader)", Feed)
-    parts = inner.parts_of_step(stage.phase)
+    pieces = inner.pieces_of_step(stage.phase)
     here.step = NO_STEP
-    here.feed = feed = make(loader, limit=limit, move=move, stream=stream, parts=parts, resumed=resumed)
+    here.feed = feed = make(loader, limit=limit, move=move, stream=stream, pieces=pieces, resumed=resumed)
     stage.call(stage.hooks.iter_end)
     return feed
 
@@ -93,12 +93,12 @@ def _seek(loader: Any, progress: Progress) -> None:
         if set_epoch is not None:
             set_epoch(progress.num_epochs_completed)
     if isinstance(loader, Placed):
-        # The unit's progress says where an epoch goes on; a loader that was looked into or stopped early does not.
+        # The unit's progress says where an epoch continues; a loader that was looked into or stopped early does not.
         progress.num_steps_completed_in_epoch = loader.seek(progress.num_steps_completed_in_epoch)
 
 
 def _resumed(stage: Stage) -> tuple[Any, int]:
-    """What to iterate over, and after how many batches of the epoch it goes on by a state of its own."""
+    """What to iterate over, and after how many batches of the epoch it resumes by a state of its own."""
     loader, done = stage.here.dataloader, stage.progress.num_steps_completed_in_epoch
     if not stage.trains or done == 0 or isinstance(loader, Placed):
         return loader, 0
@@ -107,7 +107,7 @@ def _resumed(stage: Stage) -> tuple[Any, int]:
     if known_length(loader) == done:
         return (), 0  # the epoch was whole when it was saved
     logger.warning(
-        "training goes on after step %s of an epoch, but %s has no state: it begins anew. echelon.Loader goes on.",
+        "training resumes after step %s of an epoch, but %s has no state and starts over. echelon.Loader resumes",
         done,
         type(loader).__name__,
     )

@@ -1,4 +1,4 @@
-"""Losses that stay inf or nan: a run that has come to that trains nothing any more, and should not go on for days.
+"""Stop a run whose losses or gradients stay inf or nan: it trains nothing any more.
 
 The loss over the global batch is the same number on every rank, so that every rank comes to the same end at the same update
 without a message. On a CPU it is looked at as it comes. On a GPU nothing waits for it: `_AT_ONCE` of them are copied together
@@ -124,8 +124,8 @@ class FiniteWatch:
         off = "AutoUnit(stop_after_nonfinite_losses=None) goes on regardless."
         if self._first is None or (self._scale is not None and self._row < (self.limit or 0)):
             raise NonFiniteError(
-                f"the gradients were inf or nan in {self._skipped} updates in a row, though the gradient scaler is down to "
-                f"{self._scale:g}: nothing is trained any more. The losses are finite, so look at what has an infinite slope, "
+                f"the gradients were inf or nan in {self._skipped} updates in a row, although the gradient scaler is down to "
+                f"{self._scale:g}, so nothing is trained any more. The losses are finite, so look for an infinite slope, "
                 f"such as sqrt(0) or a division by a norm; detect_anomaly=True names it. {off}"
             )
         owns = agree.gather(str(self._own)) if together else [str(self._own)]
@@ -153,7 +153,7 @@ class FiniteWatch:
         self.raise_if_long(together=together)
         if self._row and agree.is_rank0():
             logger.warning(
-                "training ends with a loss that is not finite: so it was in the last %s updates, from %s on. Are the weights?",
+                "training ends with a loss that has not been finite for the last %s updates, from %s on. Check the weights",
                 self._row,
                 self._first,
             )

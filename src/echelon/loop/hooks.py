@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from echelon.loop.accept import KINDS, is_real, keeps, overrides
+from echelon.loop.accept import KINDS, has_hook, is_real, keeps
 from echelon.loop.state import State, TimerProtocol
 
 __all__ = ["Hook", "Hooks", "timed"]
@@ -32,7 +32,7 @@ class Hooks:
             if with_unit and hasattr(base, hook) and not keeps(unit, hook, base):
                 found.append(timed(timer, f"{type(unit).__name__}.{hook}", _as_callback(getattr(unit, hook))))
             for callback in callbacks:
-                if overrides(callback, hook):
+                if has_hook(callback, hook):
                     found.append(timed(timer, f"callback.{_name_of(callback)}.{hook}", getattr(callback, hook)))
             return tuple(found)
 

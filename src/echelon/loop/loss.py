@@ -71,7 +71,7 @@ def count_tokens(data: Any, *, next_token: bool, ignore_index: int = -100, key: 
         labels = data.get(key) if isinstance(data, Mapping) else getattr(data, key, None)
     if not isinstance(labels, torch.Tensor):
         raise UsageError(
-            f"count_tokens: a batch with a tensor {key!r} is needed, or the labels themselves, not {type(data).__name__}."
+            f"the batch of count_tokens must have a tensor {key!r}, or be the labels themselves, got {type(data).__name__}."
         )
     if next_token:
         labels = labels[..., 1:]

@@ -56,7 +56,7 @@ def look_at_first_update(
     unit: AutoPredictUnit[Any], optimizer: torch.optim.Optimizer, *, together: bool
 ) -> RemovableHandle | None:
     """Refuse an optimizer that meets no gradient, or in part none: it holds the parameters of a copy. Once; collective if
-    `together`. Whoever sees that update done may remove the hook."""
+    `together`. Remove the hook once that update is done."""
     if overrides().observes:
         return None
     copies = _copies(unit, optimizer)

@@ -55,7 +55,7 @@ def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], **o
             "module as safetensors."
         )
     if "state_dict" in options:
-        raise UsageError("save_pretrained gathers the state_dict itself: leave it out.")
+        raise UsageError("save_pretrained gathers the state_dict itself. Leave it out.")
     target = Path(folder).absolute()
     values: dict[str, Any] = {n: v for n, v in prepared.state().state_dict().items() if isinstance(v, torch.Tensor)}
     scratch = target.with_name(f".gathered-{target.name}")
@@ -86,7 +86,7 @@ def _module(model: Unit | nn.Module) -> nn.Module:
         return model
     modules = model.tracked_modules()
     if len(modules) != 1:
-        raise UsageError(f"the unit has {len(modules)} modules ({', '.join(modules)}): pass the one that is to be written.")
+        raise UsageError(f"the unit has {len(modules)} modules: {', '.join(modules)}. Pass the one to be written.")
     return next(iter(modules.values()))
 
 

@@ -21,9 +21,9 @@ class Progress:
         num_steps_completed: steps over all epochs.
         num_steps_completed_in_epoch: steps since the present epoch began.
     Attributes:
-        evaluation_due: within `fit`, an evaluation belongs here that has not come to its end; a run that goes on begins with it.
+        evaluation_due: within `fit`, an evaluation belongs here that has not come to its end; a run that resumes begins with it.
         skipped: ranges of steps, each as (first, one after the last), that count and are not trained on.
-        latest_loss: of the latest epoch, where the unit says it and it is finite: a run that goes on knows it, too.
+        latest_loss: of the latest epoch, where the unit says it and it is finite: a run that resumes knows it, too.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Progress:
         self.num_steps_completed_in_epoch = 0
 
     def abandon_epoch(self) -> None:
-        """Take back the steps of an epoch that was cut short and will begin anew."""
+        """Uncount the steps of an epoch that was cut short and will start over."""
         self.num_steps_completed -= self.num_steps_completed_in_epoch
         self.num_steps_completed_in_epoch = 0
 
@@ -81,7 +81,7 @@ class Progress:
         if not isinstance(skipped, (list, tuple)) or not all(
             isinstance(each, (list, tuple)) and len(each) == 2 for each in skipped
         ):
-            raise CheckpointCorruptError(f"a progress has skipped {reprlib.repr(skipped)}, which are no ranges of steps.")
+            raise CheckpointCorruptError(f"the skipped steps of a progress must be ranges, got {reprlib.repr(skipped)}.")
         self.skipped = [(_whole("skipped", first), _whole("skipped", stop)) for first, stop in skipped]
         self.evaluation_due = bool(state_dict.get("evaluation_due", False))
         self.latest_loss = _loss(state_dict.get("latest_loss"))
@@ -91,11 +91,11 @@ class Progress:
 
 def _loss(value: Any) -> float | None:
     if value is not None and not (isinstance(value, float) and math.isfinite(value)):
-        raise CheckpointCorruptError(f"a progress says latest_loss is {reprlib.repr(value)}, which is no finite number.")
+        raise CheckpointCorruptError(f"the latest_loss of a progress must be a finite number, got {reprlib.repr(value)}.")
     return value
 
 
 def _whole(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-        raise CheckpointCorruptError(f"a progress says {name} is {reprlib.repr(value)}, which is no number of steps.")
+        raise CheckpointCorruptError(f"{name} of a progress must be a number of steps, got {reprlib.repr(value)}.")
     return value

@@ -33,7 +33,7 @@ BUILT = frozenset({
     "clip_grad_norm", "clip_grad_value", "detect_anomaly", "device", "enable_prefetch", "eval_loss", "grad_scaler",
     "gradient_accumulation_steps", "latest_update", "module", "precision", "prepared", "retain_graph", "step_lr_interval",
     "swa_model", "swa_params", "swa_scheduler", "test_loss", "training", "window", "zero_grad_at_train_step_start",
-    "_around_window", "_bitwise", "_copies", "_evaluation", "_finite", "_first_look", "_held", "_options", "_parts_of_step",
+    "_around_window", "_bitwise", "_copies", "_evaluation", "_finite", "_first_look", "_held", "_options", "_pieces_of_step",
     "_plateau", "_reduces", "_reports_step", "_shards",
 })
 # fmt: on

@@ -14,7 +14,7 @@ from echelon.contracts import pulse
 from echelon.contracts.redact import redacted
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.workers import explain
-from echelon.loop.accept import overrides
+from echelon.loop.accept import has_hook
 from echelon.loop.callback import Callback
 from echelon.loop.record import Recorder
 from echelon.loop.state import State
@@ -60,7 +60,7 @@ class Reporting:
         pulse.leave()
 
     def _tell(self, error: BaseException) -> None:
-        """Everyone who wants to know of the error. What fails meanwhile is logged and hides neither the error nor the rest."""
+        """Report the error to all sinks, callbacks and the unit. One that fails is logged, and the others still hear it."""
         leaves = isinstance(error, SystemExit) and error.code == REQUEUE and stop.asked() is not None
         told: list[Callable[[], None]] = [
             lambda: (
@@ -69,7 +69,7 @@ class Reporting:
                 else self.event("exception", kind=type(error).__name__, message=redacted(str(error)))
             ),
             lambda: self.unit.on_exception(self.state, error),
-            *(partial(c.on_exception, self.state, self.unit, error) for c in self.callbacks if overrides(c, "on_exception")),
+            *(partial(c.on_exception, self.state, self.unit, error) for c in self.callbacks if has_hook(c, "on_exception")),
             self._close_sinks,
         ]
         for tell in told:

@@ -42,8 +42,8 @@ def train(
     """Train a unit. Every rank calls it.
 
     Args:
-        train_unit: its progress goes on where it stands, so a restored unit continues.
-        train_dataloader: any iterable of batches; iterated anew in every epoch.
+        train_unit: its progress resumes where it stands, so a restored unit continues.
+        train_dataloader: any iterable of batches; iterated again in every epoch.
         max_epochs, max_steps: stop after so many, counted over the unit's whole life. One of them is needed; math.inf means
             without an end, for a run that ends when something calls `state.stop()`. Whole numbers may be floats, as 10.0.
         max_steps_per_epoch: use only so many batches of each epoch.

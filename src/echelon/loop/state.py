@@ -107,7 +107,7 @@ class PhaseState:
 
     @property
     def steps_of_feed(self) -> int | None:
-        """How many batches the present epoch gives from where it was begun or resumed; None if only iterating tells."""
+        """How many batches the present epoch gives from where it began or resumed; None if unknown."""
         return self.feed.total if self.feed is not None else None
 
     def ends_epoch(self, progress: Progress) -> bool:
@@ -185,9 +185,9 @@ class State:
         self.recorder: Recorder | None = None
         self.alone = True  # a world of one; the loop knows better
         self.stop_requested = False  # by this rank
-        self.stopped_by_script = False  # on this rank: not by a signal, so that the run is to end and not to go on later
+        self.stopped_by_script = False  # on this rank: not by a signal, so that the run is to end and not to resume later
         self.should_stop = False  # on all ranks alike: the loop will stop
-        self.went_back = False  # on all ranks alike: a callback restored an older state, from which the loop goes on
+        self.rolled_back = False  # on all ranks alike: a callback restored an older state, from which the loop continues
 
     def stop(self) -> None:
         """Stop after the present step, on all ranks: any rank may ask, they agree before the next step.
@@ -198,14 +198,14 @@ class State:
         self.stop_for_signal()
 
     def stop_for_signal(self) -> None:
-        """As `stop`, for a run that is to go on later. Only sets flags."""
+        """As `stop`, for a run that is to be resumed later. Only sets flags."""
         self.stop_requested = True
         if self.alone:
             self.should_stop = True
 
     def go_on_from_progress(self) -> None:
-        """For a callback that put unit and loader back to an older state, on all ranks: the loop goes on from there."""
-        self.went_back = True
+        """For a callback that has restored unit and loader on all ranks: the loop continues from there."""
+        self.rolled_back = True
 
     def agree_to_stop(self) -> None:
         """For the loop: every rank has learned that one asked."""

@@ -28,7 +28,7 @@ class Between:
 
     Args:
         agree_to_stop: after every step at which an accumulation window ends; None where the ranks need not agree so often.
-        evaluate: where an evaluation is due; None where there is none.
+        evaluate: runs an evaluation when one is due; None outside `fit`.
     """
 
     agree_to_stop: Callable[[], None] | None = None
@@ -101,7 +101,7 @@ class Steps:
             for hook in hooks.step_end:
                 hook(state, unit)
             here.step_output = None
-            if state.went_back:
+            if state.rolled_back:
                 break
             if agree_to_stop is not None and inner.at_boundary:
                 agree_to_stop()
@@ -139,7 +139,7 @@ class Steps:
         pulse.at(Phase.BETWEEN, self.trained.num_steps_completed, self.evaluated.num_steps_completed_in_epoch)
         if self.cuts is not None:
             self.cuts.settle()
-        ended = self.stage.state.went_back or self.given_up or _ended(self.stage, self.feed, progress)
+        ended = self.stage.state.rolled_back or self.given_up or _ended(self.stage, self.feed, progress)
         if ended:
             here.feed, here.step = None, NO_STEP  # one that was cut short keeps it: a checkpoint at the end wants its position
         return ended

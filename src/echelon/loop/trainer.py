@@ -108,7 +108,7 @@ class Trainer:
         """Train, and evaluate if there is something to evaluate on.
 
         What a checkpoint holds (modules, optimizer, schedule, progress, metrics) comes back into `unit`, so that a second call
-        goes on; and so do other attributes as rank 0 has them, where they can be pickled.
+        continues; and so do other attributes as rank 0 has them, where they can be pickled.
 
         Args:
             unit: an AutoUnit; or a function that every rank calls to build a unit, for one that wraps its module itself.

@@ -43,7 +43,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# The unit's way to the ranks and back, not a run that goes on elsewhere: what differs is as it should be.
+# The unit's way to the ranks and back, not a run that resumes elsewhere: what differs is as it should be.
 BETWEEN_PROCESSES = RestoreOptions(show_changes=False)
 
 _METRICS = {"validate": "eval_loss", "test": "test_loss"}
@@ -82,7 +82,7 @@ class Work:
         phase: "fit", "validate", "test" or "predict".
         unit: the unit, what is needed to build it here, or a function that builds it.
         loaders: for training and evaluation; or the phase's, and None.
-        ckpt_path: where to go on from; "last" is the newest below the Trainer's folder.
+        ckpt_path: where to resume from; "last" is the newest below the Trainer's folder.
         before: a checkpoint of the unit as the caller has it, if it has been trained.
         after: the folder for the checkpoint that the caller takes back.
         seeds: of the random streams, in the ranks.

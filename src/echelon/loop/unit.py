@@ -45,7 +45,7 @@ LRScheduler = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.Re
 
 
 class AppStateMixin:
-    """Finds what is to be saved among the attributes: modules, optimizers, schedulers, progress, metrics, other Statefuls.
+    """Tracks the attributes that are saved: modules, optimizers, schedulers, progress, metrics, other Statefuls.
 
     Attributes are looked at when asked, so plain assignment, reassignment and deletion need no bookkeeping. Lists and dicts
     of modules are not looked into; use nn.ModuleList and nn.ModuleDict.
@@ -115,12 +115,12 @@ class Unit(AppStateMixin):
     Attributes:
         reports_own_steps: its steps call `on_*_step_end` themselves, with more than the loop knows.
         weighs_padding: it counts a batch of padding as nothing.
-        may_lack: names of state that a run may go on without, though it was saved.
+        may_lack: names of state that a run may continue without, though it was saved.
     """
 
     reports_own_steps = False
     weighs_padding = False
-    # State that an option makes, and that a run without the option goes on without.
+    # State that an option makes, and that a run without the option continues without.
     may_lack: tuple[str, ...] = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -184,8 +184,8 @@ class Unit(AppStateMixin):
         """(move, stream) for the loop's iterator: how a batch gets to the device, and the stream to copy on."""
         return None, None
 
-    def parts_of_step(self, phase: str) -> int:
-        """In how many pieces `echelon.Loader` gives a micro-batch, as `Parts`; 1 gives it as it is."""
+    def pieces_of_step(self, phase: str) -> int:
+        """In how many pieces `echelon.Loader` gives a micro-batch, as `Pieces`; 1 gives it as it is."""
         return 1
 
 

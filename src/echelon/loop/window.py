@@ -111,7 +111,8 @@ class Window:
             self._is_sum = False
         if isinstance(weight, (int, float)) and weight <= 0:
             raise UsageError(
-                f"update {self.updates}: the global batch weighs {weight:g}. A weight is a number of samples or tokens; "
+                f"the weight of the global batch must be above 0, got {weight:g} in update {self.updates}. It counts samples "
+                "or tokens; "
                 "at least one rank must have some."
             )
         self.count, self._loss = 0, None

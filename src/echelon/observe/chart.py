@@ -43,7 +43,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Scale:
-    """Where a value stands between the ends of an axis, 0 to 1."""
+    """The position of a value between the ends of an axis, 0 to 1."""
 
     low: float
     high: float

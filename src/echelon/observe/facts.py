@@ -16,9 +16,9 @@ from echelon.contracts.events import survey
 from echelon.contracts.files import parse_object, read_bytes
 from echelon.contracts.run_dir import RunDir
 
-__all__ = ["Attempt", "Facts", "Failure", "Status", "children", "get", "number", "read", "word"]
+__all__ = ["Attempt", "Facts", "FirstFailure", "Status", "children", "get", "number", "read", "word"]
 
-_STOPPED = 75  # exit code of a run that was asked to stop and can go on (EX_TEMPFAIL)
+_STOPPED = 75  # exit code of a run that was asked to stop and can be resumed (EX_TEMPFAIL)
 _INTERRUPTED = (130, 143)  # 128 + SIGINT, 128 + SIGTERM
 
 
@@ -32,7 +32,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Failure:
+class FirstFailure:
     """What the rank that failed first said. None is what it did not say."""
 
     rank: str | None
@@ -70,11 +70,11 @@ class Attempt:
             return Status("stopped", "stopped", f"exit code {code}")
         return Status("failed", f"failed with code {code}", failure.one_line() if failure else "no rank reported why")
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> FirstFailure | None:
         found = get(self.exit, "first_failure")
         if not isinstance(found, Mapping):
             return None
-        return Failure(*(word(get(found, key)) for key in ("rank", "kind", "message", "traceback")))
+        return FirstFailure(*(word(get(found, key)) for key in ("rank", "kind", "message", "traceback")))
 
     def span(self) -> tuple[float | None, float | None]:
         """Start and end in seconds since the epoch, from exit.json, else from the first and the last event."""
@@ -124,7 +124,7 @@ class Facts:
         return sorted(found, key=lambda key: (key != "tokens_per_s", key != "samples_per_s", key))
 
     def status(self) -> Status:
-        """How the run stands: as its last attempt ended."""
+        """The state of the run: how its last attempt ended."""
         return self.attempts[-1].status() if self.attempts else Status("unknown", "unknown", "there is no exit.json")
 
 
@@ -152,7 +152,7 @@ def read(run: RunDir) -> Facts:
 
 
 def _by_step(records: Iterable[Mapping[str, Any]]) -> list[tuple[float, Mapping[str, Any]]]:
-    # A resumed run repeats the steps after its checkpoint. The later record is of the state that went on, so it wins.
+    # A resumed run repeats the steps after its checkpoint. The later record is of the state that continued, so it wins.
     last = {step: r for r in records if (step := number(r.get("step"))) is not None and math.isfinite(step)}
     return sorted(last.items(), key=lambda item: item[0])
 

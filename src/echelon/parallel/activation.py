@@ -1,4 +1,4 @@
-"""Recompute: activations are computed a second time in the backward pass instead of being kept.
+"""Activation checkpointing: activations are computed a second time in the backward pass instead of being kept.
 
 A recomputed module is the same object of the same class, with another `forward`, so that the names of its parameters stay.
 Built on `torch.utils.checkpoint`, its non-reentrant kind, which draws the same dropout masks again. What torch leaves open
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import UsageError, require
 from echelon.parallel.blocks import blocks_by_policy, blocks_to_shard
 from echelon.parallel.prepared import NO_CONTEXT
 
@@ -87,8 +87,8 @@ class ActivationCheckpointParams:
     """Recompute activations in the backward pass instead of keeping them.
 
     Args:
-        check_fn: which submodules to recompute, each by itself; by default the repeated blocks of the model. One that is true
-            for the module itself recomputes it whole, which keeps nothing but makes everything anew at once.
+        check_fn: which submodules to recompute, each separately; by default the repeated blocks of the model. One that is true
+            for the module itself recomputes it whole, which keeps nothing but makes everything again at once.
         auto_wrap_policy: another way to choose, as the older FullyShardedDataParallel's.
         context_fn: as in `torch.utils.checkpoint.checkpoint`, to decide operator by operator what is kept.
         every: recompute only each `every`-th of the chosen, for half or a third of the price.
@@ -104,18 +104,15 @@ class ActivationCheckpointParams:
     offload_to_cpu: bool = False
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise UsageError(f"ActivationCheckpointParams(every={self.every}): at least 1.")
+        require(self.every >= 1, "every", "at least 1", self.every)
         if self.check_fn is not None and self.auto_wrap_policy is not None:
-            raise UsageError("ActivationCheckpointParams: check_fn and auto_wrap_policy both choose submodules; give one.")
+            raise UsageError("check_fn and auto_wrap_policy both choose the submodules to checkpoint. Give one of them.")
         if self.context_fn is not None and self.save_ops:
-            raise UsageError("ActivationCheckpointParams: context_fn and save_ops both choose what is kept; give one.")
+            raise UsageError("context_fn and save_ops both choose what is kept. Give one of them.")
         try:
             create_selective_checkpoint_contexts(list(self.save_ops))
         except ValueError as error:
-            raise UsageError(
-                f"ActivationCheckpointParams(save_ops=...) takes operators such as torch.ops.aten.mm.default. torch says: {error}"
-            ) from error
+            raise UsageError(f"save_ops must be operators such as torch.ops.aten.mm.default; torch says: {error}") from error
 
     def chosen(self, module: nn.Module) -> list[nn.Module]:
         """The modules to recompute, in the order of the model."""
@@ -236,7 +233,8 @@ def _is_cache(value: Any) -> bool:
 def _note_cache() -> None:
     """Once in a process."""
     logger.warning(
-        "recomputed blocks leave out the cache of keys and values while gradients are computed, as with use_cache=False; the "
+        "blocks with activation checkpointing get no cache of keys and values while gradients are computed, as with "
+        "use_cache=False; the "
         "model's past_key_values are empty then. Evaluation and generation use it as before."
     )
 

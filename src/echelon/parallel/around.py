@@ -31,7 +31,7 @@ class Passes:
     """Whether a wrapper's forward ran, for a backward pass to follow.
 
     Attributes:
-        ran: set by each such forward; whoever asks clears it.
+        ran: set by each such forward; the reader clears it.
     """
 
     _all: ClassVar[weakref.WeakKeyDictionary[nn.Module, list[Passes]]] = weakref.WeakKeyDictionary()
@@ -50,7 +50,7 @@ class Passes:
 
 
 def _hear(listeners: list[Passes], module: nn.Module, args: Any) -> None:
-    # Flags, not counts: torch.compile would compile this anew for every number.
+    # Flags, not counts: torch.compile would compile this again for every number.
     if torch.is_grad_enabled():
         for passes in listeners:
             passes.ran = True
@@ -129,7 +129,7 @@ class _Watch:
         self._passes.ran = False
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
-        """The wrapper's forward did not run since the last step. Whoever reduces by hand may do so: then the ranks agree."""
+        """The wrapper's forward did not run since the last step. Reducing by hand is allowed: then the ranks agree."""
         self._around += 1
         module = self._module()
         if self._around < self._next_look or module is None:
@@ -141,7 +141,7 @@ class _Watch:
         for (name, _), *digests in zip(named, *everyones, strict=False):
             if any(digest != digests[0] for digest in digests):
                 raise UsageError(
-                    f"the gradient of {self._name}.{name} is another on each rank: the forward pass did not go through the "
+                    f"the gradient of {self._name}.{name} differs between ranks: the forward pass did not go through the "
                     f"DistributedDataParallel, so nothing was reduced. Call self.{self._name}(x), not the module inside it; to "
                     "train each rank by itself, give the unit the plain module."
                 )

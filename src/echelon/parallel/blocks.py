@@ -92,7 +92,7 @@ def _by_custom_policy(module: nn.Module, policy: Any) -> Blocks:
     """torch's CustomPolicy can be asked by its `_run_policy` only (torch 2.13; tests/test_strategies.py notices a change)."""
     run = getattr(policy, "_run_policy", None)
     if run is None:
-        raise UsageError(f"auto_wrap_policy: a set of module classes or a policy function, not {type(policy).__name__}.")
+        raise UsageError(f"auto_wrap_policy must be a set of module classes or a policy function, got {type(policy).__name__}.")
     options: dict[nn.Module, dict[str, Any]] = run(module, set(), {})
     found = [(n, m) for n, m in module.named_modules() if n and m in options]
     for name, block in found:

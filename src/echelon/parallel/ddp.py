@@ -91,7 +91,9 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
             # A lambda: torch compares annotations, which are strings here, with its own types.
             self.module.register_comm_hook(self.module.process_group, lambda group, bucket: reduce_bucket(group, bucket))
         except RuntimeError as error:  # torch takes one hook
-            raise UsageError("bit-equal training reduces gradients by a hook of its own: leave out comm_hook.") from error
+            raise UsageError(
+                "comm_hook must be None in bit-equal training, which reduces gradients by its own hook. Leave it out."
+            ) from error
 
 
 register(Kind("ddp", lambda module: isinstance(module, DistributedDataParallel), DDPPrepared, inner="module"))
@@ -194,13 +196,15 @@ class DDPStrategy(Strategy):
 
     def _check(self, world: World) -> None:
         if self.mixed_precision is not None:
-            raise UsageError("DDPStrategy(mixed_precision=...): the precision is the unit's: AutoUnit(precision='bf16').")
+            raise UsageError(
+                "mixed_precision must be None in DDPStrategy. Give the precision to the unit: AutoUnit(precision='bf16')."
+            )
         if self.process_group is not None and self.device_mesh is not None:
-            raise UsageError("DDPStrategy: process_group and device_mesh both say which ranks. Give one of them.")
+            raise UsageError("process_group and device_mesh both choose the ranks. Give one of them.")
         # [device.index], as TorchTNT's page writes it, is [None] where there are no devices to choose from.
         mine = [world.device, world.device.index] if world.device.type == "cuda" else [None, world.device]
         if self.device_ids is not None and (len(self.device_ids) > 1 or any(d not in mine for d in self.device_ids)):
             raise UsageError(
-                f"DDPStrategy(device_ids={list(self.device_ids)}): this rank computes on {world.device}. Leave it out; for one "
+                f"device_ids must be this rank's device, {world.device}, got {list(self.device_ids)}. Leave it out; for one "
                 "process that drives several devices there is strategy 'dp'."
             )

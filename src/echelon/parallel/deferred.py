@@ -270,7 +270,7 @@ class Recording(TorchFunctionMode):
         if origin is None:
             _origins[storage] = (self, len(self.writers))
             self.writers[len(self.writers)] = []
-        elif origin[0] is not self:  # it goes on from what another recording made of it
+        elif origin[0] is not self:  # it continues from what another recording made of it
             elements = storage.nbytes() // tensor.dtype.itemsize
             before = Value(*origin, tensor.dtype, (elements,), (1,), 0)
             del _origins[storage]

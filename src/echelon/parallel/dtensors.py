@@ -46,7 +46,7 @@ class DTensorPrepared(Prepared[nn.Module]):
         super().trains_also(others)
 
     def fix_order(self) -> None:
-        raise UsageError("bit-equal training needs one axis of ranks: use fsdp, not tensor parallelism.")
+        raise UsageError("bit-equal training needs a mesh with one axis. Use fsdp, not tensor parallelism.")
 
 
 def _is_split_by_hand(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Bit-equal numbers on 1, 2, 4, ... ranks: gradients are added in one order, whoever computed them.
+"""Bit-equal numbers on 1, 2, 4, ... ranks: gradients are added in one order, on whichever rank they were computed.
 
 Every global batch is split into the same number of parts, a power of two, whatever the number of ranks: part p is micro-batch
 p // ranks of rank p % ranks. The parts' gradients are added as a tournament: neighbours first, then pairs of

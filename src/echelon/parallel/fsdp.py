@@ -98,12 +98,12 @@ class FSDPStrategy(Strategy):
 
     def _check(self, world: World) -> None:
         if self.blocks is not None and self.auto_wrap_policy is not None:
-            raise UsageError("FSDPStrategy: blocks and auto_wrap_policy both choose what is sharded. Give one of them.")
+            raise UsageError("blocks and auto_wrap_policy both choose what is sharded. Give one of them.")
         if self.process_group is not None and self.device_mesh is not None:
-            raise UsageError("FSDPStrategy: process_group and device_mesh both say which ranks. Give one of them.")
+            raise UsageError("process_group and device_mesh both choose the ranks. Give one of them.")
         mine = (world.device, world.device.index, torch.device(world.device.type))
         if self.device_id is not None and self.device_id not in mine:
-            raise UsageError(f"FSDPStrategy(device_id={self.device_id}): this rank computes on {world.device}. Leave it out.")
+            raise UsageError(f"device_id must be this rank's device, {world.device}, got {self.device_id}. Leave it out.")
 
     def _mesh(self, world: World, replicas: bool) -> DeviceMesh:
         from torch.distributed.device_mesh import DeviceMesh

@@ -76,9 +76,9 @@ def sharding_named(value: Any) -> tuple[bool, bool]:
     """
     name = getattr(value, "name", value) or "FULL_SHARD"
     if name == "NO_SHARD":
-        raise UsageError("FSDPStrategy(sharding_strategy=NO_SHARD): that is data parallelism with whole models: strategy 'ddp'.")
+        raise UsageError("sharding_strategy must shard something, got NO_SHARD. Use strategy 'ddp' instead.")
     if name not in _SHARDINGS:
-        raise UsageError(f"FSDPStrategy(sharding_strategy={value!r}): known are {', '.join(_SHARDINGS)}.")
+        raise UsageError(f"sharding_strategy must be one of {', '.join(_SHARDINGS)}, got {value!r}.")
     return _SHARDINGS[name]
 
 
@@ -94,7 +94,7 @@ def precision_policies(value: Any, module: nn.Module) -> tuple[MixedPrecisionPol
         policy = value or MixedPrecisionPolicy()
         return policy, policy
     if not isinstance(value, MixedPrecision):
-        raise UsageError(f"mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy, not {type(value).__name__}.")
+        raise UsageError(f"mixed_precision must be torch's MixedPrecision or MixedPrecisionPolicy, got {type(value).__name__}.")
     if value.keep_low_precision_grads:
         raise UsageError(
             "MixedPrecision(keep_low_precision_grads=True): gradients have the parameters' type. For gradients in half "

@@ -61,7 +61,7 @@ class FSDP2Strategy(Strategy):
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         if self.shard_on_largest_dim and self.shard_placement_fn is not None:
-            raise UsageError("FSDP2Strategy: shard_on_largest_dim and shard_placement_fn both say how. Give one of them.")
+            raise UsageError("shard_on_largest_dim and shard_placement_fn both choose the sharded dim. Give one of them.")
         offload, pin = offloads(self.cpu_offload, "FSDP2Strategy(cpu_offload=...)")
         how = Sharding(
             self.mesh or flat_mesh(world),
@@ -88,7 +88,7 @@ class FSDP2Strategy(Strategy):
         chosen = chosen_blocks(module, self.modules_to_shard or (), "FSDP2Strategy(modules_to_shard=...)")
         accepted = [(n, m) for n, m in named if (n, m) not in chosen and any(p(n, m) for p in self.shard_predicates)]
         if not chosen and not accepted:
-            raise UsageError(f"FSDP2Strategy(shard_predicates=...): none accepts a submodule of {type(module).__name__}.")
+            raise UsageError(f"shard_predicates must accept a submodule of {type(module).__name__}, got none.")
         return innermost_first([*chosen, *accepted])
 
 

@@ -69,7 +69,7 @@ def clip_by_norm_(
     if not beside and all(type(p) is nn.Parameter or not hasattr(p, "device_mesh") for p in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     if not norm_type > 0:
-        raise UsageError(f"norm_type {norm_type:g}: over shards more than 0, or inf.")
+        raise UsageError(f"norm_type must be above 0, or inf, for sharded gradients, got {norm_type:g}.")
     # Phase 1: this rank's parts, by the axes that they are split over. A kind without a gradient here still takes part.
     kinds: dict[Axes, list[torch.Tensor]] = {}
     for parameter in parameters:

@@ -80,9 +80,9 @@ def check_equal(parameters: Sequence[nn.Parameter], groups: Groups, what: str) -
     for group in groups:
         if any(other != mine for other in agree.gather(mine, group)):
             raise UsageError(
-                f"{what} outside of the module, which are not the same on all ranks: averaging their gradients would not keep "
-                "them equal. Make them part of the module, or seed all ranks alike before you make them; what each rank trains "
-                "for itself needs a TrainUnit."
+                f"{what} outside the module that differ between ranks, and averaging their gradients would not make them equal. "
+                "Make them part of the module, or seed all ranks alike before creating them. If each rank is to train its own, "
+                "use a TrainUnit."
             )
 
 

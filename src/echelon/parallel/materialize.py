@@ -208,7 +208,7 @@ def _agree_on_streams(origins: list[_Origin]) -> None:
     """Rank 0's generator states for all: a few kilobytes a draw instead of the values.
 
     Raises:
-        RanksDisagreeError: the ranks initialise otherwise than by torch's generators, and differently.
+        RanksDisagreeError: ranks initialise differently, by something other than torch's generators.
     """
     if not agree.is_joined():
         return

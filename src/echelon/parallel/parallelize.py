@@ -1,4 +1,4 @@
-"""The one order in which a module is changed: recompute, then compile, then shard.
+"""The one order in which a module is changed: activation checkpointing, then compile, then shard.
 
 Recompute comes first so that the compiler sees it; sharding comes last so that what is gathered is the whole compiled
 block. A strategy receives the first two as a `Recipe` and applies it where its own work allows.

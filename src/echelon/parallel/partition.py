@@ -1,6 +1,6 @@
-"""An optimizer whose state is divided among the ranks: each rank updates the parameters that it owns, and sends them to all.
+"""An optimizer whose state is sharded over the ranks: each rank updates the parameters that it owns, and broadcasts them.
 
-The user's own optimizer object stays, so schedulers, scalers and hooks on it go on working; its parameter groups are reduced
+The user's own optimizer object stays, so schedulers, scalers and hooks on it keep working; its parameter groups are reduced
 to what this rank owns. torch's ZeroRedundancyOptimizer would be another object, built from a class and its arguments, which
 an optimizer that exists does not give away (AdamW's `defaults` are not arguments that AdamW accepts).
 
@@ -65,7 +65,7 @@ class Partition:
         what: who divides, for messages.
         unfreezing: what to do about a parameter that was unfrozen too late, for messages.
     Attributes:
-        groups: every group's parameters, whoever owns them, in the order of the optimizer's groups.
+        groups: every group's parameters, of all owners, in the order of the optimizer's groups.
         owners: the rank within the group that owns a parameter; frozen ones are not in it.
     Raises:
         UsageError: an optimizer that looks at all parameters at once; ranks whose optimizers differ.
@@ -84,9 +84,11 @@ class Partition:
     ) -> None:
         self._what, self._unfreezing = what, unfreezing
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError(f"{what}: LBFGS looks at all parameters at once; it cannot be divided. Take strategy 'ddp'.")
+            raise UsageError(f"{what} cannot shard LBFGS, which needs all parameters at once. Use strategy 'ddp'.")
         if Partition.of(optimizer) is not None:
-            raise UsageError(f"this {type(optimizer).__name__} is divided already: {what} divides what the unit builds.")
+            raise UsageError(
+                f"this {type(optimizer).__name__} is sharded already, and {what} would shard it again. Build it unsharded."
+            )
         self._group, self._names = group, names or {}
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self.groups: list[list[nn.Parameter]] = []

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import UsageError, require
 from echelon.parallel.prepared import NO_CONTEXT, Prepared
 from echelon.parallel.shards import is_split, local
 from echelon.world import agree
@@ -47,9 +47,11 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, torch.float16, torch.bfloat16):
-            raise UsageError(f"Precision({self.dtype}): torch.float16, torch.bfloat16, or None for float32.")
-        if not (self.init_scale > 0 and self.growth_factor > 1 > self.backoff_factor > 0 and self.growth_interval >= 1):
-            raise UsageError(f"{self}: init_scale > 0, growth_factor > 1, backoff_factor between 0 and 1, growth_interval >= 1.")
+            raise UsageError(f"dtype must be torch.float16, torch.bfloat16, or None for float32, got {self.dtype}.")
+        require(self.init_scale > 0, "init_scale", "above 0", self.init_scale)
+        require(self.growth_factor > 1, "growth_factor", "above 1", self.growth_factor)
+        require(0 < self.backoff_factor < 1, "backoff_factor", "between 0 and 1", self.backoff_factor)
+        require(self.growth_interval >= 1, "growth_interval", "at least 1", self.growth_interval)
 
     @classmethod
     def of(cls, value: str | torch.dtype | Precision | None) -> Precision:
@@ -66,7 +68,7 @@ class Precision:
             return cls(_NAMES[value])
         if value in (torch.float16, torch.bfloat16) and isinstance(value, torch.dtype):
             return cls(value)
-        raise UsageError(f"precision {value!r}: known are 'fp32', 'bf16' and 'fp16', the torch dtypes, and ech.Precision(...).")
+        raise UsageError(f"precision must be 'fp32', 'bf16', 'fp16', a torch dtype or ech.Precision(...), got {value!r}.")
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         if self.dtype is None:
@@ -101,7 +103,8 @@ def check_scaler(scaler: torch.amp.GradScaler, prepared: Prepared[Any]) -> None:
 
         if not isinstance(scaler, ShardedGradScaler):
             raise UsageError(
-                f"grad_scaler is a {type(scaler).__name__}, which looks at this rank's shards only: on an inf some ranks would "
+                f"grad_scaler is a {type(scaler).__name__}, which checks this rank's shards only, so that on an inf some "
+                "ranks would "
                 "skip the update and others not. Choose its options with precision=ech.Precision(torch.float16, init_scale=...)."
             )
 

@@ -285,7 +285,7 @@ class WrapperPrepared(Prepared[M]):
 class Recognised:
     """The Prepared of modules by name: each is recognised once, until another takes its place.
 
-    A copy, or what another process gets of it, begins anew.
+    A copy, or what another process gets of it, starts over.
     """
 
     def __init__(self) -> None:

@@ -81,7 +81,7 @@ class FSDPPrepared(Prepared[nn.Module]):
 
     def fix_order(self) -> None:
         if any(p.device_mesh.ndim > 1 for p in self.module.parameters() if is_split(p)):  # type: ignore[attr-defined]
-            raise UsageError("bit-equal training needs one axis of ranks: use fsdp, not hsdp or tensor parallelism.")
+            raise UsageError("bit-equal training needs a mesh with one axis. Use fsdp, not hsdp or tensor parallelism.")
         super().fix_order()
         for module in self.module.modules():
             if is_fully_sharded(module):
@@ -96,7 +96,7 @@ register(Kind("fsdp", is_fully_sharded, FSDPPrepared))
 
 
 def _refuse_copies(module: nn.Module) -> None:
-    """What others do with whole modules, and cannot do with shards, says so, and what to do instead."""
+    """Make operations that need whole modules, such as `copy.deepcopy`, raise with the remedy."""
 
     def deepcopy(memo: Any) -> NoReturn:
         raise UsageError(
@@ -276,7 +276,9 @@ def _fill(root: nn.Module, parts: list[nn.Module], init: Callable[[nn.Module], N
         first = f"{root_name}{name}.{before[0]}"
         init(part)
         if _on_meta(part):
-            raise UsageError(f"{first} is on the meta device even after param_init_fn({type(part).__name__}). It must fill it.")
+            raise UsageError(
+                f"{first} must have a value after param_init_fn({type(part).__name__}), but it is still on the meta device."
+            )
     for (holder, name), *others in places.values():
         for other, other_name in others:
             setattr(other, other_name, getattr(holder, name))
@@ -298,7 +300,7 @@ def offloads(value: Any, option: str) -> tuple[bool, bool]:
         return True, value.pin_memory
     if isinstance(value, OffloadPolicy):
         return False, True
-    raise UsageError(f"{option}: True, False, or torch's CPUOffload or CPUOffloadPolicy, not {type(value).__name__}.")
+    raise UsageError(f"{option} must be True, False, or torch's CPUOffload or CPUOffloadPolicy, got {type(value).__name__}.")
 
 
 def flat_mesh(world: World) -> DeviceMesh:

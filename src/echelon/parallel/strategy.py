@@ -62,6 +62,7 @@ def resolve(strategy: Strategy | str | None) -> Strategy | None:
         return strategy
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise UsageError(
-            f"strategy {strategy!r}: known are {', '.join(map(repr, STRATEGIES))}, or a Strategy such as DDPStrategy(...)."
+            f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, or a Strategy such as DDPStrategy(...), got "
+            f"{strategy!r}."
         )
     return STRATEGIES[strategy]()

@@ -70,7 +70,9 @@ class TPStrategy(Strategy):
         dims = ParallelDims.of(world.size, dp_replicate=self.dp_replicate, tp=self.size if self.size is not None else world.size)
         given = ("device_mesh", "process_group", "mesh")
         if any(getattr(self.fsdp, name, None) is not None for name in given):
-            raise UsageError("TPStrategy(fsdp=...): the ranks follow from size and dp_replicate. Leave its mesh and group out.")
+            raise UsageError(
+                "fsdp must have no mesh and no group of its own in TPStrategy: size and dp_replicate choose the ranks."
+            )
         chosen = _chosen(module, _plan_of(module, self.plan))
         _check(module, chosen, dims.tp)
         if dims.tp > 1:
@@ -114,13 +116,13 @@ def _chosen(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
         parts = pattern.split(".")
         found = [n for n in names if len(p := n.split(".")) == len(parts) and all(map(fnmatchcase, p, parts))]
         if not found:
-            raise UsageError(f"tensor-parallel plan: no submodule of {type(module).__name__} matches {pattern!r}.")
+            raise UsageError(f"the tensor-parallel plan has {pattern!r}, which matches no submodule of {type(module).__name__}.")
         if isinstance(style, str):
             style = _ALIASES.get(style, style)
             if style not in STYLES:
                 raise UsageError(
-                    f"tensor-parallel plan: {pattern!r} is {style!r}; known are {', '.join(map(repr, STYLES))} and torch's "
-                    "ParallelStyle objects."
+                    f"a style of the tensor-parallel plan must be {', '.join(map(repr, STYLES))} or one of torch's "
+                    f"ParallelStyle objects, got {style!r} for {pattern!r}."
                 )
         chosen.update(dict.fromkeys(found, style))
     return chosen

@@ -1,4 +1,4 @@
-"""The stages of ZeRO: what is divided over the data-parallel ranks. Source: Rajbhandari et al. 2020.
+"""The stages of ZeRO: what is sharded over the data-parallel ranks. Source: Rajbhandari et al. 2020.
 
 stage 1: the optimizer's state (DistributedDataParallel, with a `Partition` of the optimizer);
 stage 2: gradients as well (`fully_shard` that keeps whole parameters between forward and backward);
@@ -62,16 +62,16 @@ class ZeROStrategy(Strategy):
     def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3):
             raise UsageError(
-                f"ZeROStrategy(stage={self.stage!r}): stages are 1 (optimizer state), 2 (and gradients), 3 (and parameters); "
-                "0 is strategy 'ddp'."
+                f"stage must be 1 (optimizer state), 2 (also gradients) or 3 (also parameters), got {self.stage!r}. "
+                "Stage 0 is strategy 'ddp'."
             )
         kind = DDPStrategy if self.stage == 1 else FSDPStrategy
         if self.options is not None and not isinstance(self.options, kind):
-            raise UsageError(
-                f"ZeROStrategy(stage={self.stage}, options=...): a {kind.__name__}, not {type(self.options).__name__}."
-            )
+            raise UsageError(f"options must be {kind.__name__}(...) for stage {self.stage}, got {type(self.options).__name__}.")
         if self.stage == 1 and self.cpu_offload:
-            raise UsageError("ZeROStrategy(stage=1, cpu_offload=True): whole parameters stay on the device. Take stage 2 or 3.")
+            raise UsageError(
+                "cpu_offload must be False for stage 1, whose parameters stay on the device, got True. Use stage 2 or 3."
+            )
         object.__setattr__(self, "name", f"zero{self.stage}")
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
@@ -82,8 +82,6 @@ class ZeROStrategy(Strategy):
         fsdp = self.options if isinstance(self.options, FSDPStrategy) else FSDPStrategy()
         reshard = self.stage == 3
         if fsdp.reshard_after_forward not in (None, reshard) or fsdp.sharding_strategy is not None:
-            raise UsageError(
-                f"ZeROStrategy(stage={self.stage}): the stage decides reshard_after_forward. Leave it out of options."
-            )
+            raise UsageError(f"reshard_after_forward must be left out of options, since stage {self.stage} decides it.")
         offload = self.cpu_offload or fsdp.cpu_offload
         return replace(fsdp, reshard_after_forward=reshard, cpu_offload=offload).prepare(module, world, recipe)

@@ -87,7 +87,7 @@ def _same_data(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _same_streams(records: list[dict[str, Any]], per_sample: Callable[[], set[str] | None]) -> list[tuple[str, str]]:
-    """Dropout of a step of one's own is switched off here, so that nobody can try what it would draw."""
+    """Dropout in a user's own train_step is switched off here, so its draws cannot be tried."""
     for a, b in combinations(records, 2):
         for name in a["streams"].keys() & b["streams"].keys():
             before, after = (x == y for x, y in zip(a["streams"][name], b["streams"][name], strict=True))
@@ -147,7 +147,7 @@ def _unlike(digests: Sequence[Mapping[str, int]]) -> list[str]:
 
 
 def from_verdict(verdict: Verdict, records: list[dict[str, Any]], facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Causes that the first difference itself tells.
+    """Causes that follow from the first difference itself.
 
     Args:
         facts: `held` and `rates` of the reference.
@@ -187,7 +187,7 @@ def from_mistakes(
     loss_gap = abs(mine["loss"] - right["loss"]) if mine["loss"] is not None and right["loss"] is not None else 0.0
 
     def explains(way: str) -> bool:
-        """It lies at least ten times nearer than what is right, in what differs."""
+        """The mistake explains the difference if it is at least ten times nearer than the right value."""
         if way not in mistakes:
             return False
         nearer = _distance(mine["gradients"], mistakes[way]["gradients"])

@@ -96,7 +96,7 @@ def matrix(
     if parts:
         rows += _bitwise(named, ranks, parts)
     if not rows:
-        raise UsageError("nothing to compare: give at least one strategy and one number of ranks.")
+        raise UsageError("prove needs at least one strategy and one number of ranks, got none.")
     return rows
 
 

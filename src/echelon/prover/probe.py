@@ -1,4 +1,4 @@
-"""What trying the forward pass a few times tells about it: how precise it is, whether it can be repeated, how it draws.
+"""Facts about the forward pass, from trying it: how precise it is, whether it can be repeated, how it draws.
 
 A process of its own tries, since a unit may count its calls; a reference must call it as often as training does.
 """

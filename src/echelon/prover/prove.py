@@ -74,9 +74,9 @@ def prove_target(
         logs: folder for what the ranks of failed rows wrote; by default a temporary one each, which stays.
     """
     if updates < 1:
-        raise UsageError(f"updates {updates}: at least 1.")
+        raise UsageError(f"updates must be at least 1, got {updates}.")
     if timeout_s is not None and not timeout_s > 0:
-        raise UsageError(f"timeout {timeout_s}: more than 0 seconds.")
+        raise UsageError(f"timeout_s must be above 0 seconds, got {timeout_s}.")
     with tempfile.TemporaryDirectory(prefix="echelon-prove-", ignore_cleanup_errors=True) as folder:
         run = Proving(target, Path(folder), updates, torch.float64 if float64 else torch.float32, seed, timeout_s, logs)
         for row in run.fitting(rows):

@@ -20,7 +20,7 @@ from echelon.loop.observer import observing
 from echelon.prover.matrix import Row
 from echelon.prover.mistakes import mistakes_of
 from echelon.prover.probe import probe
-from echelon.prover.record import Enough, Recorder
+from echelon.prover.record import Enough, StepRecorder
 from echelon.prover.reference import How, Reference, Shake, reference_of
 from echelon.prover.row_strategy import RowStrategy
 from echelon.prover.samples import checksums
@@ -39,7 +39,7 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
     """Run the target as `row` says, on this rank, and leave what it did in `folder`."""
     chosen = RowStrategy(row) if row.strategy is not None else None
     decided = Overrides(chosen, "fp32", row.accumulation, False, row.parts, observes=True)
-    recorder = Recorder(Path(folder), updates, dtype, every)
+    recorder = StepRecorder(Path(folder), updates, dtype, every)
 
     def watch(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
         _adapt(unit, row)
@@ -104,7 +104,7 @@ class Replay:
             except Enough:
                 return found
         what = self.target.script or "the functions"
-        raise UsageError(f"{what} never called echelon's train or fit: there is nothing to compare.")
+        raise UsageError(f"{what} never called echelon's train or fit, so there is nothing to compare.")
 
 
 def run_reference(replay: Replay, how: How = "right", shake: Shake | None = None) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def _with_sgd(unit: Any) -> None:
     """Give an AutoUnit SGD with momentum over the groups of its own optimizer; learning rates and schedule stay."""
     configure = getattr(unit, "configure_optimizers_and_lr_scheduler", None)
     if configure is None:
-        raise UsageError(f"{type(unit).__name__} makes its own optimizer: there is no row with SGD for it.")
+        raise UsageError(f"{type(unit).__name__} makes its own optimizer, so it has no row with SGD.")
 
     def with_sgd(module: Any) -> tuple[torch.optim.Optimizer, None]:
         own, _ = configure(module)

@@ -45,7 +45,7 @@ from echelon.prover.values import (
     whole_parameters,
 )
 
-__all__ = ["Enough", "GradientWatch", "Recorder", "rates_of"]
+__all__ = ["Enough", "GradientWatch", "StepRecorder", "rates_of"]
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -110,7 +110,7 @@ def _parameters_in(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
-class Recorder(Callback):
+class StepRecorder(Callback):
     """Watches one call of `train` or `fit`, and ends the script after `updates` optimizer updates.
 
     Args:
@@ -146,7 +146,7 @@ class Recorder(Callback):
         if self._unit is not None:
             raise Enough  # the script trains once more, after fewer updates than were asked for
         if not isinstance(unit, units.TrainUnit):
-            raise UsageError(f"{type(unit).__name__} is not a TrainUnit: there is no training to compare.")
+            raise UsageError(f"the unit must be a TrainUnit, got {type(unit).__name__}.")
         self._unit, self._sources, self._loader = unit, Sources(unit), dataloader
         self._describe(unit, dataloader)
         self._unlike_others(unit, unseeded)

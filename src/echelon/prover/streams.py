@@ -179,7 +179,7 @@ def _mapped(data: Any, change: Any) -> Any:
 
 
 def on_host(data: Any) -> Any:
-    """A copy of a batch that nobody changes any more."""
+    """A copy of a batch that does not change any more."""
     return _mapped(data, lambda t: t.detach().cpu().clone())
 
 

@@ -29,7 +29,7 @@ def is_joined() -> bool:
 
 
 def is_rank0() -> bool:
-    """Whether this process speaks for all."""
+    """Whether this process is rank 0, or the only one."""
     return not is_joined() or dist.get_rank() == 0
 
 

@@ -26,17 +26,17 @@ def device_of(info: RankInfo, device_type: str | None = None) -> torch.device:
         UsageError: an unknown or absent device type, or fewer devices than ranks on this node.
     """
     if device_type not in (None, "cpu", "cuda"):
-        raise UsageError(f"device type {device_type!r}: known are 'cpu' and 'cuda'.")
+        raise UsageError(f"device_type must be 'cpu' or 'cuda', got {device_type!r}.")
     if device_type == "cpu" or (device_type is None and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 0:
-        raise UsageError("device type 'cuda' was asked for, but torch finds no CUDA device here. Use device_type='cpu'.")
+        raise UsageError("device_type is 'cuda', but torch finds no CUDA device here. Use device_type='cpu'.")
     # A launcher that shows every rank one device only (CUDA_VISIBLE_DEVICES per rank) leaves index 0.
     index = 0 if count == 1 and info.local_world_size > 1 and "CUDA_VISIBLE_DEVICES" in os.environ else info.local_rank
     if index >= count:
         raise UsageError(
-            f"rank {info.rank} is number {info.local_rank} on its node, but the node has {count} CUDA devices. "
+            f"rank {info.rank} has local rank {info.local_rank}, but its node has {count} CUDA devices. "
             f"Start at most {count} ranks a node."
         )
     return torch.device("cuda", index)

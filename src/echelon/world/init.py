@@ -1,6 +1,6 @@
 """Join the group of ranks that the environment describes, and know one's place in it.
 
-`World` is a view of torch's default process group, whoever started it: `init_from_env`, the user by hand, or nobody (a
+`World` is a view of torch's default process group, however it was started: by `init_from_env`, by the user, or not at all (a
 world of one). It holds nothing that could disagree with torch.
 """
 
@@ -124,7 +124,7 @@ def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device
     try:
         if prefix and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             served = dist.TCPStore(info.master_addr, info.master_port, is_master=False, wait_for_workers=False, timeout=timeout)
-            # The launcher's store outlives a group: ranks that join anew must not read where the last one's were.
+            # The launcher's store outlives a group: ranks that join again must not read where the last one's were.
             store = dist.PrefixStore(f"{prefix}/{next(_joins)}", served)
             dist.init_process_group(
                 backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout, device_id=device_id

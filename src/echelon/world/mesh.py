@@ -46,7 +46,7 @@ class ParallelDims:
         given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
         for name, size in given.items():
             if size is not None and size < 1:
-                raise UsageError(f"{name} {size}: at least 1.")
+                raise UsageError(f"{name} must be at least 1, got {size}.")
         if dp_shard is None and world_size % (dp_replicate * tp) == 0:
             dp_shard = world_size // (dp_replicate * tp)
         if dp_shard is None or dp_replicate * dp_shard * tp != world_size:

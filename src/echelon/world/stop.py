@@ -78,9 +78,9 @@ def hear_from_now_on() -> dict[signal.Signals, Any]:
 
 
 def leave_if_asked() -> None:
-    """Before work that is not training begins: who was asked to stop meanwhile begins nothing."""
+    """Call it before work other than training: raises SystemExit(75) if a stop was requested meanwhile."""
     if _asked is not None and _tell is None and not _leaving:
-        logger.warning("%s came before this began: exit code %s asks to be started again", _asked, REQUEUE)
+        logger.warning("%s came before training began; exit code %s asks the launcher to start again", _asked, REQUEUE)
         raise SystemExit(REQUEUE)
 
 

@@ -1,4 +1,4 @@
-"""Random streams: what must start equal on all ranks does, what must differ between data-parallel ranks differs.
+"""RNG states: what must start equal on all ranks does, what must differ between data-parallel ranks differs.
 
 A script seeds all ranks alike (`seed`), builds the model, and every rank has the same one. Training then needs other streams per
 data-parallel rank: with one for all, dropout drops the same units of different samples, and augmentation turns and cuts them
@@ -28,7 +28,7 @@ def seed(seed: int) -> None:
         UsageError: outside 0 .. 2**32 - 1, numpy's range.
     """
     if not 0 <= seed < 2**32:
-        raise UsageError(f"seed {seed}: between 0 and {2**32 - 1}, the range that numpy takes.")
+        raise UsageError(f"seed must be between 0 and {2**32 - 1}, numpy's range, got {seed}.")
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -41,7 +41,7 @@ _loaded: list[str] | None = None
 
 
 def separate(dp_rank: int) -> None:
-    """Give this data-parallel rank streams of its own, derived from the common ones. Rank 0 keeps the common ones. Collective.
+    """Give this data-parallel rank its own RNG states, derived from the common ones. Rank 0 keeps the common ones. Collective.
 
     So one process alone draws what the same program without ranks would. Streams that are this rank's own already, or were
     restored, are left alone. numpy's and Python's do not know their seeds: ranks compare where they stand. Ranks of one
@@ -66,7 +66,7 @@ def separate(dp_rank: int) -> None:
 
 
 def renew(step: int) -> None:
-    """Other common streams than any before, the same on all ranks: for a run that goes on without its saved streams."""
+    """New common RNG states, the same on all ranks: for a run that resumes without its saved ones."""
     torch.manual_seed(_mix(torch.initial_seed(), step + 2**32))
     for stream, now in zip(_STREAMS[1:], _digests()[1:], strict=True):
         _begin(stream, now, step + 2**32)
@@ -161,7 +161,7 @@ def put_back(saved: dict[str, Any]) -> None:
     """
     kind, keys, position, has_gauss, gauss = saved["numpy"]
     if kind != "MT19937" or keys.shape != (624,) or not 0 <= position <= 624:
-        raise ValueError(f"a stream of numpy's of type {kind!r} at {position} of {tuple(keys.shape)}")
+        raise ValueError(f"an RNG state of numpy's of type {kind!r} at {position} of {tuple(keys.shape)}")
     torch.set_rng_state(saved["torch"])
     if saved["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])

@@ -73,7 +73,7 @@ class SlurmConfig(_SlurmConfig):
         if self.timeout_min == sys.maxsize:  # nntool's default, written out
             object.__setattr__(self, "timeout_min", None)
         if self.distributed_env_task != "torch":
-            raise UsageError(f"distributed_env_task {self.distributed_env_task!r}: 'torch' is the only one.")
+            raise UsageError(f"distributed_env_task must be 'torch', got {self.distributed_env_task!r}.")
         for name in ("array_parallelism", "slurm_array_parallelism"):
             object.__setattr__(self, "array_parallelism", self.extra_submit_kwargs.get(name, self.array_parallelism))
         super().__post_init__()

@@ -32,7 +32,7 @@ _STARTS_IN_VAIN = 3
 
 
 def refuse(run: RunDir, start: str, node: int, why: str) -> None:
-    """Leave why a node's launcher ended without an exit.json of its own: `conclude` says it then, and so does `Job.result`."""
+    """Write down why a node's launcher ended without an exit.json, for `conclude` and `Job.result` to report."""
     write_json(_refusals(run, start) / f"refused-{start}.node{node}.json", {"host": socket.gethostname(), "why": why})
 
 

@@ -67,7 +67,7 @@ class FunctionJob:
         """Until it has ended, however.
 
         Raises:
-            TimeoutError: it has not after `timeout_s`. It goes on.
+            TimeoutError: it has not after `timeout_s`. It continues.
         """
         return self._job.wait(timeout_s)
 
@@ -77,7 +77,7 @@ class FunctionJob:
         Raises:
             RankFailedError: with the first failing rank's own traceback; its exception is the `__cause__`, where it could be
                 sent. Also for a job that was cancelled or lost.
-            TimeoutError: it has not ended after `timeout_s`. It goes on.
+            TimeoutError: it has not ended after `timeout_s`. It continues.
         """
         values = self.results(timeout_s)
         return values[0] if len(values) == 1 else values
@@ -101,7 +101,7 @@ class FunctionJob:
     def _key(self) -> str:
         key = str(self._job.believed().get("key", ""))
         if not key:
-            raise UsageError(f"{self.run.path} was submitted by an earlier version, whose values have no seal: submit again.")
+            raise UsageError(f"{self.run.path} was submitted by an earlier version, whose values have no seal. Submit again.")
         return key
 
     def _values(self) -> list[Any]:
@@ -110,7 +110,7 @@ class FunctionJob:
         if missing:
             which = f"rank {', '.join(map(str, missing))}" if len(missing) <= _SHOWN else f"{len(missing)} of {self.ranks} ranks"
             raise RankFailedError(
-                f"{which} ended well, but left no value in {folder}: did the function end its process?",
+                f"{which} exited with 0, but left no value in {folder}. Did the function end its process?",
                 rank=missing[0],
                 exit_code=0,
                 logs=str(folder),

@@ -35,7 +35,7 @@ def job_of(run: RunDir) -> FolderJob:
     _, said = read_spec(run, believe=False)
     kind = _LAUNCHERS.get(str(said.get("launcher")))
     if kind is None:
-        raise UsageError(f"{run.path} holds no submitted job (job/job.json names no launcher that there is).")
+        raise UsageError(f"{run.path} holds no submitted job (job/job.json names an unknown launcher).")
     return kind(run)
 
 
@@ -60,9 +60,9 @@ def find_run(name: str, root: Path) -> Path:
     """The folder of a run, given as a path or as a name below `root`.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such run.
     """
     for path in (Path(name), root / name):
         if (path / "job").is_dir() or (path / "attempts").is_dir():
             return path
-    raise UsageError(f"run {name!r}: there is no such folder, neither here nor in {root}.")
+    raise UsageError(f"run {name!r} was not found, neither here nor in {root}.")

@@ -3,7 +3,7 @@
 `render` asks nobody and writes nothing: what it returns goes to `kubectl apply`. Each pod is a node, in which this module
 runs the launcher of a node, as `srun` does on a cluster. The pods find one another by the names that a headless Service gives
 them, and need a volume that all of them can write, on which the run's folder is.
-A pod that fails, or is evicted, ends the job; one that is applied again goes on in the same folder.
+A pod that fails, or is evicted, ends the job; one that is applied again resumes in the same folder.
 """
 
 from __future__ import annotations
@@ -54,9 +54,13 @@ def render(
     """
     claim, _, path = volume.partition(":")
     if not _NAME.fullmatch(name):
-        raise UsageError(f"--name {name!r}: Kubernetes wants at most 52 of a-z 0-9 -, a letter first, no - at the end.")
+        raise UsageError(
+            f"--name must be at most 52 of a-z 0-9 -, begin with a letter and not end with -, for Kubernetes, got {name!r}."
+        )
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", claim) or not PurePosixPath(path).is_absolute():
-        raise UsageError(f"--volume {volume!r}: CLAIM:PATH, a claim that all pods can write, and where they see it.")
+        raise UsageError(
+            f"--volume must be CLAIM:PATH, a claim that all pods can write and its absolute path there, got {volume!r}."
+        )
     run, label = str(PurePosixPath(path) / "runs" / name), "batch.kubernetes.io/"
     resources = _resources(cpus_per_rank * spec.ranks, gpus, mem)
     pod = {
@@ -83,7 +87,7 @@ def _resources(cpus: int, gpus: int | None, mem: str | None) -> dict[str, object
     """Of a pod, in Kubernetes' words."""
     amount = re.fullmatch(r"(\d+)([KMGT]?)", mem) if mem is not None else None
     if mem is not None and amount is None:
-        raise UsageError(f"--mem {mem!r}: a number and K, M, G or T.")
+        raise UsageError(f"--mem must be a number followed by K, M, G or T, got {mem!r}.")
     resources: dict[str, object] = {"cpu": str(cpus)}
     if amount:
         resources["memory"] = f"{amount[1]}{amount[2] or 'M'}i"
@@ -114,18 +118,18 @@ def _container(
 
 
 class KubernetesJob(FolderJob):
-    """As far as its folder tells, which does not tell a job that runs from one that was deleted."""
+    """The state as the folder shows it, which cannot distinguish a running job from a deleted one."""
 
     def _ask(self) -> tuple[JobState | None, str]:
         ended = self.attempts and exit_record(self.attempts[-1] / "exit.json") is not None
         return (None, "") if ended else (JobState.RUNNING, f"or gone: kubectl get job {self.run.name}")
 
     def _stop(self) -> None:
-        raise UsageError(f"echelon does not speak to Kubernetes: kubectl delete job {self.run.name}")
+        raise UsageError(f"echelon does not talk to Kubernetes itself. Run: kubectl delete job {self.run.name}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run this pod's node; the first pod says the last word for all. The exit code is 75 if applying again goes on."""
+    """Run this pod's node; the first pod concludes for all. The exit code is 75 if applying again would continue the run."""
     parser = argparse.ArgumentParser(prog="python -m echelon.launcher.cluster.kubernetes")
     parser.add_argument("run", type=Path, help="the run's folder, on a volume that all pods see")
     parser.add_argument("host", help="the name of a pod, with {} for its index")

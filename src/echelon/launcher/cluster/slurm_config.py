@@ -37,7 +37,7 @@ class SlurmConfig:
         mem: memory of each node, such as "64G"; empty is the cluster's default.
         timeout_min: the limit of each start in minutes; None is the partition's. Ranks are asked to save two minutes before it.
         requeue: start again after the limit, a preemption or the loss of a node. The function is called again with its
-            arguments, and goes on from its checkpoints.
+            arguments, and resumes from its checkpoints.
         setup: lines of shell before the ranks are started, as part of the batch script, which is no place for a secret.
         pack_code: run a copy of the code as it is now, so that an edit changes no job that waits.
         use_packed_code: False runs the code where it is, with the copy kept for the record.
@@ -85,7 +85,7 @@ class SlurmConfig:
 
     def __post_init__(self) -> None:
         if self.mode not in _MODES:
-            raise UsageError(f"mode {self.mode!r}: one of {', '.join(_MODES)}.")
+            raise UsageError(f"mode must be one of {', '.join(_MODES)}, got {self.mode!r}.")
         for name in ("num_of_node", "tasks_per_node", "processes_per_task", "cpus_per_task"):
             _check_count(name, getattr(self, name), 1)
         _check_count("gpus_per_task", self.gpus_per_task, 0)
@@ -93,11 +93,11 @@ class SlurmConfig:
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name), least)
         if not isinstance(self.job_name, str) or not self.job_name.strip() or not self.job_name.isprintable():
-            raise UsageError(f"job_name {self.job_name!r}: a name in one line, without control characters.")
+            raise UsageError(f"job_name must be one line without control characters, got {self.job_name!r}.")
         for name in ("setup", "exclude_code_folders", "code_file_suffixes"):
             lines = getattr(self, name)
             if isinstance(lines, str) or not all(isinstance(line, str) for line in lines or ()):
-                raise UsageError(f"{name} {lines!r}: a list of strings.")
+                raise UsageError(f"{name} must be a list of strings, got {lines!r}.")
         if self.use_distributed_env and not self.distributed_launch_command:
             raise UsageError(
                 "use_distributed_env=True needs a distributed_launch_command, such as 'torchrun --nnodes {num_machines} "
@@ -119,12 +119,12 @@ class SlurmConfig:
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):
-            raise UsageError(f"a function of slurm_fn takes a SlurmConfig or a dict of its fields, not {type(given).__name__}.")
+            raise UsageError(f"config must be a SlurmConfig or a dict of its fields, got {type(given).__name__}.")
         cls._check_names(given)
         return cls(**given)
 
     def changed(self, **changes: Any) -> SlurmConfig:
-        """A copy with some fields anew.
+        """A copy with some fields replaced.
 
         Raises:
             UsageError: there is no such field.
@@ -182,4 +182,4 @@ class SlurmConfig:
 
 def _check_count(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{name} {value!r}: a whole number of at least {least}.")
+        raise UsageError(f"{name} must be a whole number of at least {least}, got {value!r}.")

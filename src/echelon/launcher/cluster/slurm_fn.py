@@ -72,7 +72,7 @@ class SlurmFunction(Generic[P, T]):
         return self.configure(given)
 
     def configure(self, config: SlurmConfig | Mapping[str, Any] | None = None, /, **changes: Any) -> ConfiguredFunction[P, T]:
-        """The function with a config, of which some fields may be given anew."""
+        """The function with a config, some fields of which may be replaced."""
         return ConfiguredFunction(self, SlurmConfig.of(config if config is not None else {}).changed(**changes))
 
     def __reduce__(self) -> Any:
@@ -119,7 +119,7 @@ class ConfiguredFunction(Generic[P, T]):
         lists = [list(column) for column in columns]
         if not lists or not lists[0] or len({len(column) for column in lists}) > 1:
             lengths = ", ".join(str(len(column)) for column in lists)
-            raise UsageError(f"map_array: columns of one length, with at least one element; they have {lengths or 'none'}.")
+            raise UsageError(f"the columns of map_array must have one length of at least 1, got {lengths or 'none'}.")
         return self._start([(row, {}) for row in zip(*lists, strict=True)], array=True)
 
     map = map_array
@@ -143,10 +143,10 @@ class ConfiguredFunction(Generic[P, T]):
             UsageError: no job, or an unknown condition.
         """
         if condition not in _CONDITIONS:
-            raise UsageError(f"condition {condition!r}: one of {', '.join(_CONDITIONS)}.")
+            raise UsageError(f"condition must be one of {', '.join(_CONDITIONS)}, got {condition!r}.")
         known = tuple(_flat(jobs))
         if not known:
-            raise UsageError(f"{condition}: give at least one job.")
+            raise UsageError(f"{condition} needs at least one job, got none.")
         return replace(self, conditions=(*self.conditions, (condition, known)))
 
     def script(self, *args: P.args, **kwargs: P.kwargs) -> str:
@@ -241,7 +241,7 @@ class ConfiguredFunction(Generic[P, T]):
         return SlurmLauncher(self.config.options(dependency=dependency, export=exported(list(os.environ))))
 
     def _copy(self, run: RunDir) -> Copy | None:
-        """The code as it is now; None where there is none of the user's, as in a notebook."""
+        """A copy of the code as it is now; None without user files, as in a notebook."""
         config = self.config
         script = _own_code(self.function)
         if not config.pack_code or script is None:
@@ -283,7 +283,9 @@ class ConfiguredFunction(Generic[P, T]):
                 well = job.wait().exit_code == 0
                 if (condition == "afterok" and not well) or (condition == "afternotok" and well):
                     ended = "well" if well else "badly"
-                    raise UsageError(f"{self._name} was to begin {condition} of job {job.id}, which ended {ended}.")
+                    raise UsageError(
+                        f"{self._name} waits for {condition} of job {job.id}, which ended {ended}, so it will never begin."
+                    )
         return ",".join(f"{condition}:{':'.join(ids)}" for condition, ids in waits.items()) or None
 
 
@@ -303,7 +305,7 @@ def _flat(jobs: Any) -> Iterable[AnyJob]:
         for job in jobs:
             yield from _flat(job)
     else:
-        raise UsageError(f"{jobs!r} is no job of slurm_fn.")
+        raise UsageError(f"a job must be one that slurm_fn returned, got {jobs!r}.")
 
 
 def _word(word: str, copied: Callable[[str], str]) -> str:

@@ -88,7 +88,7 @@ def copy_code(
         if count > _MOST_FILES:
             raise UsageError(
                 f"{base} has more than {_MOST_FILES} files to copy for the job. Put the code into a git repository, "
-                "with data in .gitignore, or do without a copy: --no-snapshot, or pack_code=False."
+                "with data in .gitignore, or run without a copy: --no-snapshot, or pack_code=False."
             )
         if not source.is_file():  # deleted, and not yet committed
             continue
@@ -100,7 +100,7 @@ def _below(root: str, base: Path, files: list[str] | None) -> tuple[Path, list[s
     """The chosen folder, and those of the files in `base` that lie in it, where git knows them."""
     chosen = Path(root).resolve()
     if not chosen.is_dir():
-        raise UsageError(f"code_root {root!r}: there is no such folder.")
+        raise UsageError(f"code_root must be a folder, got {root!r}.")
     if files is None or not chosen.is_relative_to(base):
         return chosen, None
     return chosen, [str((base / f).relative_to(chosen)) for f in files if (base / f).is_relative_to(chosen)]

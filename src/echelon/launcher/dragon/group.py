@@ -57,13 +57,13 @@ class CollectiveGroup:
         nprocs: int | None = None,
     ) -> None:
         if not callable(training_fn):
-            raise UsageError(f"training_fn {training_fn!r}: a function.")
+            raise UsageError(f"training_fn must be a function, got {training_fn!r}.")
         if port is not None and not 0 < port < 65536:
-            raise UsageError(f"port {port}: between 1 and 65535, or None for a free one.")
+            raise UsageError(f"port must be between 1 and 65535, or None for a free one, got {port}.")
         if nprocs is not None and policies and nprocs != len(policies):
-            raise UsageError(f"nprocs={nprocs}, but there are {len(policies)} policies: one is for one rank. Leave nprocs out.")
+            raise UsageError(f"nprocs must be the number of policies, {len(policies)}, got {nprocs}. Leave nprocs out.")
         if policies is not None and not policies:
-            logger.warning("no policies, as gpu_policies() gives where there is no GPU: one rank per core")
+            logger.warning("policies is empty, as gpu_policies() is without a GPU; starting one rank per core")
         self.policies = list(policies or _by_default(nprocs))
         self._placed = Placed(training_fn, self.policies, hide_stderr)
         self._call = (tuple(training_args or ()), dict(training_kwargs or {}))
@@ -99,7 +99,7 @@ class CollectiveGroup:
             timeout: seconds; None waits for ever.
         Raises:
             RankFailedError: with the text of the first failing rank's own traceback; the others have been ended.
-            RankTimeoutError: they still run; they go on, and `join` may be called again.
+            RankTimeoutError: they still run; they continue, and `join` may be called again.
         """
         if self.values is None:
             self._must_be("join", "running")
@@ -114,7 +114,9 @@ class CollectiveGroup:
 
     def _must_be(self, what: str, state: str) -> None:
         if self._state != state:
-            raise UsageError(f"CollectiveGroup.{what}() on a group that is {self._state}: the order is init, start, join, close.")
+            raise UsageError(
+                f"CollectiveGroup.{what}() was called on a group that is {self._state}. The order is init, start, join, close."
+            )
 
     def __enter__(self) -> CollectiveGroup:
         self.start()
@@ -208,7 +210,7 @@ def _check_here(policies: Sequence[Any]) -> None:
     for rank, policy in enumerate(policies):
         if policy.host_name not in here:
             raise UsageError(
-                f"policy {rank}: host_name {policy.host_name!r} is not this machine. Other nodes are reached on Dragon's "
+                f"policies[{rank}].host_name must be this machine, got {policy.host_name!r}. Other nodes are reached on Dragon's "
                 "runtime, `echelon dragon`, or with `echelon submit`."
             )
         if absent := set(policy.cpu_affinity) - mine:

@@ -36,7 +36,9 @@ class DragonLauncher(LocalLauncher):
         if spec.kind == "call":
             raise UsageError("functions run on Dragon in a CollectiveGroup: `echelon dragon SCRIPT`.")
         if importlib.util.find_spec("dragon") is None:
-            raise UsageError("Dragon is not installed: pip install 'echelon[dragon]' (Linux on x86_64, Python 3.11 or later).")
+            raise UsageError(
+                "Dragon is not installed. Run: pip install 'echelon[dragon]' (Linux on x86_64, Python 3.11 or later)."
+            )
 
 
 def run(run: RunDir, sha256: str) -> int:

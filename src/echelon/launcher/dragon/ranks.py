@@ -66,7 +66,7 @@ class DragonRanks:
         for rank, policy in enumerate(policies):
             if policy.host_name and policy.host_name not in hosts:
                 raise UsageError(
-                    f"policy {rank}: host_name {policy.host_name!r} is none of Dragon's nodes, which are {', '.join(hosts)}."
+                    f"policies[{rank}].host_name must be one of Dragon's nodes, {', '.join(hosts)}, got {policy.host_name!r}."
                 )
         # `echelon dragon` removes its folder in any case. Under a plain `dragon` all nodes see where it was started.
         shared = os.environ.get(FOLDER_VARIABLE) or (os.getcwd() if len(hosts) > 1 else None)

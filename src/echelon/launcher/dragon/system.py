@@ -41,7 +41,7 @@ class Policy:
         host_name: of the node; empty is any.
         cpu_affinity: the cores on which the rank may run; empty is all.
         gpu_affinity: the devices that it sees; empty is all.
-        gpu_env_str: the variable that says so, CUDA_VISIBLE_DEVICES by default.
+        gpu_env_str: the variable that selects the GPUs, CUDA_VISIBLE_DEVICES by default.
     """
 
     Placement = _Placement
@@ -92,7 +92,7 @@ class System:
         """
         count = sum(len(cores) for _, cores, _ in self._nodes) if n is None else n
         if count < 1:
-            raise UsageError(f"cpu_policies({n}): at least 1.")
+            raise UsageError(f"the number of CPU policies must be at least 1, got {n}.")
         policies = []
         for index, (host, cores, _) in enumerate(self._nodes):
             here = count // self.nnodes + (index < count % self.nnodes)

@@ -61,20 +61,22 @@ def parse(command: str) -> list[str]:
         UsageError: an unknown placeholder, an unbalanced quote, or words that only a shell would understand.
     """
     if not command.isprintable():
-        raise UsageError(f"distributed_launch_command {command!r}: one line, without control characters.")
+        raise UsageError(f"distributed_launch_command must be one line without control characters, got {command!r}.")
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise UsageError(f"distributed_launch_command {command!r}: {error}.") from None
+        raise UsageError(f"distributed_launch_command cannot be split into words ({error}), got {command!r}.") from None
     if not words:
-        raise UsageError("distributed_launch_command is empty. Such as: torchrun --nproc-per-node {num_processes} main.py")
+        raise UsageError(
+            "distributed_launch_command must be a command such as torchrun --nproc-per-node {num_processes} main.py, got nothing."
+        )
     for name in _FIELD.findall(command):
         if name not in PLACEHOLDERS:
             known = ", ".join(f"{{{p}}}" for p in PLACEHOLDERS)
-            raise UsageError(f"distributed_launch_command has {{{name}}}, and there are only {known}.")
+            raise UsageError(f"the placeholders of distributed_launch_command must be among {known}, got {{{name}}}.")
     if shell := next((word for word in words if word in _SHELL), None):
         raise UsageError(
-            f"distributed_launch_command has {shell!r}, but is run without a shell. Put what comes before into `setup`."
+            f"distributed_launch_command must do without a shell, got {shell!r}. Put what comes before it into `setup`."
         )
     return words
 
@@ -147,7 +149,7 @@ class _Command:
 
     Attributes:
         ended: when each rank of this node was seen to have ended, in ns of the monotonic clock.
-        left: ranks that have ended as they were asked to, to go on later.
+        left: ranks that have ended as they were asked to, to resume later.
         stopped_by: the signal that asked for an end of all.
         cut_short: ranks were killed because others had left as they were asked to.
     """
@@ -193,7 +195,7 @@ class _Command:
         return {signal.SIGUSR1: wish, signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: stop}
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int:
-        """Until the command and its ranks have ended; its exit code. A rank may outlive it: whoever started it was stopped."""
+        """Until the command and its ranks have ended; its exit code. A rank may outlive it, when its parent was stopped."""
         asked = False
         until: float | None = None
         while True:
@@ -279,7 +281,7 @@ class _Command:
         return Failure(rank, 1, self.ended.get(rank, 0), "exit", text, log=log, reported=False)
 
     def _command_failure(self, code: int, *, began: bool) -> Failure:
-        """Nothing of the ranks tells it: the command's own last words do."""
+        """The ranks left no error, so the last lines of the command's output are the reason."""
         lines = read_end(self.log, _MOST_LOG).decode(errors="replace").splitlines()
         # The ranks' own error comes first; torchrun's summary of it, without a reason, is what the log ends with.
         first = next((n for n, line in enumerate(lines) if line.startswith("Traceback (")), len(lines) - _TAIL_LINES)
@@ -291,7 +293,7 @@ class _Command:
         return Failure(rank, 128 - code if code < 0 else code or 1, time.monotonic_ns(), "exit", text, log=self.log)
 
     def _too_few(self, ranks: Sequence[int]) -> Failure:
-        """All that came to the call ended well, but they are not those that were asked for."""
+        """All ranks that reached the call ended well, but their number is not the one asked for."""
         came = f"{len(ranks)} came to the call on node {self.meeting.node} (rank {', '.join(map(str, ranks))})"
         return Failure(
             ranks[0], 1, time.monotonic_ns(), "LauncherEnvironmentError", str(self.asked.error(came)), ours=True, log=self.log

@@ -80,8 +80,8 @@ def run_call(at: Place, name: str, function: Callable[[], Any]) -> NoReturn:
     global _begun
     if name != at.function:
         raise UsageError(
-            f"job {at.number + 1} of this script was a call of {at.function} when it was submitted, and is one of {name} here. "
-            "A launch command runs the script again, on the nodes: it must come to the same calls there."
+            f"job {at.number + 1} of this script called {at.function} when it was submitted, and calls {name} here. "
+            "A launch command runs the script again on the nodes, where it must make the same calls."
         )
     _begun = True
     info, folder = RankInfo.from_env(), Path(at.folder)
@@ -108,12 +108,12 @@ def run_call(at: Place, name: str, function: Callable[[], Any]) -> NoReturn:
         leave_value(lambda: _in_one_world(function(), asked), str(start.result), name, at.key)
 
     code = run_recorded(start, program)
-    # A rank that saved to go on later has done its work: with 75, torchrun would kill the others, who are about to save.
+    # A rank that saved to resume later has done its work: with 75, torchrun would kill the others, who are about to save.
     end(0 if code == REQUEUE else code)
 
 
 def _in_one_world(value: T, asked: Asked) -> T:
-    """The function's value, unless what it joined was smaller than the job: a library has a view of its own of the environment.
+    """The function's value, unless it joined fewer ranks than the job has, as a library may that reads other variables.
 
     Raises:
         LauncherEnvironmentError: this rank trained with fewer others than were asked for.

@@ -74,7 +74,7 @@ def _one_server(*, wait: bool) -> Iterator[ForkServer]:
 
 
 def preload(*modules: str) -> None:
-    """Start the server of this process's launches now, with these modules: it imports them while the caller goes on."""
+    """Start the server of this process's launches now; it imports these modules while the caller continues."""
     global _server
     if _server is None or not _server.alive():
         _server = ForkServer.start(modules)
@@ -129,7 +129,8 @@ def launch(
 def _refuse_under_prove() -> None:
     if overrides().observes:
         raise UsageError(
-            "the script starts ranks itself, with launch or spawn: prove has to start them. Let it call train or fit in every "
+            "the script starts ranks itself, with launch or spawn, but prove has to start them. Let it call train or fit in "
+            "every "
             "process, as under `echelon run`, or call echelon.prove with the functions that make its unit and its data."
         )
 
@@ -255,7 +256,7 @@ def check_environment(env: Mapping[str, str], what: str) -> None:
     for name, value in env.items():
         if not (isinstance(name, str) and isinstance(value, str)):
             kind = type(value).__name__  # not the value, which may be a secret
-            raise UsageError(f"{what}[{name!r}] is of type {kind}: names and values of environment variables are strings.")
+            raise UsageError(f"{what}[{name!r}] must be a string, as all environment variables, got {kind}.")
 
 
 def _name_of(fn: Callable[..., Any]) -> str:
@@ -270,7 +271,7 @@ def spawn(fn: Callable[..., T], args: Sequence[Any] = (), nprocs: int | str = 1,
     """
     for name, harmless in (("join", (True,)), ("daemon", (True, False)), ("start_method", ("spawn", "forkserver"))):
         if options.pop(name, harmless[0]) not in harmless:
-            raise UsageError(f"spawn({name}=...): only {' or '.join(map(repr, harmless))} is possible here.")
+            raise UsageError(f"{name} of spawn must be {' or '.join(map(repr, harmless))} here.")
     return launch(_WithRank(fn), ranks=nprocs, args=args, **options)
 
 

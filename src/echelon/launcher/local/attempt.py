@@ -23,7 +23,7 @@ _EXIT_WAIT_S = 10.0
 
 
 class Requests:
-    """Requests to stop and go on later: by signals, which are only counted here, and by the time.
+    """Requests to stop and resume later: by signals, which are only counted here, and by a time limit.
 
     Args:
         stop_after_s: seconds from now; None is no limit.
@@ -94,7 +94,7 @@ class Attempt:
         return {rank: os.waitstatus_to_exitcode(status) for rank, (status, _) in self.ended.items()}
 
     def left(self, *, records: bool = True) -> list[int]:
-        """The ranks that ended because they were asked to, or are about to: their record already says so, if it is read."""
+        """The ranks that ended because they were asked to, or are about to, by their records."""
         codes = self.exit_codes()
         said = (
             [r for r in self.running if (rank_record(self.record_path(r)) or {}).get("exit_code") == REQUEUE] if records else []
@@ -113,7 +113,7 @@ def write_exit(
     stopped: str | None = None,
     seen: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Record how an attempt ended. Where that cannot be written, it is said: the end itself stays what it was.
+    """Record how an attempt ended. If that cannot be written, report it; the exit code stays.
 
     Args:
         path: the attempt's exit.json, or with several nodes a node's own.

@@ -53,7 +53,7 @@ class ForkAgent(SimpleElasticAgent):
         begin_attempt: called with the number of each attempt; returns its folder and, for rank 0, the two descriptors
             that become its standard output and error.
         start_fields: the fields of `worker.Start` for a rank, without the rank's own variables.
-        requests: to stop and go on later; the ranks are asked, and may refuse.
+        requests: to stop and resume later; the ranks are asked, and may refuse.
         timeout_s: after so long the stacks of all ranks are collected and `RankTimeoutError` is raised; None never does.
         meeting: with the agents of other nodes; None is alone.
         say: shows a line beside the ranks' own output.
@@ -319,7 +319,7 @@ def _say(text: str) -> None:
 
 
 def _name_stopped(failures: list[Failure], seen: Mapping[int, Seen]) -> list[Failure]:
-    """Of a failure that is nobody's waiting, it is still worth knowing that a rank stood still."""
+    """Add to the failures' messages which ranks are stopped."""
     stopped = [rank for rank, s in seen.items() if s.stopped]
     if not stopped:
         return failures

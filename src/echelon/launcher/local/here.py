@@ -133,7 +133,7 @@ class _Tee:
             self._log.write(data)
             if isinstance(data, bytes):
                 self._log.flush()
-        with contextlib.suppress(OSError):  # `| head -1`, a terminal that has gone: the run goes on, and its log has it all
+        with contextlib.suppress(OSError):  # `| head -1`, a terminal that has gone: the run continues, and its log has it all
             self._stream.write(data)
         return len(data)
 

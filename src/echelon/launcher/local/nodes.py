@@ -1,7 +1,7 @@
 """How the launchers of several nodes meet: through a file in the run's folder, which all of them see.
 
 The first node binds the port on which it will serve the store of the job, on the address that the others reach it by, and
-writes both down with a token that is made anew for every start. No port is agreed on beforehand, so that none can be taken,
+writes both down with a token that is new for every start. No port is agreed on beforehand, so that none can be taken,
 and the token travels in a file that only its owner can read: not in an argument, not in the environment of a job's record.
 """
 
@@ -31,7 +31,7 @@ class Meeting:
     Args:
         node, nodes: this node's index, and how many there are.
         attempt: the number of the attempt in the run's folder.
-        host, port: of the store, which the first node serves; of one node alone there is none.
+        host, port: of the store, which the first node serves; unused on a single node.
         token: begins every key of the launchers in the store.
         interface: the network interface through which this node reaches the others; empty if it has no name.
         listener: the first of several nodes': bound and listening.
@@ -52,7 +52,7 @@ class Meeting:
 
 
 def meet(run: RunDir, start: str, node: int, hosts: list[str], timeout_s: float = _PATIENCE_S) -> Meeting:
-    """Wait until the first node has said where the store is; on the first node, say so.
+    """Learn the store's address: the first node publishes it, the others wait for it.
 
     Args:
         run: the run; the first node takes its next attempt.
@@ -86,7 +86,7 @@ def meeting_path(run: RunDir, start: str) -> Path:
 
 
 def _open(run: RunDir, path: Path, hosts: list[str]) -> Meeting:
-    host, port, listener = "127.0.0.1", 0, None  # of one node: its ranks have a store anew at every attempt
+    host, port, listener = "127.0.0.1", 0, None  # of one node: its ranks have a new store at every attempt
     if len(hosts) > 1:
         host = local_address_towards(hosts[1])
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
@@ -104,7 +104,7 @@ def local_address_towards(host: str) -> str:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     except OSError as error:
-        raise LauncherEnvironmentError(f"{socket.gethostname()} finds no address of node {host}: {error.strerror}.") from error
+        raise LauncherEnvironmentError(f"{socket.gethostname()} cannot resolve node {host}: {error.strerror}.") from error
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])

@@ -44,7 +44,7 @@ def forgive_output() -> None:
 class _Output(io.FileIO):
     """A descriptor to write to whose trouble is not the program's: a full disk costs lines of output, never the run.
 
-    What could not be written is counted, and said where writing goes on.
+    What could not be written is counted, and said where writing continues.
     """
 
     _lost = 0

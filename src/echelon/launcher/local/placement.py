@@ -31,7 +31,7 @@ def cores_of_rank(cores: Sequence[int], local_rank: int, local_ranks: int, numa:
         numa: the cores of each NUMA node; cores in none of them form one of their own. Empty is one node.
     """
     if not 0 <= local_rank < local_ranks:
-        raise UsageError(f"local rank {local_rank} of {local_ranks}: it must be between 0 and {local_ranks - 1}.")
+        raise UsageError(f"local_rank must be between 0 and {local_ranks - 1}, got {local_rank}.")
     allowed = sorted(set(cores))
     nodes = [kept for node in numa if (kept := [c for c in sorted(set(node)) if c in set(allowed)])]
     known = {c for node in nodes for c in node}
@@ -63,7 +63,7 @@ def _share(cores: Sequence[int], index: int, parts: int) -> list[int]:
 
 
 def numa_nodes(root: str | os.PathLike[str] = "/sys/devices/system/node") -> list[list[int]]:
-    """The cores of each NUMA node, as Linux tells; none where it does not."""
+    """The cores of each NUMA node as Linux reports them; empty elsewhere."""
     folders = [p for p in Path(root).glob("node*") if re.fullmatch(r"node\d+", p.name)]
     nodes = []
     for folder in sorted(folders, key=lambda p: int(p.name[4:])):
@@ -106,7 +106,7 @@ def bound(
         visible = visible_devices(env)
         if local_ranks > len(visible):
             said = f" (CUDA_VISIBLE_DEVICES={env[_VISIBLE]})" if _VISIBLE in env else ""
-            raise UsageError(f"{local_ranks} ranks with a GPU of their own, but {len(visible)} are to be seen here{said}.")
+            raise UsageError(f"{local_ranks} ranks need a GPU each, but {len(visible)} are visible here{said}.")
         variables[_VISIBLE] = visible[local_rank]
     return own, variables
 

@@ -103,7 +103,7 @@ class Relay:
         os.write(self._wake_write, b"x")
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Pass on what is still in the pipes, then end. A process that outlived its rank holds us no longer than the timeout."""
+        """Drain the pipes, then end. A process that outlived its rank delays this by the timeout at most."""
         self._stopping = True
         os.write(self._wake_write, b"x")
         self._thread.join(timeout_s)

@@ -147,7 +147,7 @@ class NodesRendezvous(OneNodeRendezvous):
             return 0
 
     def all_done(self) -> bool:
-        """As long as others run, this node may have to come to one more meeting.
+        """As long as other nodes run, this one may have to join another attempt.
 
         Raises:
             EchelonError: ranks of another node have failed for good.

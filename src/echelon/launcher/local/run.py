@@ -40,7 +40,7 @@ def rank_environment(
     Args:
         given: this process's own, as the user gave it.
         ranks: how many there are this time on this node.
-        restart: this attempt begins anew.
+        restart: this attempt starts over.
         meeting: with other nodes; None is one node.
     """
     env = {**given, **run.to_env(), **job.env}
@@ -103,7 +103,7 @@ def run_local(
 
 @contextlib.contextmanager
 def _many_descriptors() -> Iterator[None]:
-    """As many open files as this process may have: whoever connects to the store's port, and says nothing, holds one.
+    """Raise the limit of open files: every connection to the store's port holds one, idle ones too.
 
     The ranks, whose server was started before, keep the user's own limit.
     """
@@ -191,7 +191,7 @@ class _Starts:
     def fields(self, attempt: Attempt, info: RankInfo) -> dict[str, Any]:
         """What `worker.Start` is made of."""
         here = RunDir(self.run.path, attempt.number)
-        # Until an attempt has set aside what was there: one that died before would else go on from it.
+        # Until an attempt has set aside what was there: one that died before would else resume from it.
         earlier = (RunDir(here.path, n).attempt_path for n in range(self._first, attempt.number))
         restart = self.job.restart and not any(map(has_begun, earlier))
         ranks, job = info.local_world_size, self.job
@@ -239,7 +239,7 @@ def _signals_raise(exception: type[Exception], grace_s: float, *, patient: bool)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 previous[number] = signal.signal(number, stop)
-    except ValueError:  # not the main thread, as in a notebook's executor: whoever owns the main thread owns the signals
+    except ValueError:  # not the main thread, as in a notebook's executor: the main thread's owner has the signals
         pass
     try:
         yield
@@ -256,17 +256,17 @@ def _write_now(text: str) -> None:
 
 @contextlib.contextmanager
 def _sigusr1_asks(requests: Requests) -> Iterator[None]:
-    """SIGUSR1 is passed on to the ranks, from the first moment; this process itself goes on."""
+    """SIGUSR1 is passed on to the ranks from the start; this process continues."""
 
     def ask(number: int, frame: FrameType | None) -> None:
         requests.add()
         _write_now("SIGUSR1: asked the ranks to save and end")
 
     previous: Any = signal.SIG_IGN
-    with contextlib.suppress(ValueError):  # not the main thread: whoever owns it owns the signals
+    with contextlib.suppress(ValueError):  # not the main thread, whose owner has the signals
         if signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN:
             previous = signal.signal(signal.SIGUSR1, ask)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # whoever started early may have held it back
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the parent process may have blocked it
     try:
         yield
     finally:

@@ -169,7 +169,9 @@ class ForkServer:
             if not chunk:
                 for pid in self._running:  # the kernel has killed the ranks; this is for what they had started
                     _kill_group(pid, signal.SIGKILL)
-                raise EchelonError("the process that forks the ranks has gone. Was it killed? `dmesg` tells of the OOM killer.")
+                raise EchelonError(
+                    "the process that forks the ranks is gone. Was it killed? `dmesg` shows whether the OOM killer did it."
+                )
             self._buffer += chunk
         line, self._buffer = self._buffer.split(b"\n", 1)
         message: dict[str, Any] = json.loads(line)

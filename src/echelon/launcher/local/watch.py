@@ -1,4 +1,4 @@
-"""Watches ranks that make no progress: which is behind, where it stands, and who is to blame when others give up waiting.
+"""Watches for ranks without progress: which is behind, at which line, and which to blame when others time out.
 
 What is said was seen: the position of each rank (`contracts.pulse`), the kernel's state of its process, its Python stack. A rank
 that runs a loop of its own has no position; of that, only a stopped process and the stacks are known.
@@ -145,7 +145,7 @@ def blame(failures: Sequence[Failure], seen: Mapping[int, Seen]) -> list[Failure
     if not running:
         return list(failures)
     hint = "; ".join(f"rank {rank} still ran{f', {s}' if str(s) else ''}" for rank, s in sorted(running.items()))
-    text = f"{first.message}\n(it waited for the others in vain: {hint})"
+    text = f"{first.message}\n(it waited for other ranks until its timeout: {hint})"
     headline = f"rank {first.rank} gave up waiting for the others"
     return [replace(f, message=text, headline=headline) if f is first else f for f in failures]
 
@@ -173,7 +173,7 @@ def _culprit(rank: int, seen: Seen, first: Failure) -> Failure:
 
 
 class Watch:
-    """Says once in a while that there is no step, and who is behind.
+    """Reports now and then that no step is made, and which rank is behind.
 
     Args:
         after_s: without a step for so long, and for several times as long as steps usually take.

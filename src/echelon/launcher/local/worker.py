@@ -195,7 +195,7 @@ def _leaving_when_asked() -> Iterator[None]:
     """SIGUSR1 ends the program with exit code 75 at any moment of it, SIGTERM from `init_from_env` on; and neither does
     anything once it has ended.
 
-    Whoever starts a rank blocks `SIGNALS` before: what came while it had no handler yet is delivered here instead of lost.
+    The parent blocks `SIGNALS` before it starts a rank: what came while it had no handler yet is delivered here instead of lost.
     """
     if signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN:
         signal.signal(signal.SIGUSR1, leave)
@@ -244,7 +244,7 @@ def _system_exit(stop: SystemExit) -> tuple[int, dict[str, Any] | None]:
 
 
 def _call(start: Start) -> None:
-    """Call the function that was sent here, and leave its value for whoever sent it."""
+    """Call the function that was sent here, and leave its value for the sender."""
     sys.path[:] = list(start.sys_path)
     assert start.result is not None and start.sha256 is not None
     keep_process_groups()  # before modules are imported, which may take the function by its name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import UsageError, require
 from echelon.loop.callback import Callback
 from echelon.loop.callbacks.steps import at_least
 from echelon.loop.early_stop import EarlyStopChecker
@@ -38,8 +38,8 @@ class EarlyStopping(Callback):
         phase: Literal["train", "eval"] = "train",
         interval_freq: int = 1,
     ) -> None:
-        if interval not in ("step", "epoch") or phase not in ("train", "eval"):
-            raise UsageError(f"interval {interval!r}, phase {phase!r}: 'step' or 'epoch', 'train' or 'eval'.")
+        require(interval in ("step", "epoch"), "interval", "'step' or 'epoch'", interval)
+        require(phase in ("train", "eval"), "phase", "'train' or 'eval'", phase)
         at_least(1, interval_freq=interval_freq)
         self.monitored_attr, self.checker = monitored_attr, early_stop_checker
         self.interval, self.phase, self.interval_freq = interval, phase, interval_freq
@@ -74,7 +74,7 @@ class EarlyStopping(Callback):
             state.stop()
 
     def _read(self, unit: Any) -> float | str:
-        """The number, or what is wrong."""
+        """The monitored number, or an error message."""
         where, name = f"early stopping monitors {self.monitored_attr!r}", type(unit).__name__
         try:
             value = getattr(unit, self.monitored_attr)

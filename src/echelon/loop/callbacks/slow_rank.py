@@ -50,7 +50,7 @@ class SlowRankDetector(Callback):
         device: torch.device | None = None,
     ) -> None:
         if check_every_n_steps is None and check_every_n_epochs is None:
-            raise UsageError("SlowRankDetector needs check_every_n_steps or check_every_n_epochs.")
+            raise UsageError("SlowRankDetector needs check_every_n_steps or check_every_n_epochs, got neither.")
         at_least(1, check_every_n_steps=check_every_n_steps, check_every_n_epochs=check_every_n_epochs)
         self._every_steps, self._every_epochs = check_every_n_steps, check_every_n_epochs
         self._group, self._logger, self._device = pg, logger, device

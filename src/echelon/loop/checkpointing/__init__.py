@@ -1,1 +1,1 @@
-"""What a run saves and restores, when, and what it compares before it goes on."""
+"""What a run saves and restores, when, and what it compares before it resumes."""

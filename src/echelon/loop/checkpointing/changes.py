@@ -1,4 +1,4 @@
-"""What a checkpoint says about its run, and what is different in the run that takes it up."""
+"""The facts about a run in its checkpoints, and how they differ in the run that resumes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _users(unit: Unit) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON can hold it, and nobody would rather have it in a file of its own."""
+    """Whether JSON can hold a value, and it is small enough for the manifest."""
     try:
         text = json.dumps(value)
         strict.check_depth([[[[value]]]])
@@ -179,7 +179,7 @@ def check(saved: Mapping[str, Any], unit: Unit, loader: Any, *, optimizers: bool
     if refused:
         raise CheckpointMismatchError(
             f"this run is not the one that was saved:\n{text}"
-            f"If it is meant, pass RestoreOptions(allow_changes={tuple(refused)!r})."
+            f"If this is intended, pass RestoreOptions(allow_changes={tuple(refused)!r})."
         )
     return text, harmful
 
@@ -213,7 +213,7 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any], optimizers: bool)
 
 
 def _given(name: str, saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[Row]:
-    """Options that the script gives otherwise than the saved one did. As in torch, the saved values go on."""
+    """Options that differ between the script and the checkpoint. As in torch, the saved values win."""
     rows: list[Row] = []
     for index, (was, is_) in enumerate(zip(saved, now, strict=True)):
         where = name if len(saved) == 1 else f"{name}[{index}]"

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: a unit's state by name, what is a rank's own, the loader's position, and facts for the manifest."""
+"""What a checkpoint holds: a unit's state by name, per-rank state, the loader's position, and facts for the manifest."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _told: weakref.WeakSet[State] = weakref.WeakSet()
 
 
 def _warn_if_inexact(state: State, loader: Any, position: Any) -> None:
-    """Once in a run, at its first save in mid-epoch: one that goes on from there will not have the samples that this one has."""
+    """Warn once, at the first save in mid-epoch: a run that resumes from it will not see the same samples."""
     if loader is None or state in _told:
         return
     kind, why = type(loader).__name__, None
@@ -93,7 +93,7 @@ def _warn_if_inexact(state: State, loader: Any, position: Any) -> None:
 
 
 def is_unevaluated(state: State, unit: TrainUnit[Any]) -> bool:
-    """Whether an evaluation of these weights is due that has not come to its end."""
+    """Whether an evaluation of these weights is due and not finished."""
     return state.eval_state is not None and unit.train_progress.evaluation_due
 
 

@@ -21,7 +21,7 @@ __all__ = ["RunFolder", "absolute", "is_begun_anew"]
 
 logger = logging.getLogger(__name__)
 
-# Folders in which this process has begun anew; what is in them since then is its own.
+# Folders in which this process has started over; what is in them since then is its own.
 _begun: set[str] = set()
 
 

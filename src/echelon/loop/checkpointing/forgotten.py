@@ -1,4 +1,4 @@
-"""What a checkpoint holds and the program has no more: state that nobody asks for, and layers under other names."""
+"""State in a checkpoint that the program no longer has: unused state, and renamed layers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def forgotten(
 ) -> tuple[list[str], list[str]]:
     """What the unit has no more of the states in a checkpoint: what to refuse when strict, and what to list in any case.
 
-    A run that went on without would be another one, and its next checkpoint would lack it. A unit that does not train, and one
+    A run that continued without would be another one, and its next checkpoint would lack it. A unit that does not train, and one
     that takes weights only, leaves what belongs to training behind without a word.
     """
     kind_of = {name: kind for name, kind in _saved_kinds(config, list(names)).items() if name != "train_dataloader"}

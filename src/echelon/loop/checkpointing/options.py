@@ -35,7 +35,7 @@ class SaveOptions:
         if self.on_busy not in ("wait", "skip"):
             raise UsageError(f"on_busy must be 'wait' or 'skip', got {self.on_busy!r}.")
         if self.tolerated_failures < 0:
-            raise UsageError(f"tolerated_failures must be 0 or more, got {self.tolerated_failures}.")
+            raise UsageError(f"tolerated_failures must be at least 0, got {self.tolerated_failures}.")
 
 
 @dataclass(frozen=True)

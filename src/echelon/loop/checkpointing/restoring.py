@@ -1,4 +1,4 @@
-"""Put a unit back to a checkpoint: which one, what of it, and what has changed since."""
+"""Restore a unit from a checkpoint: which one, which state, and what has changed since."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OWN = ("streams", "metrics", "train_dataloader")
 def restore_first(
     dirpath: Place, ordered: list[Place], unit: Unit, loader: Iterable[Any] | None, options: RestoreOptions, fall_back: bool
 ) -> bool:
-    """Restore the first of these checkpoints that is whole; False if there are none.
+    """Restore the first of these checkpoints that is valid; False if the list is empty.
 
     Raises:
         CheckpointCorruptError: none of them is whole; or, without `fall_back`, the first is not.
@@ -56,7 +56,7 @@ def restore_first(
         return True
     if wrong:
         raise CheckpointCorruptError(
-            f"every checkpoint in {dirpath} is corrupt: {' '.join(wrong)} To begin anew, and keep these aside: "
+            f"every checkpoint in {dirpath} is corrupt: {' '.join(wrong)} To start over, and keep these aside: "
             "`echelon run --restart`, or SaveOptions(restart=True) at the saver and no restore."
         )
     return False
@@ -76,7 +76,8 @@ def restore(path: Place, unit: Unit, loader: Iterable[Any] | None, options: Rest
     except CheckpointNotFoundError as error:
         if inside := commit.candidates(path) or commit.candidates(path / "checkpoints"):
             raise CheckpointNotFoundError(
-                f"{path} is a folder of checkpoints, not one. The newest in it is {inside[0]}; restore_from_latest takes it."
+                f"{path} is a folder of checkpoints, not a checkpoint. The newest in it is {inside[0]}; restore_from_latest "
+                "takes it."
             ) from error
         raise
     return _restore(path, manifest, unit, loader, options)
@@ -131,7 +132,7 @@ def _own(path: Place, manifest: dict[str, Any]) -> dict[str, Any] | None:
         return None
     extras = {key: value for key, value in own.items() if key not in _OWN}
     if not all(isinstance(each, dict) for each in (own.get("streams"), own.get("metrics"), *extras.values())):
-        raise CheckpointCorruptError(f"{path} holds of a rank's own what echelon does not write: {', '.join(map(repr, own))}.")
+        raise CheckpointCorruptError(f"{path} holds per-rank state that echelon does not write: {', '.join(map(repr, own))}.")
     for key, by_module in extras.items():
         if not all(isinstance(words, list) and all(isinstance(word, str) for word in words) for words in by_module.values()):
             raise CheckpointCorruptError(f"{path} holds a {printable(key)} that is none.")
@@ -154,14 +155,16 @@ def _load_own(path: Place, own: dict[str, Any] | None, unit: Unit, *, metrics: b
     elif isinstance(unit, TrainUnit):
         streams.renew(unit.train_progress.num_steps_completed)
         if metrics and unit.tracked_metrics():
-            logger.warning("saved by another number of ranks: the shares of %s begin anew", ", ".join(unit.tracked_metrics()))
+            logger.warning(
+                "saved by another number of ranks: the per-rank shares of %s start over", ", ".join(unit.tracked_metrics())
+            )
 
 
 def _load_streams(path: Place, saved: dict[str, Any]) -> None:
     try:
         streams.load_states(saved)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
-        raise CheckpointCorruptError(f"{path} holds random streams that are none: {error!r}.") from None
+        raise CheckpointCorruptError(f"{path} holds RNG states that are not valid: {error!r}.") from None
 
 
 def _chosen(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
@@ -184,13 +187,13 @@ def _chosen(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
 
 def _log(report: Report, path: Place) -> None:
     if report.missing:
-        logger.warning("%s does not have, and left as they are: %s", path, printable(", ".join(report.missing)))
+        logger.warning("%s has no state for these, which stay as they are: %s", path, printable(", ".join(report.missing)))
     if report.cast and _speaks():
         kinds = Counter(report.cast.values())
         shown = ", ".join(f"{n} from {a} to {b}" for (a, b), n in kinds.items())
         logger.warning("%s: tensors cast: %s; the first is %s", path, shown, printable(next(iter(report.cast))))
     if report.unexpected:
-        logger.warning("%s has, and nobody asked for: %s", path, printable(", ".join(report.unexpected)))
+        logger.warning("%s also has state that this unit does not use: %s", path, printable(", ".join(report.unexpected)))
 
 
 def _speaks() -> bool:
@@ -213,7 +216,7 @@ class _IfSaved:
     """The loader's state; a checkpoint from the end of an epoch holds none, and the next epoch begins at its start.
 
     Args:
-        meant: what may differ, beside what the loader itself accepts: it goes on where the saved one stood.
+        meant: what may differ, beside what the loader itself accepts: it resumes where the saved one stood.
         own: reads what this rank wrote for itself; None if another number of ranks did.
     """
 
@@ -231,11 +234,11 @@ class _IfSaved:
             own = self._own()
             if own is None:
                 raise CheckpointMismatchError(
-                    f"every rank had a {type(self._loader).__name__} of its own state, and another number of ranks goes on. "
-                    "Use as many, or do not restore the loader; echelon.Loader goes on with any number."
+                    f"each rank saved the state of its own {type(self._loader).__name__}, so their number must be the same. "
+                    "Use as many ranks, or do not restore the loader; echelon.Loader resumes on any number."
                 )
             if not isinstance(own.get("train_dataloader"), dict):
-                raise CheckpointCorruptError("the checkpoint holds no state of this rank's loader, and should.")
+                raise CheckpointCorruptError("the checkpoint should hold the state of this rank's loader, and does not.")
             state_dict = own["train_dataloader"]
         if not isinstance(self._loader, Loader):
             self._loader.load_state_dict(state_dict)
@@ -247,6 +250,6 @@ class _IfSaved:
         except UsageError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointCorruptError(f"the checkpoint holds no state of a Loader: {error!r}.") from None
+            raise CheckpointCorruptError(f"the checkpoint's state of the loader is not one of a Loader: {error!r}.") from None
         finally:
             self._loader.accept_changes = accepted

@@ -1,4 +1,4 @@
-"""When a run diverges: back to the last good checkpoint, and on without the batches that did it."""
+"""When a run diverges: roll back to the last good checkpoint, and leave out the batches that caused it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from echelon.checkpoint import commit
-from echelon.contracts.errors import DivergedError, UsageError
+from echelon.contracts.errors import DivergedError, UsageError, require
 from echelon.data.loader import Loader
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import restoring
@@ -37,7 +37,7 @@ _ENOUGH = 16
 
 class RollBack(Callback):
     """Watches the loss of every update. When it is not finite, or far above what it was, all ranks go back to the newest
-    checkpoint from before, and go on without the batches of that update; they count as steps, so that every later step
+    checkpoint from before, and continue without the batches of that update; they count as steps, so that every later step
     trains on the samples that it would have had. Put it before the saver in the list of callbacks.
 
     Reading the loss makes the host wait for a GPU once per update.
@@ -67,10 +67,10 @@ class RollBack(Callback):
         at_most: int = 3,
         watch: Callable[[State, Any], float] | None = None,
     ) -> None:
-        if history < _ENOUGH or skip < 1 or at_most < 1 or (deviations is not None and not deviations > 0):
-            raise UsageError(
-                f"history {history}, skip {skip}, at_most {at_most}, deviations {deviations}: at least {_ENOUGH}, 1, 1; above 0."
-            )
+        require(history >= _ENOUGH, "history", f"at least {_ENOUGH}", history)
+        require(skip >= 1, "skip", "at least 1", skip)
+        require(at_most >= 1, "at_most", "at least 1", at_most)
+        require(deviations is None or deviations > 0, "deviations", "above 0, or None", deviations)
         self.saver, self.deviations, self.skip, self.at_most, self.watch = saver, deviations, skip, at_most, watch
         self._losses: deque[tuple[int, float]] = deque(maxlen=history)
         self._limit, self._limit_is_good_for = math.inf, 0
@@ -79,12 +79,13 @@ class RollBack(Callback):
     def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
         if self.watch is None and not hasattr(unit, "latest_update"):
             raise UsageError(
-                f"RollBack: {type(unit).__name__} is no AutoUnit: say what to watch with watch=lambda state, unit: ..."
+                f"RollBack must be told what to watch, since {type(unit).__name__} is not an AutoUnit: watch=lambda state, "
+                "unit: ..."
             )
         if state.train_state is not None and not hasattr(state.train_state.dataloader, "load_state_dict"):
             name = type(state.train_state.dataloader).__name__
-            raise UsageError(f"RollBack: {name} cannot go back: it has no load_state_dict. echelon.Loader has.")
-        self.saver.folder.take_over(unit, state)  # what is set aside then is no place to go back to
+            raise UsageError(f"the loader must have load_state_dict for RollBack, got {name}. echelon.Loader has it.")
+        self.saver.folder.take_over(unit, state)  # what is set aside then is not to be rolled back to
         self._from = step = unit.train_progress.num_steps_completed
         if not any(commit.step_of(path) <= step for path in commit.candidates(self.saver.dirpath)):
             self.saver.save(state, unit)
@@ -134,7 +135,7 @@ class RollBack(Callback):
         what = f"step {first}: {told}" + (f" (samples {samples})" if samples else "")
         if len(progress.skipped) >= self.at_most:
             raise DivergedError(
-                f"{what}. {len(progress.skipped)} updates were left out before, and at_most is {self.at_most}: "
+                f"{what}. {len(progress.skipped)} updates were left out before, and at_most is {self.at_most}; "
                 "a lower learning rate or clipping may help; the checkpoints are as they were."
             )
         skipped = [*progress.skipped, (first, first + (step - first) * self.skip)]
@@ -158,7 +159,9 @@ class RollBack(Callback):
         if state.recorder is not None:
             state.recorder.event("rolled_back", step=step, to=back, why=told, skipped=list(skipped[-1]), samples=samples)
         if agree.is_rank0():
-            logger.warning("%s; back to step %s, and on without steps %s to %s", what, back, first, skipped[-1][1] - 1)
+            logger.warning(
+                "%s; rolled back to step %s, and training on without steps %s to %s", what, back, first, skipped[-1][1] - 1
+            )
 
 
 def _samples(state: State, unit: TrainUnit[Any], steps: int) -> list[int]:

@@ -143,7 +143,7 @@ class DistributedCheckpointSaver(Callback):
 
     @pulse.during(Phase.CHECKPOINT)
     def _save(self, state: State, unit: TrainUnit[Any]) -> None:
-        """A save in the middle of training, which goes on without it if the storage refuses."""
+        """Save in the middle of training; if the storage fails, training continues without."""
         self._due = self.best is not None and _is_evaluated_next(state, unit)
         if self._due:
             return  # so that the number that is written down is of these weights
@@ -198,7 +198,7 @@ class DistributedCheckpointSaver(Callback):
         return path
 
     def _note_metrics(self, state: State, unit: TrainUnit[Any], step: int) -> None:
-        """A step was saved as a signal came, and its evaluation was made by the run that went on: now the number is known."""
+        """A step was saved as a signal came, and its evaluation was made by the run that resumed: now the number is known."""
         if self.best is None or contents.is_unevaluated(state, unit):
             return
         metrics = contents.monitored(self.best.monitored_metric, state, unit)
@@ -242,7 +242,7 @@ class DistributedCheckpointSaver(Callback):
             self._saved(state, step, time.perf_counter() - began, pause=False)
 
     def _failed(self, state: State, step: int, text: str, cause: BaseException | None) -> None:
-        """Say so on every rank, and go on; too many in a row end the run."""
+        """Report a failed save on every rank and continue; too many in a row end the run."""
         self.failures += 1
         if state.recorder is not None:
             state.recorder.event("checkpoint_failed", step=step, error=text)
@@ -295,11 +295,11 @@ class DistributedCheckpointSaver(Callback):
 
         Args:
             fall_back: when the newest is corrupt, say what is wrong with it and take the newest older one that is not; False
-                makes it an error. If all are corrupt it is an error in any case: a run with progress never begins anew by itself.
+                makes it an error. If all are corrupt it is an error in any case: a run with progress never starts over by itself.
         """
         folder, options = place(dirpath), restore_options or RestoreOptions()
         if is_begun_anew(absolute(folder)):
-            logger.warning("--restart: what is in %s is not restored", folder)
+            logger.warning("--restart was given: nothing in %s is restored", folder)
             return False
         return restoring.restore_first(folder, commit.candidates(folder), unit, train_dataloader, options, fall_back)
 
@@ -329,7 +329,7 @@ class DistributedCheckpointSaver(Callback):
 
 
 def _ends_epoch(state: State, unit: TrainUnit[Any]) -> bool:
-    """Whether the epoch ends with this step: saved after its end, any loader goes on with the next one."""
+    """Whether the epoch ends with this step: saved after its end, any loader continues with the next one."""
     return state.train_state is not None and state.train_state.ends_epoch(unit.train_progress)
 
 

@@ -1,6 +1,6 @@
 """Checkpoints that hold what is trained: frozen parameters are left out, and remembered by their checksums.
 
-A run that goes on builds them anew, as the first did; their checksums tell whether it did. Buffers are saved, since those of
+A run that resumes builds them again, as the first did; their checksums tell whether it did. Buffers are saved, since those of
 frozen layers may move: batch norm's statistics do. A parameter is left out if it was frozen when training began and is still,
 and if no checkpoint gave it its value.
 """

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import UsageError, require
 from echelon.observe.loggers.logger import Scalar, scalar_to_float
 
 __all__ = ["AnomalyLogger", "IsNaNEvaluator", "MetricAnomalyEvaluator", "ThresholdEvaluator", "TrackedMetric"]
@@ -31,7 +31,7 @@ class ThresholdEvaluator(MetricAnomalyEvaluator):
 
     def __init__(self, *, min_val: float = -math.inf, max_val: float = math.inf) -> None:
         if min_val > max_val:
-            raise UsageError(f"min_val {min_val} is greater than max_val {max_val}.")
+            raise UsageError(f"min_val must be at most max_val, {max_val}, got {min_val}.")
         self._min, self._max, self._value = min_val, max_val, math.nan
 
     def update(self, value: Scalar) -> None:
@@ -71,10 +71,8 @@ class TrackedMetric:
     evaluate_every_n_steps: int = 1
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0 or self.evaluate_every_n_steps < 1:
-            raise UsageError(
-                f"warmup_steps {self.warmup_steps}, evaluate_every_n_steps {self.evaluate_every_n_steps}: at least 0, at least 1."
-            )
+        require(self.warmup_steps >= 0, "warmup_steps", "at least 0", self.warmup_steps)
+        require(self.evaluate_every_n_steps >= 1, "evaluate_every_n_steps", "at least 1", self.evaluate_every_n_steps)
 
 
 class AnomalyLogger:

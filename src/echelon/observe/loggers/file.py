@@ -1,6 +1,6 @@
 """Loggers to a file: one row a step, appended; what is written stays readable whatever kills the process.
 
-A file that is there is continued, so that a run that goes on after a kill keeps what it had. A row may then occur twice,
+A file that is there is continued, so that a run that resumes after a kill keeps what it had. A row may then occur twice,
 for the steps between the last checkpoint and the kill; the later one counts.
 """
 
@@ -40,7 +40,7 @@ class FileLogger(ABC):
 
     def __init__(self, path: str | Path, steps_before_flushing: int = 100, log_all_ranks: bool = False) -> None:
         if steps_before_flushing < 1:
-            raise UsageError(f"steps_before_flushing {steps_before_flushing}: at least 1.")
+            raise UsageError(f"steps_before_flushing must be at least 1, got {steps_before_flushing}.")
         self.log_all_ranks = log_all_ranks
         self._given, self._steps_before_flushing = Path(path), steps_before_flushing
         self._begin()
@@ -116,7 +116,9 @@ class CSVLogger(FileLogger):
             with open(self._path, newline="", encoding="utf-8") as file:
                 self._names = next(csv.reader(file))
             if "step" not in self._names:
-                raise UsageError(f"{self._path} is there and has no column 'step': it is no file of this logger. Name another.")
+                raise UsageError(
+                    f"{self._path} exists, and has no column 'step', so this logger did not write it. Choose another path."
+                )
 
     def _append(self, rows: list[dict[str, float]]) -> None:
         new = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in self._names]

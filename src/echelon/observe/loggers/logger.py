@@ -36,7 +36,9 @@ def scalar_to_float(scalar: Scalar) -> float:
         return float(scalar)
     count = scalar.numel() if hasattr(scalar, "numel") else getattr(scalar, "size", 1)
     if count != 1:
-        raise UsageError(f"a logger takes single numbers; this {type(scalar).__name__} has {count}. Log a mean or a sum of it.")
+        raise UsageError(
+            f"a logged value must be a single number, got a {type(scalar).__name__} of {count}. Log its mean or sum."
+        )
     return float(scalar.item() if hasattr(scalar, "item") else scalar)
 
 
@@ -49,7 +51,7 @@ def hold(scalar: Scalar) -> Scalar:
 
 def rank() -> int:
     """This process's rank: torch's if it has joined a group, else the launcher's."""
-    # Not imported: whoever has a process group has loaded it.
+    # Not imported: where there is a process group, it has been loaded.
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_rank())

@@ -42,7 +42,7 @@ class FolderSink:
 
 
 def default_sinks() -> list[Sink]:
-    """What watches rank 0 when nobody said anything: the run folder if there is one, and progress if somebody looks.
+    """The default sinks of rank 0: the run folder if there is one, and progress unless the launcher draws it.
 
     Our launcher draws progress itself from the folder and says so. Without a launcher progress is shown on a terminal only.
     """

@@ -23,7 +23,7 @@ class MemorySnapshotParams:
 
     Args:
         start_step: the step from which on; None records only for the observer.
-        stop_step: the step at which a snapshot is written and recording ends; None goes on.
+        stop_step: the step at which a snapshot is written and recording ends; None never ends it.
         max_entries: how many of the latest events are kept.
         enable_oom_observer: write a snapshot when memory runs out. Records from the beginning.
     """

@@ -39,7 +39,7 @@ def cpu_stats() -> dict[str, float]:
 
 
 def gpu_stats(gpu: int | str) -> dict[str, float]:
-    """What nvidia-smi says of one GPU: nothing where there is none or it does not answer, and no value that it does not know.
+    """What nvidia-smi reports of one GPU; empty if there is none, without the values that it does not know.
 
     Takes some tens of milliseconds.
 

@@ -46,7 +46,7 @@ def submit(script: str, export: Sequence[str]) -> str:
         raise UsageError(f"Slurm refuses the job: {_reason(said.stderr)}")
     number = said.stdout.strip().split(";")[0]
     if not number.isdigit():
-        raise EchelonError(f"sbatch gave no number of a job, but {said.stdout.strip()[:200]!r}.")
+        raise EchelonError(f"sbatch must answer with the number of a job, got {said.stdout.strip()[:200]!r}.")
     return number
 
 
@@ -87,7 +87,7 @@ def ask(job: str) -> tuple[JobState | None, str]:
     return None, ""
 
 
-# Of a job that waits for something which does not come. A node that is drained or busy is none of them.
+# Reasons of a job that would wait for ever. A drained or busy node is not one.
 _NEVER = ("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "PartitionInactive", "BadConstraints", "InvalidAccount")
 _JUDGED_WITHIN_S = 2.0
 
@@ -107,7 +107,7 @@ def refuse_if_never(job: str) -> None:
         time.sleep(0.05)
     if state is JobState.PENDING and reason in _NEVER:
         cancel(job)
-        raise UsageError(f"Slurm would never start the job: {reason}. Are there so many nodes, cores, hours in that partition?")
+        raise UsageError(f"Slurm would never start the job: {reason}. Does that partition have so many nodes, cores and hours?")
 
 
 def cancel(job: str) -> None:
@@ -124,7 +124,7 @@ def _run(command: list[str], text: str = "", env: dict[str, str] | None = None) 
     try:
         return subprocess.run(command, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, env=env)
     except FileNotFoundError:
-        raise UsageError(f"there is no {command[0]} here: submit from a login node of a Slurm cluster.") from None
+        raise UsageError(f"{command[0]} was not found. Submit from a login node of a Slurm cluster.") from None
     except subprocess.TimeoutExpired:
         raise EchelonError(
             f"{command[0]} gave no answer within {_TIMEOUT_S:g} s: the controller is down, or very busy."

@@ -36,7 +36,7 @@ class SlurmJob(FolderJob):
     def _stop(self) -> None:
         if not _NUMBER.fullmatch(self.id):
             raise UsageError(
-                f"run {self.run.name}: its folder does not tell the number of its job. `squeue --me`, and `scancel` it."
+                f"run {self.run.name} does not know the number of its job. Find it with `squeue --me`, and `scancel` it."
             )
         commands.cancel(self.id)
 

@@ -169,9 +169,7 @@ class ToOwners:
                 part.zero_()
                 continue
             if gradient.is_sparse:
-                raise UsageError(
-                    "a gradient is sparse, which cannot be sent to its owner: build the Embedding with sparse=False."
-                )
+                raise UsageError("a gradient is sparse, and cannot be sent to its owner. Build the Embedding with sparse=False.")
             torch.mul(gradient, 1.0 / self._size, out=part)  # before the sum, which half precision might not hold
             self._touched.discard(parameter)
             if bucket.owner != self._rank:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class TimeLimitInterrupter(Callback):
-    """Stops training on all ranks at the same step, when rank 0's clock says so. A run that is restored goes on from there.
+    """Stops training on all ranks at the same step, when rank 0's clock says so. A run that is restored resumes from there.
 
     `echelon run --stop-after` needs no callback, and asks the job to be started again.
 

@@ -71,7 +71,7 @@ class MultiIterator(Iterator[dict[str, Any]]):
         """The next batch or batches, by their loaders' names."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, beside what the loaders know themselves."""
+        """Its position, besides the states of the loaders."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -96,9 +96,9 @@ class SourcesIterator(MultiIterator):
     ) -> None:
         super().__init__(individual_dataloaders, iteration_strategy)
         if not individual_dataloaders:
-            raise UsageError("no loaders: give at least one.")
+            raise UsageError("individual_dataloaders must hold at least one loader, got none.")
         if not isinstance(mechanism, StoppingMechanism):
-            raise UsageError(f"stopping_mechanism {mechanism!r}: a StoppingMechanism.")
+            raise UsageError(f"stopping_mechanism must be a StoppingMechanism, got {mechanism!r}.")
         self.mechanism = mechanism
         self.sources = {name: Source(name, loader) for name, loader in individual_dataloaders.items()}
         self.ended = False
@@ -117,8 +117,8 @@ class SourcesIterator(MultiIterator):
             return found
         if not all(padded):
             raise UsageError(
-                "of the batches that come together, some hold no sample for this rank and others do, and only all of them "
-                "can be left out. Give the loaders tail='drop'."
+                "some loaders have a sample for this rank in this step and others do not; batches are used together, or "
+                "left out together. Give the loaders tail='drop'."
             )
         return Padding({name: batch.batch for name, batch in found.items()})  # type: ignore[return-value]
 
@@ -126,7 +126,7 @@ class SourcesIterator(MultiIterator):
         order = list(self.sources) if names is None else list(names)
         unknown = sorted(set(order) - set(self.sources))
         if unknown or not order:
-            raise UsageError(f"iteration_order {order}: at least one, of {', '.join(map(repr, self.sources))}.")
+            raise UsageError(f"iteration_order must name loaders among {', '.join(map(repr, self.sources))}, got {order}.")
         return order
 
     def prepare(self, epoch: int, *, told: bool, allow_empty: bool) -> None:
@@ -178,7 +178,7 @@ class SourcesIterator(MultiIterator):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = state_dict["sources"]
         if set(saved) != set(self.sources):
-            raise UsageError(f"saved with loaders {sorted(saved)}, and here are {sorted(self.sources)}: the same names.")
+            raise UsageError(f"the loaders must be those of the saved run, {sorted(saved)}, got {sorted(self.sources)}.")
         for name, source in self.sources.items():
             source.go_on(saved[name])
         self.ended = bool(state_dict["ended"])
@@ -284,13 +284,13 @@ def _weights(given: Mapping[str, float] | None, names: list[str]) -> dict[str, f
     weights = dict.fromkeys(names, 1.0) if given is None else dict(given)
     missing = [name for name in names if name not in weights]
     if missing:
-        raise UsageError(f"weights: none for {', '.join(map(repr, missing))}. One for each loader.")
+        raise UsageError(f"weights must have one for each loader, got none for {', '.join(map(repr, missing))}.")
     for name in names:
         if not math.isfinite(weights[name]) or weights[name] < 0:
-            raise UsageError(f"the weight of {name!r} is {weights[name]}: 0 or more, and finite.")
+            raise UsageError(f"the weight of {name!r} must be finite and at least 0, got {weights[name]}.")
     drawn = {name: float(weights[name]) for name in sorted(names) if weights[name]}
     if not drawn:
-        raise UsageError("weights: all are 0, so nothing can be drawn.")
+        raise UsageError("at least one of the weights must be above 0, got only zeros.")
     return drawn
 
 

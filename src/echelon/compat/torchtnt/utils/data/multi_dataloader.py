@@ -48,7 +48,9 @@ class MultiDataLoader(Combined):
         ignore_empty_data: bool = False,
     ) -> None:
         if not individual_dataloaders or _OWN in individual_dataloaders:
-            raise UsageError(f"loaders {list(individual_dataloaders)}: at least one, and none named {_OWN!r}.")
+            raise UsageError(
+                f"individual_dataloaders must hold at least one loader, none named {_OWN!r}, got {list(individual_dataloaders)}."
+            )
         self.individual_dataloaders, self.iteration_strategy = individual_dataloaders, iteration_strategy
         self.iterator_cls, self.ignore_empty_data = iterator_cls, ignore_empty_data
         self.current_iterator: MultiIterator | None = None
@@ -100,13 +102,13 @@ class MultiDataLoader(Combined):
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the latest iteration stands, and the states of the loaders that have one, by name."""
+        """The position of the latest iteration, and the states of the loaders that have one, by name."""
         if self._loaded is not None:
             return self._loaded
         loaders: dict[str, Any] = dict(self.individual_dataloaders)
         states = {name: each.state_dict() for name, each in loaders.items() if _has_state(each)}
         now = self.current_iterator
-        over = getattr(now, "ended", False) and self._epoch is None  # the user's own loop goes on with the next epoch
+        over = getattr(now, "ended", False) and self._epoch is None  # the user's own loop continues with the next epoch
         begins = now is None or over
         own = None if begins or now is None else now.state_dict()
         left_off = sorted(name for name, source in self._sources.items() if source.is_left_off)
@@ -120,7 +122,7 @@ class MultiDataLoader(Combined):
             UsageError: when that begins: other loaders than were saved.
         """
         if _OWN not in state_dict:
-            raise UsageError(f"no state of a MultiDataLoader: it has {sorted(state_dict)}, and not {_OWN!r}.")
+            raise UsageError(f"state_dict must be that of a MultiDataLoader, with {_OWN!r}, got one with {sorted(state_dict)}.")
         saved = state_dict[_OWN]
         sources = (saved["own"] or {}).get("sources", {})
         self._sources = {name: Source(name, loader) for name, loader in self.individual_dataloaders.items()}
@@ -130,7 +132,7 @@ class MultiDataLoader(Combined):
                 continue
             at = sources.get(name, {"used": 0, "over": True})
             if name not in state_dict:
-                logger.warning("the state has nothing of the loader %r, which begins anew.", name)
+                logger.warning("the saved state has no loader %r; it starts from the beginning", name)
             elif isinstance(loader, Placed) and (at["over"] or not at["used"]):
                 loader.set_epoch(state_dict[name]["epoch"])  # its next pass begins at its start, and it remembers another
             else:

@@ -23,7 +23,7 @@ class Source:
 
     Attributes:
         used: batches of the present pass that were read.
-        passes: passes that were begun anew in this epoch.
+        passes: passes that were started again in this epoch.
         over: whether the present pass came to its end.
         finished: whether a pass of this epoch ever did.
         is_empty: it has no batches, and may have none.
@@ -58,18 +58,18 @@ class Source:
                 if set_epoch is not None:
                     set_epoch(self.epoch + self.passes * _PASS)
         if self._restored and self.left_off and not self.used:
-            next(iter(self._loader), None)  # else it would go on with the pass that the saved run had left
+            next(iter(self._loader), None)  # else it would continue with the pass that the saved run had left
         self.left_off = self._restored = False
         iterator = iter(self._loader)
         if self._skip:
             logger.warning(
-                "the loader %r has no state, so its first %s batches are read and left out. Right if their order is the same.",
+                "the loader %r has no state, so its first %s batches are read and skipped: exact only if their order is the same",
                 self.name,
                 self._skip,
             )
         for count in range(self._skip):
             if next(iterator, END) is END:
-                raise UsageError(f"the loader {self.name!r} goes on after {self._skip} batches, but has only {count}.")
+                raise UsageError(f"the loader {self.name!r} must resume after {self._skip} batches, but has only {count}.")
         self._skip = 0
         return iterator
 
@@ -87,7 +87,7 @@ class Source:
         if self.passes or not self.allow_empty:
             again = " a second time" if self.passes else ""
             raise UsageError(f"the loader {self.name!r} contains no data{again}. Is it a used-up iterator?")
-        logger.warning("the loader %r contains no data and is left out.", self.name)
+        logger.warning("the loader %r contains no data and is left out", self.name)
         self.is_empty = True
 
     def restart(self) -> None:

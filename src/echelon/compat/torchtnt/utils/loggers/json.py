@@ -23,7 +23,9 @@ class JSONLogger(FileLogger):
             except ValueError:
                 whole = False
             if not whole:
-                raise UsageError(f"{self._path} is there and holds no JSON array: it is no file of this logger. Name another.")
+                raise UsageError(
+                    f"{self._path} exists, and is not a JSON array, so this logger did not write it. Choose another path."
+                )
 
     def _append(self, rows: list[dict[str, float]]) -> None:
         text = ",\n".join(encode(row) for row in rows)

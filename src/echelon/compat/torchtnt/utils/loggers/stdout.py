@@ -19,7 +19,7 @@ class StdoutLogger:
 
     def __init__(self, precision: int = 4) -> None:
         if precision < 0:
-            raise UsageError(f"precision {precision}: 0 or more digits.")
+            raise UsageError(f"precision must be at least 0 digits, got {precision}.")
         self._precision, self._prints = precision, rank() == 0
         self._step: int | None = None
 

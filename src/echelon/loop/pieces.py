@@ -16,16 +16,16 @@ import torch.distributed as dist
 
 from echelon.contracts.overrides import overrides
 from echelon.data.loader import Loader
-from echelon.data.parts import Padding, Parts
+from echelon.data.parts import Padding, Pieces
 from echelon.loop.loss import weighted
 from echelon.world import agree
 
-__all__ = ["in_order", "mean_loss", "parts_for"]
+__all__ = ["in_order", "mean_loss", "pieces_for"]
 
 logger = logging.getLogger(__name__)
 
 
-def parts_for(loader: Any, own_step: bool) -> int:
+def pieces_for(loader: Any, own_step: bool) -> int:
     """In how many pieces a micro-batch of this loader is computed; the same on all ranks.
 
     Args:
@@ -49,10 +49,10 @@ def parts_for(loader: Any, own_step: bool) -> int:
     return -(-planned // ranks)
 
 
-def in_order(parts: Parts, all_padding: bool) -> list[tuple[Any, bool]]:
+def in_order(pieces: Pieces, all_padding: bool) -> list[tuple[Any, bool]]:
     """The pieces, and whether each is padding; padding first, so that a hook which is shown the last sees samples."""
-    pieces = [(p.batch, True) if isinstance(p, Padding) else (p, all_padding) for p in parts]
-    return sorted(pieces, key=lambda piece: not piece[1])
+    made = [(p.batch, True) if isinstance(p, Padding) else (p, all_padding) for p in pieces]
+    return sorted(made, key=lambda piece: not piece[1])
 
 
 def mean_loss(losses: Sequence[torch.Tensor], weights: Sequence[Any]) -> torch.Tensor:
