@@ -56,6 +56,20 @@ def test_saves_wait_for_the_windows_end_and_old_ones_go(ranks: Ranks, tmp_path: 
     assert names == ["step-00000006", "step-00000008"]
 
 
+def _refuses_groups_of_some(folder: Path) -> str:
+    some = dist.new_group([0])
+    ech.DistributedCheckpointSaver(folder, process_group=dist.new_group())
+    with pytest.raises(UsageError) as refused:
+        ech.DistributedCheckpointSaver(folder, process_group=some)
+    return str(refused.value)
+
+
+def test_a_saver_takes_a_group_of_all_ranks_alone(ranks: Ranks, tmp_path: Path) -> None:
+    messages = ranks(2, _refuses_groups_of_some, tmp_path)
+    assert messages[0] == "process_group must be None or a group of all 2 ranks, got one of 1."
+    assert messages[1] == "process_group must be None or a group of all 2 ranks, got one of 0."
+
+
 def test_saves_by_epoch_and_by_evaluation(tmp_path: Path) -> None:
     unit = make_unit("noop")
     saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_epochs=2, save_every_n_eval_epochs=1)

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch.distributed as dist
+
 from echelon.contracts.errors import UsageError
 
-__all__ = ["RestoreOptions", "SaveOptions"]
+__all__ = ["RestoreOptions", "SaveOptions", "check_group"]
 
 
 @dataclass(frozen=True)
@@ -71,3 +73,15 @@ class RestoreOptions:
     @property
     def takes_weights_only(self) -> bool:
         return not (self.restore_train_progress or self.restore_optimizers or self.restore_lr_schedulers)
+
+
+def check_group(process_group: dist.ProcessGroup | None) -> None:
+    """
+    Raises:
+        UsageError: some ranks would not take part in a save.
+    """
+    if process_group is None:
+        return
+    size, all_ranks = dist.get_world_size(process_group), dist.get_world_size()
+    if size != all_ranks:
+        raise UsageError(f"process_group must be None or a group of all {all_ranks} ranks, got one of {max(size, 0)}.")

@@ -21,11 +21,13 @@ from echelon.contracts.pulse import Phase
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import contents, restoring
 from echelon.loop.checkpointing.folder import RunFolder, absolute, is_begun_anew
-from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
+from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions, check_group
 from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.unit import TrainUnit, Unit
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from echelon.loop.state import State
 
 __all__ = ["BestCheckpointConfig", "DistributedCheckpointSaver", "RestoreOptions"]
@@ -50,6 +52,7 @@ class DistributedCheckpointSaver(Callback):
         best_checkpoint_config: which number of the unit is written down with each checkpoint, and what "best" means.
         async_checkpoint: the loop stops only to copy the state to host memory; a thread writes. Costs that memory.
         options: what else: a SaveOptions.
+        process_group: as in TorchTNT: None or a group of all ranks, since all of them take part in each save.
     """
 
     may_stop, saves = False, True
@@ -66,7 +69,9 @@ class DistributedCheckpointSaver(Callback):
         best_checkpoint_config: BestCheckpointConfig | None = None,
         async_checkpoint: bool = False,
         options: SaveOptions | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        check_group(process_group)
         self.options = options = options or SaveOptions()
         self.every = Every(save_every_n_train_steps, save_every_n_epochs, save_every_n_eval_steps, save_every_n_eval_epochs)
         self.best, self.async_checkpoint = best_checkpoint_config, async_checkpoint
