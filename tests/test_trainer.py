@@ -347,14 +347,14 @@ def test_ranks_that_were_launched_already_are_used(tmp_path: Path, how: str) -> 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"devices": 0}, "devices 0"),
+        ({"devices": 0}, "devices must be a number of ranks, .*got 0"),
         ({"devices": "two"}, "devices"),
         ({"devices": [0, 0]}, r"\[0, 0\]"),
         ({"strategy": "horovod"}, "strategy 'horovod': known are"),
-        ({"accelerator": "tpu"}, "accelerator 'tpu'"),
+        ({"accelerator": "tpu"}, "accelerator must be 'auto', 'cpu' or 'gpu', got 'tpu'"),
         ({"accelerator": "ddp", "strategy": "fsdp"}, "is a strategy"),
-        ({"gpus": 2, "devices": 2}, "give devices alone"),
-        ({"num_nodes": 0}, "num_nodes 0"),
+        ({"gpus": 2, "devices": 2}, "Give devices alone"),
+        ({"num_nodes": 0}, "num_nodes must be at least 1, got 0"),
         ({"precision": "64-true"}, r"module\.to\(torch\.float64\)"),
         ({"gradient_clip_algorithm": "both"}, "'norm' or 'value'"),
         ({"enable_checkpointing": True}, "where to"),

@@ -162,9 +162,10 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
     if how.init is None:
         remember(module)
     if how.mesh.ndim > 2 or (how.mesh.ndim == 2 and how.mesh.mesh_dim_names is None):
+        names = "" if how.mesh.mesh_dim_names else " without names"
         raise UsageError(
-            f"a {how.mesh.ndim}-D mesh{'' if how.mesh.mesh_dim_names else ' without names'}: fully_shard takes one axis, or two "
-            "with names: init_device_mesh(device, (copies, shards), mesh_dim_names=('dp_replicate', 'dp_shard'))."
+            f"the mesh must have one axis, or two with names, got {how.mesh.ndim}{names}. "
+            "Make it by init_device_mesh(device, (copies, shards), mesh_dim_names=('dp_replicate', 'dp_shard'))."
         )
     ignored = set(how.ignored)
     ranks = how.mesh.mesh.flatten().tolist()
