@@ -350,7 +350,7 @@ def test_ranks_that_were_launched_already_are_used(tmp_path: Path, how: str) -> 
         ({"devices": 0}, "devices must be a number of ranks, .*got 0"),
         ({"devices": "two"}, "devices"),
         ({"devices": [0, 0]}, r"\[0, 0\]"),
-        ({"strategy": "horovod"}, "strategy 'horovod': known are"),
+        ({"strategy": "horovod"}, "strategy must be one of 'noop', .*got 'horovod'"),
         ({"accelerator": "tpu"}, "accelerator must be 'auto', 'cpu' or 'gpu', got 'tpu'"),
         ({"accelerator": "ddp", "strategy": "fsdp"}, "is a strategy"),
         ({"gpus": 2, "devices": 2}, "Give devices alone"),
