@@ -180,7 +180,8 @@ def _called(message: bytes, own: dict[str, str], fresh: dict[str, Any]) -> bytes
             value = fn(*args, **kwargs)
             del fn, args, kwargs
             left = {name: now for name, now in _defaults().items() if now != fresh[name]}
-            left |= {".".join(name): "replaced" for name, now in _definitions().items() if before.get(name, now) is not now}
+            replaced = {name for name, now in _definitions().items() if before.get(name, now) is not now and not _is_torchs(now)}
+            left |= {".".join(name): "replaced" for name in replaced}
             assert not left, f"the function left behind {left}: use fresh ranks for it"
             return cloudpickle.dumps((value, "", None))
         finally:
@@ -191,6 +192,11 @@ def _called(message: bytes, own: dict[str, str], fresh: dict[str, Any]) -> bytes
             return cloudpickle.dumps((None, text, error))
         except Exception:
             return cloudpickle.dumps((None, text, None))
+
+
+def _is_torchs(function: Any) -> bool:
+    """Whether it is an optimizer class's `step` as torch wraps it when the class is first used."""
+    return bool(getattr(function, "hooked", False))
 
 
 def _defaults() -> dict[str, Any]:

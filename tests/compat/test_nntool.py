@@ -93,9 +93,12 @@ def test_a_config_can_be_changed_and_is_checked_when_it_is_used(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"distributed_env_task": "jax"}, "'torch' is the only one"),
+        ({"distributed_env_task": "jax"}, "distributed_env_task must be 'torch', got 'jax'"),
         ({"extra_submit_kwargs": {"slurm_num_gpus": 4}}, "go into extra_params_kwargs"),
-        ({"extra_submit_kwargs": {"slurm_array_parallelism": 0}}, "array_parallelism 0"),
+        (
+            {"extra_submit_kwargs": {"slurm_array_parallelism": 0}},
+            "array_parallelism must be a whole number of at least 1, got 0",
+        ),
     ],
 )
 def test_what_nntools_options_cannot_mean_is_said_when_the_config_is_made(fields: dict[str, Any], says: str) -> None:

@@ -412,7 +412,7 @@ def test_checkpoint_paths_are_echelons() -> None:
         zero.more_optimal_than(path, "min")
     with pytest.raises(UsageError, match=r"Phase\.TRAIN"):
         checkpoint.CheckpointPath("a", 1, {checkpoint.Phase.EVALUATE: 9})
-    with pytest.raises(ValueError, match=r"epoch_2_train_step_5 .*TorchTNT's.*state_dict\(\) there"):
+    with pytest.raises(ValueError, match=r"epoch_2_train_step_5\. .*TorchTNT's.*state_dict\(\) there"):
         checkpoint.CheckpointPath.from_str("a/epoch_2_train_step_5")
 
 

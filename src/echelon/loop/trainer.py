@@ -80,9 +80,9 @@ class Trainer:
     ) -> None:
         accelerator, strategy, devices = _without_old_words(accelerator, strategy, devices, gpus)
         if accelerator not in ACCELERATORS:
-            raise UsageError(f"accelerator {accelerator!r}: 'auto', 'cpu' or 'gpu'.")
+            raise UsageError(f"accelerator must be 'auto', 'cpu' or 'gpu', got {accelerator!r}.")
         if num_nodes < 1:
-            raise UsageError(f"num_nodes {num_nodes}: at least 1.")
+            raise UsageError(f"num_nodes must be at least 1, got {num_nodes}.")
         self.accelerator = accelerator
         self.strategy = strategy if strategy == "auto" else resolve(strategy)
         self.ranks, self.device_numbers = _devices_of(devices, accelerator)
@@ -175,7 +175,7 @@ class Trainer:
     def _local_ranks(self) -> int:
         gpus = len(visible_devices()) if self.accelerator != "cpu" else 0
         if self.accelerator in ("gpu", "cuda") and not gpus:
-            raise UsageError(f"accelerator {self.accelerator!r}: there is no GPU here. Leave it out, or take 'cpu'.")
+            raise UsageError(f"accelerator is {self.accelerator!r}, but this machine has no GPU. Leave it out, or give 'cpu'.")
         if isinstance(self.strategy, Strategy) and self.strategy.name == "dp":
             return 1  # one process drives all devices
         return self.ranks or (auto_ranks() if gpus else 1)
@@ -211,9 +211,8 @@ class Trainer:
             if isinstance(unit, Unit):
                 if not isinstance(unit, AutoUnit):
                     raise UsageError(
-                        f"{type(unit).__name__} is no AutoUnit: only its own code knows how to build it in a rank. Give "
-                        f"{work.phase}() a function that does: `trainer.{work.phase}({type(unit).__name__}, ...)` if it needs "
-                        "no arguments."
+                        f"the unit must be an AutoUnit, or a function that every rank calls to build one, got an object of "
+                        f"{type(unit).__name__}. If it needs no arguments: `trainer.{work.phase}({type(unit).__name__}, ...)`."
                     )
                 if vars(unit).get("optimizer") is not None:
                     before = str(save(unit, folder / "before"))
@@ -248,7 +247,7 @@ def _without_old_words(accelerator: str, strategy: Any, devices: Any, gpus: Any)
         accelerator, strategy = "auto", accelerator
     if gpus is not None:
         if devices != "auto":
-            raise UsageError(f"gpus={gpus!r} and devices={devices!r}: give devices alone.")
+            raise UsageError(f"gpus={gpus!r} and devices={devices!r} are both given. Give devices alone.")
         logger.warning("Trainer(gpus=%r) is an old spelling: write devices=%r", gpus, gpus)
         accelerator, devices = ("cpu", 1) if gpus in (0, "0", []) else (accelerator, gpus)
     return accelerator, strategy, devices
@@ -260,10 +259,10 @@ def _devices_of(devices: Any, accelerator: str) -> tuple[int, list[int] | None]:
         return 0, None
     if isinstance(devices, Sequence) and not isinstance(devices, str) and devices and accelerator != "cpu":
         if len(set(devices)) < len(devices) or not all(isinstance(d, int) and d >= 0 for d in devices):
-            raise UsageError(f"devices {devices!r}: different numbers of devices, such as [0, 2].")
+            raise UsageError(f"devices must be different device numbers, such as [0, 2], got {devices!r}.")
         return len(devices), list(devices)
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise UsageError(f"devices {devices!r}: a number of ranks, a list of GPUs such as [0, 2], or 'auto'.")
+        raise UsageError(f"devices must be a number of ranks, a list of GPUs such as [0, 2], or 'auto', got {devices!r}.")
     return devices, None
 
 
@@ -276,5 +275,5 @@ def _visible(numbers: Sequence[int]) -> str:
     """CUDA_VISIBLE_DEVICES for these of the devices that are visible now."""
     now = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
     if now and max(numbers) >= len(now):
-        raise UsageError(f"devices {list(numbers)}: CUDA_VISIBLE_DEVICES={','.join(now)} leaves {len(now)}.")
+        raise UsageError(f"devices must be below {len(now)}, since CUDA_VISIBLE_DEVICES={','.join(now)}, got {list(numbers)}.")
     return ",".join(now[n] if now else str(n) for n in numbers)

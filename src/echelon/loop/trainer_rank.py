@@ -158,7 +158,9 @@ def work_here(plan: Plan, work: Work) -> tuple[dict[str, float], list[Any]]:
         if any(getattr(options, name) != value for name, value in changes.items()):
             rebuild(unit, **changes)
     elif plan.unit_options:
-        raise UsageError(f"{type(unit).__name__} is no AutoUnit, so {', '.join(sorted(plan.unit_options))} cannot reach it.")
+        raise UsageError(
+            f"{', '.join(sorted(plan.unit_options))} must be given to {type(unit).__name__} itself, which is not an AutoUnit."
+        )
     return _run(plan, work, unit)
 
 
@@ -201,7 +203,7 @@ def _restore(plan: Plan, work: Work, unit: Any, loader: Any) -> None:
         folder = plan.checkpoints
         assert folder is not None
         if not DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader) and work.phase != "fit":
-            raise UsageError(f'ckpt_path="last": there is no checkpoint in {folder}.')
+            raise UsageError(f'ckpt_path is "last", but there is no checkpoint in {folder}.')
     elif work.ckpt_path is not None:
         DistributedCheckpointSaver.restore(work.ckpt_path, unit, train_dataloader=loader)
 

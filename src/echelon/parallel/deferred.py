@@ -14,29 +14,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from echelon.contracts.errors import EchelonError
 from echelon.parallel.deferred_calls import (
     DEFAULT,
     HERE,
     META,
-    as_bytes,
     asks_for_meta,
     changes_real,
     copied,
     is_meta,
-    leaves,
     mapped,
-    mark,
     not_away,
     on_cpu,
     on_meta_device,
@@ -45,8 +38,9 @@ from echelon.parallel.deferred_calls import (
     tensors_in,
     written_to,
 )
+from echelon.parallel.deferred_tape import Call, Tape, Value, origins
 
-__all__ = ["Recording", "Value", "on_meta", "recording"]
+__all__ = ["Recording", "on_meta", "recording"]
 
 
 @contextlib.contextmanager
@@ -85,69 +79,6 @@ class _Inside(threading.local):
 _inside = _Inside()
 
 
-@dataclass(frozen=True)
-class Value:
-    """A tensor of a recording: where in which storage it lies."""
-
-    recording: Recording
-    storage: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Value | None:
-        """None if the tensor was not made under a recording."""
-        origin = _origins.get(tensor.untyped_storage())
-        if origin is None:
-            return None
-        return cls(*origin, tensor.dtype, tuple(tensor.size()), tuple(map(int, tensor.stride())), int(tensor.storage_offset()))
-
-    @property
-    def is_set(self) -> bool:
-        """Whether anything gave it a value: `torch.empty` does not."""
-        return any(self.recording.calls[i].sets for i in self.recording.writers[self.storage])
-
-    @property
-    def may_be_unset(self) -> bool:
-        """Whether it began without values, so that a nan may stand for none."""
-        first = self.recording.writers[self.storage][:1]
-        return not first or not self.recording.calls[first[0]].sets or self.recording.calls[first[0]].made.get(0) != self.storage
-
-    def compute(self) -> torch.Tensor:
-        """The tensor, in host memory. Uses the memory of what it depends on, as a rule only itself.
-
-        What nothing set is nan, if it is of a floating type.
-        """
-        return self.within(self.recording.replay(self.storage))
-
-    def within(self, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-        if self.storage not in storages:  # made before the recording began
-            elements = self.offset + reach(self.size, self.stride)
-            storages[self.storage] = torch.UntypedStorage(elements * self.dtype.itemsize)
-            mark(torch.empty(0, dtype=self.dtype).set_(storages[self.storage]))
-        return torch.empty(0, dtype=self.dtype).set_(storages[self.storage], self.offset, self.size, self.stride)
-
-
-@dataclass
-class _Call:
-    """A function that made or changed tensors, with `Value`s in place of tensors."""
-
-    func: Callable[..., Any]
-    args: Any
-    kwargs: dict[str, Any]
-    reads: frozenset[int]
-    made: dict[int, int]  # which of its outputs began which storage
-    sets: bool
-    dtype: torch.dtype  # the default one
-    generator: torch.Generator
-    state: torch.Tensor | None  # of the generator before it, if it draws
-
-
-# By storage: the recording that a meta tensor belongs to, and its number there. Views, parameters and `.data` share storages.
-_origins: WeakKeyDictionary[torch.UntypedStorage, tuple[Recording, int]] = WeakKeyDictionary()
-
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _IS_CPU = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 _DEVICE = torch.Tensor.device.__get__
@@ -168,16 +99,12 @@ class Recording(TorchFunctionMode):
     """Writes down what happens to meta tensors while it is entered.
 
     Attributes:
-        calls: in order.
-        writers: by storage, which of them made or changed it.
-        sources: earlier recordings of what was changed in this one.
+        tape: what is written.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[_Call] = []
-        self.writers: dict[int, list[int]] = {}
-        self.sources: list[Recording] = []
+        self.tape = Tape()
         self._scratch = torch.UntypedStorage(0)
 
     def __exit__(self, *error: Any) -> None:
@@ -226,7 +153,7 @@ class Recording(TorchFunctionMode):
         if func is torch.device:
             return args[0] if len(args) == 1 and args[0] is HERE else func(*args, **kwargs)
         tensor = args[0]
-        if not is_meta(tensor) or tensor.untyped_storage() not in _origins:
+        if not is_meta(tensor) or tensor.untyped_storage() not in origins:
             return func(*args, **kwargs)
         if func == torch.Tensor.data_ptr:  # all are 0 on meta, which looks as if all were tied
             return ((self._number(tensor) + 1) << 40) + int(tensor.storage_offset()) * tensor.dtype.itemsize
@@ -248,7 +175,7 @@ class Recording(TorchFunctionMode):
     def _note(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any, written: list[torch.Tensor]) -> None:
         reads = {self._number(t) for t in tensors_in((args, kwargs)) if is_meta(t)}
         outputs = list(tensors_in(result))
-        made = {i: t for i, t in enumerate(outputs) if is_meta(t) and t.untyped_storage() not in _origins}
+        made = {i: t for i, t in enumerate(outputs) if is_meta(t) and t.untyped_storage() not in origins}
         if not made and not written:
             return  # a view, or a question
         generator = kwargs.get("generator") or torch.default_generator
@@ -258,34 +185,34 @@ class Recording(TorchFunctionMode):
             self._draw(func, args, kwargs, written)
         begins = {i: self._number(t) for i, t in made.items()}
         for storage in {*begins.values(), *(self._number(t) for t in written)}:
-            self.writers[storage].append(len(self.calls))
+            self.tape.writers[storage].append(len(self.tape.calls))
         sets = bool(written) or name not in _NO_VALUES
         recorded = (self._values(args), self._values(kwargs))
         dtype = torch.get_default_dtype()
-        self.calls.append(_Call(func, *recorded, frozenset(reads), begins, sets, dtype, generator, state))
+        self.tape.calls.append(Call(func, *recorded, frozenset(reads), begins, sets, dtype, generator, state))
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
-        origin = _origins.get(storage)
+        origin = origins.get(storage)
         if origin is None:
-            _origins[storage] = (self, len(self.writers))
-            self.writers[len(self.writers)] = []
-        elif origin[0] is not self:  # it continues from what another recording made of it
+            origins[storage] = (self.tape, len(self.tape.writers))
+            self.tape.writers[len(self.tape.writers)] = []
+        elif origin[0] is not self.tape:  # it continues from what another recording made of it
             elements = storage.nbytes() // tensor.dtype.itemsize
             before = Value(*origin, tensor.dtype, (elements,), (1,), 0)
-            del _origins[storage]
+            del origins[storage]
             self._begin(tensor, before, is_set=before.is_set)
-            self.sources.append(origin[0])
-        return _origins[storage][1]
+            self.tape.sources.append(origin[0])
+        return origins[storage][1]
 
     def _begin(self, tensor: torch.Tensor, value: torch.Tensor | Value, *, is_set: bool) -> None:
         """Note a tensor's storage as one that begins with a value."""
         number = self._number(tensor)
-        self.writers[number].append(len(self.calls))
-        made = _Call(
+        self.tape.writers[number].append(len(self.tape.calls))
+        made = Call(
             copied, (value,), {}, frozenset(), {0: number}, is_set, torch.get_default_dtype(), torch.default_generator, None
         )
-        self.calls.append(made)
+        self.tape.calls.append(made)
 
     def _values(self, tree: Any) -> Any:
         """Meta tensors as `Value`s, other tensors and arrays as they are now, and "cpu" for this recording's device."""
@@ -323,64 +250,3 @@ class Recording(TorchFunctionMode):
             return self._computed(leaf) if isinstance(leaf, torch.Tensor) else on_cpu(leaf)
 
         func(*mapped(stand_in, args), **mapped(stand_in, kwargs))
-
-    # --- afterwards
-
-    @torch.no_grad()
-    def replay(self, storage: int) -> dict[int, torch.UntypedStorage]:
-        """Compute a storage: it, and what it depends on, by number."""
-        storages: dict[int, torch.UntypedStorage] = {}
-
-        def real(leaf: Any) -> Any:
-            if not isinstance(leaf, Value):
-                return leaf
-            return leaf.within(storages) if leaf.recording is self else leaf.compute()
-
-        default = torch.get_default_dtype()
-        try:
-            for call in self._needed(storage):
-                torch.set_default_dtype(call.dtype)
-                before = call.generator.get_state()
-                if call.state is not None:
-                    call.generator.set_state(call.state)
-                outputs = list(tensors_in(call.func(*mapped(real, call.args), **mapped(real, call.kwargs))))
-                if not call.sets:
-                    mark(*outputs)
-                if call.state is not None:
-                    call.generator.set_state(before)
-                elif not torch.equal(before, call.generator.get_state()):
-                    name = torch.overrides.resolve_name(call.func) or call.func
-                    raise EchelonError(
-                        f"{name} draws random numbers, and on_meta did not know that it does. "
-                        "Build the model on a device, and please report it."
-                    )
-                for output, number in call.made.items():
-                    storages[number] = outputs[output].untyped_storage()
-        finally:
-            torch.set_default_dtype(default)
-        return storages
-
-    def digest(self, start: int = 0) -> int:
-        """A checksum of what was called with which numbers, whatever the generators gave."""
-        for call in self.calls:
-            start = zlib.crc32(getattr(call.func, "__name__", "").encode(), start)
-            for leaf in leaves((call.args, call.kwargs)):
-                start = zlib.crc32(as_bytes(leaf), start)
-        return start
-
-    def _needed(self, storage: int) -> list[_Call]:
-        """The calls that a storage's final content depends on: its writers, and before each, those of what it reads."""
-        needed: set[int] = set()
-        until = {storage: len(self.calls)}
-        waiting = [storage]
-        while waiting:
-            here = waiting.pop()
-            for index in self.writers[here]:
-                if index >= until[here] or index in needed:
-                    continue
-                needed.add(index)
-                for read in self.calls[index].reads:
-                    if until.get(read, -1) < index:
-                        until[read] = index
-                        waiting.append(read)
-        return [self.calls[i] for i in sorted(needed)]

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.deferred import Value, recording
+from echelon.parallel.deferred import recording
+from echelon.parallel.deferred_tape import Value
 from echelon.parallel.shards import local
 from echelon.world import agree
 
@@ -212,14 +213,14 @@ def _agree_on_streams(origins: list[_Origin]) -> None:
     """
     if not agree.is_joined():
         return
-    recordings = list(dict.fromkeys(origin.value.recording for origin in origins))
-    for each in recordings:  # which grows
-        recordings += [source for source in each.sources if source not in recordings]
-    draws = [call for each in recordings for call in each.calls if call.state is not None]
+    tapes = list(dict.fromkeys(origin.value.tape for origin in origins))
+    for each in tapes:  # which grows
+        tapes += [source for source in each.sources if source not in tapes]
+    draws = [call for each in tapes for call in each.calls if call.state is not None]
     states = [call.state for call in draws if call.state is not None]
     agree.same_on_all("the number of random initialisations of the model", len(states), "Build the same model on every rank.")
     digest = 0
-    for each in recordings:
+    for each in tapes:
         digest = each.digest(digest)
     agree.same_on_all(
         "the numbers that initialise the model",

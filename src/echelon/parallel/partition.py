@@ -166,7 +166,7 @@ class Partition:
         parameters = [p for group in new for p in group["params"] if p.requires_grad]
         twice = set(parameters) & set(self.parameters)
         if twice:
-            raise UsageError(f"{self._what}: {self._names.get(twice.pop(), 'a parameter')} is in the optimizer already.")
+            raise UsageError(f"{self._what}: {self._names.get(twice.pop(), 'a parameter')} is already in the optimizer.")
         for group in new:
             self.groups.append(list(group["params"]))
             self._frozen += [p for p in group["params"] if not p.requires_grad]

@@ -157,14 +157,13 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
     Block by block: a block is filled or moved to the device, made equal on all ranks, and split before the next one's turn,
     so that no rank's device ever holds more than its shards and one whole block.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
     if how.init is None:
         remember(module)
     if how.mesh.ndim > 2 or (how.mesh.ndim == 2 and how.mesh.mesh_dim_names is None):
+        names = "" if how.mesh.mesh_dim_names else " without names"
         raise UsageError(
-            f"a {how.mesh.ndim}-D mesh{'' if how.mesh.mesh_dim_names else ' without names'}: fully_shard takes one axis, or two "
-            "with names: init_device_mesh(device, (copies, shards), mesh_dim_names=('dp_replicate', 'dp_shard'))."
+            f"the mesh must have one axis, or two with names, got {how.mesh.ndim}{names}. "
+            "Make it by init_device_mesh(device, (copies, shards), mesh_dim_names=('dp_replicate', 'dp_shard'))."
         )
     ignored = set(how.ignored)
     ranks = how.mesh.mesh.flatten().tolist()
@@ -173,6 +172,22 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
     ignored |= (whole := _unsplittable(module))
     blocks = _blocks(module, how.blocks, world)
     module = recipe.compile(recipe.recompute(module))
+    _split(module, blocks, ignored, world, how)
+    materialize(module, torch.device("cpu") if how.offload else world.device, buffers=world.device)
+    for parameter in whole:  # is never offloaded
+        parameter.data = parameter.data.to(world.device)
+    trained = [p for p in module.parameters() if p in whole and p.requires_grad]
+    groups = [how.mesh.get_group(axis) for axis in range(how.mesh.ndim)]
+    if trained and len(ranks) > 1:
+        AfterEachBackward(module, trained, groups)
+    Buffers.keep_equal(module, groups)
+    return FSDPPrepared(module, world, axes_of(how.mesh))
+
+
+def _split(module: nn.Module, blocks: Blocks, ignored: set[nn.Parameter], world: World, how: Sharding) -> None:
+    """The blocks in turn, then the rest."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
     options: dict[str, Any] = {
         "mesh": how.mesh,
         "reshard_after_forward": how.reshard_after_forward,
@@ -193,15 +208,6 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
     if how.forward_prefetch:
         for (_, block), (_, following) in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
-    materialize(module, torch.device("cpu") if how.offload else world.device, buffers=world.device)
-    for parameter in whole:  # is never offloaded
-        parameter.data = parameter.data.to(world.device)
-    trained = [p for p in module.parameters() if p in whole and p.requires_grad]
-    groups = [how.mesh.get_group(axis) for axis in range(how.mesh.ndim)]
-    if trained and len(ranks) > 1:
-        AfterEachBackward(module, trained, groups)
-    Buffers.keep_equal(module, groups)
-    return FSDPPrepared(module, world, axes_of(how.mesh))
 
 
 def _unsplittable(module: nn.Module) -> set[nn.Parameter]:

@@ -135,7 +135,7 @@ def _own(path: Place, manifest: dict[str, Any]) -> dict[str, Any] | None:
         raise CheckpointCorruptError(f"{path} holds per-rank state that echelon does not write: {', '.join(map(repr, own))}.")
     for key, by_module in extras.items():
         if not all(isinstance(words, list) and all(isinstance(word, str) for word in words) for words in by_module.values()):
-            raise CheckpointCorruptError(f"{path} holds a {printable(key)} that is none.")
+            raise CheckpointCorruptError(f"{path} holds a {printable(key)} that is not valid.")
     return own
 
 

@@ -32,7 +32,9 @@ def fit(
         UnitError: a test of what is no TestUnit; before training.
     """
     if test_dataloader is not None and not isinstance(unit, TestUnit):
-        raise UnitError(f"fit(test_dataloader=...) needs test_step, but {type(unit).__name__} is no TestUnit.")
+        raise UnitError(
+            f"the unit of fit(test_dataloader=...) must inherit from TestUnit, which has test_step, got {type(unit).__name__}."
+        )
     run.fit(unit, train_dataloader, eval_dataloader, callbacks=callbacks, timer=timer, **limits)
     if test_dataloader is not None:
         run.test(unit, test_dataloader, max_steps_per_epoch=max_test_steps, callbacks=callbacks, timer=timer)

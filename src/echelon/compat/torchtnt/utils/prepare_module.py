@@ -160,7 +160,7 @@ def on_mesh(strategy: Strategy | str | None, global_mesh: GlobalMeshCoordinator 
         kind = "no strategy" if chosen is None else type(chosen).__name__
         raise UsageError(f"global_mesh is for TPStrategy and FSDP2Strategy; here it meets {kind}. Leave it out.")
     if chosen.mesh is not None:
-        raise UsageError("FSDP2Strategy(mesh=...) and global_mesh both say which ranks. Give one of them.")
+        raise UsageError("FSDP2Strategy(mesh=...) and global_mesh both choose the ranks. Give one of them.")
     return replace(chosen, mesh=global_mesh.dp_mesh)
 
 
