@@ -196,6 +196,26 @@ def test_ones_own_unit_gets_the_same_samples_on_the_ranks_of_a_layer(ranks: Rank
     assert rows[0] == rows[2] != rows[1] == rows[3] and len(rows[0]) == 8
 
 
+def _divides_its_own(folder: str) -> list[float]:
+    units = []
+    mesh = grid("cp", sizes=(2,))
+    for module in (fully_shard(net(), mesh=mesh), DistributedDataParallel(net(), device_mesh=mesh)):
+        x, y = batch(16, 0)
+        mine = [(x[i + dist.get_rank() :: 8], y[i + dist.get_rank() :: 8]) for i in (0, 2, 4, 6)]
+        unit = _Own(module)
+        saver = ech.DistributedCheckpointSaver(f"{folder}/{len(units)}", save_every_n_train_steps=2)
+        ech.train(unit, mine, max_epochs=1, callbacks=[saver])
+        assert ech.DistributedCheckpointSaver.restore_from_latest(f"{folder}/{len(units)}", _Own(module))
+        units.append(unit)
+    return [float(unit.module(batch(4, 1)[0]).sum()) for unit in units]
+
+
+def test_ones_own_unit_with_data_of_ones_own_needs_no_word_on_axes(ranks: Ranks, tmp_path: Any) -> None:
+    """Nothing is divided here, so an axis whose ranks nobody knows is none of our business."""
+    one, two = ranks(2, _divides_its_own, str(tmp_path))
+    assert one == pytest.approx(two, rel=1e-12) and one[0] == pytest.approx(one[1], rel=1e-12)
+
+
 def _refused() -> dict[str, str]:
     said = {}
     mesh = grid("dp", "cp")

@@ -341,6 +341,44 @@ def test_a_step_that_takes_the_iterator_fetches_its_own_batches() -> None:
     assert unit.pairs == [(1, 2), (3, 4)] and unit.train_progress.num_steps_completed == 2
 
 
+class Pairs(Plain):
+    def get_next_train_batch(self, state: ech.State, data_iter: Iterator[int]) -> int:
+        return next(data_iter) + 10 * next(data_iter)
+
+
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize(
+    ("limits", "epochs", "steps"),
+    [
+        ({"max_steps": 2}, 0, 2),
+        ({"max_steps": 1}, 0, 1),
+        ({"max_epochs": 2, "max_steps_per_epoch": 2}, 2, 4),
+        ({"max_steps": 4}, 1, 4),
+    ],
+)
+def test_limits_count_steps_however_many_batches_each_fetches(limits: Any, epochs: int, steps: int, sized: bool) -> None:
+    class Unsized:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(6))
+
+    fetches, pairs = FetchesItself(), Pairs()
+    for unit in (fetches, pairs):
+        ech.train(unit, range(6) if sized else Unsized(), **limits)
+        done = unit.train_progress
+        assert (done.num_steps_completed, done.num_epochs_completed) == (steps, epochs)
+    assert len(fetches.pairs) == len(pairs.seen) == steps
+
+
+def test_a_step_that_fetches_nothing_still_counts() -> None:
+    class Idle(FetchesItself):
+        def train_step(self, state: ech.State, data: Iterator[int]) -> None:
+            assert self.train_progress.num_steps_completed < 5
+
+    unit = Idle()
+    ech.train(unit, [1, 2], max_steps=5)
+    assert unit.train_progress.num_steps_completed == 5
+
+
 def test_a_unit_can_fetch_its_batches_otherwise() -> None:
     class Doubles(Plain):
         def get_next_train_batch(self, state: ech.State, data_iter: Iterator[int]) -> int:

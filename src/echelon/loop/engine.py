@@ -123,9 +123,10 @@ class Run:
 
     def _begin(self, stage: Stage) -> None:
         self._inner.phase_started(self.state, stage.phase)
-        loader, place = stage.here.dataloader, self._inner.data_place
-        # Ranks that compute the same samples together, as with tensor parallelism, must be given the same.
-        if isinstance(loader, (Placed, Combined)) and place is not None:
+        loader = stage.here.dataloader
+        # Ranks that compute the same samples together, as with tensor parallelism, must be given the same. Other loaders are
+        # divided by whoever made them, so nobody has to know how.
+        if isinstance(loader, (Placed, Combined)) and (place := self._inner.data_place) is not None:
             loader.place(*place)
         stage.call(stage.hooks.start)
 

@@ -18,24 +18,33 @@ from echelon.loop.stage import Stage
 from echelon.loop.state import PhaseState
 from echelon.loop.unit import wants_iterator
 
-__all__ = ["Batches", "open_feed", "own_fetch"]
+__all__ = ["Batches", "open_feed", "own_fetch", "steps_left"]
 
 logger = logging.getLogger(__name__)
 
 
 class Batches(Iterator[Any]):
-    """The batches of a feed as the unit's code gets them; where each stands is in the phase's `step`."""
+    """The batches of a feed as the unit's code gets them, any number for a step; where each stands is in the phase's `step`."""
 
-    def __init__(self, feed: Feed, here: PhaseState) -> None:
-        self._feed, self._here = feed, here
+    def __init__(self, feed: Feed, here: PhaseState, progress: Progress) -> None:
+        self._feed, self._here, self._progress = feed, here, progress
 
     def __next__(self) -> Any:
-        self._here.step = step = self._feed.__next__()
+        step = self._feed.__next__()
+        if not step.is_last and steps_left(self._here, self._progress) == 1:
+            step = step._replace(is_last=True)
+        self._here.step = step
         return step.batch
 
     def itself(self) -> Batches:
         """For a step that fetches its own batches."""
         return self
+
+    def within_limits(self, fetch: Callable[[], Any]) -> Any:
+        """What `fetch` gives, if the run's limits allow one more step."""
+        if steps_left(self._here, self._progress) == 0:
+            raise StopIteration
+        return fetch()
 
 
 def own_fetch(stage: Stage, batches: Batches, *, always: bool) -> Callable[[], Any] | None:
@@ -44,21 +53,28 @@ def own_fetch(stage: Stage, batches: Batches, *, always: bool) -> Callable[[], A
     Args:
         always: for other units, too, the next of `batches`, instead of None.
     """
-    method = f"get_next_{stage.phase}_batch"
     if wants_iterator(getattr(stage.unit, f"{stage.phase}_step")):
-        return batches.itself
+        return partial(batches.within_limits, batches.itself)
     fetch: Callable[[], Any] = batches.__next__
-    if is_real(stage.unit) and not keeps(stage.unit, method, KINDS[stage.phase]):
-        fetch = partial(getattr(stage.unit, method), stage.state, batches)
+    if _fetches(stage):
+        fetch = partial(
+            batches.within_limits, partial(getattr(stage.unit, f"get_next_{stage.phase}_batch"), stage.state, batches)
+        )
     elif not always:
         return None
     return timed(stage.state.timer, f"{stage.phase}.next(data_iter)", fetch)
 
 
+def _fetches(stage: Stage) -> bool:
+    """Whether a method of the unit's own fetches a step's data."""
+    return is_real(stage.unit) and not keeps(stage.unit, f"get_next_{stage.phase}_batch", KINDS[stage.phase])
+
+
 def open_feed(stage: Stage) -> Feed:
     """The iterator of the coming epoch, from where progress says that it continues. Hooks run around its making."""
     here, progress, inner = stage.here, stage.progress, stage.inner
-    limit = _limit(here, progress)
+    own = wants_iterator(getattr(stage.unit, f"{stage.phase}_step")) or _fetches(stage)
+    limit = None if own else steps_left(here, progress)  # a step of its own may take several batches
     _seek(here.dataloader, progress)
     for part in loaders_of(here.dataloader):
         if isinstance(part, Loader):
@@ -76,8 +92,8 @@ def open_feed(stage: Stage) -> Feed:
     return feed
 
 
-def _limit(here: PhaseState, progress: Progress) -> int | None:
-    """How many batches the run's limits leave for this epoch."""
+def steps_left(here: PhaseState, progress: Progress) -> int | None:
+    """How many steps the run's limits leave for this epoch; None is no limit."""
     limits = []
     if here.max_steps_per_epoch is not None:
         limits.append(here.max_steps_per_epoch - progress.num_steps_completed_in_epoch)

@@ -13,7 +13,7 @@ from echelon.contracts.errors import EchelonError
 from echelon.contracts.pulse import Phase
 from echelon.data.prefetch import NO_STEP, Feed
 from echelon.loop import agreements, due
-from echelon.loop.feeding import Batches, open_feed, own_fetch
+from echelon.loop.feeding import Batches, open_feed, own_fetch, steps_left
 from echelon.loop.hooks import timed
 from echelon.loop.progress import Progress
 from echelon.loop.stage import Stage
@@ -42,7 +42,7 @@ class Steps:
         state, phase = stage.state, stage.phase
         self.stage, self.between = stage, between
         self.feed = open_feed(stage)
-        self.batches = Batches(self.feed, stage.here)
+        self.batches = Batches(self.feed, stage.here, stage.progress)
         self.take = timed(state.timer, f"{phase}.next(data_iter)", self.feed.__next__)
         self.step = timed(state.timer, f"{type(stage.unit).__name__}.{phase}_step", getattr(stage.unit, f"{phase}_step"))
         meets = stage.inner.forward_is_collective or any(getattr(c, "meets_in_steps", False) is True for c in stage.callbacks)
@@ -78,7 +78,8 @@ class Steps:
                     here.step = taken = take()
                     data = taken.batch
             except StopIteration:
-                self.given_up = self.feed.used < (self.feed.total or 0)  # by a get_next_*_batch of the unit's own
+                # By a get_next_*_batch of the unit's own, not by a limit.
+                self.given_up = self.feed.used < (self.feed.total or 0) and steps_left(here, progress) != 0
                 break
             if progress.skipped and trains and progress.skips:
                 self._leave_out(data, progress)

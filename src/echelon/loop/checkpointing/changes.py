@@ -15,7 +15,7 @@ from torch import nn
 from echelon.checkpoint import strict
 from echelon.checkpoint.renamed import moved
 from echelon.checkpoint.store import table
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, UsageError
 from echelon.contracts.redact import redacted_fields
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.data import resume
@@ -66,8 +66,13 @@ def facts(unit: Unit, loader: Any) -> dict[str, Any]:
 def _mesh(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
     """The axes of ranks by name, and their sizes; the data's alone if nothing is sharded."""
     axes: dict[str, int] = max((each["mesh"] for each in described.values()), key=len, default={})
-    place = None if axes else unit.data_place
-    return axes or ({"data": place[1]} if place is not None else {})
+    if axes:
+        return axes
+    try:
+        place = unit.data_place
+    except UsageError:  # nobody said, and the loader is the user's own
+        return {}
+    return {"data": place[1]} if place is not None else {}
 
 
 def _strategy(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> str | None:
