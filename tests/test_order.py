@@ -120,5 +120,5 @@ def test_a_length_that_cannot_be_is_refused(length: int) -> None:
 
 
 def test_positions_outside_the_epoch_are_refused() -> None:
-    with pytest.raises(UsageError, match="positions 5 to 11 of an epoch of 10 samples"):
+    with pytest.raises(UsageError, match="positions must lie in an epoch of 10 samples, got 5 to 11"):
         Order(10).indices(0, 5, 11)

@@ -1,7 +1,7 @@
 """A rank's pulse: how far it is, in a few bytes that its launcher shares with it and looks at once a second.
 
 A rank writes a few numbers into memory, which costs well below a microsecond and waits for nothing. Without a launcher that
-shares such memory, it writes nowhere. The launcher's side is `launcher.watch`.
+shares such memory, it writes nowhere. The launcher's side is `launcher.local.watch`.
 """
 
 from __future__ import annotations

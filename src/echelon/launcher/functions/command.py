@@ -1,7 +1,7 @@
 """A launch command, such as `accelerate launch` or `torchrun`: checked when a job is submitted, run once on every node.
 
 It is a list of words, never a text for a shell. The ranks that it starts run the user's script again, as far as the call that
-was submitted (`launcher.inside`); what they leave by rank becomes the node's record here.
+was submitted (`launcher.functions.inside`); what they leave by rank becomes the node's record here.
 """
 
 from __future__ import annotations

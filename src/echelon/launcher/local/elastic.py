@@ -4,8 +4,8 @@ torchelastic documents `SimpleElasticAgent` as the class to extend, by four meth
 `_remaining_restarts` are all that is used of it (tests/test_elastic_seam.py notices a change; tested with torch 2.13.0).
 It keeps the decisions (ranks, restarts, when a group is done); ours are how a rank starts, stops and is heard to end.
 
-With `launcher.rendezvous` the only module of this room that imports torch at its top; `launcher.local` imports it inside a
-function.
+With `launcher.local.rendezvous` the only module of this room that imports torch at its top; `launcher.local.run` imports it
+inside a function.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Every attempt on one node has a store of its own: a new socket on loopback, a ne
 torchrun's shared store, restarted ranks read the addresses of dead ones and wait for half an hour. On several nodes there is
 one store on one address, and every attempt has a prefix of its own.
 
-Imports torch at its top, as `launcher.elastic` does, whose part it is.
+Imports torch at its top, as `launcher.local.elastic` does, whose part it is.
 """
 
 from __future__ import annotations
