@@ -147,7 +147,7 @@ def test_debug_stops_in_the_debugger_where_somebody_sits(monkeypatch: pytest.Mon
         ({"setup": "module load cuda"}, "a list of strings"),
         ({"setup": ["a\nb"]}, "control characters"),
         ({"use_distributed_env": True}, "needs a distributed_launch_command"),
-        ({"distributed_launch_command": "x {rank}"}, "there are only {num_processes}, {num_machines}, {machine_rank}"),
+        ({"distributed_launch_command": "x {rank}"}, "must be among {num_processes}, {num_machines}, {machine_rank}"),
         ({"distributed_launch_command": "a\nb"}, "one line"),
         ({"distributed_launch_command": "a 'b"}, "No closing quotation"),
         ({"distributed_launch_command": "cd x && torchrun main.py"}, "must do without a shell"),
@@ -155,8 +155,8 @@ def test_debug_stops_in_the_debugger_where_somebody_sits(monkeypatch: pytest.Mon
         ({"extra_params_kwargs": {"cpus_per_task": 4}}, "has fields of its own"),
         ({"extra_params_kwargs": {"qos=x --wrap": "y"}}, "lowercase letters, digits and hyphens"),
         ({"extra_params_kwargs": {"comment": "a\n#SBATCH --uid=0"}}, "control characters"),
-        ({"array_parallelism": 0}, "array_parallelism 0"),
-        ({"extra_task_kwargs": {"A": 1}}, "strings"),
+        ({"array_parallelism": 0}, "array_parallelism must be a whole number of at least 1, got 0"),
+        ({"extra_task_kwargs": {"A": 1}}, "must be a string, as all environment variables, got int"),
     ],
 )
 def test_what_cannot_work_is_said_when_the_config_is_made(fields: dict[str, Any], says: str) -> None:
