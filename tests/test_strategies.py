@@ -383,7 +383,7 @@ def test_policies_of_the_older_fsdp_choose_the_same_blocks() -> None:
         blocks_by_policy(
             net(), CustomPolicy(lambda m: {"sharding_strategy": 1} if isinstance(m, nn.Sequential) else False), set()
         )
-    with pytest.raises(UsageError, match="not int"):
+    with pytest.raises(UsageError, match="must be a set of module classes or a policy function, got int"):
         blocks_by_policy(net(), 3, set())
 
 
