@@ -356,6 +356,7 @@ def test_a_nan_on_one_rank_is_named_on_all_and_reaches_no_parameter(ranks: Ranks
         ({"clip_grad_norm": 0.0}, "clip_grad_norm must be above 0, or None for no clipping, got 0.0"),
         ({"clip_grad_value": -1.0}, "clip_grad_value must be above 0, or None for no clipping, got -1.0"),
         ({"precision": "fp8"}, "precision must be .*, got 'fp8'"),
+        ({"deterministic": True}, "deterministic must be 'bitwise' or None, got True"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:

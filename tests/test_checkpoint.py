@@ -351,10 +351,22 @@ def test_a_frozen_layer_is_saved_and_has_no_optimizer_state(tmp_path: Path) -> N
     assert largest_difference(whole(unit.module), whole(other.module)) == 0
 
 
+@pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
 @pytest.mark.parametrize("name", ["save_every_n_train_steps", "save_every_n_epochs", "keep_last_n_checkpoints"])
-def test_intervals_that_make_no_sense_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match="at least 1"):
-        ech.DistributedCheckpointSaver(tmp_path, **{name: 0})
+def test_intervals_that_make_no_sense_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"^{name} must be a whole number of at least 1, or None for .*, got {value!r}."):
+        ech.DistributedCheckpointSaver(tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [("options", {"restart": True}, "a SaveOptions"), ("best_checkpoint_config", "loss", "a BestCheckpointConfig")],
+)
+def test_a_saver_names_what_it_wants(tmp_path: Path, name: str, value: Any, what: str) -> None:
+    with pytest.raises(UsageError, match=f"^{name} must be {what}, got {value!r}"):
+        ech.DistributedCheckpointSaver(tmp_path, **{name: value})
+    with pytest.raises(UsageError, match=r"^keep_every_n_train_steps must be a whole number of at least 1"):
+        ech.SaveOptions(keep_every_n_train_steps=0)
 
 
 class Scored(Regression):

@@ -354,7 +354,7 @@ def test_ranks_that_were_launched_already_are_used(tmp_path: Path, how: str) -> 
         ({"accelerator": "tpu"}, "accelerator must be 'auto', 'cpu' or 'gpu', got 'tpu'"),
         ({"accelerator": "ddp", "strategy": "fsdp"}, "is a strategy"),
         ({"gpus": 2, "devices": 2}, "Give devices alone"),
-        ({"num_nodes": 0}, "num_nodes must be at least 1, got 0"),
+        ({"num_nodes": 0}, "num_nodes must be a whole number of at least 1, got 0"),
         ({"precision": "64-true"}, r"module\.to\(torch\.float64\)"),
         ({"gradient_clip_algorithm": "both"}, "'norm' or 'value'"),
         ({"enable_checkpointing": True}, "where to"),
@@ -370,6 +370,20 @@ def test_ranks_that_were_launched_already_are_used(tmp_path: Path, how: str) -> 
 def test_a_value_that_cannot_work_is_named(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         Trainer(max_epochs=1, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"max_steps_per_epoch": {"eval": 3}}, "max_steps_per_epoch must be a dict by 'train', 'val', .*, got {'eval': 3}"),
+        ({"max_steps_per_epoch": 3}, "max_steps_per_epoch must be a dict by 'train', .*, got 3"),
+        ({"unit_options": {"learning_rate": 1}}, "unit_options must be a dict by 'device', .*, got {'learning_rate': 1}"),
+        ({"num_nodes": "2"}, "num_nodes must be a whole number of at least 1, got '2'"),
+    ],
+)
+def test_what_the_core_trainer_does_not_know_is_not_left_unread(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        ech.Trainer(max_epochs=1, **arguments)
 
 
 def test_several_nodes_need_a_launcher_and_it_says_which() -> None:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import UsageError, require
+from echelon.contracts.numbers import whole
 
 __all__ = ["BestCheckpointConfig", "Every", "Keep"]
 
@@ -27,8 +28,9 @@ class Every:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and value < 1:
-                raise UsageError(f"{name} must be at least 1, or None for never, got {value}.")
+            if value is not None:
+                n = whole(f"save_every_n_{name}", value, at_least=1, or_none="for never")
+                object.__setattr__(self, name, n)
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,14 @@ class Keep:
     best: BestCheckpointConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.count is not None and self.count < 1:
-            raise UsageError(f"the number of checkpoints to keep must be at least 1, or None for all, got {self.count}.")
-        if self.every_train_steps is not None and self.every_train_steps < 1:
-            raise UsageError(f"every_train_steps must be at least 1, or None, got {self.every_train_steps}.")
+        if self.count is not None:
+            count = whole("keep_last_n_checkpoints", self.count, at_least=1, or_none="for all")
+            object.__setattr__(self, "count", count)
+        if self.every_train_steps is not None:
+            every = whole("keep_every_n_train_steps", self.every_train_steps, at_least=1, or_none="for none")
+            object.__setattr__(self, "every_train_steps", every)
+        is_known = self.best is None or isinstance(self.best, BestCheckpointConfig)
+        require(is_known, "best_checkpoint_config", "a BestCheckpointConfig", self.best)
 
     def doomed(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
         """Of the whole checkpoints' steps, those that go, oldest first."""

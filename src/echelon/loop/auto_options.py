@@ -47,6 +47,7 @@ class AutoOptions:
     def __post_init__(self) -> None:
         whole("gradient_accumulation_steps", self.gradient_accumulation_steps, at_least=1)
         require(self.step_lr_interval in ("step", "epoch"), "step_lr_interval", "'step' or 'epoch'", self.step_lr_interval)
+        require(self.deterministic in (None, "bitwise"), "deterministic", "'bitwise' or None", self.deterministic)
         for name, limit in (("clip_grad_norm", self.clip_grad_norm), ("clip_grad_value", self.clip_grad_value)):
             require(limit is None or limit > 0, name, "above 0, or None for no clipping", limit)
         if self.stop_after_nonfinite_losses is not None:

@@ -12,18 +12,20 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import UsageError, require
 from echelon.contracts.machine import visible_devices
+from echelon.contracts.numbers import whole
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import auto_ranks
 from echelon.loop.auto import AutoUnit
+from echelon.loop.auto_options import AutoOptions
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.rebuild import pack, recall
@@ -37,6 +39,7 @@ __all__ = ["ACCELERATORS", "Trainer"]
 logger = logging.getLogger(__name__)
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
+PHASES = ("train", "val", "test", "predict")
 
 
 class Trainer:
@@ -81,16 +84,14 @@ class Trainer:
         accelerator, strategy, devices = _without_old_words(accelerator, strategy, devices, gpus)
         if accelerator not in ACCELERATORS:
             raise UsageError(f"accelerator must be 'auto', 'cpu' or 'gpu', got {accelerator!r}.")
-        if num_nodes < 1:
-            raise UsageError(f"num_nodes must be at least 1, got {num_nodes}.")
         self.accelerator = accelerator
         self.strategy = strategy if strategy == "auto" else resolve(strategy)
         self.ranks, self.device_numbers = _devices_of(devices, accelerator)
-        self.num_nodes = num_nodes
+        self.num_nodes = whole("num_nodes", num_nodes, at_least=1)
         self.max_epochs, self.max_steps = max_epochs, max_steps
-        self.limits = dict(max_steps_per_epoch or {})
+        self.limits = _named("max_steps_per_epoch", max_steps_per_epoch, PHASES)
         self.evaluate_every_n_epochs, self.evaluate_every_n_steps = evaluate_every_n_epochs, evaluate_every_n_steps
-        self.unit_options = dict(unit_options or {})
+        self.unit_options = _named("unit_options", unit_options, [field.name for field in fields(AutoOptions)])
         self.callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
         self.run_dir = Path(run_dir).absolute() if run_dir is not None else None
         self.has_saver = any(isinstance(c, DistributedCheckpointSaver) for c in self.callbacks)
@@ -251,6 +252,15 @@ def _without_old_words(accelerator: str, strategy: Any, devices: Any, gpus: Any)
         logger.warning("Trainer(gpus=%r) is an old spelling: write devices=%r", gpus, gpus)
         accelerator, devices = ("cpu", 1) if gpus in (0, "0", []) else (accelerator, gpus)
     return accelerator, strategy, devices
+
+
+def _named(parameter: str, given: Mapping[str, Any] | None, names: Sequence[str]) -> dict[str, Any]:
+    """As a dict, with these names only."""
+    what = f"a dict by {', '.join(map(repr, names))}"
+    require(given is None or isinstance(given, Mapping), parameter, what, given)
+    found = dict(given or {})
+    require(set(found) <= set(names), parameter, what, given)
+    return found
 
 
 def _devices_of(devices: Any, accelerator: str) -> tuple[int, list[int] | None]:

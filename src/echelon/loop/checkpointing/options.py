@@ -9,6 +9,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.numbers import whole
 
 __all__ = ["RestoreOptions", "SaveOptions", "check_group"]
 
@@ -36,8 +37,9 @@ class SaveOptions:
     def __post_init__(self) -> None:
         if self.on_busy not in ("wait", "skip"):
             raise UsageError(f"on_busy must be 'wait' or 'skip', got {self.on_busy!r}.")
-        if self.tolerated_failures < 0:
-            raise UsageError(f"tolerated_failures must be at least 0, got {self.tolerated_failures}.")
+        whole("tolerated_failures", self.tolerated_failures, at_least=0)
+        if self.keep_every_n_train_steps is not None:
+            whole("keep_every_n_train_steps", self.keep_every_n_train_steps, at_least=1, or_none="for none")
 
 
 @dataclass(frozen=True)

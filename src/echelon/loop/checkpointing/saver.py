@@ -16,7 +16,7 @@ from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
 from echelon.checkpoint.snapshot import Planned
 from echelon.checkpoint.store import Report
 from echelon.contracts import pulse
-from echelon.contracts.errors import CheckpointWriteError
+from echelon.contracts.errors import CheckpointWriteError, require
 from echelon.contracts.pulse import Phase
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import contents, restoring
@@ -72,7 +72,8 @@ class DistributedCheckpointSaver(Callback):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         check_group(process_group)
-        self.options = options = options or SaveOptions()
+        self.options = options = options if options is not None else SaveOptions()
+        require(isinstance(options, SaveOptions), "options", "a SaveOptions", options)
         self.every = Every(save_every_n_train_steps, save_every_n_epochs, save_every_n_eval_steps, save_every_n_eval_epochs)
         self.best, self.async_checkpoint = best_checkpoint_config, async_checkpoint
         keep = Keep(keep_last_n_checkpoints, options.keep_every_n_train_steps, best_checkpoint_config)
