@@ -1,4 +1,4 @@
-"""What launcher/workarounds.py does is still needed, and still works. A test that fails says which of it to take away."""
+"""What launcher/workarounds.py does, and parallel/ddp.py for a group, is still needed and works. A failure says what can go."""
 
 from __future__ import annotations
 
@@ -58,6 +58,54 @@ def test_torch_still_hangs_when_a_destroyed_group_is_freed() -> None:
     """If it does not: take `keep_process_groups` away."""
     with pytest.raises(RankFailedError):
         launch(_free_a_model_while_its_group_wants_the_interpreter, ranks=2, args=(False,), quiet=True, timeout_s=60)
+
+
+LAST_REFERENCE = """
+import sys, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from echelon.parallel.prepared import Prepared
+from echelon.world.init import World
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+sys.setswitchinterval(1000)
+
+def train():
+    group = dist.new_group([0])
+    model = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+    if sys.argv[1] == "prepared":
+        Prepared.of(model, World.current(torch.device("cpu")))
+    dist.destroy_process_group(group)
+    time.sleep(0.005)  # the group's threads get the interpreter once more
+    work = group.allgather([[torch.ones(1)]], [torch.ones(1)])
+    while not work.is_completed():
+        pass
+    del work, group
+
+for _ in range(60):
+    train()
+print("returned")
+"""
+
+
+def returns(model: str) -> bool:
+    """Whether functions return, which free a wrapped model as the last collective ends on another thread."""
+    try:
+        done = subprocess.run([sys.executable, "-c", LAST_REFERENCE, model], capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return False
+    assert done.stdout == "returned\n", done.stderr
+    return True
+
+
+def test_a_function_that_trained_with_ddp_returns_after_it_destroyed_its_groups() -> None:
+    assert returns("prepared")
+
+
+def test_torch_still_hangs_when_the_reducer_frees_the_group() -> None:
+    """If it does not: take `_outlive_reducer` away."""
+    assert not returns("bare")
 
 
 def ends(program: str, *args: Path) -> str:

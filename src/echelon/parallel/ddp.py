@@ -37,10 +37,32 @@ if TYPE_CHECKING:
 __all__ = ["DDPPrepared", "DDPStrategy"]
 
 
+class _LastReference(tuple[Any, ...]):
+    """A tuple, which the collector does not empty. Copies, and what other processes get of it, have nothing in it."""
+
+    def __reduce__(self) -> Any:
+        return _LastReference, ()
+
+
+def _outlive_reducer(module: DistributedDataParallel) -> None:
+    """Let Python free the group, after the module's reducer has let go of it.
+
+    When gloo's group is freed, its destructor joins the group's threads. Freed by the reducer, it does so while it holds the
+    interpreter's lock, for which one of these threads may be waiting, to free the tensors of the last collective: a program
+    that destroys its groups and returns hangs now and then. Freed by Python's own object, it lets go of the lock first. What
+    a module has is freed in the order in which it was set, so this must be set last.
+
+    Source: https://github.com/pytorch/pytorch/issues/56297 (open); seen with torch 2.13.0.
+    """
+    vars(module).pop("_group_of_reducer", None)
+    vars(module)["_group_of_reducer"] = _LastReference((module.process_group,))
+
+
 class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
     """A module in DistributedDataParallel, ours or the user's own."""
 
     def __init__(self, module: DistributedDataParallel, world: World) -> None:
+        _outlive_reducer(module)
         names = module.device_mesh.mesh_dim_names if getattr(module, "device_mesh", None) is not None else None
         super().__init__(module, [Axis.of(module.process_group, names[0] if names else "")])
         self._passes: Passes | None = None
