@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import echelon as ech
-from echelon.checkpoint import commit, manifest, place, store, structure
+from echelon.checkpoint import commit, location, manifest, store, structure
 from echelon.checkpoint.tensors import Tensors, local_files
 from echelon.cli.main import main
 from echelon.contracts.errors import (
@@ -222,7 +222,7 @@ def test_what_was_exchanged_after_it_was_verified_is_not_taken(bucket: tuple[str
 
 
 def test_a_url_of_this_machines_files_is_a_folder(tmp_path: Path) -> None:
-    assert place.place(f"file://{tmp_path}/c") == tmp_path / "c"
+    assert location.location(f"file://{tmp_path}/c") == tmp_path / "c"
 
 
 # --- what is no file

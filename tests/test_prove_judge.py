@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.prover.judge import compare
-from echelon.prover.streams import Micro
+from echelon.prover.micro import Micro
 from echelon.prover.verdict import Verdict
 
 SIZES = {"weight": 200, "scale": 1, "keys": 8, "bias": 16}

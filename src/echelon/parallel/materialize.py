@@ -109,7 +109,7 @@ def materialize(
         module: with its parameters in their final form, DTensors or plain.
         device: of this rank's parts.
         buffers: of buffers, if it is another one.
-        same_on_all: rank 0's random streams count on all ranks; False keeps each rank's own.
+        same_on_all: rank 0's RNGs count on all ranks; False keeps each rank's own.
     Raises:
         UsageError: as `remember`, which it calls if nobody has; ranks that built different models.
     """

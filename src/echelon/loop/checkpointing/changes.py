@@ -69,10 +69,10 @@ def _mesh(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> dict[str, i
     if axes:
         return axes
     try:
-        place = unit.data_place
+        data = unit.data_rank_and_size
     except UsageError:  # nobody said, and the loader is the user's own
         return {}
-    return {"data": place[1]} if place is not None else {}
+    return {"data": data[1]} if data is not None else {}
 
 
 def _strategy(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> str | None:
