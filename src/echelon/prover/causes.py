@@ -96,7 +96,7 @@ def _same_streams(records: list[dict[str, Any]], per_sample: Callable[[], set[st
             more = None if name == "torch" and a["dropouts"] else per_sample()
             if more is None or name in more or not before:
                 when = "began with" if before else "came out of their first forward pass with"
-                which = "RNG" if name == "torch" else f"RNG of {name}"
+                which = "RNG state" if name == "torch" else f"RNG state of {name}"
                 return [("identical dropout", f"ranks {a['rank']} and {b['rank']} {when} the same {which}")]
     return []
 
@@ -105,7 +105,7 @@ def _same_reading(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
     for a, b in combinations(records, 2):
         for name in a["reading"].keys() & b["reading"].keys():
             if a["reading"][name] == b["reading"][name]:
-                seen = f"ranks {a['rank']} and {b['rank']} read their first samples with the same RNG of {name}"
+                seen = f"ranks {a['rank']} and {b['rank']} read their first samples with the same RNG state of {name}"
                 return [("identical augmentation", seen)]
     return []
 
