@@ -310,7 +310,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         with self.autocast():
             loss, outputs = self.compute_loss(state, data)
         if state.eval_state is None or not state.eval_state.step.is_padding:
-            self._evaluation.mean.update(loss, self.weight(data))
+            self._evaluation.mean.update(loss, 0 if self.prepared.is_replica else self.weight(data))
             within_fit = state.train_state is not None
             step = (self.train_progress if within_fit else self.eval_progress).num_steps_completed
             self.on_eval_step_end(state, data, step, loss, outputs)
@@ -321,7 +321,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         with self.autocast():
             loss, outputs = self.compute_loss(state, data)
         if state.test_state is None or not state.test_state.step.is_padding:
-            self._evaluation.mean.update(loss, self.weight(data))
+            self._evaluation.mean.update(loss, 0 if self.prepared.is_replica else self.weight(data))
             self.on_test_step_end(state, data, self.test_progress.num_steps_completed, loss, outputs)
         return loss, outputs
 
