@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from echelon.parallel.names import plain_buffers, plain_names, unwrapped
-from echelon.parallel.optimizer_state import OptimizerState
-from echelon.parallel.partition import Partition
+from echelon.parallel.optimizer_state import OptimizerState, ZeroRedundancyState
+from echelon.parallel.partition import behind, is_zero_redundancy, parameters_of
 from echelon.parallel.registry import wrapper_of
 from echelon.parallel.shards import is_split, reshard
 
@@ -83,13 +83,12 @@ def module_state(module: nn.Module) -> ModuleState:
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> Any:
-    partition = Partition.of(optimizer)
-    optimizer = Partition.behind(optimizer)
-    parameters = partition.parameters if partition is not None else [p for g in optimizer.param_groups for p in g["params"]]
-    owners = _owners(parameters, modules)
+    owners = _owners(parameters_of(optimizer), modules)
+    if is_zero_redundancy(optimizer):
+        return ZeroRedundancyState(owners, optimizer)
     kinds = (wrapper_of(part) for module in owners.values() for part in module.modules())
     own = next((kind.optimizer_state for kind in kinds if kind is not None and kind.optimizer_state is not None), OptimizerState)
-    return own(owners, optimizer)
+    return own(owners, behind(optimizer))
 
 
 def _owners(parameters: list[nn.Parameter], modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
