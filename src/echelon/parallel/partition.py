@@ -24,7 +24,7 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.world import agree
 
-__all__ = ["Partition", "assign", "behind", "parameter_groups", "parameters_of"]
+__all__ = ["Partition", "assign", "parameter_groups", "parameters_of"]
 
 _ALIGNMENT_BYTES = 64  # what vectorised kernels like their tensors to start at
 
@@ -207,11 +207,6 @@ class Partition:
         for work in works:
             assert work is not None
             work.wait()
-
-
-def behind(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that does the work: itself, or the divided one that it is a facade of."""
-    return Partition.behind(optimizer)
 
 
 def parameter_groups(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:

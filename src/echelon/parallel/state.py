@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.parallel.names import plain_buffers, plain_names, unwrapped
+from echelon.parallel.names import plain_buffers, plain_names, tied_names, unwrapped
 from echelon.parallel.optimizer_state import OptimizerState
 from echelon.parallel.partition import Partition
 from echelon.parallel.registry import wrapper_of
@@ -54,10 +54,7 @@ class ModuleState:
 
     def tied(self) -> list[list[str]]:
         """Names of one and the same parameter, for each that has several."""
-        names: dict[int, list[str]] = {}
-        for name, parameter in plain_names(self._module, every_name=True):
-            names.setdefault(id(parameter), []).append(name)
-        return [each for each in names.values() if len(each) > 1]
+        return tied_names(plain_names(self._module, every_name=True))
 
 
 def states_by_name(app_state: Mapping[str, Any]) -> dict[str, Any]:
