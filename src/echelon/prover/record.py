@@ -27,7 +27,7 @@ from echelon.loop.callback import Callback
 from echelon.loop.loss import rows
 from echelon.loop.state import ActivePhase, State
 from echelon.parallel.names import plain_name
-from echelon.parallel.partition import behind
+from echelon.parallel.partition import Partition
 from echelon.prover.generators import Sources, drawn_between
 from echelon.prover.micro import Micro, digest, widened
 from echelon.prover.peak import PeakMemory
@@ -82,7 +82,7 @@ class GradientWatch:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         tracked = self._unit.tracked_optimizers().values()
-        if any(behind(each) is optimizer is not each for each in tracked):
+        if any(Partition.behind(each) is optimizer is not each for each in tracked):
             return  # it works behind one that was seen
         with self.pause():
             mine = _parameters_in([optimizer])
