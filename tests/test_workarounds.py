@@ -76,6 +76,8 @@ def train():
     model = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
     if sys.argv[1] == "prepared":
         Prepared.of(model, World.current(torch.device("cpu")))
+    if sys.argv[1] == "inside":
+        Prepared.of(torch.nn.ModuleList([model]), World.current(torch.device("cpu")))
     dist.destroy_process_group(group)
     time.sleep(0.005)  # the group's threads get the interpreter once more
     work = group.allgather([[torch.ones(1)]], [torch.ones(1)])
@@ -99,8 +101,9 @@ def returns(model: str) -> bool:
     return True
 
 
-def test_a_function_that_trained_with_ddp_returns_after_it_destroyed_its_groups() -> None:
-    assert returns("prepared")
+@pytest.mark.parametrize("model", ["prepared", "inside"])
+def test_a_function_that_trained_with_ddp_returns_after_it_destroyed_its_groups(model: str) -> None:
+    assert returns(model)
 
 
 def test_torch_still_hangs_when_the_reducer_frees_the_group() -> None:
