@@ -18,7 +18,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.checkpoint import commit
-from echelon.contracts.errors import CheckpointError, CheckpointNotFoundError, UsageError
+from echelon.contracts.errors import CheckpointError, CheckpointNotFoundError, RanksDisagreeError, UsageError
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
 from tests.saving import DATA, make_loader, make_unit, resume, train_and_save, uninterrupted
@@ -68,6 +68,21 @@ def test_a_saver_takes_a_group_of_all_ranks_alone(ranks: Ranks, tmp_path: Path) 
     messages = ranks(2, _refuses_groups_of_some, tmp_path)
     assert messages[0] == "process_group must be None or a group of all 2 ranks, got one of 1."
     assert messages[1] == "process_group must be None or a group of all 2 ranks, got one of 0."
+
+
+def _saves_into_its_own(folder: Path) -> str:
+    """As `datetime.now()` in its name has it."""
+    saver = ech.DistributedCheckpointSaver(folder / f"rank{dist.get_rank()}", save_every_n_train_steps=2)
+    unit = Regression(strategy="ddp")
+    with pytest.raises(RanksDisagreeError) as caught:
+        ech.train(unit, [batch(2, 0)], max_epochs=1, callbacks=[saver])
+    assert unit.train_progress.num_steps_completed == 0
+    return str(caught.value)
+
+
+def test_ranks_that_name_other_folders_are_told_before_they_train(ranks: Ranks, tmp_path: Path) -> None:
+    for text in ranks(2, _saves_into_its_own, tmp_path):
+        assert text.startswith("ranks disagree about the folder of checkpoints: rank 0: /") and "/rank0, rank 1: /" in text
 
 
 def test_saves_by_epoch_and_by_evaluation(tmp_path: Path) -> None:

@@ -38,12 +38,18 @@ def on_lengths(phase: str, feed: Feed, unit: Any) -> bool:
     return length is None
 
 
-def on_end(phase: str, used: int, *, ended: bool) -> None:
-    """Between two batches of loaders without a length: all ranks have one more, or none has."""
-    if not agree.any_rank(ended) or not agree.any_rank(not ended):
+def on_end(phase: str, used: int, *, ended: bool, is_last: bool) -> None:
+    """Between two batches of loaders without a length: all ranks have one more, or none has. Nor is it the last on some ranks
+    only: there it would end a window, whose gradients the others do not sum up yet.
+    """
+    if not agree.any_rank(ended or is_last):
         return
-    counts = agree.gather([used, ended])
-    shown = ", ".join(f"rank {r}: {'ended after' if e else 'has batch'} {n}" for r, (n, e) in enumerate(counts))
+    told = agree.gather([used, ended, is_last])
+    if all(each[1:] == told[0][1:] for each in told):
+        return
+    shown = ", ".join(
+        f"rank {r}: {'ended after' if e else 'has only' if last else 'has batch'} {n}" for r, (n, e, last) in enumerate(told)
+    )
     raise RanksDisagreeError(f"ranks disagree about the end of the {phase} epoch: {shown}. Give every rank equally many batches.")
 
 

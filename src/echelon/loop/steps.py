@@ -115,9 +115,10 @@ class Steps:
         try:
             data = fetch()
         except StopIteration:
-            agreements.on_end(self.stage.phase, self.feed.used, ended=True)
+            agreements.on_end(self.stage.phase, self.feed.used, ended=True, is_last=False)
             raise
-        agreements.on_end(self.stage.phase, self.feed.used, ended=False)
+        is_last = data is not self.batches and self.stage.here.step.is_last  # a step that fetches for itself has not yet
+        agreements.on_end(self.stage.phase, self.feed.used, ended=False, is_last=is_last)
         return data
 
     def _leave_out(self, data: Any, progress: Progress) -> None:

@@ -22,7 +22,7 @@ from echelon.parallel.fixed_order import clip_in_order_
 from echelon.parallel.loose import average_, check_equal
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_buffers, plain_names, unwrapped, without_compile
-from echelon.parallel.registry import Kind, kind_of
+from echelon.parallel.registry import Kind, kind_of, wrapper_of
 from echelon.parallel.shards import reshard
 from echelon.parallel.state import ModuleState, module_state
 from echelon.world import agree
@@ -77,8 +77,13 @@ class Prepared(Generic[M]):
         """Recognise what the user did to a module by hand: nothing, a wrapper, or `fully_shard`. The kinds are in `registry`."""
         module = without_compile(module)
         kind = kind_of(module)
-        made: Prepared[Any] = Prepared(module) if kind is None else kind.prepared(module, world)
-        return made
+        if kind is not None:
+            made: Prepared[Any] = kind.prepared(module, world)
+            return made
+        for inner in module.modules():  # networks of an nn.ModuleDict: a wrapper's end is seen to when it is recognised
+            if (wrapper := wrapper_of(inner)) is not None:
+                wrapper.prepared(inner, world)
+        return Prepared(module)
 
     @property
     def dp_rank(self) -> int:

@@ -13,6 +13,7 @@ from echelon.checkpoint.policy import Keep
 from echelon.contracts.between_attempts import begins_anew, note_begun
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError
 from echelon.loop.unit import TrainUnit
+from echelon.world import agree
 
 if TYPE_CHECKING:
     from echelon.loop.state import State
@@ -45,12 +46,16 @@ class RunFolder:
     """
 
     def __init__(self, path: Location, keep: Keep, *, restart: bool) -> None:
-        self.path, self.keep, self.restart = absolute(path), keep, restart
+        self._given, self.path, self.keep, self.restart = str(path), absolute(path), keep, restart
         self.held = False
         self._lease = Lease(self.path)
 
     def take(self) -> None:
-        """Hold the lease, and sweep up what a killed run left. Collective."""
+        """Hold the lease, and sweep up what a killed run left. Collective.
+
+        Raises:
+            RanksDisagreeError: each rank has a folder of its own, as if it were named by the time.
+        """
 
         def take() -> None:
             make_folder(self.path)
@@ -58,6 +63,8 @@ class RunFolder:
                 commit.sweep(self.path)
 
         if not self.held:
+            remedy = "All ranks write into one: if its name has the time in it, let rank 0 choose it, or the launch command."
+            agree.same_on_all("the folder of checkpoints", self._given, remedy)
             commit.on_rank0(take, self.path)
             self.held = True
 
