@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from echelon.prover.micro import digest
-
 __all__ = ["GLOBAL", "Sources", "drawn_between"]
 
 GLOBAL = ("torch", "numpy", "python")
@@ -61,7 +59,20 @@ class Sources:
 
 def drawn_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """Of `before`, the streams that have another state in `after`."""
-    return {name: state for name, state in before.items() if name in after and digest(state) != digest(after[name])}
+    return {name: state for name, state in before.items() if name in after and not _is_same(state, after[name])}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two states are equal. It is asked twice in each micro-batch, and Python's stream alone has 625 numbers."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return isinstance(other, np.ndarray) and np.array_equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
+    if isinstance(one, tuple) and any(isinstance(each, np.ndarray) for each in one):
+        return isinstance(other, tuple) and len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other)
 
 
 def _state(generator: Any) -> Any:
@@ -82,6 +93,8 @@ def _restore(generator: Any, state: Any) -> None:
 
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_VALUES = (torch.Tensor, np.ndarray, str, bytes, int, float, type(None))
+_CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
 
 def _held(unit: Any, name: str) -> dict[str, Any]:
@@ -99,8 +112,24 @@ def _held(unit: Any, name: str) -> dict[str, Any]:
         if isinstance(value, _KINDS):
             found[path] = value
         elif depth < _DEEPEST:
-            waiting.extend((f"{path}.{name}" if name else path, inner, depth + 1) for name, inner in _inside(value))
+            waiting.extend(
+                (f"{path}.{name}" if name else path, inner, depth + 1)
+                for name, inner in _inside(value)
+                if not _EMPTY[type(inner)]
+            )
     return found
+
+
+class _Empty(dict[type, bool]):
+    """Whether no value of a type is or holds a generator: most are of such types, and each micro-batch is searched twice."""
+
+    def __missing__(self, kind: type) -> bool:
+        opened = (*_KINDS, dict, list, tuple, *_CALLABLES, types.ModuleType, type, nn.Module)
+        self[kind] = issubclass(kind, _VALUES) or (not issubclass(kind, opened) and _is_library(kind.__module__))
+        return self[kind]
+
+
+_EMPTY = _Empty()
 
 
 def _own_modules(unit: Any) -> list[types.ModuleType]:
@@ -114,7 +143,7 @@ def _is_library(name: str | None) -> bool:
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     """What a value holds, as (name, value); nothing for values of libraries, containers and modules of torch excepted."""
-    if isinstance(value, (torch.Tensor, np.ndarray, str, bytes, int, float, type(None))):
+    if isinstance(value, _VALUES):
         return
     if isinstance(value, types.ModuleType):
         if not _is_library(value.__name__) and "site-packages" not in (getattr(value, "__file__", None) or "site-packages"):
