@@ -20,6 +20,7 @@ from echelon.contracts.run_dir import RunDir
 from echelon.launcher.local.attempt import write_exit
 from echelon.observe.sinks import progress
 from echelon.observe.sinks.progress import RunScreen
+from tests import forked
 from tests.conftest import clean_environment
 from tests.started import Started, wait_until
 
@@ -80,7 +81,7 @@ def test_commands_end_quietly_when_their_reader_goes_away(tmp_path: Path) -> Non
         if closed:
             os.close(reader)
         try:
-            return subprocess.run(
+            return forked.run(
                 [sys.executable, "-m", "echelon", *words],
                 cwd=tmp_path, env=clean_environment(), stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60,
             )  # fmt: skip
@@ -98,7 +99,7 @@ def test_commands_end_quietly_when_their_reader_goes_away(tmp_path: Path) -> Non
         assert "Traceback" not in said.stderr and "Exception" not in said.stderr, (words, said.stderr)
         assert said.returncode in ((141,) if words[0] in ("jobs", "logs") else (0, 1, 2, 141)), (words, said)
     with open("/dev/full", "w") as full:
-        said = subprocess.run(
+        said = forked.run(
             [sys.executable, "-m", "echelon", "jobs"],
             cwd=tmp_path, env=clean_environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
         )  # fmt: skip

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import echelon
 from echelon.contracts.errors import RankFailedError
 from echelon.launcher.functions.run import launch
+from tests import forked
 
 SOURCES = Path(echelon.__file__).parent
 
@@ -32,7 +33,7 @@ def _free_a_model_while_its_group_wants_the_interpreter(kept: bool) -> bool:
     destroy()
     del model.process_group  # which would let go of the interpreter for a moment
     if not kept:
-        faulthandler.dump_traceback_later(6, exit=True)
+        faulthandler.dump_traceback_later(4, exit=True)
     sys.setswitchinterval(1000)
     group.allreduce([torch.ones(1)])
     del group
@@ -89,10 +90,10 @@ print("returned")
 """
 
 
-def returns(model: str) -> bool:
+def returns(model: str, within_s: float) -> bool:
     """Whether functions return, which free a wrapped model as the last collective ends on another thread."""
     try:
-        done = subprocess.run([sys.executable, "-c", LAST_REFERENCE, model], capture_output=True, text=True, timeout=20)
+        done = forked.run([sys.executable, "-c", LAST_REFERENCE, model], capture_output=True, text=True, timeout=within_s)
     except subprocess.TimeoutExpired:
         return False
     assert done.stdout == "returned\n", done.stderr
@@ -100,12 +101,12 @@ def returns(model: str) -> bool:
 
 
 def test_a_function_that_trained_with_ddp_returns_after_it_destroyed_its_groups() -> None:
-    assert returns("prepared")
+    assert returns("prepared", 30)
 
 
 def test_torch_still_hangs_when_the_reducer_frees_the_group() -> None:
     """If it does not: take `_outlive_reducer` away."""
-    assert not returns("bare")
+    assert not returns("bare", 6)  # those that return take one second
 
 
 def ends(program: str, *args: Path) -> str:
