@@ -123,7 +123,9 @@ def test_a_full_disk_costs_lines_and_not_the_run(started: Started, ranks: str) -
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_a_folder_that_disappears_does_not_turn_a_good_run_into_a_bad_one(started: Started, ranks: str) -> None:
     script = started.script(
-        "import os, shutil, time\nrun = os.environ['ECHELON_RUN_DIR']\n"
+        "import os, shutil, time\nrun, ranks = os.environ['ECHELON_RUN_DIR'], range(int(os.environ['WORLD_SIZE']))\n"
+        "open(f'here{os.environ[\"RANK\"]}', 'w').close()\n"
+        "while not all(os.path.exists(f'here{rank}') for rank in ranks): time.sleep(0.01)\n"
         "if os.environ['RANK'] == '0': shutil.rmtree(run)\nwhile os.path.exists(run): time.sleep(0.01)\nprint('done')\n"
     )
     out, err = started.run("--ranks", ranks, "--name", "a", script).communicate(timeout=60)

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 import echelon
 from echelon.contracts.errors import RankFailedError
 from echelon.launcher.functions.run import launch
-from tests import forked
 
 SOURCES = Path(echelon.__file__).parent
 
@@ -84,6 +83,7 @@ def train():
         pass
     del work, group
 
+print("begun", flush=True)
 for _ in range(60):
     train()
 print("returned")
@@ -92,12 +92,16 @@ print("returned")
 
 def returns(model: str, within_s: float) -> bool:
     """Whether functions return, which free a wrapped model as the last collective ends on another thread."""
-    try:
-        done = forked.run([sys.executable, "-c", LAST_REFERENCE, model], capture_output=True, text=True, timeout=within_s)
-    except subprocess.TimeoutExpired:
-        return False
-    assert done.stdout == "returned\n", done.stderr
-    return True
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", LAST_REFERENCE, model], stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        try:
+            out, err = process.communicate(timeout=within_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return False
+        assert out == "returned\n", err
+        return True
 
 
 def test_a_function_that_trained_with_ddp_returns_after_it_destroyed_its_groups() -> None:
@@ -106,7 +110,7 @@ def test_a_function_that_trained_with_ddp_returns_after_it_destroyed_its_groups(
 
 def test_torch_still_hangs_when_the_reducer_frees_the_group() -> None:
     """If it does not: take `_outlive_reducer` away."""
-    assert not returns("bare", 6)  # those that return take one second
+    assert not returns("bare", 8)  # those that return take one second
 
 
 def ends(program: str, *args: Path) -> str:
