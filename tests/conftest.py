@@ -7,6 +7,7 @@ of all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from echelon.launcher.functions import run as function
 from echelon.launcher.functions.run import launch
 from echelon.launcher.local.server import ForkServer
+from tests import forked
 from tests.standing import StandingRanksBySize
 
 TIMEOUT_S = 60.0
@@ -66,6 +68,10 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in LOADED:
         importlib.import_module(name)
     torch.set_num_threads(1)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    forked.close()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -171,10 +177,13 @@ def started(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def echelon_command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the real command in a folder of its own, without a terminal."""
+    """Runs the command in a folder of its own, without a terminal: forked with its imports done, or with `fresh` from nothing."""
 
-    def run(*args: str, timeout_s: float = 90.0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+    def run(
+        *args: str, timeout_s: float = 90.0, env: dict[str, str] | None = None, fresh: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        start = subprocess.run if fresh else forked.run
+        return start(
             [sys.executable, "-m", "echelon", *args],
             cwd=tmp_path,
             capture_output=True,
@@ -209,7 +218,28 @@ _NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 def _children() -> set[int]:
     server = function.running_server()
     known = {pid for ranks in STANDING for pid in ranks.pids} | ({server.pid} if server is not None else set())
-    return {p.pid for p in psutil.Process().children(recursive=True) if p.pid not in known and p.status() != psutil.STATUS_ZOMBIE}
+    return {pid for pid in _descendants() - known - forked.server_pids() if _runs(pid)}
+
+
+def _descendants() -> set[int]:
+    """From the kernel's own lists, where it has them: psutil looks through all processes of the machine, twice a test."""
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        return {process.pid for process in psutil.Process().children(recursive=True)}
+    found, new = set[int](), [os.getpid()]
+    while new:
+        pid = new.pop()
+        with contextlib.suppress(OSError):  # it has ended
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                children = set(map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()))
+                new += children - found
+                found |= children
+    return found
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _is_left(pid: int, before: set[int]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import subprocess
 import sys
 import time
@@ -12,9 +13,9 @@ from typing import Any
 
 import psutil
 
+from tests import forked
 from tests.conftest import clean_environment
-
-MARK = "ECHO_TEST_MARK"
+from tests.forked import MARK
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
@@ -42,16 +43,19 @@ class Started:
     """Programs that a test runs beside itself; whatever they leave is found by a mark in the environment."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.mark = folder, f"{folder.name}-{time.monotonic_ns()}"
+        self.folder, self.mark = folder, secrets.token_hex(forked.MARK_LENGTH // 2)
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def python(self, *args: str, **options: Any) -> subprocess.Popen[bytes]:
         return self.program([sys.executable, *args], **options)
 
-    def program(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    def program(self, command: list[str], *, fresh: bool = False, **options: Any) -> subprocess.Popen[bytes]:
+        """Options are those of `subprocess.Popen`. A program of Python is forked from one that has torch loaded; with `fresh`,
+        Python starts anew, for tests of how it starts and ends."""
         env = {**clean_environment(), MARK: self.mark, "TMPDIR": str(self.folder), **options.pop("env", {})}
         defaults = {"cwd": self.folder, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = subprocess.Popen(command, env=env, **{**defaults, **options})
+        start = subprocess.Popen if fresh else forked.popen
+        process = start(command, env=env, **{**defaults, **options})
         self.processes.append(process)
         return process
 

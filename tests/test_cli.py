@@ -26,6 +26,7 @@ import echelon
 from echelon.cli.main import VERBS
 from echelon.contracts.errors import UsageError
 from echelon.contracts.traces import shortened
+from tests import forked
 from tests.conftest import clean_environment
 from tests.started import Started, wait_until
 
@@ -177,12 +178,12 @@ def test_a_logger_that_outlives_a_program_of_one_rank_can_still_write(started: S
     script = started.script(
         "import atexit, logging\nlogging.basicConfig(level='INFO')\natexit.register(lambda: logging.info('good' 'bye'))\n"
     )
-    _, err = started.run("--ranks", "1", script).communicate(timeout=30)
+    _, err = started.run("--ranks", "1", script, fresh=True).communicate(timeout=30)
     assert b"INFO:root:goodbye" in err and b"Error" not in err
 
 
 def test_a_child_that_a_program_forks_does_not_end_the_run_twice(started: Started) -> None:
-    process = started.run("--ranks", "1", started.script("import os\nif os.fork(): os.wait()"))
+    process = started.run("--ranks", "1", started.script("import os\nif os.fork(): os.wait()"), fresh=True)
     _, err = process.communicate(timeout=30)
     assert err.count(b"report     ") == 1
 
@@ -209,7 +210,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes, floa
     folder = tmp_path_factory.mktemp("output")
     (folder / "script.py").write_text(OUTPUT)
     began = time.monotonic()
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "echelon", "run", "--ranks", "2", "script.py"],
         cwd=folder, env=clean_environment(), capture_output=True, timeout=60,
     )  # fmt: skip
@@ -289,11 +290,10 @@ class Terminal:
 
 def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 
 
 def _in_terminal(
-    started: Started, *args: str, typed: Sequence[tuple[bytes, bytes]] = (), width: int = 100
+    started: Started, *args: str, typed: Sequence[tuple[bytes, bytes]] = (), width: int = 100, fresh: bool = False
 ) -> tuple[Terminal, int]:
     """Run `echelon run` on a terminal of its own; what it shows at last, and the exit code.
 
@@ -302,9 +302,15 @@ def _in_terminal(
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, width, 0, 0))
     process = started.run(
-        *args, stdin=theirs, stdout=theirs, stderr=theirs, env={"TERM": "xterm-256color"},
-        start_new_session=True, preexec_fn=_take_terminal,
-    )  # fmt: skip
+        *args,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={"TERM": "xterm-256color"},
+        start_new_session=True,
+        fresh=fresh,
+        **({"preexec_fn": _take_terminal} if fresh else {}),
+    )
     os.close(theirs)
     terminal, data, deadline, rest = Terminal(width), b"", time.monotonic() + 40, list(typed)
     while time.monotonic() < deadline:
@@ -398,7 +404,7 @@ def test_a_terminal_that_hangs_up_stops_the_ranks_and_the_run_folder_is_complete
 
 def test_a_debugger_works_in_one_rank(started: Started) -> None:
     script = started.script("x = 41\nbreakpoint()\nprint('went on')\n")
-    terminal, code = _in_terminal(started, "--ranks", "1", script, typed=[(b"(Pdb) ", b"p x + 1\nc\n")])
+    terminal, code = _in_terminal(started, "--ranks", "1", script, fresh=True, typed=[(b"(Pdb) ", b"p x + 1\nc\n")])
     assert code == 0 and "42" in terminal.lines() and "went on" in terminal.lines()
 
 
@@ -437,7 +443,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(started: Started, e
     ],
 )
 def test_the_exit_code_of_one_rank_is_what_python_gives(started: Started, end: str, code: int) -> None:
-    launcher = started.run("--ranks", "1", started.script(f"import sys\n{end}"))
+    launcher = started.run("--ranks", "1", started.script(f"import sys\n{end}"), fresh=True)
     launcher.communicate(timeout=30)
     assert launcher.returncode == code
 
@@ -577,7 +583,7 @@ def test_a_launcher_that_was_told_to_ignore_hang_ups_ignores_them(started: Start
 
 
 def test_ctrl_c_while_the_command_still_starts_leaves_no_traceback(started: Started) -> None:
-    launcher = started.run("--ranks", "2", "--name", "early", started.script("import time; time.sleep(600)"))
+    launcher = started.run("--ranks", "2", "--name", "early", started.script("import time; time.sleep(600)"), fresh=True)
     wait_until(lambda: (started.folder / "runs/early/run.json").exists(), "the run folder is there")
     launcher.send_signal(signal.SIGINT)
     _, err = launcher.communicate(timeout=30)
@@ -682,7 +688,7 @@ def test_a_plain_script_shows_the_users_frames_and_not_ours(
     (tmp_path / "train.py").write_text(TRACED)
     env = clean_environment() | ({"ECHELON_FULL_TRACEBACK": "1"} if full else {})
     words = [sys.executable, "train.py", *arguments]
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = forked.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     ours = [line for line in done.stderr.splitlines() if f"{os.sep}echelon{os.sep}" in line and line.startswith("  File")]
     assert done.returncode == 1 and says in done.stderr and "in main" in done.stderr
     assert ("in compute_loss" in done.stderr) == (arguments[0] == "3")
@@ -769,22 +775,36 @@ def test_the_outside_half_imports_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
-def test_help_imports_no_torch(tmp_path: Path, arguments: list[str]) -> None:
+HELPS = [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)]
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, tuple[int, bool, str]]:
+    """By arguments: the exit code, whether torch is there, and what was shown. One process shows all."""
     code = (
-        "import sys\nfrom echelon.cli.main import main\n"
-        "try: main(sys.argv[1:])\n"
-        "finally: print('torch' in sys.modules, file=sys.stderr)\n"
+        "import contextlib, io, json, sys\nfrom echelon.cli.main import main\nfound = {}\n"
+        f"for arguments in {HELPS!r}:\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as shown:\n"
+        "        try: code = main(arguments)\n"
+        "        except SystemExit as end: code = end.code\n"
+        "    found[' '.join(arguments)] = code, 'torch' in sys.modules, shown.getvalue()\n"
+        "print(json.dumps(found))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=clean_environment(), cwd=tmp_path
-    )
-    assert done.returncode == 0 and done.stderr == "False\n" and "echelon" in done.stdout
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean_environment())
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    found: dict[str, tuple[int, bool, str]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("arguments", [" ".join(words) for words in HELPS])
+def test_help_imports_no_torch(helps: dict[str, tuple[int, bool, str]], arguments: str) -> None:
+    code, torch_is_there, shown = helps[arguments]
+    assert (code, torch_is_there) == (0, False) and "echelon" in shown
 
 
 def test_a_run_of_one_rank_imports_no_torch_that_the_script_does_not(started: Started) -> None:
-    out, _ = started.run("--ranks", "1", started.script("import sys; print('torch' in sys.modules)")).communicate(timeout=30)
-    assert out == b"False\n"
+    run = started.run("--ranks", "1", started.script("import sys; print('torch' in sys.modules)"), fresh=True)
+    assert run.communicate(timeout=30)[0] == b"False\n"
 
 
 def test_every_verb_is_a_module_that_says_what_it_does() -> None:

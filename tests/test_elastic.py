@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -426,7 +425,7 @@ class Slow(Regression):
             os.killpg(0, signal.SIGTERM)
             time.sleep(0.2)
         if what == "usr1" and step == 6 and rank == 0:
-            os.kill(int(os.environ["LAUNCHER"]), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR1)  # one rank is its own launcher
             time.sleep(0.5)
         if attempt == 1 and what == "dies" and step == 4:
             raise ValueError("it dies")
@@ -449,9 +448,7 @@ if rank == 0:
 
 def _train(started: Started, *arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
     started.script(TRAINS, "train.py")
-    # `exec` keeps the process's id, which the script is told.
-    command = f"LAUNCHER=$$ exec {sys.executable} -m echelon run --name x {' '.join(arguments)}"
-    done = started.program(["sh", "-c", command], env={"PYTHONPATH": ROOT, **(env or {})})
+    done = started.run("--name", "x", *arguments, env={"PYTHONPATH": ROOT, **(env or {})})
     out, err = done.communicate(timeout=80)
     return done.returncode, out.decode(), err.decode()
 
@@ -523,7 +520,8 @@ class Slow:
         time.sleep(600 if index >= 8 else 0)
         return index
 
-torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # for how long torch waits for a worker that is to end
+# For how long torch waits for a worker that is to end, and how often a worker looks for its parent.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.5
 batches = iter(ech.Loader(list(range(400)), 4, num_workers=2))
 thread = threading.Thread(target=storm)
 thread.start()
@@ -562,7 +560,7 @@ def test_workers_end_with_their_parent(reads: Any, started: Started) -> None:
     workers = psutil.Process(process.pid).children()
     assert len(workers) == 2
     process.kill()
-    started.all_gone()  # torch's workers look every five seconds
+    started.all_gone()
 
 
 def test_a_worker_that_is_stuck_does_not_hold_up_the_end(reads: Any, started: Started) -> None:

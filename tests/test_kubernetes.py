@@ -14,6 +14,7 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.launcher.cluster.jobs import job_of
 from echelon.launcher.protocol import JobState
+from tests import forked
 from tests.conftest import clean_environment, ends_of
 
 SUBMIT = ("submit", "--to", "kubernetes", "--dry-run", "--name", "gpt-7", "--image", "registry/gpt:7", "--nodes", "2")
@@ -67,7 +68,7 @@ def test_two_pods_run_as_processes(echelon_command: Any, tmp_path: Path, fails: 
     env = {**clean_environment(), "JOB_UID": "7f3a"}
     with open(tmp_path / "said", "w") as said:
         pods = [
-            subprocess.Popen(
+            forked.popen(
                 command,
                 cwd=tmp_path,
                 stdin=subprocess.DEVNULL,

@@ -20,6 +20,7 @@ from echelon.contracts.run_dir import RunDir
 from echelon.launcher.local.attempt import write_exit
 from echelon.observe.sinks import progress
 from echelon.observe.sinks.progress import RunScreen
+from tests import forked
 from tests.conftest import clean_environment
 from tests.started import Started, wait_until
 
@@ -80,7 +81,7 @@ def test_commands_end_quietly_when_their_reader_goes_away(tmp_path: Path) -> Non
         if closed:
             os.close(reader)
         try:
-            return subprocess.run(
+            return forked.run(
                 [sys.executable, "-m", "echelon", *words],
                 cwd=tmp_path, env=clean_environment(), stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60,
             )  # fmt: skip
@@ -98,7 +99,7 @@ def test_commands_end_quietly_when_their_reader_goes_away(tmp_path: Path) -> Non
         assert "Traceback" not in said.stderr and "Exception" not in said.stderr, (words, said.stderr)
         assert said.returncode in ((141,) if words[0] in ("jobs", "logs") else (0, 1, 2, 141)), (words, said)
     with open("/dev/full", "w") as full:
-        said = subprocess.run(
+        said = forked.run(
             [sys.executable, "-m", "echelon", "jobs"],
             cwd=tmp_path, env=clean_environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
         )  # fmt: skip
@@ -122,7 +123,9 @@ def test_a_full_disk_costs_lines_and_not_the_run(started: Started, ranks: str) -
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_a_folder_that_disappears_does_not_turn_a_good_run_into_a_bad_one(started: Started, ranks: str) -> None:
     script = started.script(
-        "import os, shutil, time\nrun = os.environ['ECHELON_RUN_DIR']\n"
+        "import os, shutil, time\nrun, ranks = os.environ['ECHELON_RUN_DIR'], range(int(os.environ['WORLD_SIZE']))\n"
+        "open(f'here{os.environ[\"RANK\"]}', 'w').close()\n"
+        "while not all(os.path.exists(f'here{rank}') for rank in ranks): time.sleep(0.01)\n"
         "if os.environ['RANK'] == '0': shutil.rmtree(run)\nwhile os.path.exists(run): time.sleep(0.01)\nprint('done')\n"
     )
     out, err = started.run("--ranks", ranks, "--name", "a", script).communicate(timeout=60)

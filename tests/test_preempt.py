@@ -21,6 +21,7 @@ import echelon as ech
 from echelon.checkpoint import commit, manifest
 from echelon.contracts.stopping import REQUEUE, leave
 from echelon.world import stop
+from tests import forked
 from tests.conftest import Ranks, clean_environment
 from tests.models import Batch, batch, largest_difference, net, whole
 from tests.units import Regression
@@ -137,12 +138,20 @@ MOMENTS = [
 ENDS = {"last step": {STEPS}, "last evaluation": {STEPS}, "any": set(range(STEPS + 1))}
 
 
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Any]:
+    """What two ranks compute that no signal reaches, by strategy."""
+    return {}
+
+
 @pytest.mark.parametrize(("strategy", "moment", "number", "only"), MOMENTS)
 def test_a_signal_at_any_moment_is_agreed_on_saved_and_leaves_no_trace(
-    ranks: Ranks, tmp_path: Path, strategy: str, moment: str, number: int, only: int | None
+    ranks: Ranks, undisturbed: dict[str, Any], tmp_path: Path, strategy: str, moment: str, number: int, only: int | None
 ) -> None:
     """Dropout, AdamW, and a schedule that the evaluations drive: one evaluation more or less would be seen."""
-    want, evaluations = ranks(2, _undisturbed, strategy)[0]
+    if strategy not in undisturbed:
+        undisturbed[strategy] = ranks(2, _undisturbed, strategy)[0]
+    want, evaluations = undisturbed[strategy]
     ended = ranks(2, _stopped, tmp_path / "c", strategy, moment, number, only)
     assert {code for code, _, _ in ended} == {REQUEUE}
     steps = {step for _, step, _ in ended}
@@ -313,9 +322,10 @@ RESTORING = """
 
     import echelon as ech
     from echelon.checkpoint import store
-    from tests.test_preempt import DATA
+    from tests.models import batch
     from tests.units import Regression
 
+    DATA = torch.utils.data.TensorDataset(*batch(48, 0))
     slowly, steps = sys.argv[1] == "slowly", int(sys.argv[2])
     ech.init_from_env()
     ech.seed(0)
@@ -343,7 +353,7 @@ def test_a_signal_during_a_restore_ends_the_run_at_once_and_costs_nothing(tmp_pa
 
     def start(*args: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "echelon", "run", "--ranks", "2", "--grace", "100", "train.py", *args]
-        return subprocess.Popen(
+        return forked.popen(
             command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=clean_environment()
         )
 
@@ -370,8 +380,10 @@ ALONE = """
     import torch
 
     import echelon as ech
-    from tests.test_preempt import DATA, EVAL
+    from tests.models import batch
     from tests.units import Regression
+
+    DATA, EVAL = torch.utils.data.TensorDataset(*batch(48, 0)), torch.utils.data.TensorDataset(*batch(24, 1))
 
     def own(number, frame):
         print("my own", flush=True)
@@ -402,7 +414,7 @@ ALONE = """
 def _alone(folder: Path, *args: str) -> tuple[int, str]:
     root = Path(__file__).resolve().parents[1]
     (folder / "train.py").write_text(f"import sys; sys.path.insert(0, {str(root)!r})\n" + textwrap.dedent(ALONE))
-    ran = subprocess.run(
+    ran = forked.run(
         [sys.executable, "train.py", *args], cwd=folder, capture_output=True, text=True, timeout=120, env=clean_environment()
     )
     return ran.returncode, ran.stdout

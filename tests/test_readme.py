@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.conftest import clean_environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,7 +24,8 @@ def test_the_training_script_runs_under_each_launcher(tmp_path: Path, command: l
     report = "rank = ech.World.current()\nopen(f'rank{rank.rank}', 'w').write(f'{unit.window.updates} of {rank.size}')\n"
     (tmp_path / "train.py").write_text(f"{SCRIPT}\n{report}")
     start = {"python": [], "echelon": ["-m", "echelon"], "torchrun": ["-m", "torch.distributed.run"]}[command[0]]
-    done = subprocess.run(
+    run = subprocess.run if command == ["python"] else forked.run
+    done = run(
         [sys.executable, *start, *command[1:], "train.py"],
         cwd=tmp_path,
         capture_output=True,
@@ -57,7 +59,7 @@ def test_every_link_leads_somewhere(path: str) -> None:
 
 
 def test_every_example_option_exists(echelon_command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    text = subprocess.run(
+    text = forked.run(
         [sys.executable, str(ROOT / "examples" / "gpt.py"), "--help"], capture_output=True, text=True, check=True
     ).stdout
     shown = set(re.findall(r"gpt\.py (--[a-z-]+)", README))

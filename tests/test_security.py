@@ -73,6 +73,7 @@ from echelon.loop.checkpointing.changes import facts
 from echelon.loop.unit import Unit
 from echelon.observe import report
 from echelon.observe.sinks.progress import ProgressModel
+from tests import forked
 from tests.conftest import clean_environment
 
 SOURCE = Path(echelon.__file__).parent
@@ -736,7 +737,7 @@ def test_no_record_that_is_not_as_expected_ends_the_launcher(said: list[dict[str
 def _on_a_terminal(command: list[str], cwd: Path) -> bytes:
     master, terminal = pty.openpty()
     with os.fdopen(master, "rb", buffering=0) as ours:
-        process = subprocess.Popen(command, cwd=cwd, env=clean_environment(), stdout=terminal)
+        process = forked.popen(command, cwd=cwd, env=clean_environment(), stdout=terminal)
         os.close(terminal)
         shown = b""
         with contextlib.suppress(OSError):  # the other end has gone
@@ -755,9 +756,9 @@ def test_s12_files_of_others_do_nothing_to_the_terminal(tmp_path: Path) -> None:
     write_spec(run, JobSpec("x"), launcher="local", sweep=[["k", "\u001b[2J\n"]])
     note_submitted(run, id="1", host="\x1b[2J")
     command = [sys.executable, "-m", "echelon"]
-    shown = subprocess.run([*command, "jobs"], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, check=True)
+    shown = forked.run([*command, "jobs"], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, check=True)
     assert "\x1b" not in shown.stdout and shown.stdout.count("\n") == 2 and "?[2J?" in shown.stdout
-    raw = subprocess.run([*command, "logs", "a"], cwd=tmp_path, env=clean_environment(), capture_output=True, check=True)
+    raw = forked.run([*command, "logs", "a"], cwd=tmp_path, env=clean_environment(), capture_output=True, check=True)
     assert raw.stdout == evil  # into a file or a pipe as it is
     shown_ = _on_a_terminal([*command, "logs", "a"], tmp_path)
     first = "?]0;title??[2J?31m\ufffd\x1b[31mred\x1b[0m\ttab?\r\n".encode()

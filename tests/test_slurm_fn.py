@@ -516,7 +516,7 @@ def test_signals_reach_the_ranks_of_a_launch_command(program: Program) -> None:
 
 def test_the_copy_of_the_code_has_no_runs_in_it(program: Program, tmp_path: Path) -> None:
     body = """
-    jobs = [main.configure(config, exclude_code_folders=["data"], code_file_suffixes=[".py", ".txt"])(n) for n in range(2)]
+    jobs = [main.configure(alone, exclude_code_folders=["data"], code_file_suffixes=[".py", ".txt"])(n) for n in range(2)]
     print(json.dumps([[*job.result(60), str(job.run.path)] for job in jobs]))
     """
     for file in ("data/a.txt", "more/b.txt", "more/c.bin"):

@@ -21,7 +21,7 @@ from echelon.contracts.pulse import Phase, Standing
 from echelon.launcher.failure import render
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import Failure
-from echelon.launcher.local import watch
+from echelon.launcher.local import elastic, watch
 from echelon.launcher.local.watch import Pulses, Seen, Watch, blame
 from tests.conftest import clean_environment
 
@@ -64,7 +64,7 @@ class _Batches:
 
 
 def _trains(how: str) -> None:
-    ech.init_from_env(timeout=timedelta(seconds=4 if how in ("stopped", "raw") else 10))
+    ech.init_from_env(timeout=timedelta(seconds=4 if how in ("stopped", "raw") else 6))
     if how == "raw":  # a loop of the user's own
         for step in range(20):
             if step == HANG_AT and torch.distributed.get_rank() == 1:
@@ -104,6 +104,7 @@ def test_a_rank_that_stands_still_is_named_while_others_wait_and_when_they_give_
     how: str, guilty: int, said: str, headline: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ECHELON_STALL_AFTER", "0.5")
+    monkeypatch.setattr(elastic, "_FAILURE_GRACE_S", 0.5)  # for which the one that hangs is asked to end
     with pytest.raises(RankFailedError) as caught:
         launch(_trains, ranks=2, args=(how,))
     err, text = capfd.readouterr().err, str(caught.value)

@@ -26,7 +26,7 @@ def crashfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("crashfs"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def forks(crashfs: Path) -> Iterator[Forks]:
     with Forks(crashfs) as server:
         yield server

@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests import forked
+
 ROOT = Path(__file__).parents[2]
 LANES = 2
 # What a process would else import itself, in more time than all the rest takes it.
@@ -53,7 +55,7 @@ class Forks:
             "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
         }
         env["CUDA_VISIBLE_DEVICES"] = ""
-        self._server = subprocess.Popen(
+        self._server = forked.popen(
             [sys.executable, "-m", "tests.chaos.forks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, cwd=ROOT
         )
         return self

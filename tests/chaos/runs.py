@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tests import forked
 from tests.chaos.train import GLOBAL_BATCH, SAMPLES
 from tests.conftest import clean_environment
 
@@ -24,14 +25,17 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("train.py"))
 
 
-def start(folder: Path, ranks: int, *script: str, restarts: int = 0, library: Path | None = None) -> subprocess.Popen[str]:
+def start(
+    folder: Path, ranks: int, *script: str, restarts: int = 0, grace_s: float = 30.0, library: Path | None = None
+) -> subprocess.Popen[str]:
     """`echelon run` in a folder of its own: the first time as a new run, then as one more attempt of it."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     env = {**clean_environment(), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if library is not None:
         env["LD_PRELOAD"] = str(library)
-    command = ["-m", "echelon", "run", "--ranks", str(ranks), "--max-restarts", str(restarts), "--name", "chaos", *script]
-    return subprocess.Popen(
+    options = ["--ranks", str(ranks), "--max-restarts", str(restarts), "--grace", str(grace_s), "--name", "chaos"]
+    command = ["-m", "echelon", "run", *options, *script]
+    return forked.popen(
         [sys.executable, *command], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 

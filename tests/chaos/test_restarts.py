@@ -25,10 +25,10 @@ def test_thirty_of_thirty_restarts_join_within_five_seconds(tmp_path: Path) -> N
 def test_of_two_runs_in_one_folder_one_trains_and_the_other_is_told(forks: Forks, tmp_path: Path) -> None:
     """At the same moment, again and again: never both, never a mixture, and never nobody."""
     outcomes = Counter[str]()
-    for told in forks("tests.chaos.program:race", [(seed,) for seed in range(10)]):
+    for told in forks("tests.chaos.program:race", [(seed,) for seed in range(6)]):
         assert sorted(each.partition(":")[0] for each in told) in (["refused", "trained"], ["ahead", "trained"]), told
         outcomes += Counter(each.partition(":")[0] for each in told)
-    assert outcomes["trained"] == 10
+    assert outcomes["trained"] == 6
     print(dict(outcomes))
 
 

@@ -1,0 +1,118 @@
+"""Programs forked for a test are what they would be if Python had been started for each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests import forked
+from tests.conftest import clean_environment
+from tests.started import Started, wait_until
+
+FACTS = """
+import json, os, resource, signal, sys, threading
+print(json.dumps({
+    "argv": sys.argv, "path": sys.path, "name": __name__, "file": globals().get("__file__"), "flags": repr(sys.flags),
+    "spec": getattr(__spec__, "name", None), "directory": os.getcwd(), "environment": dict(os.environ), "input": sys.stdin.read(),
+    "handlers": {n: repr(signal.getsignal(n)) for n in signal.valid_signals()}, "blocked": signal.pthread_sigmask(0, []),
+    "group": os.getpgrp(), "session": os.getsid(0), "descriptors": sorted(os.listdir("/proc/self/fd"), key=int),
+    "limits": [resource.getrlimit(n) for n in range(16)], "mask": os.umask(0),
+    "threads": threading.active_count(), "main": sys.modules["__main__"].__dict__ is globals(),
+    "streams": [(s.encoding, s.errors, s.line_buffering, s.name, s.mode) for s in (sys.stdin, sys.stdout, sys.stderr)],
+}, default=repr), flush=True)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    for path in (tmp_path / "script.py", package / "__main__.py"):
+        path.write_text(FACTS)
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", [["script.py", "a b"], ["-m", "package", "-x"], ["-c", FACTS, "1"]], ids=lambda w: w[0])
+def test_a_forked_program_finds_what_a_new_python_finds(folder: Path, words: list[str]) -> None:
+    env = {**clean_environment(), "PYTHONPATH": f"elsewhere{os.pathsep}{folder / 'package'}", "MORE": "é"}
+    options: dict[str, Any] = {"cwd": folder, "env": env, "input": "typed", "capture_output": True, "text": True}
+    new, same = (run([sys.executable, *words], **options) for run in (subprocess.run, forked.run))
+    assert new.returncode == same.returncode == 0, same.stderr
+    assert json.loads(same.stdout) == json.loads(new.stdout) and (same.stderr, new.stderr) == ("", "")
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "sys.exit(3)",
+        "sys.exit()",
+        "sys.exit('text')",
+        "sys.exit(-1)",
+        "1 / 0",
+        "raise KeyboardInterrupt",
+        "os.kill(os.getpid(), 9)",
+        "print('not flushed', end='')",
+        "atexit.register(print, 'last')",
+        "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()",
+        "os.fork() and os.wait()",
+    ],
+)
+def test_a_forked_program_ends_as_python_does(tmp_path: Path, end: str) -> None:
+    (tmp_path / "end.py").write_text(f"import atexit, os, sys, threading, time\n{end}\n")
+    options: dict[str, Any] = {"cwd": tmp_path, "env": clean_environment(), "capture_output": True, "text": True}
+    new, same = (run([sys.executable, "end.py"], **options) for run in (subprocess.run, forked.run))
+    assert (same.returncode, same.stdout, same.stderr) == (new.returncode, new.stdout, new.stderr)
+
+
+@pytest.fixture
+def waits(started: Started) -> Iterator[Any]:
+    process = started.python("-c", "import time\nprint('here', flush=True)\ntime.sleep(600)", start_new_session=True)
+    assert isinstance(process, forked.Forked) and process.stdout.readline() == b"here\n"
+    yield process
+
+
+def test_a_forked_program_hears_signals_and_can_be_waited_for(waits: Any) -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        waits.wait(0.1)
+    assert waits.poll() is None and os.getsid(waits.pid) == os.getpgid(waits.pid) == waits.pid
+    waits.send_signal(signal.SIGINT)
+    out, err = waits.communicate(timeout=20)
+    assert waits.returncode == -signal.SIGINT and out == b"" and b"KeyboardInterrupt" in err
+    wait_until(lambda: not psutil.pid_exists(waits.pid), "nothing is left of it")
+
+
+def test_a_forked_program_and_what_it_forks_carry_the_mark_of_their_test(started: Started, waits: Any) -> None:
+    child = started.python("-c", "import os, time\nos.fork()\nprint('here', flush=True)\ntime.sleep(600)")
+    assert [child.stdout.readline() for _ in range(2)] == [b"here\n"] * 2  # type: ignore[union-attr]
+    assert len(started.alive()) == 3
+    for process in started.alive():
+        process.kill()
+    started.all_gone()
+
+
+def test_two_forked_programs_do_not_begin_with_the_same_random_numbers(tmp_path: Path) -> None:
+    code = "import random, numpy; print(random.random(), numpy.random.rand())"
+    first, second = (forked.run([sys.executable, "-c", code], capture_output=True).stdout.split() for _ in range(2))
+    assert not set(first) & set(second)
+
+
+def test_a_program_that_needs_a_python_of_its_own_gets_one(tmp_path: Path) -> None:
+    for command, options in (
+        ([sys.executable, "-P", "x.py"], {}),
+        ([sys.executable, "-"], {}),
+        (["bash", "x.py"], {}),
+        ([sys.executable, "x.py"], {"preexec_fn": time.time}),
+    ):
+        assert not forked.can_fork(command, options)
+    assert forked.can_fork([sys.executable, "x.py"], {"cwd": tmp_path})
