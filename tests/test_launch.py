@@ -121,6 +121,16 @@ def _raise_unpicklable() -> None:
     raise TwoArguments(1, 2)
 
 
+def _return_a_wrapped_model() -> torch.nn.Module:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+
+
+def test_a_value_that_only_a_rank_can_load_says_what_to_return() -> None:
+    with pytest.raises(EchelonError, match=r"a rank returned a value that cannot be loaded here \(ValueError: .* state_dict\(\)"):
+        launch(_return_a_wrapped_model, ranks=1, quiet=True)
+
+
 def _return_a_lock() -> Any:
     return threading.Lock()
 

@@ -189,7 +189,8 @@ def write_value(value: Any, path: str | Path, key: str) -> None:
 def load_value(path: Path, key: str) -> Any:
     """
     Raises:
-        EchelonError: another user can have written the file, or no rank of the job whose key this is has.
+        EchelonError: another user can have written the file, or no rank of the job whose key this is has; or the value can
+            only be loaded in a rank.
         FileNotFoundError: the rank left no value.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
@@ -205,7 +206,13 @@ def load_value(path: Path, key: str) -> Any:
                 "code. Who can write there?"
             )
         file.seek(_SEAL_BYTES)  # of the same open file, which nobody else can write to
-        return pickle.load(file)
+        try:
+            return pickle.load(file)
+        except Exception as error:  # loading it runs its class's own code
+            raise EchelonError(
+                f"a rank returned a value that cannot be loaded here ({type(error).__name__}: {error}). Return plain values, "
+                "arrays or tensors; of a model, what is inside DistributedDataParallel, or its state_dict()."
+            ) from error
 
 
 def load_exception(path: Path, key: str) -> BaseException | None:
