@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import echelon as ech
 from echelon.contracts.errors import RanksDisagreeError, UsageError
@@ -213,14 +214,16 @@ def _errors() -> list[str]:
     module.first.requires_grad_(True)
     with pytest.raises(UsageError) as late:
         ech.train(unit, _mine(), max_epochs=2)
-    return [*said, str(late.value)]
+    with pytest.raises(UsageError) as again:
+        Partition(ZeroRedundancyOptimizer(net().parameters(), torch.optim.SGD, lr=0.1))
+    return [*said, str(again.value), str(late.value)]
 
 
 def test_what_cannot_be_divided_is_said_on_all_ranks(ranks: Ranks) -> None:
-    for lbfgs, differs, twice, late in ranks(2, _errors):
+    for lbfgs, differs, twice, again, late in ranks(2, _errors):
         assert "cannot shard LBFGS, which needs all parameters at once" in lbfgs
         assert "ranks disagree about the optimizer's parameters" in differs
-        assert "sharded already" in twice
+        assert "sharded already" in twice and "this ZeroRedundancyOptimizer is sharded already" in again
         assert "first.weight was frozen when the optimizer was built" in late
 
 
@@ -236,3 +239,45 @@ def test_a_world_of_one_owns_everything() -> None:
     want, _, _ = plain_training([[batch(4, 0)]])
     assert largest_difference(whole(unit.module), want) < 1e-12
     dist.destroy_process_group()
+
+
+class Alone(ech.TrainUnit[Batch]):
+    """Torch's own optimizer with sharded state, as programs around DistributedDataParallel have it."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.module = nn.parallel.DistributedDataParallel(net())
+        kind = getattr(torch.optim, optimizer)
+        self.optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(self.module.parameters(), kind, lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+
+    def train_step(self, state: ech.State, data: Batch) -> None:
+        self.optimizer.zero_grad()
+        nn.functional.mse_loss(self.module(data[0]), data[1]).backward()
+        self.optimizer.step()
+        self.schedule.step()
+
+
+def _torchs_own(folder: Path, optimizer: str) -> dict[str, torch.Tensor]:
+    saver = ech.DistributedCheckpointSaver(str(folder), save_every_n_train_steps=3)
+    ech.train(Alone(optimizer), _mine(), max_steps=3, callbacks=[saver])
+    unit = Alone(optimizer)
+    assert saver.restore_from_latest(str(folder), unit)
+    ech.train(unit, _mine(), max_steps=5)
+    return whole(unit.module)
+
+
+@pytest.mark.parametrize("optimizer", ["RMSprop", "AdamW"])
+def test_torchs_zero_redundancy_optimizer_resumes_with_its_state(ranks: Ranks, tmp_path: Path, optimizer: str) -> None:
+    module = net()
+    plain = getattr(torch.optim, optimizer)(module.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 2, 0.5)
+    # The second run resumes in the middle of an epoch, whose list of batches begins anew.
+    for first, second in [*DATA[:3], *DATA[:2]]:
+        plain.zero_grad()
+        nn.functional.mse_loss(module(torch.cat([first[0], second[0]])), torch.cat([first[1], second[1]])).backward()
+        plain.step()
+        schedule.step()
+    want = {name: p.detach() for name, p in module.named_parameters()}
+    for trained in ranks(2, _torchs_own, tmp_path / "two", optimizer):
+        assert largest_difference(trained, want) < 1e-10

@@ -15,11 +15,11 @@ from torch import nn
 from echelon.contracts.errors import CheckpointMismatchError
 from echelon.parallel import state_keys
 from echelon.parallel.names import plain_names
-from echelon.parallel.partition import Partition
+from echelon.parallel.partition import Partition, parameter_groups
 from echelon.parallel.state_keys import Saved
 from echelon.world import agree
 
-__all__ = ["OptimizerState"]
+__all__ = ["OptimizerState", "ZeroRedundancyState"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +28,24 @@ class OptimizerState:
     """An optimizer's state, keyed "state.<parameter>.<what>" and "param_groups.<parameter>.<option>".
 
     Of an optimizer that is divided over the ranks each has the tensors of what it owns; the methods are collective then.
+
+    Args:
+        modules: those whose parameters it has, by their names.
+        optimizer: of a divided one, that of what this rank owns.
+        everyones: the parameters of each group, also those of other ranks, where no `Partition` knows.
     """
 
     keyed_by_name = True
 
-    def __init__(self, modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        optimizer: torch.optim.Optimizer,
+        everyones: list[list[nn.Parameter]] | None = None,
+    ) -> None:
         self._optimizer = optimizer
-        partition = Partition.of(optimizer)
-        self._is_divided = partition is not None
-        self._groups = list(partition.groups) if partition is not None else []
-        self._groups += [list(group["params"]) for group in optimizer.param_groups[len(self._groups) :]]
+        self._is_divided = everyones is not None or Partition.of(optimizer) is not None
+        self._groups = parameter_groups(optimizer) if everyones is None else everyones
         # A parameter's name here, and the name of its value in the checkpoint.
         self._names: dict[torch.Tensor, str] = {}
         self._values: dict[torch.Tensor, str] = {}
@@ -132,6 +140,27 @@ class OptimizerState:
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         for number, given in state.items():
             _keep_types(self._optimizer.state[parameters[number]], given)
+
+
+class ZeroRedundancyState(OptimizerState):
+    """The state of torch's ZeroRedundancyOptimizer, which is that of the optimizer inside it."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], optimizer: Any) -> None:
+        super().__init__(modules, optimizer.optim, [list(group["params"]) for group in optimizer.param_groups])
+        self._outer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        self._give_options(self._outer, self._optimizer)  # a schedule's latest, which the next step would pass on
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._give_options(self._optimizer, self._outer)
+
+    @staticmethod
+    def _give_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+        for given, group in zip(source.param_groups, target.param_groups, strict=True):
+            group.update({key: value for key, value in given.items() if key != "params"})
 
 
 def _keep_types(loaded: Any, given: Mapping[str, Any]) -> None:

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.registry import imported
 from echelon.world import agree
 
-__all__ = ["Partition", "assign", "behind", "parameter_groups", "parameters_of"]
+__all__ = ["Partition", "assign", "is_zero_redundancy", "parameter_groups", "parameters_of"]
 
 _ALIGNMENT_BYTES = 64  # what vectorised kernels like their tensors to start at
 
@@ -85,7 +86,7 @@ class Partition:
         self._what, self._unfreezing = what, unfreezing
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError(f"{what} cannot shard LBFGS, which needs all parameters at once. Use strategy 'ddp'.")
-        if Partition.of(optimizer) is not None:
+        if Partition.of(optimizer) is not None or is_zero_redundancy(optimizer):
             raise UsageError(
                 f"this {type(optimizer).__name__} is sharded already, and {what} would shard it again. Build it unsharded."
             )
@@ -112,6 +113,8 @@ class Partition:
     @staticmethod
     def behind(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer that does the work: itself, or the divided one that it is a facade of."""
+        if is_zero_redundancy(optimizer):
+            return optimizer.optim  # type: ignore[attr-defined, no-any-return]
         partition = Partition.of(optimizer)
         return optimizer if partition is None else partition.optimizer
 
@@ -209,9 +212,9 @@ class Partition:
             work.wait()
 
 
-def behind(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that does the work: itself, or the divided one that it is a facade of."""
-    return Partition.behind(optimizer)
+def is_zero_redundancy(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is torch's own: a facade, whose groups have everyone's parameters, of an optimizer over what this rank owns."""
+    return isinstance(optimizer, imported("torch.distributed.optim", "ZeroRedundancyOptimizer"))
 
 
 def parameter_groups(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.parallel.names import plain_buffers, plain_names, unwrapped
-from echelon.parallel.optimizer_state import OptimizerState
-from echelon.parallel.partition import Partition
+from echelon.parallel.names import plain_buffers, plain_names, tied_names, unwrapped
+from echelon.parallel.optimizer_state import OptimizerState, ZeroRedundancyState
+from echelon.parallel.partition import Partition, is_zero_redundancy, parameters_of
 from echelon.parallel.registry import wrapper_of
 from echelon.parallel.shards import is_split, reshard
 
@@ -54,10 +54,7 @@ class ModuleState:
 
     def tied(self) -> list[list[str]]:
         """Names of one and the same parameter, for each that has several."""
-        names: dict[int, list[str]] = {}
-        for name, parameter in plain_names(self._module, every_name=True):
-            names.setdefault(id(parameter), []).append(name)
-        return [each for each in names.values() if len(each) > 1]
+        return tied_names(plain_names(self._module, every_name=True))
 
 
 def states_by_name(app_state: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,13 +80,12 @@ def module_state(module: nn.Module) -> ModuleState:
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> Any:
-    partition = Partition.of(optimizer)
-    optimizer = Partition.behind(optimizer)
-    parameters = partition.parameters if partition is not None else [p for g in optimizer.param_groups for p in g["params"]]
-    owners = _owners(parameters, modules)
+    owners = _owners(parameters_of(optimizer), modules)
+    if is_zero_redundancy(optimizer):
+        return ZeroRedundancyState(owners, optimizer)
     kinds = (wrapper_of(part) for module in owners.values() for part in module.modules())
     own = next((kind.optimizer_state for kind in kinds if kind is not None and kind.optimizer_state is not None), OptimizerState)
-    return own(owners, optimizer)
+    return own(owners, Partition.behind(optimizer))
 
 
 def _owners(parameters: list[nn.Parameter], modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
