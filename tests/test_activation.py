@@ -17,7 +17,7 @@ import echelon as ech
 from echelon.contracts.errors import UsageError
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
-from tests.units import PARALLEL, Regression
+from tests.units import EACH, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -278,7 +278,7 @@ def _trained(strategy: str) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
+@pytest.mark.parametrize("strategy", EACH)
 def test_recompute_under_every_strategy(ranks: Ranks, strategy: str) -> None:
     for found in ranks(2, _trained, strategy):
         plain = found.pop("plain")
@@ -326,7 +326,7 @@ def _masks(strategy: str) -> list[tuple[int, list[torch.Tensor]]]:
     return found
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
+@pytest.mark.parametrize("strategy", EACH)
 def test_dropout_differs_between_data_parallel_ranks(ranks: Ranks, strategy: str) -> None:
     """And rank 0 draws what plain PyTorch would; what is recomputed is masked as it was."""
     plain = _with_masks()

@@ -18,7 +18,7 @@ from tests.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
-UPDATES, ACCUMULATION = 4, 2
+UPDATES, ACCUMULATION = 3, 2
 
 
 class Methods(Net):

@@ -126,7 +126,7 @@ def test_the_epoch_schedule_does_not_depend_on_overridden_hooks() -> None:
 FP16 = ech.Precision(torch.float16, init_scale=1024.0)
 
 
-def _train_fp32(strategy: str | None, precision: str, updates: int = 5) -> tuple[dict[str, torch.Tensor], set[torch.dtype], Any]:
+def _train_fp32(strategy: str | None, precision: str, updates: int = 3) -> tuple[dict[str, torch.Tensor], set[torch.dtype], Any]:
     chosen = FP16 if precision == "fp16" else precision
     unit = Regression(module=net(dtype=torch.float32), strategy=strategy, precision=chosen, optimizer="AdamW", lr=0.01)
     seen: set[torch.dtype] = set()

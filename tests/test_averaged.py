@@ -16,7 +16,7 @@ import echelon as ech
 from echelon.contracts.errors import UsageError
 from tests.conftest import Ranks
 from tests.models import Net, batch, largest_difference, net
-from tests.units import PARALLEL, Regression
+from tests.units import EACH, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -117,7 +117,7 @@ def _all_cases(strategy: str) -> dict[str, dict[str, torch.Tensor]]:
     return {name: _averages(_trained(strategy, params)) for name, params in CASES.items()}
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
+@pytest.mark.parametrize("strategy", EACH)
 def test_averages_on_two_ranks_equal_torchs_on_one_process(ranks: Ranks, strategy: str) -> None:
     want = {name: _reference(params) for name, params in CASES.items()}
     for got in ranks(2, _all_cases, strategy):
@@ -213,7 +213,7 @@ def test_evaluations_use_the_averages_if_asked_to() -> None:
     _check_evaluations(_evaluations(None))
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
+@pytest.mark.parametrize("strategy", EACH)
 def test_evaluations_on_two_ranks_use_the_averages_if_asked_to(ranks: Ranks, strategy: str) -> None:
     for found in ranks(2, _evaluations, strategy):
         _check_evaluations(found)
@@ -252,7 +252,7 @@ def _resume(strategy: str | None, folder: str) -> dict[str, torch.Tensor]:
     return _averages(unit)
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
+@pytest.mark.parametrize("strategy", EACH)
 def test_averages_are_saved_and_restored_across_strategies_and_world_sizes(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     want = _reference(CASES["lit"])
     for resumed in (*ranks(2, _save_and_resume, strategy, str(tmp_path)), [_resume(None, str(tmp_path))]):

@@ -22,7 +22,7 @@ from echelon.contracts.errors import CheckpointError, CheckpointNotFoundError, R
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
 from tests.saving import DATA, make_loader, make_unit, resume, train_and_save, uninterrupted
-from tests.units import PARALLEL, Regression
+from tests.units import EACH, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -33,7 +33,7 @@ def test_a_world_of_one_needs_no_group(tmp_path: Path) -> None:
     assert largest_difference(resume(tmp_path, "noop", 8), uninterrupted("noop", 8)) == 0
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
+@pytest.mark.parametrize("strategy", EACH)
 def test_at_the_same_ranks_a_resumed_run_is_bit_equal_with_dropout(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     options = {"dropout": 0.3}
     want = ranks(2, uninterrupted, strategy, 9, **options)[0]
@@ -279,9 +279,9 @@ def _run_killed(folder: Path, at: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
 
 
-@pytest.mark.parametrize("at", [1, 3, 5, 7, 9, 11])
+@pytest.mark.parametrize("at", [pytest.param(at, marks=() if at == 5 else pytest.mark.full) for at in (1, 3, 5, 7, 9, 11)])
 def test_a_save_that_is_killed_leaves_the_old_or_the_new(tmp_path: Path, at: int) -> None:
-    """By kill -9 at a file-system call of the second save; the later issue enumerates them all."""
+    """By kill -9 at a file-system call of the second save; tests/chaos/test_crash_points.py enumerates them all."""
     done = _run_killed(tmp_path, at)
     assert done.returncode == -signal.SIGKILL or "calls" in done.stdout, done.stderr
     left = commit.latest(tmp_path)

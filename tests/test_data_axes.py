@@ -17,8 +17,10 @@ from tests.conftest import Ranks
 from tests.models import batch, net, plain_training, whole
 from tests.units import Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 CPU = torch.device("cpu")
-ROWS, GLOBAL_BATCH = 48, 8
+ROWS, GLOBAL_BATCH = 24, 8
 
 
 class Split(nn.Module):

@@ -105,7 +105,7 @@ def test_epochs_differ_by_what_the_dataset_makes_of_them() -> None:
     assert _all(loader) == [[2000 + i for i in range(8)]]
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize(("kind", "shards"), [(Counted, None), (OwnIterator, "stride")])
 def test_a_stream_goes_on_exactly_wherever_it_was_left(kind: Any, shards: Any, workers: int) -> None:
     """Streams of different lengths, so that some have ended; 61 samples over up to three workers of rank 1."""

@@ -17,7 +17,7 @@ import echelon as ech
 from echelon.contracts.errors import UsageError
 from tests.conftest import Ranks
 from tests.models import Net, batch, largest_difference, net, plain_training, whole
-from tests.units import PARALLEL, Regression
+from tests.units import EACH, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -100,7 +100,7 @@ def _check_overflow(found: list[dict[str, Any]]) -> None:
         assert got["scheduled"] == 3  # the schedule holds still with the parameters
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
+@pytest.mark.parametrize("strategy", EACH)
 def test_an_inf_in_one_shard_skips_the_update_on_all_ranks(ranks: Ranks, strategy: str) -> None:
     _check_overflow(ranks(2, _overflow, strategy))
 

@@ -98,10 +98,11 @@ def _train(strategy: Any, case: str) -> tuple[Any, list[float]]:
     return unit, unit.norms
 
 
-def _equality(strategy: Any) -> dict[str, tuple[float, float]]:
+def _equality(strategy: Any, cases: list[str]) -> dict[str, tuple[float, float]]:
     """For each case: how far the parameters and the norms are from plain PyTorch, relatively."""
     found = {}
-    for case, (make, shape, options) in CASES.items():
+    for case in cases:
+        make, shape, options = CASES[case]
         unit, norms = _train(strategy, case)
         got = whole(unit.module)
         windows = [[b for micro in w for b in micro] for w in windows_of(SHAPES[shape], unit.prepared.dp_size)]
@@ -125,16 +126,21 @@ SETUPS = {
 }
 
 
-# Of the ways with a layer over ranks, the one with both axes is in `make test`.
-MORE = ("tp on four", "tp two, copies two", "fsdp two")
+# In `make test`: layers over two ranks, alone and with shards over two others, in what tests/test_equivalence.py has not.
+FIRST = ("tp on two", "tp two, fsdp two")
+OWN = ("uneven micro-batches", "clip by value", "ranks with other counts", "tied, with attention")
 
 
 @pytest.mark.parametrize(
-    ("size", "strategy"),
-    [pytest.param(*setup, id=name, marks=pytest.mark.full if name in MORE else ()) for name, setup in SETUPS.items()],
+    ("setup", "cases"),
+    [
+        *(pytest.param(name, [c for c in CASES if c in OWN or CASES[c][1] in OWN], id=f"{name}, its own") for name in FIRST),
+        *(pytest.param(name, list(CASES), id=name, marks=pytest.mark.full) for name in SETUPS),
+    ],
 )
-def test_the_numbers_are_those_of_one_process(ranks: Ranks, size: int, strategy: Any) -> None:
-    for found in ranks(size, _equality, strategy):
+def test_the_numbers_are_those_of_one_process(ranks: Ranks, setup: str, cases: list[str]) -> None:
+    size, strategy = SETUPS[setup]
+    for found in ranks(size, _equality, strategy, cases):
         # torch's clipping divides by norm + 1e-6 in both, so that even clipped runs agree.
         assert {case: far for case, far in found.items() if not max(far) < 1e-11} == {}
 
@@ -291,28 +297,41 @@ def _resume(folder: Path, strategy: Any, steps: int) -> dict[str, torch.Tensor]:
     return whole(unit.module)
 
 
-def _save_both(folder: Path) -> None:
-    _save(folder / "tp2", ech.TPStrategy(size=2), 4)
-    _save(folder / "tp4", ech.TPStrategy(size=4), 4)
-    _save(folder / "fsdp", "fsdp", 4)
+LAYOUTS: dict[str, Any] = {"tp2": ech.TPStrategy(size=2), "tp4": ech.TPStrategy(size=4)}
 
 
-def _resume_all(folder: Path, strategies: list[Any], want: dict[str, torch.Tensor]) -> list[float]:
-    found = []
-    for saved in ("tp2", "tp4", "fsdp"):
-        for strategy in strategies:
-            got = _resume(folder / saved, strategy, 8)
-            found.append(max(float((got[k] - want[k]).abs().max()) for k in want))
+def _save_each(folder: Path, layouts: list[str]) -> None:
+    for name in layouts:
+        _save(folder / name, LAYOUTS.get(name, name), 4)
+
+
+def _resume_each(folder: Path, pairs: list[tuple[str, str]], want: dict[str, torch.Tensor]) -> dict[tuple[str, str], float]:
+    found = {}
+    for saved, layout in pairs:
+        got = _resume(folder / saved, LAYOUTS.get(layout, layout), 8)
+        found[saved, layout] = max(float((got[k] - want[k]).abs().max()) for k in want)
     return found
 
 
-def test_a_checkpoint_goes_on_under_another_layout(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(4, _save_both, tmp_path)
+ALL = ["tp2", "tp4", "fsdp"]
+SOME = {
+    4: [("tp4", "tp2"), ("fsdp", "tp2"), ("tp2", "tp4")],
+    2: [("tp2", "ddp"), ("tp4", "tp"), ("fsdp", "tp")],
+    1: [("tp2", "noop")],
+}
+EVERY = {
+    size: [(saved, layout) for saved in ALL for layout in layouts]
+    for size, layouts in {4: ["tp2", "tp4"], 2: ["tp", "ddp"], 1: ["noop"]}.items()
+}
+
+
+@pytest.mark.parametrize("pairs", [pytest.param(SOME, id="some"), pytest.param(EVERY, id="all", marks=pytest.mark.full)])
+def test_a_checkpoint_goes_on_under_another_layout(ranks: Ranks, tmp_path: Path, pairs: dict[int, list[tuple[str, str]]]) -> None:
+    ranks(4, _save_each, tmp_path, ALL)
     want = _resume(tmp_path / "absent", "noop", 8)
-    layouts = {4: [ech.TPStrategy(size=2), ech.TPStrategy(size=4)], 2: ["tp", "ddp"], 1: ["noop"]}
-    for size, strategies in layouts.items():
-        for found in ranks(size, _resume_all, tmp_path, strategies, want):
-            assert max(found) < 1e-12, (size, found)
+    for size, some in pairs.items():
+        for found in ranks(size, _resume_each, tmp_path, some, want):
+            assert max(found.values()) < 1e-12, (size, found)
 
 
 def _styles() -> float:

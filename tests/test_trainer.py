@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -328,20 +329,33 @@ if {guard}:
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param("torchrun", marks=pytest.mark.full), "echelon run"])
+def run_script(path: str) -> None:
+    runpy.run_path(path, run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["function", pytest.param("torchrun", marks=pytest.mark.full), pytest.param("echelon run", marks=pytest.mark.full)],
+)
 def test_ranks_that_were_launched_already_are_used(tmp_path: Path, how: str) -> None:
     script, out = tmp_path / "train.py", tmp_path / "out.pt"
     script.write_text(SCRIPT.format(root=str(Path(__file__).parents[1]), out=str(out), guard="True"))
+    if how == "function":
+        ech.launch(run_script, ranks=2, args=(str(script),), run_dir=tmp_path / "run")
+    else:
+        launch_script(how, script)
+    weights, kind = torch.load(out)
+    assert kind == "FSDPPrepared" and largest_difference(weights, plain_training(windows(8, 4))[0]) < 1e-14
+
+
+def launch_script(how: str, script: Path) -> None:
     command = {
         "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
         "echelon run": ["-m", "echelon", "run", "--ranks", "2"],
     }[how]
-    done = subprocess.run(
-        [sys.executable, *command, str(script)], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=90
-    )
+    options: Any = {"cwd": script.parent, "env": clean_environment(), "capture_output": True, "text": True, "timeout": 90}
+    done = subprocess.run([sys.executable, *command, str(script)], **options)
     assert done.returncode == 0, done.stderr
-    weights, kind = torch.load(out)
-    assert kind == "FSDPPrepared" and largest_difference(weights, plain_training(windows(8, 4))[0]) < 1e-14
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 import echelon as ech
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, plain_training, whole
-from tests.units import PARALLEL, Regression
+from tests.units import EACH, Regression
 from tests.windows import SHAPES, windows_of
 
 pytestmark = pytest.mark.standing_ranks
@@ -39,7 +39,7 @@ def _train_shapes(strategy: str) -> dict[str, tuple[dict[str, torch.Tensor], lis
     return {name: _train(strategy, shape, clip_grad_norm=float("inf")) for name, shape in SHAPES.items()}
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
+@pytest.mark.parametrize("strategy", EACH)
 def test_two_ranks_equal_one_process(ranks: Ranks, strategy: str) -> None:
     for trained in ranks(2, _train_shapes, strategy):
         for name, shape in SHAPES.items():
@@ -49,7 +49,7 @@ def test_two_ranks_equal_one_process(ranks: Ranks, strategy: str) -> None:
             assert largest_difference(ours, want) < 1e-12, name
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
+@pytest.mark.parametrize("strategy", EACH)
 def test_four_ranks_equal_one_process(ranks: Ranks, strategy: str) -> None:
     shape = SHAPES["all at once"]
     for ours, norms in ranks(4, _train, strategy, shape, clip_grad_norm=float("inf")):
@@ -73,7 +73,7 @@ def _train_clipped(strategy: str) -> list[tuple[dict[str, torch.Tensor], list[fl
     return [_train(strategy, SHAPES["all at once"], **options) for options in CLIPS]
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
+@pytest.mark.parametrize("strategy", EACH)
 def test_clipping_is_global(ranks: Ranks, strategy: str) -> None:
     for trained in ranks(2, _train_clipped, strategy):
         for options, (ours, norms) in zip(CLIPS, trained, strict=True):
@@ -105,7 +105,7 @@ def _train_tokens(strategy: str, shape: list[list[list[int]]]) -> dict[str, torc
     return whole(unit.module)
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
+@pytest.mark.parametrize("strategy", EACH)
 def test_a_unit_can_weigh_by_tokens(ranks: Ranks, strategy: str) -> None:
     from tests.models import net
 

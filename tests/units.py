@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -14,6 +15,10 @@ from tests.models import Batch, net
 
 # Strategies over several ranks, each on its own share of the data.
 PARALLEL = [name for name in STRATEGIES if name not in ("noop", "dp", "tp")]
+
+# A test of one strategy each has these in `make test-all` only: they are spellings of `fsdp`.
+SPELLINGS = ("fsdp2", "zero3")
+EACH = [pytest.param(name, marks=pytest.mark.full if name in SPELLINGS else ()) for name in PARALLEL]
 
 
 def under_each(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from echelon import launch
 from tests.compat.programs import fairscale_checkpoint_scaler as with_scaler
 from tests.compat.programs import fairscale_sharded_ddp as sharded
 from tests.conftest import clean_environment
@@ -31,8 +33,19 @@ def _run(program: str, ranks: int, out: Path) -> list[Any]:
     return [torch.load(out / f"rank{rank}.pt") for rank in range(ranks)]
 
 
-def test_oss_and_sharded_ddp_under_spawn(tmp_path: Path) -> None:
-    everyones = _run("fairscale_sharded_ddp", 2, tmp_path)
+def _on_forked_ranks(out: Path) -> list[Any]:
+    """The program's function on ranks of ours, which have torch loaded: its own, under `mp.spawn`, each import it anew."""
+    launch(_train, ranks=2, args=(str(out),), run_dir=out / "run")
+    return [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
+
+
+def _train(out: str) -> None:
+    sharded.train(int(os.environ["RANK"]), 2, sharded.EPOCHS, out)
+
+
+@pytest.mark.parametrize("how", ["forked", pytest.param("spawned", marks=pytest.mark.full)])
+def test_oss_and_sharded_ddp_under_spawn(tmp_path: Path, how: str) -> None:
+    everyones = _on_forked_ranks(tmp_path) if how == "forked" else _run("fairscale_sharded_ddp", 2, tmp_path)
     model = sharded.build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(sharded.EPOCHS):

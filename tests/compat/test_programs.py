@@ -124,9 +124,19 @@ def test_data_parallel_and_ddp_of_plain_pytorch_under_two_launchers(tmp_path: Pa
                 assert largest_difference(parameters, want) < 1e-12, (name, rank)
 
 
-def test_lightnings_trainer_with_dp_ddp_and_fsdp(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["called", pytest.param("run", marks=pytest.mark.full)])
+def test_lightnings_trainer_with_dp_ddp_and_fsdp(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each Trainer starts ranks of its own; a process that has torch loaded starts them in a tenth of the time."""
     program = lightning_trainer
-    [said] = run(tmp_path, (str(PROGRAMS / "lightning_trainer.py"), "out.pt"))
+    if how == "run":
+        [said] = run(tmp_path, (str(PROGRAMS / "lightning_trainer.py"), "out.pt"))
+    else:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["lightning_trainer.py", "out.pt"])
+        program.main()
+        said = caplog.text
     want = plain(program.build_module(), in_order(program.dataset(), 8), epochs=program.EPOCHS)
     trained = torch.load(tmp_path / "out.pt")
     cpu = not torch.cuda.is_available()
