@@ -4,7 +4,8 @@ Each command of `echelon run` would import them anew, in two to four seconds of 
 methods of `subprocess.Popen`: a process of its own, with its own environment, directory, streams and signals. What differs: its
 modules are loaded before it begins; `/proc/PID/cmdline` is the server's; options that the interpreter reads as it starts are
 not possible, as `can_fork` knows; and after its threads and exit functions it ends without tearing the interpreter down, which
-would copy every page of torch. For a test that is about any of these, see `fresh` of the fixtures.
+would copy every page of torch. For a test that is about any of these, see `fresh` of the fixtures; also for a script that
+launches ranks, whose own server would load all that is loaded here.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class Forked:
         self._text = text
         shown = [io.TextIOWrapper(file, write_through=True) if text and file is not None else file for file in files]
         self.stdin, self.stdout, self.stderr = shown
-        self.pid = int(self._ended.recv(32))
+        self.pid = self._told()
 
     def poll(self) -> int | None:
         return self._wait(0)
@@ -163,11 +164,14 @@ class Forked:
 
     def _wait(self, timeout: float | None) -> int | None:
         if self.returncode is None and select.select([self._ended], [], [], timeout)[0]:
-            told = self._ended.recv(32)
-            assert told, "the server of forks has gone"
-            self.returncode = int(told)
+            self.returncode = self._told()
             self._ended.close()
         return self.returncode
+
+    def _told(self) -> int:
+        told = self._ended.recv(32)
+        assert told, "the process that forks programs has gone: what it said is in the tests' standard error"
+        return int(told)
 
     def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
         """Write `input`, which must be short, read all there is, and wait. After a timeout it can be called again."""
@@ -226,7 +230,7 @@ def _server(env: Mapping[str, str]) -> socket.socket:
     """Which began with what `env` says to a starting Python."""
     at_start = {name: value for name, value in env.items() if name.startswith(_AT_START) and name not in _MENDED}
     key = tuple(sorted(at_start.items()))
-    if key not in _servers:
+    if key not in _servers or _servers[key][0].poll() is not None:
         # SEQPACKET: a request is one message, with its descriptors.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own = {name: value for name, value in os.environ.items() if not name.startswith(_AT_START) or name == _PATH}
@@ -337,7 +341,7 @@ def _program(words: Sequence[str]) -> tuple[Any, dict[str, Any]]:
         sys.path.insert(0, os.path.dirname(os.path.realpath(kind)))
         main.__file__ = os.path.abspath(kind)
         code = compile(Path(kind).read_bytes(), main.__file__, "exec", dont_inherit=True)
-    sys.modules["__main__"] = main
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the second by multiprocessing, as it is imported
     return code, main.__dict__
 
 

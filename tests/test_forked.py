@@ -20,14 +20,14 @@ from tests.conftest import clean_environment
 from tests.started import Started, wait_until
 
 FACTS = """
-import json, os, resource, signal, sys, threading
+import json, multiprocessing, os, resource, signal, sys, threading
 print(json.dumps({
     "argv": sys.argv, "path": sys.path, "name": __name__, "file": globals().get("__file__"), "flags": repr(sys.flags),
     "spec": getattr(__spec__, "name", None), "directory": os.getcwd(), "environment": dict(os.environ), "input": sys.stdin.read(),
     "handlers": {n: repr(signal.getsignal(n)) for n in signal.valid_signals()}, "blocked": signal.pthread_sigmask(0, []),
     "group": os.getpgrp(), "session": os.getsid(0), "descriptors": sorted(os.listdir("/proc/self/fd"), key=int),
-    "limits": [resource.getrlimit(n) for n in range(16)], "mask": os.umask(0),
-    "threads": threading.active_count(), "main": sys.modules["__main__"].__dict__ is globals(),
+    "limits": [resource.getrlimit(n) for n in range(16)], "mask": os.umask(0), "threads": threading.active_count(),
+    "main": [sys.modules[name].__dict__ is globals() for name in ("__main__", "__mp_main__")],
     "streams": [(s.encoding, s.errors, s.line_buffering, s.name, s.mode) for s in (sys.stdin, sys.stdout, sys.stderr)],
 }, default=repr), flush=True)
 """

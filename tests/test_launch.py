@@ -213,13 +213,13 @@ def test_classes_of_the_main_script_travel_both_ways(started: Started) -> None:
         "    try: echelon.launch(fail, ranks=1)\n"
         "    except echelon.EchelonError as e: print(type(e.__cause__) is Bad, e.__cause__)\n"
     )
-    out, err = started.python(script).communicate(timeout=60)
+    out, err = started.python(script, fresh=True).communicate(timeout=60)
     assert out.decode().splitlines() == ["[6, 6]", "True mine"], err.decode()
 
 
 def test_a_launch_at_a_scripts_top_level_is_refused_instead_of_starting_ranks_for_ever(started: Started) -> None:
     script = started.script("import echelon\ndef f(): return 1\nprint(echelon.launch(f, ranks=1))\n")
-    process = started.python(script)
+    process = started.python(script, fresh=True)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert 'if __name__ == "__main__"' in err.decode()
@@ -277,10 +277,10 @@ def test_a_lambda_and_a_closure_are_sent_by_value() -> None:
     assert launch(lambda: word + os.environ["RANK"], ranks=2) == ["rank0", "rank1"]
 
 
-@pytest.mark.parametrize("how", ["-c", "-"])
+@pytest.mark.parametrize("how", [pytest.param("-c", marks=pytest.mark.full), "-"])
 def test_a_function_typed_into_a_session_is_sent_by_value(started: Started, how: str) -> None:
     code = "import echelon\ndef f(): return 40 + 2\nprint(echelon.launch(f, ranks=1))"
-    process = started.python(how, *([code] if how == "-c" else []), stdin=subprocess.PIPE)
+    process = started.python(how, *([code] if how == "-c" else []), stdin=subprocess.PIPE, fresh=True)
     out, err = process.communicate(code.encode(), timeout=60)
     assert out.decode().strip() == "[42]", err.decode()
 
@@ -517,7 +517,9 @@ def test_a_killed_server_fails_the_launch_and_the_next_one_works() -> None:
     assert launch(_who, ranks=1) == [(0, 1, (), {})]
 
 
-@pytest.mark.parametrize("who", ["launcher", "server", "both"])
+@pytest.mark.parametrize(
+    "who", ["launcher", pytest.param("server", marks=pytest.mark.full), pytest.param("both", marks=pytest.mark.full)]
+)
 def test_killing_the_launcher_or_the_server_leaves_nothing_running(started: Started, who: str) -> None:
     """The launcher's death ends what ranks started even in sessions of their own, the server's in their groups, both's ranks."""
     sessions = {"launcher": "False, True", "server": "False,", "both": ""}[who]
@@ -533,7 +535,7 @@ def test_killing_the_launcher_or_the_server_leaves_nothing_running(started: Star
         "if __name__ == '__main__':\n"
         "    echelon.launch(wait, ranks=2)\n"
     )
-    launcher = started.python(script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    launcher = started.python(script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, fresh=True)
     wait_until(lambda: all((started.folder / f"ready{r}").exists() for r in range(2)), "the ranks run")
     (server,) = psutil.Process(launcher.pid).children()
     for pid in {"launcher": [launcher.pid], "server": [server.pid], "both": [launcher.pid, server.pid]}[who]:
@@ -551,7 +553,7 @@ def test_a_signal_to_the_callers_process_takes_its_ordinary_course_after_the_ran
         "    except KeyboardInterrupt: print('interrupted', flush=True)\n"
         "    echelon.launch(wait, ranks=2)\n"
     )
-    launcher = started.python(script)
+    launcher = started.python(script, fresh=True)
     ready = [started.folder / f"ready{r}" for r in range(2)]
     wait_until(lambda: all(p.exists() for p in ready), "the ranks run")
     for path in ready:
@@ -721,7 +723,7 @@ def test_ranks_that_import_a_script_find_the_command_line_it_was_started_with(st
         "def rate():\n    return arguments.lr\n"
         "if __name__ == '__main__':\n    print(echelon.launch(rate, ranks=2))\n"
     )
-    launcher = started.python(script, "0.25")
+    launcher = started.python(script, "0.25", fresh=True)
     out, err = launcher.communicate(timeout=60)
     assert out == b"[0.25, 0.25]\n", err.decode()
 

@@ -223,7 +223,6 @@ def test_ranks_in_the_background_give_values_and_the_failing_ones_exception(tmp_
     assert after(4).result(60) == 8 and one.conditions == ()  # a new one: the other waits for nothing
     with pytest.raises(UsageError, match="afterok of job"):
         one.afterok([bad])(1)
-    assert [job.result(60) for job in one.map([1, 2])] == [2, 4]
     for path in (tmp_path / "runs").rglob("*"):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
 
@@ -512,6 +511,14 @@ def test_signals_reach_the_ranks_of_a_launch_command(program: Program) -> None:
     assert "terminated" in (Path(cancelled[2]) / "attempts/000/rank0.log").read_text()
     assert asked[:2] == [75, "stopped"] and "asked the ranks to save" in (Path(asked[2]) / "job/output.log").read_text()
     assert cancelled[1] == "cancelled"
+
+
+def test_a_map_in_the_background_has_a_job_for_each_element_also_under_a_launch_command(program: Program) -> None:
+    body = """
+    jobs = main[alone].map([4, 5])
+    print(json.dumps([job.result(60)[0] for job in jobs]))
+    """
+    assert program(body, prelude=LAUNCHED) == [4, 5]
 
 
 def test_the_copy_of_the_code_has_no_runs_in_it(program: Program, tmp_path: Path) -> None:

@@ -167,6 +167,8 @@ class ConfiguredFunction(Generic[P, T]):
         if self.config.mode in ("run", "debug"):
             self._unmet()
             return [self._inline(args, kwargs) for args, kwargs in calls]
+        if array and self.config.mode == "local":  # each is a job of its own
+            return [self._one_after_another(call) for call in calls]
         at = call_site()
         if at is not None:  # started by a launch command: the script runs once more, as far as this call
             if len(_submitted) < at.number:
@@ -175,8 +177,6 @@ class ConfiguredFunction(Generic[P, T]):
             args, kwargs = calls[at.task]
             run_call(at, self._name, lambda: self.function(*args, **kwargs))
         refuse_in_bootstrap(f"{self._name}[...]()")
-        if array and self.config.mode == "local":
-            return [self._one_after_another(call) for call in calls]
         return list(self._submit(calls, array=array))
 
     def _inline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FinishedJob:
@@ -189,8 +189,8 @@ class ConfiguredFunction(Generic[P, T]):
                 pdb.post_mortem(error.__traceback__)
             raise
 
-    def _one_after_another(self, call: Arguments) -> FunctionJob:
-        job = self._submit([call], array=False)[0]
+    def _one_after_another(self, call: Arguments) -> AnyJob:
+        (job,) = self._start([call], array=False)
         job.wait()
         return job
 
