@@ -9,9 +9,10 @@ from typing import Any, Self
 import torch
 from torch.utils.data import default_collate
 
+from echelon.contracts.arguments import flags
 from echelon.contracts.between_attempts import note_loader
 from echelon.contracts.errors import UsageError, require
-from echelon.contracts.numbers import whole
+from echelon.contracts.numbers import number, whole
 from echelon.contracts.overrides import overrides
 from echelon.data.resume import cannot_divide
 from echelon.world.init import World
@@ -53,12 +54,14 @@ class BaseLoader(ABC):
         timeout_s: float,
     ) -> None:
         require(tail in ("keep", "drop"), "tail", "'keep' or 'drop'", tail)
-        require(accumulation >= 1, "accumulation", "at least 1", accumulation)
+        accumulation = whole("accumulation", accumulation, at_least=1)
         global_batch = whole("global_batch", global_batch, at_least=1)
+        flags(pin_memory=pin_memory)
+        require(collate_fn is None or callable(collate_fn), "collate_fn", "a function of a list of samples, or None", collate_fn)
         if (dp_rank is None) != (dp_size is None):
             raise UsageError(f"dp_rank and dp_size must be given together, got dp_rank={dp_rank}, dp_size={dp_size}.")
-        require(num_workers >= 0, "num_workers", "at least 0", num_workers)
-        require(timeout_s > 0, "timeout_s", "above 0 seconds", timeout_s)
+        num_workers = whole("num_workers", num_workers, at_least=0)
+        number("timeout_s", timeout_s, "above 0 seconds", lambda seconds: seconds > 0)
         self.global_batch, self.tail = global_batch, tail
         self.accumulation = overrides().accumulation or accumulation
         self.num_workers, self.pin_memory, self.timeout_s = num_workers, pin_memory, timeout_s

@@ -10,14 +10,16 @@ replaced by a `Padding`, which is computed, so that every rank takes part in eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from echelon.contracts.arguments import flags
 from echelon.contracts.errors import DataError, UsageError
+from echelon.contracts.numbers import whole
 from echelon.data import resume
 from echelon.data.base import BaseLoader
 from echelon.data.fingerprint import fingerprint as fingerprint_of
@@ -81,7 +83,12 @@ class Loader(BaseLoader):
                 f"dataset must be map-style, with __len__ and __getitem__, got {type(dataset).__name__}. "
                 "For one that can only be iterated over, use StreamLoader."
             )
+        if isinstance(dataset, (str, bytes)) or (isinstance(dataset, Mapping) and 0 not in dataset):
+            keys = f" of {', '.join(map(repr, list(dataset)[:5]))}. Choose one of them" if isinstance(dataset, Mapping) else ""
+            raise UsageError(f"dataset must be map-style, with samples 0, 1, 2, ..., got {type(dataset).__name__}{keys}.")
         super().__init__(global_batch, accumulation, tail, num_workers, collate_fn, pin_memory, dp_rank, dp_size, timeout_s)
+        flags(shuffle=shuffle)
+        seed = whole("seed", seed)
         resume.check_accepted(accept_changes)
         self.dataset = dataset
         self.accept_changes = frozenset(accept_changes)

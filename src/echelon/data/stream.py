@@ -70,7 +70,7 @@ class StreamLoader(BaseLoader):
         timeout_s: float = 300.0,
     ) -> None:
         super().__init__(global_batch, accumulation, tail, num_workers, collate_fn, pin_memory, dp_rank, dp_size, timeout_s)
-        if not hasattr(dataset, "__iter__"):
+        if not hasattr(dataset, "__iter__") or isinstance(dataset, (type, str, bytes)):
             raise UsageError(f"dataset must be iterable, got {type(dataset).__name__}.")
         if shards not in (None, "set_place", "stride", "itself"):
             raise UsageError(f"shards must be 'set_place', 'stride' or 'itself', got {shards!r}.")

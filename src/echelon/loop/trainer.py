@@ -18,17 +18,20 @@ from typing import Any
 
 import torch
 
+from echelon.contracts.arguments import is_path
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.machine import visible_devices
 from echelon.contracts.numbers import whole
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import auto_ranks
+from echelon.loop.accept import callbacks_of, check_loader, no_end
 from echelon.loop.auto import AutoUnit
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.rebuild import pack, recall
+from echelon.loop.state import PhaseState
 from echelon.loop.trainer_rank import BETWEEN_PROCESSES, Plan, Work, in_order, save, work_here, work_in_rank
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel.strategy import STRATEGIES, Strategy, resolve
@@ -82,8 +85,7 @@ class Trainer:
         gpus: int | Sequence[int] | None = None,
     ) -> None:
         accelerator, strategy, devices = _without_old_words(accelerator, strategy, devices, gpus)
-        if accelerator not in ACCELERATORS:
-            raise UsageError(f"accelerator must be 'auto', 'cpu' or 'gpu', got {accelerator!r}.")
+        require(accelerator in ACCELERATORS, "accelerator", "'auto', 'cpu' or 'gpu'", accelerator)
         self.accelerator = accelerator
         self.strategy = strategy if strategy == "auto" else resolve(strategy)
         self.ranks, self.device_numbers = _devices_of(devices, accelerator)
@@ -92,11 +94,26 @@ class Trainer:
         self.limits = _named("max_steps_per_epoch", max_steps_per_epoch, PHASES)
         self.evaluate_every_n_epochs, self.evaluate_every_n_steps = evaluate_every_n_epochs, evaluate_every_n_steps
         self.unit_options = _named("unit_options", unit_options, [field.name for field in fields(AutoOptions)])
-        self.callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
+        self._check_limits()
+        AutoOptions(**self.unit_options)
+        self.callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks_of(callbacks)
+        require(run_dir is None or is_path(run_dir), "run_dir", "a folder or None", run_dir)
         self.run_dir = Path(run_dir).absolute() if run_dir is not None else None
         self.has_saver = any(isinstance(c, DistributedCheckpointSaver) for c in self.callbacks)
         self.saves = self.run_dir is not None and not self.has_saver
         self.callback_metrics: dict[str, float] = {}
+
+    def _check_limits(self) -> None:
+        """In the words of the loop, which is given them in other processes."""
+        PhaseState(
+            dataloader=(),
+            max_epochs=self.max_epochs,
+            max_steps=self.max_steps,
+            evaluate_every_n_steps=self.evaluate_every_n_steps,
+            evaluate_every_n_epochs=self.evaluate_every_n_epochs,
+        )
+        for limit in self.limits.values():
+            PhaseState(dataloader=(), max_steps_per_epoch=limit)
 
     def fit(
         self,
@@ -156,7 +173,13 @@ class Trainer:
     def _go(self, phase: str, unit: Any, loaders: tuple[Any, Any], ckpt_path: str | Path | None) -> Any:
         # A module can be called, too; it would be taken for a function that builds a unit.
         if not isinstance(unit, Unit) and (not callable(unit) or isinstance(unit, torch.nn.Module)):
-            raise UsageError(f"{phase}({type(unit).__name__}): a unit such as an AutoUnit, or a function that builds one.")
+            first = " The unit comes first, then the loader." if any(isinstance(each, Unit) for each in loaders) else ""
+            raise UsageError(f"unit must be an AutoUnit, or a function that builds a unit, got {type(unit).__name__}.{first}")
+        for loader in loaders if loaders[1] is not None else loaders[:1]:
+            check_loader(loader, phase)
+        if phase == "fit" and self.max_epochs is None and self.max_steps is None:
+            raise no_end("fit")
+        require(ckpt_path is None or is_path(ckpt_path), "ckpt_path", "a checkpoint, 'last' or None", ckpt_path)
         if ckpt_path == "last" and self.run_dir is None:
             raise UsageError('ckpt_path="last" means the newest below run_dir, which is not given.')
         work = Work(phase, unit, loaders, str(ckpt_path) if ckpt_path is not None else None)
@@ -241,7 +264,7 @@ class Trainer:
 
 def _without_old_words(accelerator: str, strategy: Any, devices: Any, gpus: Any) -> tuple[str, Any, Any]:
     """(accelerator, strategy, devices) of `Trainer(gpus=2, accelerator="ddp")`, which many scripts have."""
-    if accelerator in STRATEGIES:
+    if isinstance(accelerator, str) and accelerator in STRATEGIES:
         if strategy != "auto":
             raise UsageError(f"accelerator {accelerator!r} is a strategy, and strategy {strategy!r} is given too. Give one.")
         logger.warning("Trainer(accelerator=%r) is an old spelling: write strategy=%r", accelerator, accelerator)
