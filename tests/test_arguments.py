@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 from collections.abc import Callable
@@ -94,6 +95,12 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (trainer, {"unit_options": {"clip_grad_norm": "a"}}, "clip_grad_norm must be above 0"),
     (trainer, {"unit_options": {"precision": 3}}, "precision must be 'fp32'"),
     (trainer, {"run_dir": 3}, "a folder or None, got 3"),
+    (
+        trainer,
+        {"precision": "bf16"},
+        r"Trainer has no argument 'precision'\. Give it to the unit, or as unit_options={'precision': ",
+    ),
+    (trainer, {"max_epoch": 3}, r"Trainer has no argument 'max_epoch'\. Is it max_epochs\?"),
     (lambda unit: trainer().fit(unit, DATA), {"unit": 3}, "an AutoUnit, or a function that builds a unit, got int"),
     (lambda: trainer().fit(DATA, unit()), {}, "got list. The unit comes first, then the loader"),  # type: ignore[arg-type]
     (lambda: trainer().fit(unit(), 3), {}, r"the dataloader of fit\(\) must be an iterable of batches, got int"),  # type: ignore[arg-type]
@@ -140,7 +147,18 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (partial(ech.Loader, DATA, 2), {"pin_memory": "no"}, "True or False, got 'no'"),
     (partial(ech.Loader, global_batch=2), {"dataset": {"train": DATA}}, "map-style, .*got dict of 'train'. Choose one of them"),
     (partial(ech.Loader, global_batch=2), {"dataset": "data.bin"}, "map-style, .*got str"),
+    (partial(ech.Loader, DATA, 2), {"options": 3}, r"LoaderOptions\(...\) or None, got 3"),
+    (ech.LoaderOptions, {"dp": 3}, r"a pair \(dp_rank, dp_size\), or None, got 3"),
+    (ech.LoaderOptions, {"dp": (2, 2)}, r"a pair .*the first below the second, got \(2, 2\)"),
+    (ech.LoaderOptions, {"dp": (0, "a")}, "dp_size must be a whole number of at least 1, got 'a'"),
+    (ech.LoaderOptions, {"timeout_s": None}, "above 0 seconds, got None"),
+    (ech.LoaderOptions, {"accept_changes": None}, "a collection of names .*got None"),
     (partial(ech.StreamLoader, global_batch=2), {"dataset": list}, "iterable, got type"),
+    (
+        partial(ech.StreamLoader, DATA, 2, options=ech.LoaderOptions(fingerprint="a")),
+        {},
+        "fingerprint must be left out .*got 'a'",
+    ),
     (partial(ech.Weighted, DATA), {"weights": "abc"}, "numbers, one for each sample, got str"),
     (partial(ech.Weighted, DATA, [1] * 4), {"samples_per_epoch": 2.5}, "a whole number of at least 1, got 2.5"),
     (partial(ech.Weighted, weights=[1]), {"dataset": 3}, "map-style, .*got 3"),
@@ -214,7 +232,7 @@ def test_a_bad_argument_is_refused_by_its_name(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, call: Callable[..., Any], given: dict[str, Any], says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    name = "" if "must be" in says else next(iter(given), "")
+    name = "" if " must be " in says or "no argument" in says else next(iter(given), "")
     with pytest.raises(EchelonError, match=f"{name} must be {says}" if name else says) as refused:
         call(**given)
     assert isinstance(refused.value, UsageError)
@@ -254,3 +272,12 @@ def test_spawn_takes_no_other_options_than_launch() -> None:
         ech.spawn(abs, nope=3)
     with pytest.raises(TypeError, match=r"'ranks'\. It takes nprocs"):
         ech.spawn(abs, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"), [(ech.Loader, 10), (ech.StreamLoader, 10), (Saver, 10), (ech.Trainer, 12), (ech.AutoUnit, 18)]
+)
+def test_constructors_are_as_narrow_as_their_users_need(kind: type, most: int) -> None:
+    """Names of TorchTNT stay; what few ask for besides is a value, such as SaveOptions and LoaderOptions."""
+    given = [p for p in inspect.signature(kind).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    assert len(given) <= most

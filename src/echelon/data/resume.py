@@ -96,7 +96,7 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], accepted: Colle
     names = ", ".join(map(repr, refused))
     raise UsageError(
         f"the loader cannot resume from the saved position, since this has changed:\n{table}\n"
-        f"Undo the change, or allow it with Loader(accept_changes={{{names}}})."
+        f"Undo the change, or allow it with LoaderOptions(accept_changes={{{names}}})."
     )
 
 

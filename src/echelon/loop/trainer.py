@@ -7,6 +7,8 @@ one rank              trains in this process, so that a debugger works
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import logging
 import os
 import shutil
@@ -14,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -45,6 +47,10 @@ ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 PHASES = ("train", "val", "test", "predict")
 
 
+class _Older(TypedDict, total=False):
+    gpus: int | Sequence[int] | None
+
+
 class Trainer:
     """Starts ranks and trains in them.
 
@@ -59,8 +65,8 @@ class Trainer:
         unit_options: arguments of AutoUnit's constructor that the unit gets instead, such as {"precision": "bf16"}.
         callbacks: run in every rank; what rank 0's remember comes back, where it can be pickled.
         run_dir: of each `fit`; below `checkpoints` it has the unit's state after every epoch, unless a callback saves.
-        gpus: an older word for `devices`, as a strategy is for `accelerator`: `Trainer(gpus=2, accelerator="ddp")` is understood,
-            with a hint.
+        older: `gpus`, an older word for `devices`, as a strategy is for `accelerator`: `Trainer(gpus=2, accelerator="ddp")` is
+            understood, with a hint.
     Attributes:
         callback_metrics: "eval_loss" and "test_loss" of the latest calls, over all ranks, where the unit computes them.
     Raises:
@@ -82,9 +88,10 @@ class Trainer:
         unit_options: Mapping[str, Any] | None = None,
         callbacks: Callback | list[Callback] | None = None,
         run_dir: str | Path | None = None,
-        gpus: int | Sequence[int] | None = None,
+        **older: Unpack[_Older],
     ) -> None:
-        accelerator, strategy, devices = _without_old_words(accelerator, strategy, devices, gpus)
+        _check_names(older)
+        accelerator, strategy, devices = _without_old_words(accelerator, strategy, devices, older.get("gpus"))
         require(accelerator in ACCELERATORS, "accelerator", "'auto', 'cpu' or 'gpu'", accelerator)
         self.accelerator = accelerator
         self.strategy = strategy if strategy == "auto" else resolve(strategy)
@@ -260,6 +267,20 @@ class Trainer:
             return in_order(done)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_names(others: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        UsageError: an argument that nobody knows, or that is the unit's.
+    """
+    for name in others:
+        if name in _Older.__annotations__:
+            continue
+        of_unit = name in (field.name for field in fields(AutoOptions))
+        near = difflib.get_close_matches(name, [*inspect.signature(Trainer).parameters, *_Older.__annotations__], 1)
+        hint = f" Give it to the unit, or as unit_options={{{name!r}: ...}}." if of_unit else f" Is it {near[0]}?" if near else ""
+        raise UsageError(f"Trainer has no argument {name!r}.{hint}")
 
 
 def _without_old_words(accelerator: str, strategy: Any, devices: Any, gpus: Any) -> tuple[str, Any, Any]:
