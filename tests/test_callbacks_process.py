@@ -167,5 +167,5 @@ def test_compile_workers_end_at_the_step(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("kind", [GarbageCollector, EmptyCudaCache, TorchCompile])
 def test_an_interval_of_no_steps_is_refused(kind: Any) -> None:
-    with pytest.raises(UsageError, match="must be at least 1, got 0"):
+    with pytest.raises(UsageError, match="must be a whole number of at least 1, got 0"):
         kind(0)

@@ -147,7 +147,10 @@ def test_an_epochs_rate_counts_what_ran_of_it(monkeypatch: pytest.MonkeyPatch) -
     unit.train_progress.num_steps_completed = unit.train_progress.num_steps_completed_in_epoch = 2
     rates = ThroughputLogger(logger, {"rows": 8}, warmup_steps=100)
     ech.train(
-        unit, ech.Loader(range(4), 1, dp_rank=0, dp_size=1), max_epochs=2, callbacks=[rates, Lambda(on_train_step_start=second)]
+        unit,
+        ech.Loader(range(4), 1, options=ech.LoaderOptions(dp=(0, 1))),
+        max_epochs=2,
+        callbacks=[rates, Lambda(on_train_step_start=second)],
     )
     assert logged(logger, "Train: rows per second (epoch granularity)") == {1: 4, 2: 4} and len(unit.seen) == 6
 
@@ -197,7 +200,7 @@ def test_progress_bars_show_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that is resumed in its middle: TorchTNT has no bar for it."""
     unit, file = Numbers(), io.StringIO()
     unit.train_progress.num_steps_completed = unit.train_progress.num_steps_completed_in_epoch = 3
-    loaders = [ech.Loader(range(n), 1, dp_rank=0, dp_size=1) for n in (5, 2)]
+    loaders = [ech.Loader(range(n), 1, options=ech.LoaderOptions(dp=(0, 1))) for n in (5, 2)]
     ech.fit(unit, *loaders, max_epochs=2, callbacks=[TQDMProgressBar(file=file, mininterval=0)])
     last = [part.split("\r")[-1] for part in file.getvalue().split("\n")]
     shown = [f"{line.split(':')[0]} {line.split('|')[2].split()[0]}" for line in last if line]

@@ -66,7 +66,7 @@ def test_other_data_is_shown_in_a_table_and_needs_to_be_allowed(tmp_path: Path, 
 
 def test_what_the_loader_accepts_is_allowed_and_both_lists_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train_and_save(tmp_path, "noop", 2)
-    other = ech.Loader(DATA, 4, seed=2, tail="drop", accept_changes={"seed"})
+    other = ech.Loader(DATA, 4, seed=2, tail="drop", options=ech.LoaderOptions(accept_changes={"seed"}))
     with pytest.raises(CheckpointMismatchError, match=r"allow_changes=\('global_batch',\)"):
         Saver.restore_from_latest(tmp_path, make_unit("noop"), train_dataloader=other)
     with caplog.at_level(logging.INFO):

@@ -13,8 +13,11 @@ from echelon.contracts.errors import UsageError
 from echelon.data.fingerprint import checksum
 
 
-def _loader(data: Any = range(40), size: int = 8, **options: Any) -> ech.Loader:
-    return ech.Loader(data, size, dp_rank=0, dp_size=1, **options)
+def _loader(
+    data: Any = range(40), size: int = 8, *, fingerprint: str | None = None, accept_changes: Any = (), **options: Any
+) -> ech.Loader:
+    more = ech.LoaderOptions(dp=(0, 1), fingerprint=fingerprint, accept_changes=accept_changes)
+    return ech.Loader(data, size, options=more, **options)
 
 
 def test_a_table_says_what_changed_and_what_is_harmless() -> None:

@@ -114,7 +114,7 @@ def test_rows_go_through_a_loader_in_batches_and_by_workers(tmp_path: Path) -> N
     tokens = ech.write_tokens(tmp_path / "t.bin", _numbered([5, 3, 9, 20, 1, 10]))
     seen = []
     for workers in (0, 2):
-        loader = ech.Loader(ech.Packed(tokens, 6), 4, num_workers=workers, dp_rank=0, dp_size=1)
+        loader = ech.Loader(ech.Packed(tokens, 6), 4, num_workers=workers, options=ech.LoaderOptions(dp=(0, 1)))
         batches = list(loader)
         assert batches[0].inputs.shape == (4, 6) and batches[0].documents.dtype == torch.int32
         seen.append(torch.cat([b.inputs[b.documents >= 0] for b in batches]).sort().values.tolist())

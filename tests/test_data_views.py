@@ -33,7 +33,7 @@ class Named:
 
 def _drawn(dataset: Any, *, epochs: int = 1, seed: int = 0, **options: Any) -> list[int]:
     """What one rank alone is given, epoch after epoch."""
-    loader = ech.Loader(dataset, 4, seed=seed, dp_rank=0, dp_size=1, **options)
+    loader = ech.Loader(dataset, 4, seed=seed, options=ech.LoaderOptions(dp=(0, 1)), **options)
     seen = []
     for epoch in range(epochs):
         loader.set_epoch(epoch)
@@ -97,7 +97,9 @@ def test_global_batches_do_not_depend_on_ranks_accumulation_workers_or_a_restart
     def batches(ranks: int, accumulation: int, resumed_at: int = 0, workers: int = 0) -> list[list[int]]:
         per_rank = []
         for rank in range(ranks):
-            loader = ech.Loader(data, 12, seed=5, accumulation=accumulation, dp_rank=rank, dp_size=ranks, num_workers=workers)
+            loader = ech.Loader(
+                data, 12, seed=5, accumulation=accumulation, options=ech.LoaderOptions(dp=(rank, ranks)), num_workers=workers
+            )
             loader.set_epoch(1)
             if resumed_at:
                 loader.load_state_dict({**loader.state_dict(), "position": resumed_at * accumulation})
@@ -113,7 +115,7 @@ def test_global_batches_do_not_depend_on_ranks_accumulation_workers_or_a_restart
 
 def test_names_come_beside_the_samples() -> None:
     mixture = ech.Mixture({"a": Named("a", 5), "b": Named("b", 9)}, {"a": 1, "b": 3}, named=True)
-    for names, values in ech.Loader(mixture, 4, dp_rank=0, dp_size=1):
+    for names, values in ech.Loader(mixture, 4, options=ech.LoaderOptions(dp=(0, 1))):
         assert [ord(n) - ord("a") + 1 for n in names] == [v % 1000 for v in values.tolist()]
     assert mixture[6] == ("b", 1002) and mixture.locate(6) == ("b", 1)
 

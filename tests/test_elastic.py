@@ -251,7 +251,7 @@ def test_a_step_in_pieces_is_one_step(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_pieces_are_equally_many_and_differ_by_one_sample_at_most(workers: int) -> None:
-    loader = ech.Loader(list(range(13)), 10, shuffle=False, dp_rank=1, dp_size=2, num_workers=workers)
+    loader = ech.Loader(list(range(13)), 10, shuffle=False, options=ech.LoaderOptions(dp=(1, 2)), num_workers=workers)
     first, tail = loader.in_pieces(3)
     assert type(first) is Pieces and [piece.tolist() for piece in first] == [[5, 6], [7, 8], [9]]
     assert [p.batch.tolist() if isinstance(p, Padding) else p.tolist() for p in tail] == [[12], [12], [12]]

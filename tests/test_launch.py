@@ -267,7 +267,7 @@ def test_auto_takes_one_rank_per_core_without_devices(monkeypatch: pytest.Monkey
 def test_what_cannot_be_sent_is_refused_with_the_remedy() -> None:
     lock = threading.Lock()
     with pytest.raises(
-        UsageError, match=r"<lambda> or its arguments cannot be sent .* locks and connections where they are used"
+        UsageError, match=r"the variable lock of .*<lambda> cannot be sent .* locks and connections where they are used"
     ):
         launch(lambda: lock, ranks=1)
 

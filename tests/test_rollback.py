@@ -59,7 +59,7 @@ def _run(
 
 def _steps_of(bad: int) -> list[int]:
     """The updates of two epochs that a sample belongs to."""
-    order = ech.Loader(_data(0, 0.0), 8, seed=1, dp_rank=0, dp_size=1).order
+    order = ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.LoaderOptions(dp=(0, 1))).order
     return [
         epoch * PER_EPOCH + k for epoch in (0, 1) for k in range(PER_EPOCH) if bad in order.at(epoch, np.arange(k * 8, k * 8 + 8))
     ]
@@ -165,7 +165,7 @@ def test_a_unit_of_the_users_own_says_what_to_watch_and_the_events_tell(tmp_path
 
 def _with_evaluations(folder: Path | None, skipped: Any) -> dict[str, Any]:
     """The bad batch is update 5, one after a checkpoint and an evaluation, which decides the learning rate."""
-    bad = int(ech.Loader(_data(0, 0.0), 8, seed=1, dp_rank=0, dp_size=1).order.at(0, np.array([43]))[0])
+    bad = int(ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.LoaderOptions(dp=(0, 1))).order.at(0, np.array([43]))[0])
     unit = Regression(
         module=net(dropout=0.2),
         schedule=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0),
@@ -221,7 +221,7 @@ def test_a_run_that_begins_anew_goes_back_to_its_own_beginning(tmp_path: Path) -
         unit = Regression(module=net(seed))
         unit.train_progress.skipped = list(skipped)
         saver = ech.DistributedCheckpointSaver(tmp_path / str(options.pop("folder", "c")), **options)
-        sample = int(ech.Loader(_data(0, 0.0), 8, seed=1, dp_rank=0, dp_size=1).order.at(0, np.array([17]))[0])
+        sample = int(ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.LoaderOptions(dp=(0, 1))).order.at(0, np.array([17]))[0])
         callbacks: list[ech.Callback] = [ech.RollBack(saver), saver]
         ech.train(unit, ech.Loader(_data(sample, bad), 8, seed=1), max_steps=4, callbacks=callbacks)
         return unit

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from echelon.contracts.rank import RankInfo
     from echelon.contracts.run_dir import RunDir
     from echelon.data.loader import Loader
+    from echelon.data.options import LoaderOptions
     from echelon.data.packed import Packed, cu_seqlens
     from echelon.data.stream import StreamLoader
     from echelon.data.text import ByteText
@@ -77,6 +78,7 @@ __all__ = [
     "FSDPStrategy",
     "HSDPStrategy",
     "Loader",
+    "LoaderOptions",
     "Mean",
     "Mixture",
     "NOOPStrategy",
@@ -157,6 +159,7 @@ _HOMES = {
     "FSDPStrategy": "parallel.fsdp",
     "HSDPStrategy": "parallel.fsdp",
     "Loader": "data.loader",
+    "LoaderOptions": "data.options",
     "Mean": "loop.metrics",
     "Mixture": "data.views",
     "NOOPStrategy": "parallel.strategy",

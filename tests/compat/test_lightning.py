@@ -35,5 +35,5 @@ def test_seed_everything_seeds_and_gives_the_seed(monkeypatch: pytest.MonkeyPatc
 def test_a_module_is_no_unit() -> None:
     """It can be called, and was taken for a function that builds one."""
     trainer = ech.Trainer(max_epochs=1)
-    with pytest.raises(UsageError, match=r"fit\(Linear\): a unit such as an AutoUnit"):
+    with pytest.raises(UsageError, match="unit must be an AutoUnit, or a function that builds a unit, got Linear"):
         trainer.fit(torch.nn.Linear(1, 1), [])

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from echelon.contracts.errors import CheckpointCorruptError, UsageError
+from echelon.contracts.arguments import is_path
+from echelon.contracts.errors import CheckpointCorruptError, UsageError, require
 
 __all__ = [
     "Location",
@@ -112,14 +113,18 @@ class Remote:
 Location = Path | Remote
 
 
-def location(where: str | Path | Remote) -> Location:
+def location(where: str | os.PathLike[str] | Remote, name: str = "dirpath") -> Location:
     """A Path, or a Remote for a URL such as "s3://bucket/run". One of this machine's files, file:///runs/a, is a Path.
 
+    Args:
+        name: of the parameter, for the message.
     Raises:
-        UsageError: a URL, and fsspec or its part for that protocol is not installed.
+        UsageError: no path; a URL, and fsspec or its part for that protocol is not installed.
     """
     if isinstance(where, (Path, Remote)):
         return where
+    require(is_path(where), name, "a folder's path, or a URL such as 's3://bucket/run'", where)
+    where = os.fspath(where)
     if "://" not in where:
         return Path(where)
     try:

@@ -46,6 +46,8 @@ class BestCheckpointConfig:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
+        is_name = isinstance(self.monitored_metric, str) and self.monitored_metric != ""
+        require(is_name, "monitored_metric", "the name of an attribute of the unit", self.monitored_metric)
         if self.mode not in ("min", "max"):
             raise UsageError(f"mode must be 'min' or 'max', got {self.mode!r}.")
 

@@ -53,6 +53,9 @@ class UsageError(EchelonError, ValueError):
     """A value given by the user cannot work. The text names the value and the remedy."""
 
 
+_SHOWN = 300  # characters of a value: enough to recognise it
+
+
 def require(holds: bool, name: str, what: str, value: object, remedy: str = "") -> None:
     """Refuse a parameter unless `holds`: "`name` must be `what`, got `value`. `remedy`".
 
@@ -60,7 +63,9 @@ def require(holds: bool, name: str, what: str, value: object, remedy: str = "") 
         UsageError: it does not hold.
     """
     if not holds:
-        raise UsageError(f"{name} must be {what}, got {value!r}.{remedy and ' '}{remedy}")
+        shown = repr(value)
+        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+        raise UsageError(f"{name} must be {what}, got {shown}.{remedy and ' '}{remedy}")
 
 
 class LauncherEnvironmentError(UsageError):

@@ -29,7 +29,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.arguments import is_path
+from echelon.contracts.errors import UsageError, require
 from echelon.contracts.files import open_file, parse_object, private_folder, read_bytes, write_whole
 
 __all__ = [
@@ -59,6 +60,7 @@ class RunDir:
     """
 
     def __init__(self, path: str | os.PathLike[str], attempt: int = 0) -> None:
+        require(is_path(path), "path", "a run's folder", path)
         self.path = Path(path)
         self.attempt = attempt
 

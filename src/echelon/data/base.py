@@ -9,10 +9,12 @@ from typing import Any, Self
 import torch
 from torch.utils.data import default_collate
 
+from echelon.contracts.arguments import flags
 from echelon.contracts.between_attempts import note_loader
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.contracts.overrides import overrides
+from echelon.data.options import LoaderOptions
 from echelon.data.resume import cannot_divide
 from echelon.world.init import World
 
@@ -48,23 +50,20 @@ class BaseLoader(ABC):
         num_workers: int,
         collate_fn: Any,
         pin_memory: bool,
-        dp_rank: int | None,
-        dp_size: int | None,
-        timeout_s: float,
+        options: LoaderOptions | None,
     ) -> None:
+        self.options = options = LoaderOptions.of(options)
         require(tail in ("keep", "drop"), "tail", "'keep' or 'drop'", tail)
-        require(accumulation >= 1, "accumulation", "at least 1", accumulation)
+        accumulation = whole("accumulation", accumulation, at_least=1)
         global_batch = whole("global_batch", global_batch, at_least=1)
-        if (dp_rank is None) != (dp_size is None):
-            raise UsageError(f"dp_rank and dp_size must be given together, got dp_rank={dp_rank}, dp_size={dp_size}.")
-        require(num_workers >= 0, "num_workers", "at least 0", num_workers)
-        require(timeout_s > 0, "timeout_s", "above 0 seconds", timeout_s)
+        flags(pin_memory=pin_memory)
+        require(collate_fn is None or callable(collate_fn), "collate_fn", "a function of a list of samples, or None", collate_fn)
+        num_workers = whole("num_workers", num_workers, at_least=0)
         self.global_batch, self.tail = global_batch, tail
         self.accumulation = overrides().accumulation or accumulation
-        self.num_workers, self.pin_memory, self.timeout_s = num_workers, pin_memory, timeout_s
+        self.num_workers, self.pin_memory = num_workers, pin_memory
         self.collate_fn = collate_fn or default_collate
-        self._dp = (dp_rank, dp_size) if dp_rank is not None and dp_size is not None else None
-        self._dp_is_given = self._dp is not None
+        self._dp = options.dp
         self.epoch = 0
         self._told = False
         self.shares: int | None = None  # with bit-equal numbers, the number that the ranks must divide
@@ -81,7 +80,7 @@ class BaseLoader(ABC):
 
     def set_data_rank(self, dp_rank: int, dp_size: int) -> None:
         """Set this rank's data-parallel rank and size, unless the user gave them; the loops call it."""
-        if not self._dp_is_given:
+        if self.options.dp is None:
             self._dp = (dp_rank, dp_size)
         if not self._told:
             self._told = True

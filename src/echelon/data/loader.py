@@ -10,17 +10,20 @@ replaced by a `Padding`, which is computed, so that every rank takes part in eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from echelon.contracts.arguments import flags
 from echelon.contracts.errors import DataError, UsageError
+from echelon.contracts.numbers import whole
 from echelon.data import resume
 from echelon.data.base import BaseLoader
 from echelon.data.fingerprint import fingerprint as fingerprint_of
+from echelon.data.options import LoaderOptions
 from echelon.data.order import FORMULA, Order, SampleOrder
 from echelon.data.parts import Padding, share
 from echelon.data.reader import Reader, ReadFailure
@@ -46,13 +49,7 @@ class Loader(BaseLoader):
         num_workers: processes that load batches; 0 loads in this one.
         collate_fn: list of samples -> batch.
         pin_memory: page-locked host memory, for faster copies to a GPU.
-        dp_rank, dp_size: this rank's place among those that see different data; by default what the unit's strategy says when
-            a loop begins, and before that this rank's place among all.
-        timeout_s: for how long a worker may give nothing before the run ends with an error that names it.
-        fingerprint: what identifies the data, such as a version; by default checksums of four samples. A run that resumes
-            with other data is told.
-        accept_changes: what may differ from the saved run when this loader continues, though it changes what is trained on:
-            of "samples", "seed", "shuffle", "global_batch", "fingerprint", "order".
+        options: what else: a LoaderOptions.
     Raises:
         UsageError: a global batch that cannot be divided, or a dataset that cannot fill one.
         DataError: while iterating: a sample cannot be read, or a worker died; the text names them.
@@ -70,22 +67,22 @@ class Loader(BaseLoader):
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
-        dp_rank: int | None = None,
-        dp_size: int | None = None,
-        timeout_s: float = 300.0,
-        fingerprint: str | None = None,
-        accept_changes: Collection[str] = (),
+        options: LoaderOptions | None = None,
     ) -> None:
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
             raise UsageError(
                 f"dataset must be map-style, with __len__ and __getitem__, got {type(dataset).__name__}. "
                 "For one that can only be iterated over, use StreamLoader."
             )
-        super().__init__(global_batch, accumulation, tail, num_workers, collate_fn, pin_memory, dp_rank, dp_size, timeout_s)
-        resume.check_accepted(accept_changes)
+        if isinstance(dataset, (str, bytes)) or (isinstance(dataset, Mapping) and 0 not in dataset):
+            keys = f" of {', '.join(map(repr, list(dataset)[:5]))}. Choose one of them" if isinstance(dataset, Mapping) else ""
+            raise UsageError(f"dataset must be map-style, with samples 0, 1, 2, ..., got {type(dataset).__name__}{keys}.")
+        super().__init__(global_batch, accumulation, tail, num_workers, collate_fn, pin_memory, options)
+        flags(shuffle=shuffle)
+        seed = whole("seed", seed)
         self.dataset = dataset
-        self.accept_changes = frozenset(accept_changes)
-        self._fingerprint: Any = fingerprint
+        self.accept_changes = frozenset(self.options.accept_changes)
+        self._fingerprint: Any = self.options.fingerprint
         self.order: SampleOrder
         if isinstance(dataset, Ordered):
             self.order = dataset.order(seed, shuffle=shuffle)
@@ -176,7 +173,7 @@ class Loader(BaseLoader):
             worker_init_fn=board.begin if board else None,
             # A generator of its own: the workers' seed must not be drawn from the stream that dropout uses.
             generator=torch.Generator(),
-            timeout=self.timeout_s if board else 0,
+            timeout=self.options.timeout_s if board else 0,
         )
         batches = board.started(loader) if board else iter(loader)
         try:
@@ -186,7 +183,7 @@ class Loader(BaseLoader):
                 self._position = micro + 1
                 yield batch if micro < shares.first_padding else Padding(batch)
         except RuntimeError as error:
-            better = named(error, board, (self._position - first) % max(1, self.num_workers), self.timeout_s)
+            better = named(error, board, (self._position - first) % max(1, self.num_workers), self.options.timeout_s)
             if better is error:
                 raise
             raise better from error

@@ -13,7 +13,9 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
+from echelon.contracts.arguments import flags
 from echelon.contracts.errors import require
+from echelon.contracts.numbers import number, whole
 from echelon.data.tokens import Tokens
 
 __all__ = ["IGNORED", "Packed", "Row", "cu_seqlens"]
@@ -65,14 +67,15 @@ class Packed(Dataset[Row]):
         across: bool = False,
         pad: int = 0,
     ) -> None:
+        number("length", length, "at least 1 token", lambda found: found >= 1)
+        self.length, self.across, self.pad = whole("length", length), across, whole("pad", pad)
+        flags(cut=cut, across=across)
         self.tokens = documents if isinstance(documents, Tokens) else Tokens.of(documents)
-        self.length, self.across, self.pad = length, across, pad
-        require(length >= 1, "length", "at least 1 token", length)
         require(len(self.tokens) > 0, "documents", "at least 1 token in all", len(self.tokens))
         # Where rows begin, if not at every `length` tokens.
         if not _rise(self.tokens.offsets):
             raise self.tokens.changed()
-        self._starts = None if cut else _row_starts(np.asarray(self.tokens.offsets), length)
+        self._starts = None if cut else _row_starts(np.asarray(self.tokens.offsets), self.length)
 
     def __len__(self) -> int:
         return -(-len(self.tokens) // self.length) if self._starts is None else len(self._starts) - 1

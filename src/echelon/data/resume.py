@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from echelon.contracts.arguments import is_list
 from echelon.contracts.errors import UsageError
 
 __all__ = ["Change", "cannot_divide", "changes", "check_accepted", "check_same", "facts"]
@@ -33,7 +34,7 @@ def check_accepted(names: Collection[str]) -> None:
     Raises:
         UsageError: a name of nothing that could be accepted.
     """
-    unknown = sorted(set(names) - set(_MATTERS)) if not isinstance(names, str) else [names]
+    unknown = sorted({*names} - {*_MATTERS}, key=str) if is_list(names) else [names]
     if unknown:
         raise UsageError(
             f"accept_changes must be a collection of names among {', '.join(map(repr, _MATTERS))}, got "
@@ -95,7 +96,7 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], accepted: Colle
     names = ", ".join(map(repr, refused))
     raise UsageError(
         f"the loader cannot resume from the saved position, since this has changed:\n{table}\n"
-        f"Undo the change, or allow it with Loader(accept_changes={{{names}}})."
+        f"Undo the change, or allow it with LoaderOptions(accept_changes={{{names}}})."
     )
 
 

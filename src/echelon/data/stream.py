@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from echelon.contracts.errors import DataError, UsageError
 from echelon.data.base import BaseLoader
 from echelon.data.lossy import shuffle_buffer
+from echelon.data.options import LoaderOptions
 from echelon.data.reader import ReadFailure
 from echelon.data.streaming import Share, Stand, Streams
 from echelon.data.workers import Board, named
@@ -46,7 +47,8 @@ class StreamLoader(BaseLoader):
             which of how many it is; "stride", each reads all and keeps every count-th; "itself", the dataset sees to it. By
             default the first if the dataset has that method; needed as soon as there are two streams.
         tail: "drop" or "keep" the samples that do not fill a stream's last micro-batch.
-        global_batch, accumulation, num_workers, collate_fn, pin_memory, dp_rank, dp_size, timeout_s: as in `Loader`.
+        global_batch, accumulation, num_workers, collate_fn, pin_memory: as in `Loader`.
+        options: what else: a LoaderOptions without `fingerprint` and `accept_changes`: a stream's state is its dataset's own.
     Raises:
         UsageError: nothing says how to shard, or a state that was saved by other ranks or workers.
         DataError: while iterating: the dataset raised, or a worker died; the text names it.
@@ -65,12 +67,13 @@ class StreamLoader(BaseLoader):
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
-        dp_rank: int | None = None,
-        dp_size: int | None = None,
-        timeout_s: float = 300.0,
+        options: LoaderOptions | None = None,
     ) -> None:
-        super().__init__(global_batch, accumulation, tail, num_workers, collate_fn, pin_memory, dp_rank, dp_size, timeout_s)
-        if not hasattr(dataset, "__iter__"):
+        super().__init__(global_batch, accumulation, tail, num_workers, collate_fn, pin_memory, options)
+        for name in ("fingerprint", "accept_changes"):
+            if value := getattr(self.options, name):
+                raise UsageError(f"{name} must be left out for a StreamLoader, whose state is its dataset's own, got {value!r}.")
+        if not hasattr(dataset, "__iter__") or isinstance(dataset, (type, str, bytes)):
             raise UsageError(f"dataset must be iterable, got {type(dataset).__name__}.")
         if shards not in (None, "set_place", "stride", "itself"):
             raise UsageError(f"shards must be 'set_place', 'stride' or 'itself', got {shards!r}.")
@@ -141,7 +144,7 @@ class StreamLoader(BaseLoader):
                 self._latest.append(Stand(position, turn, tuple(states)))
                 yield batch
         except RuntimeError as error:
-            better = named(error, board, (turn - begin.turn) % streams, self.timeout_s)
+            better = named(error, board, (turn - begin.turn) % streams, self.options.timeout_s)
             if better is error:
                 raise
             raise better from error
@@ -196,7 +199,7 @@ class StreamLoader(BaseLoader):
             pin_memory=self.pin_memory,
             worker_init_fn=board.begin,
             generator=torch.Generator(),  # nothing is drawn from the stream that dropout uses
-            timeout=self.timeout_s,
+            timeout=self.options.timeout_s,
         )
 
     def state_dict(self) -> dict[str, Any]:

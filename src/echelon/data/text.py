@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from echelon.contracts.arguments import is_path, several
 from echelon.contracts.errors import UsageError
+from echelon.contracts.numbers import whole
 
 __all__ = ["ByteText", "split_files"]
 
@@ -28,8 +30,10 @@ class ByteText(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """
 
     def __init__(self, files: Iterable[Path], context: int, *, stride: int | None = None) -> None:
-        self.context, self.stride = context, stride or context
-        parts = [np.frombuffer(path.read_bytes() + b"\0", dtype=np.uint8) for path in files]
+        context = whole("context", context, at_least=1)
+        self.context, self.stride = context, whole("stride", stride, at_least=1) if stride is not None else context
+        paths = several("files", files, "a list of paths", is_path)
+        parts = [np.frombuffer(Path(path).read_bytes() + b"\0", dtype=np.uint8) for path in paths]
         self.bytes = np.concatenate(parts) if parts else np.empty(0, np.uint8)
         if len(self.bytes) < context + 1:
             raise UsageError(

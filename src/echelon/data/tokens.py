@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from echelon.contracts.errors import DataError, UsageError
+from echelon.contracts.arguments import is_list, is_path, several
+from echelon.contracts.errors import DataError, UsageError, require
 
 __all__ = ["TokenWriter", "Tokens", "write_tokens"]
 
@@ -52,6 +53,7 @@ class Tokens:
     offsets: npt.NDArray[np.int64]
 
     def __init__(self, path: str | Path, dtype: npt.DTypeLike | None = None, *, documents: npt.ArrayLike | None = None) -> None:
+        require(is_path(path), "path", "a file", path)
         self.path = Path(path)
         if not self.path.is_file():
             raise UsageError(f"path must be a file, got {self.path}.")
@@ -74,7 +76,10 @@ class Tokens:
     @classmethod
     def of(cls, documents: Iterable[npt.ArrayLike]) -> Tokens:
         """Tokens in memory, from the documents' own."""
-        parts = [np.asarray(document) for document in documents]
+        what = "Tokens, or a list of documents, each a flat list of whole numbers"
+        parts = [np.asarray(document) for document in several("documents", documents, what)]
+        for part in parts:
+            require(part.ndim == 1 and (part.dtype.kind in "ui" or not part.size), "documents", what, part)
         made = cls.__new__(cls)
         made.path = Path("(memory)")
         made.data = np.concatenate(parts) if parts else np.empty(0, np.uint16)
@@ -179,7 +184,11 @@ class TokenWriter:
     """
 
     def __init__(self, path: str | Path, dtype: npt.DTypeLike = "uint16") -> None:
-        self.path, self.dtype = Path(path), np.dtype(dtype).newbyteorder("<")
+        require(is_path(path), "path", "a file", path)
+        try:
+            self.path, self.dtype = Path(path), np.dtype(dtype).newbyteorder("<")
+        except TypeError:
+            raise UsageError(f"dtype must be uint16 or uint32, got {dtype!r}.") from None
         if self.dtype.str not in ("<u2", "<u4"):
             raise UsageError(f"dtype must be uint16 or uint32, got {np.dtype(dtype)}.")
         self._staged = self.path.with_name(self.path.name + ".partial")
@@ -229,6 +238,7 @@ class TokenWriter:
 
 def write_tokens(path: str | Path, documents: Iterable[npt.ArrayLike], dtype: npt.DTypeLike = "uint16") -> Tokens:
     """Write documents to a file and open it."""
+    require(is_list(documents), "documents", "a list of documents, each a flat list of whole numbers", documents)
     with TokenWriter(path, dtype) as writer:
         for document in documents:
             writer.add(document)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
@@ -20,7 +20,9 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
+from echelon.contracts.arguments import flags
 from echelon.contracts.errors import UsageError, require
+from echelon.contracts.numbers import whole
 from echelon.data.order import Indices, Order, Positions, SampleOrder, key_of, mix64
 
 __all__ = ["Mixture", "Ordered", "Weighted"]
@@ -50,15 +52,18 @@ class Weighted(Ordered):
     """
 
     def __init__(self, dataset: Any, weights: npt.ArrayLike, *, samples_per_epoch: int | None = None) -> None:
-        given = np.asarray(weights, dtype=np.float64)
+        require(isinstance(dataset, Sized), "dataset", "map-style, with __len__ and __getitem__", dataset)
+        try:
+            given = np.asarray(weights, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"weights must be numbers, one for each sample, got {type(weights).__name__}: {error}.") from None
         if given.shape != (len(dataset),):
             raise UsageError(f"weights must have shape ({len(dataset)},), one for each sample, got {given.shape}.")
         if not np.isfinite(given).all() or (given < 0).any() or not given.any():
             worst = int(np.argmin(np.where(np.isfinite(given), given, -np.inf)))
             raise UsageError(f"weights must be finite, at least 0 and not all 0, got {given[worst]} for sample {worst}.")
-        require(samples_per_epoch is None or samples_per_epoch >= 1, "samples_per_epoch", "at least 1", samples_per_epoch)
         self.dataset = dataset
-        self.samples_per_epoch = samples_per_epoch or len(dataset)
+        self.samples_per_epoch = _per_epoch(samples_per_epoch, len(dataset))
         self._sums = np.cumsum(given / given.max())
         self._last = int(np.flatnonzero(given)[-1])
 
@@ -77,6 +82,10 @@ class Weighted(Ordered):
                 "shuffle must be True for weighted draws, which have no order, got False. Use the dataset without weights."
             )
         return _Draws(self._sums, self._last, self.samples_per_epoch, seed)
+
+
+def _per_epoch(given: int | None, samples: int) -> int:
+    return whole("samples_per_epoch", given, at_least=1) if given is not None else samples
 
 
 class _Draws:
@@ -121,6 +130,11 @@ class Mixture(Ordered):
         samples_per_epoch: int | None = None,
         named: bool = False,
     ) -> None:
+        for name, given in (("datasets", datasets), ("ratios", ratios)):
+            require(isinstance(given, Mapping), name, "a dict by the datasets' names", given)
+        flags(named=named)
+        for name, dataset in datasets.items():
+            require(isinstance(dataset, Sized), f"datasets[{name!r}]", "map-style, with __len__ and __getitem__", dataset)
         if not datasets or set(datasets) != set(ratios):
             raise UsageError(
                 f"ratios must have the names of the datasets, {sorted(datasets)}, at least one, got {sorted(ratios)}."
@@ -130,10 +144,9 @@ class Mixture(Ordered):
         lengths = [len(dataset) for dataset in self.datasets]
         if not all(lengths):
             raise UsageError(f"every dataset must hold at least one sample, got none in {self.names[lengths.index(0)]!r}.")
-        require(samples_per_epoch is None or samples_per_epoch >= 1, "samples_per_epoch", "at least 1", samples_per_epoch)
         shares = _shares([ratios[name] for name in self.names], self.names)
         self.ratios = {name: Fraction(share, sum(shares)) for name, share in zip(self.names, shares, strict=True)}
-        self.samples_per_epoch = samples_per_epoch or sum(lengths)
+        self.samples_per_epoch = _per_epoch(samples_per_epoch, sum(lengths))
         self.named = named
         self._starts = [0, *accumulate(lengths)]
         self._shares = shares

@@ -16,7 +16,7 @@ import os
 import pickle
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import spawn
 from pathlib import Path
@@ -106,10 +106,39 @@ def _pickled(call: Any, function: Callable[..., Any]) -> bytes:
         return by_value
     except Exception as error:
         name = getattr(function, "__qualname__", repr(function))
+        of_args = [(f"args[{i}]", each) for args, _ in call[1] for i, each in enumerate(args)]
+        of_kwargs = [item for _, kwargs in call[1] for item in kwargs.items()]
+        culprit = _unsendable([(name, function), *of_args, *of_kwargs]) or f"{name} or its arguments"
         raise UsageError(
-            f"{name} or its arguments cannot be sent to other processes: {error}. Open files, locks and connections where "
-            "they are used, and pass what they are made from."
+            f"{culprit} cannot be sent to other processes: {error}. Open files, locks and connections where they are used, and "
+            "pass what they are made from."
         ) from error
+
+
+def _unsendable(parts: Iterable[tuple[str, Any]], depth: int = 12) -> str | None:
+    """The name of the first of these that cannot be pickled; rather of the attribute, variable or item inside it that is why."""
+    import cloudpickle
+
+    for name, value in parts if depth else ():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:  # any type can raise anything when it is pickled
+            return _unsendable(_parts(name, value), depth - 1) or name
+    return None
+
+
+def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(f"{name}[{key!r}]", each) for key, each in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(f"{name}[{i}]", each) for i, each in enumerate(value)]
+    if cells := getattr(value, "__closure__", None):
+        variables = zip(value.__code__.co_freevars, cells, strict=True)
+        return [(f"the variable {inner} of {value.__qualname__}", cell.cell_contents) for inner, cell in variables]
+    kind, own = type(value), {} if isinstance(value, type) else getattr(value, "__dict__", {})
+    if kind.__module__.startswith("echelon."):  # what an argument is called there says more than the class
+        return list(own.items())
+    return [(f"the attribute {inner} of {kind.__name__}", each) for inner, each in own.items()]
 
 
 def write_call(path: Path, packed: bytes) -> str:

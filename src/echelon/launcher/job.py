@@ -251,8 +251,8 @@ def parse_ranks(text: str | int) -> int:
         raise UsageError(
             f"ranks must be a whole number of at least 1, or 'auto' for one per device or core, got {text!r}."
         ) from None
-    if ranks < 1:
-        raise UsageError(f"ranks must be at least 1, or 'auto' for one per device or core, got {ranks}.")
+    if ranks < 1 or isinstance(text, bool):
+        raise UsageError(f"ranks must be at least 1, or 'auto' for one per device or core, got {text}.")
     return ranks
 
 

@@ -13,7 +13,7 @@ from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit, Unit
 
-__all__ = ["KINDS", "callbacks_of", "check_unit", "has_hook", "inner_of", "is_real", "keeps"]
+__all__ = ["KINDS", "callbacks_of", "check_loader", "check_unit", "has_hook", "inner_of", "is_real", "keeps", "no_end"]
 
 KINDS: dict[str, type[Unit]] = {"train": TrainUnit, "eval": EvalUnit, "predict": PredictUnit, "test": TestUnit}
 
@@ -37,8 +37,24 @@ def check_unit(unit: Any, phase: str, entry: str, dataloader: Any) -> None:
         raise UnitError(f"{name} has no {phase}_progress: {remedy}.")
     if isinstance(dataloader, Unit):
         raise UnitError(f"{entry}() was given two units and no loader: {name}, {type(dataloader).__name__}.")
-    if not hasattr(dataloader, "__iter__") and not hasattr(dataloader, "__getitem__"):
+    check_loader(dataloader, entry)
+
+
+def check_loader(dataloader: Any, entry: str) -> None:
+    """
+    Raises:
+        UsageError: nothing that gives batches.
+    """
+    gives = hasattr(dataloader, "__iter__") or hasattr(dataloader, "__getitem__")
+    if not gives or isinstance(dataloader, (type, str, bytes)):
         raise UsageError(f"the dataloader of {entry}() must be an iterable of batches, got {type(dataloader).__name__}.")
+
+
+def no_end(entry: str) -> UsageError:
+    return UsageError(
+        f"{entry}() needs max_epochs or max_steps: without both it would never end. Give max_epochs=math.inf for a run that ends "
+        "when something calls state.stop()."
+    )
 
 
 def is_real(unit: Any) -> bool:

@@ -7,15 +7,22 @@ from typing import Literal
 
 import torch
 
+from echelon.contracts.arguments import flags_of
 from echelon.contracts.errors import require
-from echelon.contracts.numbers import whole
+from echelon.contracts.numbers import number, whole
 from echelon.loop.averaged import SWAParams
 from echelon.parallel.activation import ActivationCheckpointParams
 from echelon.parallel.precision import Precision
 from echelon.parallel.recipe import TorchCompileParams
-from echelon.parallel.strategy import Strategy
+from echelon.parallel.strategy import Strategy, resolve
 
 __all__ = ["AutoOptions"]
+
+_VALUES: dict[str, type] = {
+    "swa_params": SWAParams,
+    "torch_compile_params": TorchCompileParams,
+    "activation_checkpoint_params": ActivationCheckpointParams,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +52,19 @@ class AutoOptions:
     stop_after_nonfinite_losses: int | None = 10
 
     def __post_init__(self) -> None:
+        flags_of(self)
         whole("gradient_accumulation_steps", self.gradient_accumulation_steps, at_least=1)
         require(self.step_lr_interval in ("step", "epoch"), "step_lr_interval", "'step' or 'epoch'", self.step_lr_interval)
         require(self.deterministic in (None, "bitwise"), "deterministic", "'bitwise' or None", self.deterministic)
         for name, limit in (("clip_grad_norm", self.clip_grad_norm), ("clip_grad_value", self.clip_grad_value)):
-            require(limit is None or limit > 0, name, "above 0, or None for no clipping", limit)
+            if limit is not None:
+                number(name, limit, "above 0, or None for no clipping", lambda most: most > 0)
         if self.stop_after_nonfinite_losses is not None:
             whole("stop_after_nonfinite_losses", self.stop_after_nonfinite_losses, at_least=1, or_none="to go on regardless")
+        is_device = isinstance(self.device, torch.device | None)
+        require(is_device, "device", "a torch.device or None", self.device, "By default init_from_env() picks it.")
+        for name, kind in _VALUES.items():
+            value = getattr(self, name)
+            require(isinstance(value, kind | None), name, f"{kind.__name__}(...) or None", value)
+        Precision.of(self.precision)
+        resolve(self.strategy)

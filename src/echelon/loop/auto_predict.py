@@ -11,7 +11,7 @@ from echelon.contracts.overrides import overrides
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.unit import PredictUnit
 from echelon.parallel.activation import ActivationCheckpointParams
-from echelon.parallel.parallelize import parallelize
+from echelon.parallel.parallelize import check_module, parallelize
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe, TorchCompileParams
@@ -62,6 +62,7 @@ class AutoPredictUnit(PredictUnit[T]):
 
     def _prepare(self, module: nn.Module, options: AutoOptions) -> None:
         """Make the module parallel, and set what follows from that. Collective."""
+        check_module(module)
         decided = overrides()
         self.device = options.device or init_from_env()
         self.precision = Precision.of(decided.precision or options.precision)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +17,9 @@ from typing import Any, Literal
 import torch
 from torch.optim.swa_utils import SWALR, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+from echelon.contracts.arguments import flags_of
 from echelon.contracts.errors import UsageError, require
+from echelon.contracts.numbers import number, whole
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.shards import local
 
@@ -40,8 +43,11 @@ class SWALRParams:
     swa_lrs: Sequence[float] | float = 0.05
 
     def __post_init__(self) -> None:
-        require(self.anneal_steps_or_epochs >= 0, "anneal_steps_or_epochs", "at least 0", self.anneal_steps_or_epochs)
+        _whole(self, "anneal_steps_or_epochs", at_least=0)
         require(self.anneal_strategy in ("linear", "cos"), "anneal_strategy", "'linear' or 'cos'", self.anneal_strategy)
+        rates = self.swa_lrs if isinstance(self.swa_lrs, (list, tuple)) else [self.swa_lrs]
+        for rate in rates:
+            number("swa_lrs", rate, "a rate of at least 0, or a list of these", lambda found: 0 <= found < math.inf)
 
 
 @dataclass(frozen=True)
@@ -72,12 +78,18 @@ class SWAParams:
     use_in_evaluation: bool = False
 
     def __post_init__(self) -> None:
-        require(self.warmup_steps_or_epochs >= 0, "warmup_steps_or_epochs", "at least 0", self.warmup_steps_or_epochs)
-        require(self.step_or_epoch_update_freq >= 1, "step_or_epoch_update_freq", "at least 1", self.step_or_epoch_update_freq)
+        flags_of(self)
+        _whole(self, "warmup_steps_or_epochs", at_least=0)
+        _whole(self, "step_or_epoch_update_freq", at_least=1)
         require(self.averaging_method in ("ema", "swa"), "averaging_method", "'ema' or 'swa'", self.averaging_method)
-        require(0 <= self.ema_decay <= 1, "ema_decay", "between 0 and 1", self.ema_decay)
+        number("ema_decay", self.ema_decay, "between 0 and 1", lambda decay: 0 <= decay <= 1)
+        require(isinstance(self.swalr_params, SWALRParams | None), "swalr_params", "SWALRParams(...) or None", self.swalr_params)
         grows = self.use_lit and self.averaging_method != "ema"
         require(not grows, "averaging_method", "'ema' if use_lit is set", self.averaging_method)
+
+
+def _whole(params: SWAParams | SWALRParams, name: str, *, at_least: int) -> None:
+    object.__setattr__(params, name, whole(name, getattr(params, name), at_least=at_least))
 
 
 class AveragedWeights:
@@ -91,6 +103,8 @@ class AveragedWeights:
     keyed_by_name = True
 
     def __init__(self, prepared: Prepared[Any], params: SWAParams) -> None:
+        require(isinstance(prepared, Prepared), "prepared", "what a strategy made of a module", prepared)
+        require(isinstance(params, SWAParams), "params", "SWAParams(...)", params)
         self._prepared, self.params = prepared, params
         self.n_averaged = self.passed = 0
         self.applied_now = False

@@ -6,7 +6,9 @@ import logging
 import math
 from typing import Any, Literal
 
+from echelon.contracts.arguments import flags
 from echelon.contracts.errors import UsageError, require
+from echelon.contracts.numbers import number, whole
 
 __all__ = ["EarlyStopChecker"]
 
@@ -40,8 +42,12 @@ class EarlyStopChecker:
     ) -> None:
         require(mode in ("min", "max"), "mode", "'min' or 'max'", mode)
         require(threshold_mode in ("abs", "rel"), "threshold_mode", "'abs' or 'rel'", threshold_mode)
-        require(patience >= 0, "patience", "at least 0", patience)
-        require(min_delta >= 0, "min_delta", "at least 0", min_delta)
+        patience = whole("patience", patience, at_least=0)
+        number("min_delta", min_delta, "a number of at least 0", lambda delta: delta >= 0)
+        flags(check_finite=check_finite)
+        for name, threshold in (("stopping_threshold", stopping_threshold), ("divergence_threshold", divergence_threshold)):
+            if threshold is not None:
+                number(name, threshold, "a number or None")
         self.mode, self.patience, self.min_delta, self.check_finite = mode, patience, min_delta, check_finite
         self.threshold_mode = threshold_mode
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
@@ -60,7 +66,10 @@ class EarlyStopChecker:
         """
         if hasattr(val, "numel") and val.numel() != 1:
             raise UsageError(f"the monitored value must be one number, got a tensor of {val.numel()}. Give its mean.")
-        value = float(val)
+        try:
+            value = float(val)
+        except (TypeError, ValueError):
+            raise UsageError(f"the monitored value must be one number, got {val!r}.") from None
         why = self._reason(value)
         if why is not None:
             logger.info("time to stop: %s", why)

@@ -17,7 +17,7 @@ from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.base import BaseLoader, Combined
 from echelon.loop import agreements, evaluation_due
-from echelon.loop.accept import callbacks_of, check_unit, has_hook, inner_of
+from echelon.loop.accept import callbacks_of, check_unit, has_hook, inner_of, no_end
 from echelon.loop.callback import Callback
 from echelon.loop.hooks import Hooks
 from echelon.loop.optimizer_checks import check_tracked
@@ -65,10 +65,7 @@ class Run:
         state, stage = self.state, self._stages["train"]
         here, progress = stage.here, stage.progress
         if here.max_epochs is None and here.max_steps is None and not here.endless:
-            raise UsageError(
-                f"{state.entry_point.name.lower()}() needs max_epochs or max_steps: without both it would never end. Give "
-                "max_epochs=math.inf for a run that ends when something calls state.stop()."
-            )
+            raise no_end(state.entry_point.name.lower())
         with stop.listening(state.stop_for_signal), self._reporting.running(), torch.enable_grad(), _mode(self._inner, "train"):
             if stop.asked() is not None:  # before this loop began
                 state.stop_for_signal()

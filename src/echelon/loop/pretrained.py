@@ -19,7 +19,7 @@ from torch import nn
 
 from echelon.checkpoint import commit
 from echelon.checkpoint.location import explain
-from echelon.contracts.errors import CheckpointWriteError, UsageError
+from echelon.contracts.errors import CheckpointWriteError, UsageError, require
 from echelon.loop.unit import Unit
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.shards import is_split, whole
@@ -84,6 +84,7 @@ def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], **o
 def _module(model: Unit | nn.Module) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
+    require(isinstance(model, Unit), "model", "a unit or a torch.nn.Module", model)
     modules = model.tracked_modules()
     if len(modules) != 1:
         raise UsageError(f"the unit has {len(modules)} modules: {', '.join(modules)}. Pass the one to be written.")

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.data.prefetch import NO_STEP, Feed, Step, restored_state
 from echelon.loop.progress import Progress
@@ -172,6 +172,8 @@ class State:
         predict_state: PhaseState | None = None,
         test_state: PhaseState | None = None,
     ) -> None:
+        can_time = not isinstance(timer, type) and callable(getattr(timer, "time", None))
+        require(timer is None or can_time, "timer", "an object whose time(name) gives a context, or None", timer)
         self.entry_point, self.timer = entry_point, timer
         self.train_state, self.eval_state = train_state, eval_state
         self.predict_state, self.test_state = predict_state, test_state

@@ -7,6 +7,8 @@ one rank              trains in this process, so that a debugger works
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import logging
 import os
 import shutil
@@ -14,21 +16,24 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
+from echelon.contracts.arguments import is_path
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.machine import visible_devices
 from echelon.contracts.numbers import whole
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import auto_ranks
+from echelon.loop.accept import callbacks_of, check_loader, no_end
 from echelon.loop.auto import AutoUnit
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.rebuild import pack, recall
+from echelon.loop.state import PhaseState
 from echelon.loop.trainer_rank import BETWEEN_PROCESSES, Plan, Work, in_order, save, work_here, work_in_rank
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel.strategy import STRATEGIES, Strategy, resolve
@@ -40,6 +45,10 @@ logger = logging.getLogger(__name__)
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 PHASES = ("train", "val", "test", "predict")
+
+
+class _Older(TypedDict, total=False):
+    gpus: int | Sequence[int] | None
 
 
 class Trainer:
@@ -56,8 +65,8 @@ class Trainer:
         unit_options: arguments of AutoUnit's constructor that the unit gets instead, such as {"precision": "bf16"}.
         callbacks: run in every rank; what rank 0's remember comes back, where it can be pickled.
         run_dir: of each `fit`; below `checkpoints` it has the unit's state after every epoch, unless a callback saves.
-        gpus: an older word for `devices`, as a strategy is for `accelerator`: `Trainer(gpus=2, accelerator="ddp")` is understood,
-            with a hint.
+        older: `gpus`, an older word for `devices`, as a strategy is for `accelerator`: `Trainer(gpus=2, accelerator="ddp")` is
+            understood, with a hint.
     Attributes:
         callback_metrics: "eval_loss" and "test_loss" of the latest calls, over all ranks, where the unit computes them.
     Raises:
@@ -79,11 +88,11 @@ class Trainer:
         unit_options: Mapping[str, Any] | None = None,
         callbacks: Callback | list[Callback] | None = None,
         run_dir: str | Path | None = None,
-        gpus: int | Sequence[int] | None = None,
+        **older: Unpack[_Older],
     ) -> None:
-        accelerator, strategy, devices = _without_old_words(accelerator, strategy, devices, gpus)
-        if accelerator not in ACCELERATORS:
-            raise UsageError(f"accelerator must be 'auto', 'cpu' or 'gpu', got {accelerator!r}.")
+        _check_names(older)
+        accelerator, strategy, devices = _without_old_words(accelerator, strategy, devices, older.get("gpus"))
+        require(accelerator in ACCELERATORS, "accelerator", "'auto', 'cpu' or 'gpu'", accelerator)
         self.accelerator = accelerator
         self.strategy = strategy if strategy == "auto" else resolve(strategy)
         self.ranks, self.device_numbers = _devices_of(devices, accelerator)
@@ -92,11 +101,26 @@ class Trainer:
         self.limits = _named("max_steps_per_epoch", max_steps_per_epoch, PHASES)
         self.evaluate_every_n_epochs, self.evaluate_every_n_steps = evaluate_every_n_epochs, evaluate_every_n_steps
         self.unit_options = _named("unit_options", unit_options, [field.name for field in fields(AutoOptions)])
-        self.callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
+        self._check_limits()
+        AutoOptions(**self.unit_options)
+        self.callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks_of(callbacks)
+        require(run_dir is None or is_path(run_dir), "run_dir", "a folder or None", run_dir)
         self.run_dir = Path(run_dir).absolute() if run_dir is not None else None
         self.has_saver = any(isinstance(c, DistributedCheckpointSaver) for c in self.callbacks)
         self.saves = self.run_dir is not None and not self.has_saver
         self.callback_metrics: dict[str, float] = {}
+
+    def _check_limits(self) -> None:
+        """In the words of the loop, which is given them in other processes."""
+        PhaseState(
+            dataloader=(),
+            max_epochs=self.max_epochs,
+            max_steps=self.max_steps,
+            evaluate_every_n_steps=self.evaluate_every_n_steps,
+            evaluate_every_n_epochs=self.evaluate_every_n_epochs,
+        )
+        for limit in self.limits.values():
+            PhaseState(dataloader=(), max_steps_per_epoch=limit)
 
     def fit(
         self,
@@ -156,7 +180,13 @@ class Trainer:
     def _go(self, phase: str, unit: Any, loaders: tuple[Any, Any], ckpt_path: str | Path | None) -> Any:
         # A module can be called, too; it would be taken for a function that builds a unit.
         if not isinstance(unit, Unit) and (not callable(unit) or isinstance(unit, torch.nn.Module)):
-            raise UsageError(f"{phase}({type(unit).__name__}): a unit such as an AutoUnit, or a function that builds one.")
+            first = " The unit comes first, then the loader." if any(isinstance(each, Unit) for each in loaders) else ""
+            raise UsageError(f"unit must be an AutoUnit, or a function that builds a unit, got {type(unit).__name__}.{first}")
+        for loader in loaders if loaders[1] is not None else loaders[:1]:
+            check_loader(loader, phase)
+        if phase == "fit" and self.max_epochs is None and self.max_steps is None:
+            raise no_end("fit")
+        require(ckpt_path is None or is_path(ckpt_path), "ckpt_path", "a checkpoint, 'last' or None", ckpt_path)
         if ckpt_path == "last" and self.run_dir is None:
             raise UsageError('ckpt_path="last" means the newest below run_dir, which is not given.')
         work = Work(phase, unit, loaders, str(ckpt_path) if ckpt_path is not None else None)
@@ -239,9 +269,23 @@ class Trainer:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _check_names(others: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        UsageError: an argument that nobody knows, or that is the unit's.
+    """
+    for name in others:
+        if name in _Older.__annotations__:
+            continue
+        of_unit = name in (field.name for field in fields(AutoOptions))
+        near = difflib.get_close_matches(name, [*inspect.signature(Trainer).parameters, *_Older.__annotations__], 1)
+        hint = f" Give it to the unit, or as unit_options={{{name!r}: ...}}." if of_unit else f" Is it {near[0]}?" if near else ""
+        raise UsageError(f"Trainer has no argument {name!r}.{hint}")
+
+
 def _without_old_words(accelerator: str, strategy: Any, devices: Any, gpus: Any) -> tuple[str, Any, Any]:
     """(accelerator, strategy, devices) of `Trainer(gpus=2, accelerator="ddp")`, which many scripts have."""
-    if accelerator in STRATEGIES:
+    if isinstance(accelerator, str) and accelerator in STRATEGIES:
         if strategy != "auto":
             raise UsageError(f"accelerator {accelerator!r} is a strategy, and strategy {strategy!r} is given too. Give one.")
         logger.warning("Trainer(accelerator=%r) is an old spelling: write strategy=%r", accelerator, accelerator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -152,6 +153,8 @@ def work_here(plan: Plan, work: Work) -> tuple[dict[str, float], list[Any]]:
     init_from_env("cpu" if plan.on_cpu else None)
     given: Any = work.unit
     unit = given if isinstance(given, Unit) else given()
+    if not isinstance(unit, Unit):
+        raise UsageError(f"unit must be a function that returns a unit, got one that returned {type(unit).__name__}.")
     if isinstance(unit, AutoUnit):
         options = unit.auto_options
         changes = changes_for(plan, options)
@@ -212,7 +215,7 @@ def _fit(plan: Plan, unit: Any, train_loader: Any, eval_loader: Any, callbacks: 
     if plan.saves and plan.checkpoints is not None:
         callbacks.append(DistributedCheckpointSaver(plan.checkpoints, save_every_n_epochs=1, keep_last_n_checkpoints=1))
     steps, limit = plan.max_steps, plan.limits.get("train")
-    if steps is not None:
+    if steps is not None and steps != math.inf:
         accumulation = getattr(unit, "gradient_accumulation_steps", 1)
         steps = updates_to_steps(steps, accumulation, range(limit) if limit else train_loader)
     if eval_loader is None:

@@ -20,7 +20,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from echelon.contracts.arguments import flags, flags_of, several
 from echelon.contracts.errors import UsageError, require
+from echelon.contracts.numbers import whole
 from echelon.parallel.blocks import blocks_by_policy, blocks_to_shard
 from echelon.parallel.prepared import NO_CONTEXT
 
@@ -53,7 +55,12 @@ class ActivationCheckpointParams:
     offload_to_cpu: bool = False
 
     def __post_init__(self) -> None:
-        require(self.every >= 1, "every", "at least 1", self.every)
+        flags_of(self)
+        object.__setattr__(self, "every", whole("every", self.every, at_least=1))
+        for name, function in (("check_fn", self.check_fn), ("context_fn", self.context_fn)):
+            require(function is None or callable(function), name, "a function or None", function)
+        operators = "operators such as torch.ops.aten.mm.default"
+        object.__setattr__(self, "save_ops", several("save_ops", self.save_ops, f"a list of {operators}"))
         if self.check_fn is not None and self.auto_wrap_policy is not None:
             raise UsageError("check_fn and auto_wrap_policy both choose the submodules to checkpoint. Give one of them.")
         if self.context_fn is not None and self.save_ops:
@@ -61,7 +68,7 @@ class ActivationCheckpointParams:
         try:
             create_selective_checkpoint_contexts(list(self.save_ops))
         except ValueError as error:
-            raise UsageError(f"save_ops must be operators such as torch.ops.aten.mm.default; torch says: {error}") from error
+            raise UsageError(f"save_ops must be {operators}; torch says: {error}") from error
 
     def chosen(self, module: nn.Module) -> list[nn.Module]:
         """The modules to recompute, in the order of the model."""
@@ -106,6 +113,8 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False, *, conte
         offload_to_cpu: keep the module's inputs in host memory meanwhile.
         context_fn: as in `torch.utils.checkpoint.checkpoint`.
     """
+    require(isinstance(module, nn.Module), "module", "a torch.nn.Module", module)
+    flags(offload_to_cpu=offload_to_cpu)
     if not isinstance(module.forward, Recompute):
         module.forward = Recompute(module, offload_to_cpu, context_fn)
     return module

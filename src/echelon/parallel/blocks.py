@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from echelon.contracts.arguments import several
 from echelon.contracts.errors import UsageError
 from echelon.parallel.names import names_of_each
 
@@ -46,7 +47,8 @@ def chosen_blocks(module: nn.Module, chosen: Iterable[str | type[nn.Module]], op
     Raises:
         UsageError: nothing has one of the names or classes, or it is a container, which has no forward. `option` is named.
     """
-    wanted = list(chosen)
+    what = "a list of names or classes of submodules"
+    wanted = several(option, [chosen] if isinstance(chosen, str) else chosen, what, lambda one: isinstance(one, str | type))
     found: Blocks = []
     for one in wanted:
         hits = [(n, m) for n, m in module.named_modules() if n and (n == one if isinstance(one, str) else isinstance(m, one))]

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.arguments import several
+from echelon.contracts.errors import UsageError, require
+from echelon.contracts.numbers import number, whole
 from echelon.parallel import reduction_order
 from echelon.parallel.around import Passes, send_through
 from echelon.parallel.axes import Axis, split_axes
@@ -163,6 +165,19 @@ class DDPStrategy(Strategy):
     delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None
     param_to_hook_all_reduce: nn.Parameter | None = None
     mixed_precision: object | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        group, mesh, hook = self.process_group, self.device_mesh, self.comm_hook
+        require(isinstance(group, dist.ProcessGroup | None), "process_group", "a ProcessGroup or None", group)
+        require(mesh is None or hasattr(mesh, "mesh_dim_names"), "device_mesh", "a DeviceMesh or None", mesh)
+        require(hook is None or callable(hook), "comm_hook", "a function or None", hook)
+        whole("dim", self.dim)
+        if self.bucket_cap_mb is not None:
+            number("bucket_cap_mb", self.bucket_cap_mb, "a number of MiB, or None for torch's 25", lambda size: size >= 0)
+        for name in ("device_ids", "bucket_cap_mb_list"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, several(name, given, "a list or None"))
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         self._check(world)

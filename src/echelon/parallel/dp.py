@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.contracts.arguments import several
 from echelon.contracts.errors import UsageError
+from echelon.contracts.numbers import whole
 from echelon.parallel.materialize import materialize
 from echelon.parallel.prepared import NO_CONTEXT, Prepared, WrapperPrepared
 from echelon.parallel.recipe import Recipe
@@ -60,6 +62,13 @@ class DPStrategy(Strategy):
     device_ids: Sequence[int | torch.device] | None = None
     output_device: int | torch.device | None = None
     dim: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.device_ids is not None:
+            is_device = lambda each: isinstance(each, int | torch.device)  # noqa: E731
+            object.__setattr__(self, "device_ids", several("device_ids", self.device_ids, "a list of CUDA devices", is_device))
+        whole("dim", self.dim)
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         if world.size > 1:

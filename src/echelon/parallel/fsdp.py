@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.arguments import several
+from echelon.contracts.errors import UsageError, require
+from echelon.contracts.numbers import whole
 from echelon.contracts.rank import RankInfo
 from echelon.parallel.blocks import Blocks, blocks_by_policy, chosen_blocks
 from echelon.parallel.fsdp1 import precision_policies, sharding_named
@@ -70,6 +73,23 @@ class FSDPStrategy(Strategy):
     device_mesh: DeviceMesh | None = None
     blocks: Sequence[str | type[nn.Module]] | None = None
     reshard_after_forward: bool | int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        group, mesh, init = self.process_group, self.device_mesh, self.param_init_fn
+        groups = group if isinstance(group, tuple) else (group,)
+        are_groups = group is None or all(isinstance(each, dist.ProcessGroup) for each in groups)
+        require(are_groups, "process_group", "a ProcessGroup, a pair of them, or None", group)
+        require(mesh is None or hasattr(mesh, "mesh_dim_names"), "device_mesh", "a DeviceMesh or None", mesh)
+        require(init is None or callable(init), "param_init_fn", "a function or None", init)
+        kept = isinstance(self.reshard_after_forward, int | None)
+        require(kept, "reshard_after_forward", "True, False, a number of ranks, or None", self.reshard_after_forward)
+        for name, what, kind in (
+            ("ignored_modules", "a list of modules", nn.Module),
+            ("ignored_states", "a list of modules or parameters", (nn.Module, torch.Tensor)),
+        ):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, several(name, given, what, partial(_is_a, kind)))
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         self._check(world)
@@ -127,6 +147,10 @@ class FSDPStrategy(Strategy):
         return None if self.blocks is None else chosen_blocks(module, self.blocks, "FSDPStrategy(blocks=...)")
 
 
+def _is_a(kind: Any, value: Any) -> bool:
+    return isinstance(value, kind)
+
+
 def _grid(shards: dist.ProcessGroup, copies: dist.ProcessGroup) -> torch.Tensor:
     """The ranks as (replicas, shards), from the rows that the ranks with the same shard know. Collective."""
     row = torch.tensor(dist.get_process_group_ranks(shards))
@@ -160,6 +184,12 @@ class HSDPStrategy(Strategy):
     sync_module_states: bool = True
     forward_prefetch: bool = False
     param_init_fn: Callable[[nn.Module], None] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("shard_size", "replicate_size"):
+            if (size := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole(name, size, at_least=1))
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         local_size = RankInfo.from_env().local_world_size

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.arguments import several
+from echelon.contracts.errors import UsageError, require
 from echelon.parallel.blocks import Blocks, chosen_blocks, innermost_first
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
@@ -58,6 +59,21 @@ class FSDP2Strategy(Strategy):
     sync_module_states: bool = True
     forward_prefetch: bool = False
     param_init_fn: Callable[[nn.Module], None] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        predicates = several("shard_predicates", self.shard_predicates, "a list of functions of (name, submodule)", callable)
+        object.__setattr__(self, "shard_predicates", predicates)
+        chosen = self.modules_to_shard
+        if chosen is not None and not isinstance(chosen, str):
+            chosen = several("modules_to_shard", chosen, "'all', or a list of names or classes")
+            object.__setattr__(self, "modules_to_shard", chosen)
+        for name in ("shard_placement_fn", "param_init_fn"):
+            function = getattr(self, name)
+            require(function is None or callable(function), name, "a function or None", function)
+        kept = isinstance(self.reshard_after_forward, int)
+        require(kept, "reshard_after_forward", "True, False or a number of ranks", self.reshard_after_forward)
+        require(self.mesh is None or hasattr(self.mesh, "mesh_dim_names"), "mesh", "a DeviceMesh or None", self.mesh)
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         if self.shard_on_largest_dim and self.shard_placement_fn is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import UsageError, require
 from echelon.contracts.overrides import overrides
 from echelon.parallel.activation import ActivationCheckpointParams
 from echelon.parallel.ddp import DDPStrategy
@@ -29,6 +29,7 @@ from echelon.parallel.sync_batchnorm import on_host
 from echelon.world.init import World
 
 __all__ = [
+    "check_module",
     "parallelize",
     "prepare_ddp",
     "prepare_fsdp",
@@ -37,6 +38,16 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+
+def check_module(module: Any) -> None:
+    """
+    Raises:
+        UsageError: it is none; a class of one is not meant, either.
+    """
+    kind = module.__name__ if isinstance(module, type) else ""
+    remedy = f"Write {kind}(...)." if kind else ""
+    require(isinstance(module, nn.Module), "module", "a torch.nn.Module", module, remedy)
 
 
 def parallelize(
@@ -57,6 +68,8 @@ def parallelize(
     Raises:
         UsageError: an unknown strategy; a strategy for a module that is wrapped already.
     """
+    check_module(module)
+    require(isinstance(device, torch.device), "device", "a torch.device", device, "init_from_env() gives this rank's.")
     chosen, world, recipe = resolve(strategy), World.current(device), recipe or Recipe()
     kind = kind_of(module)
     is_plain = chosen is None or isinstance(chosen, NOOPStrategy)

@@ -10,6 +10,7 @@ some of them, and a rank has only some of the elements; so they are shown `Shard
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import UsageError
+from echelon.contracts.numbers import number, whole
 from echelon.parallel.prepared import NO_CONTEXT, Prepared
 from echelon.parallel.shards import is_split, local
 from echelon.world import agree
@@ -48,10 +50,10 @@ class Precision:
     def __post_init__(self) -> None:
         if self.dtype not in (None, torch.float16, torch.bfloat16):
             raise UsageError(f"dtype must be torch.float16, torch.bfloat16, or None for float32, got {self.dtype}.")
-        require(self.init_scale > 0, "init_scale", "above 0", self.init_scale)
-        require(self.growth_factor > 1, "growth_factor", "above 1", self.growth_factor)
-        require(0 < self.backoff_factor < 1, "backoff_factor", "between 0 and 1", self.backoff_factor)
-        require(self.growth_interval >= 1, "growth_interval", "at least 1", self.growth_interval)
+        number("init_scale", self.init_scale, "above 0", lambda scale: 0 < scale < math.inf)
+        number("growth_factor", self.growth_factor, "above 1", lambda factor: 1 < factor < math.inf)
+        number("backoff_factor", self.backoff_factor, "between 0 and 1", lambda factor: 0 < factor < 1)
+        object.__setattr__(self, "growth_interval", whole("growth_interval", self.growth_interval, at_least=1))
 
     @classmethod
     def of(cls, value: str | torch.dtype | Precision | None) -> Precision:

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.arguments import flags_of, several
+from echelon.contracts.errors import UsageError, require
 from echelon.parallel.activation import ActivationCheckpointParams, recompute
 
 __all__ = ["Recipe", "TorchCompileParams"]
@@ -30,6 +31,15 @@ class TorchCompileParams:
     options: dict[str, Any] | None = None
     disable: bool = False
     recursive_module_types: Collection[str | type[nn.Module]] = field(default_factory=tuple)
+
+    def __post_init__(self) -> None:
+        flags_of(self)
+        require(isinstance(self.backend, str) or callable(self.backend), "backend", "a name or a function", self.backend)
+        require(isinstance(self.mode, str | None), "mode", "a name or None", self.mode)
+        require(isinstance(self.options, dict | None), "options", "a dict or None", self.options)
+        kinds, what = self.recursive_module_types, "a list of classes or their names"
+        kinds = several("recursive_module_types", kinds, what, lambda kind: isinstance(kind, str | type))
+        object.__setattr__(self, "recursive_module_types", kinds)
 
 
 @dataclass(frozen=True)

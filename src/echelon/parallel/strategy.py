@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from torch import nn
 
+from echelon.contracts.arguments import flags_of
 from echelon.contracts.errors import UsageError
 from echelon.parallel.materialize import materialize
 from echelon.parallel.prepared import Prepared
@@ -25,6 +26,11 @@ class Strategy(ABC):
     """
 
     name: str
+
+    def __post_init__(self) -> None:
+        """Of a dataclass: refuse what makes no sense, before any rank waits for another. Overrides call this one."""
+        if is_dataclass(self):
+            flags_of(self)
 
     @abstractmethod
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import UsageError, require
+from echelon.contracts.numbers import whole
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.materialize import remember
@@ -63,6 +64,15 @@ class TPStrategy(Strategy):
     size: int | None = None
     dp_replicate: int = 1
     fsdp: FSDPStrategy | FSDP2Strategy | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_plan = isinstance(self.plan, Mapping) and all(isinstance(name, str) for name in self.plan)
+        require(self.plan is None or is_plan, "plan", "a dict from names of layers to styles, or None", self.plan)
+        require(isinstance(self.fsdp, FSDPStrategy | FSDP2Strategy | None), "fsdp", "FSDPStrategy(...) or None", self.fsdp)
+        object.__setattr__(self, "dp_replicate", whole("dp_replicate", self.dp_replicate, at_least=1))
+        if self.size is not None:
+            object.__setattr__(self, "size", whole("size", self.size, at_least=1))
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         from torch.distributed.tensor.parallel import parallelize_module

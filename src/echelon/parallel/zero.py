@@ -60,7 +60,8 @@ class ZeROStrategy(Strategy):
     options: DDPStrategy | FSDPStrategy | None = None
 
     def __post_init__(self) -> None:
-        if self.stage not in (1, 2, 3):
+        super().__post_init__()
+        if self.stage not in (1, 2, 3) or isinstance(self.stage, bool):
             raise UsageError(
                 f"stage must be 1 (optimizer state), 2 (also gradients) or 3 (also parameters), got {self.stage!r}. "
                 "Stage 0 is strategy 'ddp'."
@@ -72,7 +73,7 @@ class ZeROStrategy(Strategy):
             raise UsageError(
                 "cpu_offload must be False for stage 1, whose parameters stay on the device, got True. Use stage 2 or 3."
             )
-        object.__setattr__(self, "name", f"zero{self.stage}")
+        object.__setattr__(self, "name", f"zero{int(self.stage)}")
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         if self.stage == 1:

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.arguments import flags
+from echelon.contracts.errors import require
+from echelon.contracts.numbers import number, whole
 from echelon.prover.matrix import Row, matrix
 from echelon.prover.proof import Proof, Result
 from echelon.prover.proving import Proving
@@ -54,6 +56,9 @@ def prove(
     Raises:
         UsageError: there is nothing to compare, or the reference cannot be computed.
     """
+    require(callable(make_unit), "make_unit", "a function that builds the unit", make_unit, "Write make_unit=lambda: ...")
+    require(callable(make_data), "make_data", "a function that builds the loader", make_data, "Write make_data=lambda: ...")
+    flags(float64=float64, sgd=sgd)
     rows = matrix(strategies, ranks, accumulation, sgd=sgd, parts=parts)
     return prove_target(Target(make_unit=make_unit, make_data=make_data), rows, updates, float64, seed, on_result, timeout_s)
 
@@ -73,10 +78,9 @@ def prove_target(
     Args:
         logs: folder for what the ranks of failed rows wrote; by default a temporary one each, which stays.
     """
-    if updates < 1:
-        raise UsageError(f"updates must be at least 1, got {updates}.")
-    if timeout_s is not None and not timeout_s > 0:
-        raise UsageError(f"timeout_s must be above 0 seconds, got {timeout_s}.")
+    updates = whole("updates", updates, at_least=1)
+    if timeout_s is not None:
+        number("timeout_s", timeout_s, "above 0 seconds", lambda seconds: seconds > 0)
     with tempfile.TemporaryDirectory(prefix="echelon-prove-", ignore_cleanup_errors=True) as folder:
         run = Proving(target, Path(folder), updates, torch.float64 if float64 else torch.float32, seed, timeout_s, logs)
         for row in run.fitting(rows):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.contracts.asked import Asked
-from echelon.contracts.errors import LauncherEnvironmentError
+from echelon.contracts.errors import LauncherEnvironmentError, require
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.world import stop
 from echelon.world.device import device_of, set_threads
@@ -89,6 +89,11 @@ def init_from_env(
             started another number of ranks than the job asked of it.
         UsageError: the device type does not exist here.
     """
+    wait = pg_timeout if pg_timeout is not None else timeout
+    require(isinstance(wait, timedelta) and wait > timedelta(), "timeout", "a timedelta above 0", wait)
+    require(isinstance(pg_backend, str | None), "pg_backend", "a name such as 'gloo', or None", pg_backend)
+    known = float32_matmul_precision in (None, "highest", "high", "medium")
+    require(known, "float32_matmul_precision", "'highest', 'high', 'medium' or None", float32_matmul_precision)
     info = RankInfo.from_env()
     if (asked := Asked.from_env()) is not None:
         asked.check(info)
@@ -103,7 +108,7 @@ def init_from_env(
             logger.debug("no launcher: a world of one, without a process group")
         else:
             backend = pg_backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-            _join(info, backend, pg_timeout or timeout, device)
+            _join(info, backend, wait, device)
     # Not before: who waits for others inside torch cannot run a handler, and would not end.
     stop.hear_from_now_on()
     return device

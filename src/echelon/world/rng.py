@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import require
+from echelon.contracts.numbers import whole
 from echelon.world import agree
 
 __all__ = ["at", "digest", "draw", "load_states", "put_back", "renew", "seed", "separate", "start", "states"]
@@ -27,8 +28,8 @@ def seed(seed: int) -> None:
     Raises:
         UsageError: outside 0 .. 2**32 - 1, numpy's range.
     """
-    if not 0 <= seed < 2**32:
-        raise UsageError(f"seed must be between 0 and {2**32 - 1}, numpy's range, got {seed}.")
+    seed = whole("seed", seed)
+    require(0 <= seed < 2**32, "seed", f"between 0 and {2**32 - 1}, numpy's range", seed)
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.arguments import flags_of, mapping
+from echelon.contracts.errors import UsageError, require
 from echelon.launcher.cluster.slurm.render import SlurmOptions
 from echelon.launcher.functions.command import parse
 from echelon.launcher.functions.run import check_environment
@@ -86,6 +88,14 @@ class SlurmConfig:
     def __post_init__(self) -> None:
         if self.mode not in _MODES:
             raise UsageError(f"mode must be one of {', '.join(_MODES)}, got {self.mode!r}.")
+        flags_of(self)
+        for name in ("partition", "node_list", "node_list_exclude", "mem", "distributed_launch_command"):
+            require(isinstance(getattr(self, name), str), name, "a string", getattr(self, name))
+        for name in ("output_parent_path", "output_folder", "code_root"):
+            path = getattr(self, name)
+            is_folder = isinstance(path, str | os.PathLike) or (path is None and name == "code_root")
+            require(is_folder, name, "the path of a folder", path)
+        mapping("extra_params_kwargs", self.extra_params_kwargs)
         for name in ("num_of_node", "tasks_per_node", "processes_per_task", "cpus_per_task"):
             _check_count(name, getattr(self, name), 1)
         _check_count("gpus_per_task", self.gpus_per_task, 0)

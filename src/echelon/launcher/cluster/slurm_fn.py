@@ -32,6 +32,7 @@ from echelon.launcher.cluster.slurm_config import SlurmConfig
 from echelon.launcher.cluster.snapshot import Copy, copy_code
 from echelon.launcher.functions.command import parse
 from echelon.launcher.functions.inside import call_site, run_call
+from echelon.launcher.functions.run import check_function
 from echelon.launcher.job import JobSpec
 from echelon.launcher.local.raised import in_library
 from echelon.launcher.protocol import FolderJob
@@ -61,6 +62,7 @@ class SlurmFunction(Generic[P, T]):
     __qualname__: str
 
     def __init__(self, function: Callable[P, T]) -> None:
+        check_function("function", function)
         functools.update_wrapper(self, function)
         self.function = function
 

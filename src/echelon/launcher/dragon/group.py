@@ -11,9 +11,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from echelon.contracts.arguments import flags, mapping, several
 from echelon.contracts.errors import RankTimeoutError, UsageError
+from echelon.contracts.numbers import number, whole
 from echelon.launcher.dragon.system import System, on_dragon
-from echelon.launcher.functions.run import Cancel, call
+from echelon.launcher.functions.run import Cancel, call, check_function
 from echelon.launcher.job import auto_ranks
 from echelon.launcher.local.worker import set_threads
 
@@ -56,17 +58,22 @@ class CollectiveGroup:
         *,
         nprocs: int | None = None,
     ) -> None:
-        if not callable(training_fn):
-            raise UsageError(f"training_fn must be a function, got {training_fn!r}.")
-        if port is not None and not 0 < port < 65536:
-            raise UsageError(f"port must be between 1 and 65535, or None for a free one, got {port}.")
+        check_function("training_fn", training_fn)
+        if port is not None:
+            number("port", port, "between 1 and 65535, or None for a free one", lambda n: n == int(n) and 0 < n < 65536)
+        flags(hide_stderr=hide_stderr)
+        if policies is not None:
+            policies = several("policies", policies, "a list of Policy(...)", lambda each: hasattr(each, "cpu_affinity"))
+        if nprocs is not None:
+            nprocs = whole("nprocs", nprocs, at_least=1)
         if nprocs is not None and policies and nprocs != len(policies):
             raise UsageError(f"nprocs must be the number of policies, {len(policies)}, got {nprocs}. Leave nprocs out.")
         if policies is not None and not policies:
             logger.warning("policies is empty, as gpu_policies() is without a GPU; starting one rank per core")
         self.policies = list(policies or _by_default(nprocs))
         self._placed = BaseLoader(training_fn, self.policies, hide_stderr)
-        self._call = (tuple(training_args or ()), dict(training_kwargs or {}))
+        arguments = several("training_args", training_args if training_args is not None else (), "a list or tuple of arguments")
+        self._call = (arguments, mapping("training_kwargs", training_kwargs))
         self._port = port
         self._backend: _Backend | None = None
         self._state = "new"

@@ -11,10 +11,13 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Integral
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.arguments import several
+from echelon.contracts.errors import require
 from echelon.contracts.machine import usable_cores, visible_devices
+from echelon.contracts.numbers import whole
 
 __all__ = ["Policy", "System", "on_dragon"]
 
@@ -51,6 +54,13 @@ class Policy:
     cpu_affinity: Sequence[int] = ()
     gpu_affinity: Sequence[int] = ()
     gpu_env_str: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("host_name", "gpu_env_str"):
+            require(isinstance(getattr(self, name), str), name, "a string", getattr(self, name))
+        for name in ("cpu_affinity", "gpu_affinity"):
+            is_number = lambda each: isinstance(each, Integral) and int(each) >= 0  # noqa: E731
+            object.__setattr__(self, name, several(name, getattr(self, name), "a list of numbers of at least 0", is_number))
 
 
 class System:
@@ -90,9 +100,7 @@ class System:
         Raises:
             UsageError: n is less than 1.
         """
-        count = sum(len(cores) for _, cores, _ in self._nodes) if n is None else n
-        if count < 1:
-            raise UsageError(f"the number of CPU policies must be at least 1, got {n}.")
+        count = sum(len(cores) for _, cores, _ in self._nodes) if n is None else whole("n", n, at_least=1)
         policies = []
         for index, (host, cores, _) in enumerate(self._nodes):
             here = count // self.nnodes + (index < count % self.nnodes)

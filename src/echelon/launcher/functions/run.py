@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
+from echelon.contracts.arguments import flags, is_path, mapping, several
+from echelon.contracts.errors import EchelonError, RankFailedError, UsageError, require
+from echelon.contracts.numbers import number, whole
 from echelon.contracts.overrides import overrides
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
@@ -33,6 +35,7 @@ __all__ = ["launch", "preload", "running_server", "shared_server", "spawn"]
 T = TypeVar("T")
 
 _TEMPORARY_NAME = "launch"
+_MOST = 4096  # processes: more is a slip, and would bring the machine down
 
 _server: ForkServer | None = None
 _loaded_by_ranks: set[str] = set()
@@ -178,9 +181,17 @@ def call(
 ) -> list[T]:
     """`launch`, which another thread may cancel."""
     count = parse_ranks(ranks)
+    require(count <= _MOST, "ranks", f"at most {_MOST} on one machine", count)
+    check_function("fn", fn)
+    given = (several("args", args, "a list or tuple of arguments"), mapping("kwargs", kwargs))
+    max_restarts = whole("max_restarts", max_restarts, at_least=0)
+    if timeout_s is not None:
+        number("timeout_s", timeout_s, "above 0 seconds, or None for no limit", lambda seconds: seconds > 0)
+    require(run_dir is None or is_path(run_dir), "run_dir", "a folder or None", run_dir)
+    flags(quiet=quiet)
     refuse_in_bootstrap("launch()")
     check_environment(env or {}, "env")
-    payload = pack(Call(fn, [(tuple(args), dict(kwargs or {}))], argv=sys.argv))
+    payload = pack(Call(fn, [given], argv=sys.argv))
     if run_dir is not None:
         run = RunDir.create(run_dir, None, stem=_name_of(fn))
         return _launch(payload, count, max_restarts, timeout_s, env, run, quiet, cancel)
@@ -252,7 +263,12 @@ def call_fields(sha256: str, key: str, task: int = 0) -> dict[str, Any]:
     return {"result": result, "sha256": sha256, "task": task, "key": key}
 
 
+def check_function(name: str, fn: Any) -> None:
+    require(callable(fn), name, "a function", fn)
+
+
 def check_environment(env: Mapping[str, str], what: str) -> None:
+    require(isinstance(env, Mapping), what, "a dict from names of variables to strings", env)
     for name, value in env.items():
         if not (isinstance(name, str) and isinstance(value, str)):
             kind = type(value).__name__  # not the value, which may be a secret
@@ -272,7 +288,14 @@ def spawn(fn: Callable[..., T], args: Sequence[Any] = (), nprocs: int | str = 1,
     for name, harmless in (("join", (True,)), ("daemon", (True, False)), ("start_method", ("spawn", "forkserver"))):
         if options.pop(name, harmless[0]) not in harmless:
             raise UsageError(f"{name} of spawn must be {' or '.join(map(repr, harmless))} here.")
+    check_function("fn", fn)
+    for name in options.keys() - _OPTIONS:
+        instead = " It takes nprocs." if name == "ranks" else ""
+        raise TypeError(f"spawn() got an unexpected keyword argument {name!r}.{instead}")
     return launch(_WithRank(fn), ranks=nprocs, args=args, **options)
+
+
+_OPTIONS = {"kwargs", "max_restarts", "timeout_s", "env", "run_dir", "quiet"}
 
 
 class _WithRank:

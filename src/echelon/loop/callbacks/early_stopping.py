@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from echelon.contracts.errors import UsageError, require
+from echelon.contracts.numbers import whole
 from echelon.loop.callback import Callback
-from echelon.loop.callbacks.steps import at_least
 from echelon.loop.early_stop import EarlyStopChecker
 from echelon.loop.state import State
 from echelon.world import agree
@@ -40,7 +40,10 @@ class EarlyStopping(Callback):
     ) -> None:
         require(interval in ("step", "epoch"), "interval", "'step' or 'epoch'", interval)
         require(phase in ("train", "eval"), "phase", "'train' or 'eval'", phase)
-        at_least(1, interval_freq=interval_freq)
+        require(isinstance(monitored_attr, str), "monitored_attr", "the name of an attribute", monitored_attr)
+        decides = callable(getattr(early_stop_checker, "check", None))
+        require(decides, "early_stop_checker", "an EarlyStopChecker", early_stop_checker)
+        interval_freq = whole("interval_freq", interval_freq, at_least=1)
         self.monitored_attr, self.checker = monitored_attr, early_stop_checker
         self.interval, self.phase, self.interval_freq = interval, phase, interval_freq
         self.may_stop = interval == "step" and phase == "train"

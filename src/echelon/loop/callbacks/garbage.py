@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from echelon.loop.callbacks.steps import at_least, steps_so_far
+from echelon.contracts.numbers import whole
+from echelon.loop.callbacks.steps import steps_so_far
 from echelon.loop.callbacks.whole_run import WholeRun
 from echelon.loop.state import State
 from echelon.loop.unit import Unit
@@ -26,8 +27,7 @@ class GarbageCollector(WholeRun):
     may_stop = False
 
     def __init__(self, step_interval: int) -> None:
-        at_least(1, step_interval=step_interval)
-        self._interval = step_interval
+        self._interval = whole("step_interval", step_interval, at_least=1)
         self._was_on = True
 
     def begin(self, state: State, unit: Unit) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from echelon.contracts.errors import require
 from echelon.loop.callbacks.whole_run import WholeRun
 from echelon.loop.state import State
 from echelon.loop.unit import Unit
@@ -21,6 +22,8 @@ class PyTorchProfiler(WholeRun):
     may_stop = False
 
     def __init__(self, profiler: Any) -> None:
+        can_step = callable(getattr(profiler, "step", None)) and not isinstance(profiler, type)
+        require(can_step, "profiler", "a torch.profiler.profile(...)", profiler)
         self.profiler = profiler
 
     def begin(self, state: State, unit: Unit) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from echelon.contracts.arguments import several
 from echelon.contracts.errors import UsageError
+from echelon.contracts.numbers import whole
 from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
 from echelon.loop.state import ActivePhase, EntryPoint, State
@@ -40,8 +42,12 @@ def at_least(least: int, **values: int | None) -> None:
         UsageError: one of the values is less, or no whole number; None is left out.
     """
     for name, value in values.items():
-        if value is not None and (not isinstance(value, int) or value < least):
-            raise UsageError(f"{name} must be at least {least}, got {value!r}")
+        if value is not None:
+            whole(name, value, at_least=least)
+
+
+def _can_log(logger: Any) -> bool:
+    return callable(getattr(logger, "log_dict", None))
 
 
 class LogsAtInterval(Callback):
@@ -61,5 +67,6 @@ class LogsAtInterval(Callback):
             raise UsageError(
                 f"Invalid value {logging_interval!r} for argument logging_interval. Accepted values are epoch, step."
             )
-        self._loggers = list(loggers) if isinstance(loggers, Sequence) else [loggers]
+        given = [loggers] if _can_log(loggers) else loggers
+        self._loggers = several("loggers", given, "a logger or a list of loggers", _can_log)
         self._interval = logging_interval

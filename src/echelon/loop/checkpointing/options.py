@@ -8,7 +8,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.arguments import flags_of, several
+from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
 
 __all__ = ["RestoreOptions", "SaveOptions", "check_group"]
@@ -35,6 +36,7 @@ class SaveOptions:
     restart: bool = False
 
     def __post_init__(self) -> None:
+        flags_of(self)
         if self.on_busy not in ("wait", "skip"):
             raise UsageError(f"on_busy must be 'wait' or 'skip', got {self.on_busy!r}.")
         whole("tolerated_failures", self.tolerated_failures, at_least=0)
@@ -67,6 +69,22 @@ class RestoreOptions:
     rename: Mapping[str, str] = field(default_factory=dict)
     show_changes: bool = True
 
+    def __post_init__(self) -> None:
+        flags_of(self)
+        names = several("allow_changes", self.allow_changes, "a list of names", lambda name: isinstance(name, str))
+        object.__setattr__(self, "allow_changes", names)
+        renames = isinstance(self.rename, Mapping) and all(isinstance(name, str) for pair in self.rename.items() for name in pair)
+        require(renames, "rename", "a dict from names in the checkpoint to names here", self.rename)
+
+    @classmethod
+    def of(cls, given: RestoreOptions | None) -> RestoreOptions:
+        """
+        Raises:
+            UsageError: something else.
+        """
+        require(isinstance(given, RestoreOptions | None), "restore_options", "RestoreOptions(...) or None", given)
+        return given if given is not None else cls()
+
     @classmethod
     def weights_only(cls, *, strict: bool = True) -> RestoreOptions:
         """For fine-tuning: modules, and nothing else that the checkpoint holds."""
@@ -84,6 +102,8 @@ def check_group(process_group: dist.ProcessGroup | None) -> None:
     """
     if process_group is None:
         return
+    is_group = isinstance(process_group, dist.ProcessGroup) or process_group == dist.GroupMember.NON_GROUP_MEMBER
+    require(is_group, "process_group", "None or a group of all ranks", process_group)
     size, all_ranks = dist.get_world_size(process_group), dist.get_world_size()
     if size != all_ranks:
         raise UsageError(f"process_group must be None or a group of all {all_ranks} ranks, got one of {max(size, 0)}.")

@@ -11,7 +11,7 @@ from typing import Any
 from echelon.checkpoint import commit, foreign, store
 from echelon.checkpoint.location import Location
 from echelon.checkpoint.store import Report
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, UsageError
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, UsageError, require
 from echelon.contracts.terminal import printable
 from echelon.data.fingerprint import checksum
 from echelon.data.loader import Loader
@@ -39,6 +39,7 @@ def restore_first(
     Raises:
         CheckpointCorruptError: none of them is whole; or, without `fall_back`, the first is not.
     """
+    check_unit(unit)
     wrong: list[str] = []
     for path in ordered:
         try:
@@ -62,7 +63,17 @@ def restore_first(
     return False
 
 
+def check_unit(unit: Any) -> None:
+    """
+    Raises:
+        UsageError: nothing that has a state to restore.
+    """
+    has_state = callable(getattr(unit, "app_state", None)) and not isinstance(unit, type)
+    require(has_state, "unit", "a unit such as an AutoUnit", unit)
+
+
 def restore(path: Location, unit: Unit, loader: Iterable[Any] | None, options: RestoreOptions) -> Report:
+    check_unit(unit)
     if isinstance(path, Path) and foreign.is_weights(path):
         modules = unit.prepared_modules()
         if len(modules) != 1:

@@ -14,6 +14,7 @@ import numpy as np
 
 from echelon.checkpoint import commit
 from echelon.contracts.errors import DivergedError, UsageError, require
+from echelon.contracts.numbers import number, whole
 from echelon.data.loader import Loader
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import restoring
@@ -67,10 +68,12 @@ class RollBack(Callback):
         at_most: int = 3,
         watch: Callable[[State, Any], float] | None = None,
     ) -> None:
-        require(history >= _ENOUGH, "history", f"at least {_ENOUGH}", history)
-        require(skip >= 1, "skip", "at least 1", skip)
-        require(at_most >= 1, "at_most", "at least 1", at_most)
-        require(deviations is None or deviations > 0, "deviations", "above 0, or None", deviations)
+        require(hasattr(saver, "settle") and not isinstance(saver, type), "saver", "a DistributedCheckpointSaver", saver)
+        history, skip = whole("history", history, at_least=_ENOUGH), whole("skip", skip, at_least=1)
+        at_most = whole("at_most", at_most, at_least=1)
+        if deviations is not None:
+            number("deviations", deviations, "above 0, or None", lambda found: found > 0)
+        require(watch is None or callable(watch), "watch", "a function of (state, unit), or None", watch)
         self.saver, self.deviations, self.skip, self.at_most, self.watch = saver, deviations, skip, at_most, watch
         self._losses: deque[tuple[int, float]] = deque(maxlen=history)
         self._limit, self._limit_is_good_for = math.inf, 0

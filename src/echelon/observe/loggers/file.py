@@ -16,8 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.arguments import flags, is_path
+from echelon.contracts.errors import UsageError, require
 from echelon.contracts.files import write_whole
+from echelon.contracts.numbers import whole
 from echelon.contracts.rank import RankInfo
 from echelon.observe.loggers.logger import Scalar, hold, rank, scalar_to_float
 
@@ -39,8 +41,9 @@ class FileLogger(ABC):
     """
 
     def __init__(self, path: str | Path, steps_before_flushing: int = 100, log_all_ranks: bool = False) -> None:
-        if steps_before_flushing < 1:
-            raise UsageError(f"steps_before_flushing must be at least 1, got {steps_before_flushing}.")
+        require(is_path(path), "path", "a file", path)
+        steps_before_flushing = whole("steps_before_flushing", steps_before_flushing, at_least=1)
+        flags(log_all_ranks=log_all_ranks)
         self.log_all_ranks = log_all_ranks
         self._given, self._steps_before_flushing = Path(path), steps_before_flushing
         self._begin()

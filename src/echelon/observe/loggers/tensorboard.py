@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.arguments import is_path
+from echelon.contracts.errors import UsageError, require
 from echelon.observe.loggers.anomaly import AnomalyLogger, TrackedMetric
 from echelon.observe.loggers.logger import Scalar, hold, rank, scalar_to_float
 
@@ -38,6 +39,7 @@ class TensorBoardLogger(AnomalyLogger):
     def __init__(
         self, path: str | Path, tracked_metrics: Sequence[TrackedMetric] | None = None, *args: Any, **kwargs: Any
     ) -> None:
+        require(is_path(path), "path", "a folder", path)
         super().__init__(tracked_metrics)
         self._path = str(path)
         self.writer: SummaryWriter | None = None

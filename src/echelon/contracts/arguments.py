@@ -1,0 +1,66 @@
+"""Arguments that Python would take for something else: the text "no" for true, a text for a list, an iterator for a list."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from echelon.contracts.errors import require
+from echelon.contracts.numbers import plain
+
+__all__ = ["flags", "flags_of", "is_list", "is_path", "mapping", "several"]
+
+
+def flags(**given: Any) -> None:
+    """
+    Raises:
+        UsageError: neither True nor False, nor 1 or 0.
+    """
+    for name, value in given.items():
+        found = plain(value)
+        require(isinstance(found, int) and found in (0, 1), name, "True or False", value)
+
+
+def flags_of(options: Any) -> None:
+    """`flags` of the fields of a dataclass that are declared as `bool`, and of those as `bool | None` that are not None."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.type in (bool, "bool") or (field.type == "bool | None" and value is not None):
+            flags(**{field.name: value})
+
+
+def several(name: str, given: Any, what: str, holds: Callable[[Any], bool] = lambda each: True) -> tuple[Any, ...]:
+    """As a tuple, so that an iterator can be read more than once.
+
+    Raises:
+        UsageError: a text, a mapping or nothing to iterate over; or some of them are not as they must be, and are shown.
+    """
+    require(is_list(given), name, what, given)
+    found = tuple(given)
+    wrong = [each for each in found if not holds(each)]
+    require(not wrong, name, what, wrong)
+    return found
+
+
+def is_list(value: Any) -> bool:
+    """Whether it can be iterated over, and is no text and no mapping."""
+    iterates = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
+    return iterates and not isinstance(value, (str, bytes, Mapping, type)) and getattr(value, "ndim", 1) != 0  # no scalar tensor
+
+
+def mapping(name: str, given: Any) -> dict[str, Any]:
+    """A dict by names; empty for None.
+
+    Raises:
+        UsageError: something else.
+    """
+    is_dict = isinstance(given, Mapping) and all(isinstance(key, str) for key in given)
+    require(given is None or is_dict, name, "a dict by names, or None", given)
+    return dict(given or {})
+
+
+def is_path(value: Any) -> bool:
+    """Whether it can name a file or folder. The empty text does not, though Path takes it for the present folder."""
+    return isinstance(value, os.PathLike) or (isinstance(value, str) and value != "")

@@ -1,0 +1,52 @@
+"""What may be said of a loader, beyond what everyone says."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from echelon.contracts.errors import require
+from echelon.contracts.numbers import number, whole
+from echelon.data.resume import check_accepted
+
+__all__ = ["LoaderOptions"]
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """Of a Loader; the first two also of a StreamLoader.
+
+    Args:
+        dp: (dp_rank, dp_size), this rank's place among those that see different data; by default what the unit's strategy says
+            when a loop begins, and before that this rank's place among all.
+        timeout_s: for how long a worker may give nothing before the run ends with an error that names it.
+        fingerprint: what identifies the data, such as a version; by default checksums of four samples. A run that resumes
+            with other data is told.
+        accept_changes: what may differ from the saved run when the loader continues, though it changes what is trained on:
+            of "samples", "seed", "shuffle", "global_batch", "fingerprint", "order".
+    """
+
+    dp: tuple[int, int] | None = None
+    timeout_s: float = 300.0
+    fingerprint: str | None = None
+    accept_changes: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.dp is not None:
+            is_pair = isinstance(self.dp, (tuple, list)) and len(self.dp) == 2
+            require(is_pair, "dp", "a pair (dp_rank, dp_size), or None", self.dp)
+            rank, size = whole("dp_rank", self.dp[0], at_least=0), whole("dp_size", self.dp[1], at_least=1)
+            require(rank < size, "dp", "a pair (dp_rank, dp_size), the first below the second", self.dp)
+            object.__setattr__(self, "dp", (rank, size))
+        number("timeout_s", self.timeout_s, "above 0 seconds", lambda seconds: seconds > 0)
+        check_accepted(self.accept_changes)
+        object.__setattr__(self, "accept_changes", frozenset(self.accept_changes))
+
+    @classmethod
+    def of(cls, given: LoaderOptions | None) -> LoaderOptions:
+        """
+        Raises:
+            UsageError: something else.
+        """
+        require(isinstance(given, LoaderOptions | None), "options", "LoaderOptions(...) or None", given)
+        return given if given is not None else cls()
