@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 import torch
@@ -50,6 +51,11 @@ LOADED = (
     "pytest",
     "tests.conftest",
 )
+
+
+# Hypothesis gives an example 200 ms, and judges how fast it draws them: on a busy machine that would decide a test.
+hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -287,7 +287,7 @@ def test_recompute_under_every_strategy(ranks: Ranks, strategy: str) -> None:
             assert largest_difference(got, plain) < 1e-13, name
 
 
-# --- random streams
+# --- RNGs
 
 
 class Masks(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from echelon.contracts.errors import EchelonError, RanksDisagreeError
-from echelon.world import agree, streams
+from echelon.world import agree, rng
 from tests.conftest import Ranks
 
 
@@ -73,31 +73,31 @@ def test_a_world_of_one_agrees_with_itself_without_a_group() -> None:
         agree.from_rank0(lambda: open("/absent"))
 
 
-def test_streams_come_back() -> None:
+def test_rng_come_back() -> None:
     import random
 
     import numpy as np
     import torch
 
-    streams.seed(3)
-    saved = streams.states()
+    rng.seed(3)
+    saved = rng.states()
     first = (random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1))
-    streams.load_states(saved)
+    rng.load_states(saved)
     assert (random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1)) == first
 
 
-def test_streams_of_ranks_differ_and_rank_0_keeps_the_common_one() -> None:
+def test_rng_of_ranks_differ_and_rank_0_keeps_the_common_one() -> None:
     import torch
 
     drawn = []
     for rank in range(4):
-        streams.seed(7)
-        streams.separate(rank)
+        rng.seed(7)
+        rng.separate(rank)
         drawn.append(torch.rand(1).item())
-    streams.seed(7)
+    rng.seed(7)
     assert drawn[0] == torch.rand(1).item() and len(set(drawn)) == 4
 
 
 def test_a_seed_outside_numpys_range_is_refused() -> None:
     with pytest.raises(EchelonError, match=r"seed must be between 0 and .*, got -1"):
-        streams.seed(-1)
+        rng.seed(-1)

@@ -1,4 +1,4 @@
-"""AutoUnit: precision, schedulers, recompute, compile, random streams, wrapped modules, and its errors."""
+"""AutoUnit: precision, schedulers, recompute, compile, RNGs, wrapped modules, and its errors."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_a_damaged_newest_is_named_and_the_older_one_taken(two: Path, tmp_path: 
     assert "tensors-00000.safetensors is not what was written" in caplog.text and "went on from" in caplog.text
     with pytest.raises(CheckpointCorruptError, match=r"step-00000004.*tensors-00000"):
         _restored(folder, fall_back=False)
-    # The run goes on from step 2 and saves step 4 anew; the damaged one is kept for whoever wants to see it.
+    # The run goes on from step 2 and saves step 4 again; the damaged one is kept for whoever wants to see it.
     unit = make_unit("noop", seed=9)
     Saver.restore_from_latest(folder, unit)
     _train(folder, 6, unit, save_every_n_train_steps=2)

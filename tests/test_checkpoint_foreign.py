@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import echelon as ech
-from echelon.checkpoint import commit, header, manifest, place, strict
+from echelon.checkpoint import commit, header, location, manifest, strict
 from echelon.checkpoint.background import _done
 from echelon.checkpoint.lease import Lease
 from echelon.cli.main import main
@@ -77,7 +77,7 @@ def test_what_cannot_be_removed_is_left_where_it_is_and_the_step_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / ".staged-step-00000002").mkdir()
-    real = place.remove_tree
+    real = location.remove_tree
 
     def refuse(where: Any) -> None:
         if where.name == ".staged-step-00000002":
@@ -194,8 +194,8 @@ def test_small_files_replace_links_and_new_ones_never_follow_them(tmp_path: Path
     (tmp_path / "dangling").symlink_to(tmp_path / "made")
     for name in ("link", "dangling"):
         with pytest.raises(FileExistsError):
-            place.create(tmp_path / name)
-        place.replace_file(tmp_path / name, b"new")
+            location.create(tmp_path / name)
+        location.replace_file(tmp_path / name, b"new")
         assert (tmp_path / name).read_text() == "new"
     assert precious.read_text() == "x" and sorted(p.name for p in tmp_path.iterdir()) == ["dangling", "link", "precious"]
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import echelon as ech
-from echelon.checkpoint import commit, manifest, place, store, structure
+from echelon.checkpoint import commit, location, manifest, store, structure
 from echelon.checkpoint.tensors import Tensors, local_files
 from echelon.cli.main import main
 from echelon.contracts.errors import (
@@ -222,7 +222,7 @@ def test_what_was_exchanged_after_it_was_verified_is_not_taken(bucket: tuple[str
 
 
 def test_a_url_of_this_machines_files_is_a_folder(tmp_path: Path) -> None:
-    assert place.place(f"file://{tmp_path}/c") == tmp_path / "c"
+    assert location.location(f"file://{tmp_path}/c") == tmp_path / "c"
 
 
 # --- what is no file
@@ -272,7 +272,7 @@ def scratch(two: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(two / NEW, tmp_path_factory.mktemp("scratch") / NEW))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(dice=st.randoms(use_true_random=False), name=st.sampled_from(FILES), how=st.sampled_from(["json", "state", "bytes"]))
 def test_whatever_is_changed_is_read_as_it_is_or_called_corrupt(
     two: Path, scratch: Path, dice: random.Random, name: str, how: str
@@ -302,7 +302,7 @@ def test_whatever_is_changed_is_read_as_it_is_or_called_corrupt(
     time.localtime(facts["time"])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(dice=st.randoms(use_true_random=False), name=st.sampled_from(FILES))
 def test_a_restore_from_what_was_changed_gives_the_weights_or_the_librarys_own_error(
     two: Path, scratch: Path, dice: random.Random, name: str

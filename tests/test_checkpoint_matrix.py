@@ -402,7 +402,7 @@ def _memory(what: str) -> float:
 def _load_large(folder: Path) -> tuple[float, float]:
     unit = Large(1)
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts over
     before = _memory("VmRSS")
     Saver.restore_from_latest(folder, unit)
     return _memory("VmHWM") - before, _sum(unit)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import echelon as ech
 from echelon.checkpoint import plain
-from echelon.checkpoint.place import Remote
+from echelon.checkpoint.location import Remote
 from echelon.contracts.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.loop.checkpointing import changes

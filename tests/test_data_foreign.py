@@ -133,7 +133,7 @@ class Bare:
     ("make", "text"),
     [
         (lambda: ech.StreamLoader(Bare(), 8), "Bare has no state: a run cannot go on from here"),
-        (lambda: DataLoader(DATA, batch_size=8), "DataLoader has no state: a run that goes on from here begins the epoch anew"),
+        (lambda: DataLoader(DATA, batch_size=8), "DataLoader has no state: a run that goes on from here starts the epoch over"),
         (lambda: [batch(8, i) for i in range(6)], "list has no state"),
         (lambda: ech.Loader(DATA, 8), None),
         (lambda: ech.StreamLoader(Flow(augments=False), 8), None),

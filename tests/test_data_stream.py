@@ -128,7 +128,7 @@ def test_a_stream_goes_on_exactly_wherever_it_was_left(kind: Any, shards: Any, w
 
 
 class Uneven(Counted):
-    """The first stream is much shorter; one that has ended would begin anew if it were asked again."""
+    """The first stream is much shorter; one that has ended would start over if it were asked again."""
 
     def __iter__(self) -> Iterator[int]:
         start = self.at if self.resumed else 0
@@ -252,7 +252,7 @@ def test_stopping_and_training_on_loses_nothing() -> None:
     assert sum(unit.seen, []) == list(range(64))
 
 
-def test_streams_that_would_read_the_same_are_refused() -> None:
+def test_rng_that_would_read_the_same_are_refused() -> None:
     for options in ({"ranks": 2}, {"ranks": 1, "num_workers": 2}):
         with pytest.raises(UsageError, match=r"Plain has no set_place\(index, count\), so all 2 streams"):
             list(_stream(Plain(), **options))

@@ -56,7 +56,7 @@ def test_ratios_hold_to_within_one_sample_at_every_prefix(shares: list[int], len
     order = mixture.order(3, shuffle=True)
     epochs = -(-2 * sum(shares) // epoch_length)
     samples = np.concatenate([order.at(e, np.arange(epoch_length)) for e in range(epochs)])
-    owners = np.array([names.index(mixture.place(s)[0]) for s in samples.tolist()])
+    owners = np.array([names.index(mixture.locate(s)[0]) for s in samples.tolist()])
     prefix = np.arange(1, len(owners) + 1)
     for which, share in enumerate(shares):
         gone = np.cumsum(owners == which) - prefix * share / sum(shares)
@@ -115,7 +115,7 @@ def test_names_come_beside_the_samples() -> None:
     mixture = ech.Mixture({"a": Named("a", 5), "b": Named("b", 9)}, {"a": 1, "b": 3}, named=True)
     for names, values in ech.Loader(mixture, 4, dp_rank=0, dp_size=1):
         assert [ord(n) - ord("a") + 1 for n in names] == [v % 1000 for v in values.tolist()]
-    assert mixture[6] == ("b", 1002) and mixture.place(6) == ("b", 1)
+    assert mixture[6] == ("b", 1002) and mixture.locate(6) == ("b", 1)
 
 
 def test_datasets_are_asked_for_many_samples_at_once() -> None:

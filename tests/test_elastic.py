@@ -1,4 +1,4 @@
-"""Ending to go on later, time limits, beginning anew, going on with fewer ranks: as a person meets them, and in their parts."""
+"""Ending to go on later, time limits, starting over, going on with fewer ranks: as a person meets them, and in their parts."""
 
 from __future__ import annotations
 

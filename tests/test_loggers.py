@@ -67,7 +67,7 @@ def test_numbers_of_a_step_share_a_row(kind: Any, path: Path) -> None:
 
 
 def test_a_flush_appends_and_leaves_what_is_there_in_place(kind: Any, path: Path) -> None:
-    """TorchTNT writes the whole file anew at each flush."""
+    """TorchTNT writes the whole file again at each flush."""
     logger = kind(path, steps_before_flushing=2)
     states = []
     for step in range(7):

@@ -64,6 +64,21 @@ def test_a_pipeline_trains_as_one_process_does(ranks: Ranks) -> None:
     assert (first + second) / 2 == pytest.approx(want_losses[0], rel=1e-11)
 
 
+def _evaluate() -> tuple[float, float]:
+    STRATEGIES["two_stages"] = TwoStages
+    unit = Regression(strategy="two_stages")
+    ech.evaluate(unit, [batch(4, 0), batch(3, 1)])
+    ech.test(unit, [batch(4, 0), batch(3, 1)])
+    return unit.eval_loss, unit.test_loss
+
+
+def test_a_pipeline_evaluates_by_its_last_stage_alone(ranks: Ranks) -> None:
+    alone = Regression()
+    ech.evaluate(alone, [batch(4, 0), batch(3, 1)])
+    for evaluated, tested in ranks(2, _evaluate):
+        assert evaluated == tested == pytest.approx(alone.eval_loss, rel=1e-12)
+
+
 class Watched(ech.Prepared[Any]):
     """One process whose windows and updates are noted."""
 

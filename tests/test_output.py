@@ -61,7 +61,7 @@ def test_a_run_whose_output_nobody_reads_any_more_goes_on_and_logs_all(started: 
 
 
 @pytest.mark.parametrize(("ranks", "how"), [(1, ">&- 2>&-"), (2, "<&- >&- 2>&-"), (1, "> /dev/full"), (2, "2> /dev/full")])
-def test_streams_that_are_closed_or_full_do_not_harm_a_run(tmp_path: Path, ranks: int, how: str) -> None:
+def test_rng_that_are_closed_or_full_do_not_harm_a_run(tmp_path: Path, ranks: int, how: str) -> None:
     (tmp_path / "train.py").write_text(TALKS)
     words = shlex.join([sys.executable, "-m", "echelon", "run", "--ranks", str(ranks), "--name", "a", "train.py"])
     done = subprocess.run(

@@ -18,10 +18,10 @@ from echelon.contracts.errors import UsageError
 from echelon.prover import show
 from echelon.prover.causes import CAUSES
 from echelon.prover.matrix import matrix
+from echelon.prover.micro import NotJoinable, digest, join
 from echelon.prover.proof import IN_FLOAT64
 from echelon.prover.prove import Proof, prove_target
 from echelon.prover.row_strategy import with_options_of
-from echelon.prover.streams import NotJoinable, digest, join
 from echelon.prover.target import Target
 from echelon.prover.verdict import Difference
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.prover.judge import compare
-from echelon.prover.streams import Micro
+from echelon.prover.micro import Micro
 from echelon.prover.verdict import Verdict
 
 SIZES = {"weight": 200, "scale": 1, "keys": 8, "bias": 16}
@@ -55,14 +55,14 @@ seeds = st.integers(0, 10**6)
 small = st.floats(-7, -6).map(lambda power: 10.0**power)  # rounding that float32 can tell from mistakes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds, small)
 def test_rounding_passes_and_only_elements_without_a_gradient_are_excused(seed: int, noise: float) -> None:
     verdict = _judged(_values(seed, noise), _values(seed + 1, noise), _values(seed + 2, noise * 1e-9))
     assert verdict.clear and verdict.undetermined.keys() <= {"keys"}, verdict
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds, small, st.sampled_from(["weight", "scale", "bias"]), st.sampled_from(["gradients", "parameters"]))
 def test_a_mistake_of_a_fiftieth_in_the_smallest_tensor_is_found(seed: int, noise: float, name: str, kind: str) -> None:
     wrong = _values(seed, noise, **{kind: {name: lambda value: value * 1.02}})
@@ -70,7 +70,7 @@ def test_a_mistake_of_a_fiftieth_in_the_smallest_tensor_is_found(seed: int, nois
     assert verdict.first is not None and verdict.first.tensor == name, verdict
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds, st.floats(-3, 0).map(lambda power: 10.0**power))
 def test_references_that_disagree_excuse_nothing(seed: int, noise: float) -> None:
     """As with a mask that each of them draws for itself: the row is within their distance, and that proves nothing."""
@@ -78,7 +78,7 @@ def test_references_that_disagree_excuse_nothing(seed: int, noise: float) -> Non
     assert not verdict.clear and verdict.resolved == 0, verdict
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds, small, st.floats(1.001, 2.0))
 def test_the_loss_is_compared_even_if_nothing_else_differs(seed: int, noise: float, factor: float) -> None:
     wrong = _values(seed, noise, loss=factor)

@@ -310,7 +310,7 @@ def objects(*keys: str) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=dict.fromkeys(keys, JSON))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     about=objects("name", "command", "ranks", "launcher", "started", "versions", "git", "host"),
     end=objects("exit_code", "first_failure", "started", "ended") | st.none(),

@@ -16,7 +16,7 @@ import echelon as ech
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.contracts.errors import CheckpointMismatchError
-from echelon.world import streams
+from echelon.world import rng
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
 from tests.units import Regression
@@ -60,7 +60,7 @@ def _streams_after_looking_at_the_loader() -> tuple[int, int]:
     before = torch.initial_seed()
     loader.state_dict()  # its fingerprint reads samples
     assert torch.initial_seed() == before
-    streams.separate(dist.get_rank())
+    rng.separate(dist.get_rank())
     return dist.get_rank(), torch.initial_seed()
 
 

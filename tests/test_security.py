@@ -40,7 +40,7 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import echelon
@@ -701,7 +701,7 @@ NAMES = st.sampled_from(KEYS.split())
 RECORDS = st.dictionaries(NAMES, ANYTHING | st.dictionaries(NAMES, ANYTHING, max_size=4), max_size=12)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(st.lists(RECORDS, min_size=4, max_size=4))
 def test_no_record_that_is_not_as_expected_ends_the_launcher(said: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):

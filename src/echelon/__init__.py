@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from echelon.parallel.zero import ZeROStrategy
     from echelon.prover.prove import Proof, prove
     from echelon.world.init import World, init_from_env
-    from echelon.world.streams import seed
+    from echelon.world.rng import seed
 
 __all__ = [
     "ActivationCheckpointParams",
@@ -207,7 +207,7 @@ _HOMES = {
     "prepare_module": "parallel.parallelize",
     "prove": "prover.prove",
     "save_pretrained": "loop.pretrained",
-    "seed": "world.streams",
+    "seed": "world.rng",
     "slurm_fn": "launcher.cluster.slurm_fn",
     "spawn": "launcher.functions.run",
     "test": "loop.run",

@@ -350,7 +350,7 @@ class Sees(ech.TrainUnit[Any]):
 def test_the_loop_places_and_checks_the_loaders_within() -> None:
     class Second(Sees):
         @property
-        def data_place(self) -> tuple[int, int]:  # as under tensor parallelism
+        def data_rank_and_size(self) -> tuple[int, int]:  # as under tensor parallelism
             return 1, 2
 
     unit = Second()

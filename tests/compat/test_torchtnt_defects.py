@@ -65,7 +65,7 @@ TESTED = {
     "B28: an empty evaluation runs after a stop": "test_loop.py::test_a_stop_ends_after_the_step_and_runs_no_evaluation",
     "B32: averages fail under fsdp by name": "test_averaged.py::test_averages_on_two_ranks_equal_torchs_on_one_process",
     "B35: clipping fails over mixed meshes": "test_gradients.py::test_one_norm_for_any_mixture_in_one_message_per_axis",
-    "B37: a loader without state starts anew without a word": (
+    "B37: a loader without state starts over without a word": (
         "test_loop.py::test_going_on_in_mid_epoch_with_a_loader_without_state_warns"
     ),
     "B44: clocks of several hosts are compared": (

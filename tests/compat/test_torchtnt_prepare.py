@@ -348,7 +348,7 @@ def test_one_process_and_what_is_changed_in_place() -> None:
     tnt.apply_torch_compile(other, tnt.TorchCompileParams(backend="eager", recursive_module_types=["Linear"]))
     assert other._compiled_call_impl is None and other.first._compiled_call_impl is not None
     tnt.apply_ac(other, _recompute())
-    assert type(other.blocks[0].forward).__name__ == "_Recompute"
+    assert type(other.blocks[0].forward).__name__ == "Recompute"
     with torch.device("meta"):
         unborn = nn.Linear(3, 3)
     assert tnt.on_meta_device(unborn) and not tnt.on_meta_device(module)

@@ -13,7 +13,7 @@ from typing import Any
 
 from echelon.checkpoint import commit, strict
 from echelon.checkpoint import manifest as manifests
-from echelon.checkpoint.place import Place, explain, read_file, replace_file
+from echelon.checkpoint.location import Location, explain, read_file, replace_file
 from echelon.checkpoint.snapshot import Snapshot
 from echelon.checkpoint.strict import Wrong
 from echelon.contracts.errors import CheckpointCorruptError
@@ -35,10 +35,10 @@ class Background:
         committed: called by rank 0's thread after the commit, to retire older checkpoints.
     """
 
-    def __init__(self, committed: Callable[[Place], None]) -> None:
+    def __init__(self, committed: Callable[[Location], None]) -> None:
         self._committed = committed
         self._thread: threading.Thread | None = None
-        self._staged: Place | None = None
+        self._staged: Location | None = None
         self._written, self._given_up = threading.Event(), threading.Event()
         self._failure: str | None = None
 
@@ -48,7 +48,7 @@ class Background:
         return self._thread is not None
 
     def start(
-        self, staged: Place, step: int, taken: Snapshot, copied: Callable[[], None], ranks: int, facts: dict[str, Any]
+        self, staged: Location, step: int, taken: Snapshot, copied: Callable[[], None], ranks: int, facts: dict[str, Any]
     ) -> None:
         """Write a snapshot that nothing else changes, once `copied` has returned."""
         assert not self.busy
@@ -73,7 +73,7 @@ class Background:
         self._thread = threading.Thread(target=work, name=f"echelon-save-{step}", daemon=True)
         self._thread.start()
 
-    def _await_others(self, staged: Place, ranks: int) -> dict[str, Any] | None:
+    def _await_others(self, staged: Location, ranks: int) -> dict[str, Any] | None:
         """The files of all ranks; None if the save was given up."""
         found: dict[int, Any] = {}
         while not self._given_up.is_set():
@@ -126,12 +126,12 @@ class Background:
         self._thread = None
 
 
-def _say_done(staged: Place, rank: int, files: dict[str, Any]) -> None:
+def _say_done(staged: Location, rank: int, files: dict[str, Any]) -> None:
     # Whole or not at all: rank 0 reads it as soon as it is there.
     replace_file(staged / f".done-{rank:05d}", json.dumps(files).encode())
 
 
-def _done(path: Place) -> dict[str, Any]:
+def _done(path: Location) -> dict[str, Any]:
     """What a rank says that it has written."""
     try:
         return manifests.check_files(strict.loads(read_file(path, strict.JSON_BYTES)))

@@ -22,8 +22,19 @@ import torch.distributed as dist
 
 from echelon.checkpoint import manifest as manifests
 from echelon.checkpoint import structure
+from echelon.checkpoint.location import (
+    Location,
+    Remote,
+    create,
+    explain,
+    is_there,
+    location,
+    make_folder,
+    remove_tree,
+    replace_file,
+    sync,
+)
 from echelon.checkpoint.manifest import MANIFEST, committed, is_whole, named, named_folders, step_of
-from echelon.checkpoint.place import Place, Remote, create, explain, is_there, make_folder, place, remove_tree, replace_file, sync
 from echelon.contracts import errors
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError
 from echelon.world import agree
@@ -51,7 +62,7 @@ T = TypeVar("T")
 _STAGED, _REMOVED = ".staged-", ".staged-removed-"
 
 
-def on_rank0(act: Callable[[], T], folder: Place | None = None, group: dist.ProcessGroup | None = None) -> T:
+def on_rank0(act: Callable[[], T], folder: Location | None = None, group: dist.ProcessGroup | None = None) -> T:
     """As `agree.from_rank0`, but an error of checkpoints is the same error on every rank.
 
     Args:
@@ -75,7 +86,7 @@ def on_rank0(act: Callable[[], T], folder: Place | None = None, group: dist.Proc
     return value
 
 
-def sweep(dirpath: Place) -> None:
+def sweep(dirpath: Location) -> None:
     """Remove what killed saves left. Rank 0 alone, and only while it holds the folder's lease: no live save is hit.
 
     What cannot be removed stays, with a warning: nothing that lies in the folder keeps a run from starting.
@@ -83,7 +94,7 @@ def sweep(dirpath: Place) -> None:
     if not dirpath.is_dir():
         return
     names = {path.name for path in named_folders(dirpath)} if isinstance(dirpath, Remote) else set()
-    leftovers: list[Place] = list(dirpath.iterdir())
+    leftovers: list[Location] = list(dirpath.iterdir())
     for leftover in leftovers:
         try:
             if leftover.name.startswith(_STAGED) or (leftover.name in names and not (leftover / MANIFEST).exists()):
@@ -92,12 +103,12 @@ def sweep(dirpath: Place) -> None:
             logger.warning("could not remove %s; it stays: %s", leftover, error)
 
 
-def is_saved(dirpath: Place, step: int) -> bool:
+def is_saved(dirpath: Location, step: int) -> bool:
     """Whether a step is committed already, the same on all ranks. Writes nothing."""
     return on_rank0(lambda: is_whole(dirpath / named(step)), dirpath)
 
 
-def stage(dirpath: Place, step: int) -> Place | None:
+def stage(dirpath: Location, step: int) -> Location | None:
     """A fresh folder for the ranks to write to; None if this step is committed already."""
 
     def prepare() -> str | None:
@@ -114,7 +125,7 @@ def stage(dirpath: Place, step: int) -> Place | None:
     return None if name is None else dirpath / name
 
 
-def _fresh(staged: Place) -> Place:
+def _fresh(staged: Location) -> Location:
     """An empty folder by that name, or by one like it if what has the name cannot be removed."""
     for name in (staged.name, f"{staged.name}-{secrets.token_hex(8)}"):
         path = staged.parent / name
@@ -129,7 +140,7 @@ def _fresh(staged: Place) -> Place:
     return path
 
 
-def publish(staged: Place, step: int, files: dict[str, Any], facts: dict[str, Any]) -> Place:
+def publish(staged: Location, step: int, files: dict[str, Any], facts: dict[str, Any]) -> Location:
     """Make a staged folder the checkpoint of its step. All ranks have finished writing when this returns.
 
     Args:
@@ -141,9 +152,9 @@ def publish(staged: Place, step: int, files: dict[str, Any], facts: dict[str, An
     return staged.parent / named(step)
 
 
-def commit(staged: Place, step: int, files: dict[str, Any], facts: dict[str, Any]) -> Place:
+def commit(staged: Location, step: int, files: dict[str, Any], facts: dict[str, Any]) -> Location:
     """The last steps of a save, by rank 0 alone: manifest, sync, rename."""
-    final: Place = staged.parent / named(step)
+    final: Location = staged.parent / named(step)
     text = manifests.render({"step": step, "time": time.time(), **facts, "files": dict(sorted(files.items()))})
     if isinstance(staged, Remote):
         (staged / MANIFEST).write_bytes(text)
@@ -161,7 +172,7 @@ def commit(staged: Place, step: int, files: dict[str, Any], facts: dict[str, Any
     return final
 
 
-def note_metrics(folder: Place, metrics: dict[str, float]) -> None:
+def note_metrics(folder: Location, metrics: dict[str, float]) -> None:
     """Write numbers into the manifest of a checkpoint that was committed without them. Rank 0 alone, while it holds the lease.
 
     The manifest is replaced as a whole: a kill leaves the one or the other. Those that it has stay as they are.
@@ -175,7 +186,7 @@ def note_metrics(folder: Place, metrics: dict[str, float]) -> None:
     replace_file(folder / MANIFEST, manifests.render(facts), durable=True)
 
 
-def discard(staged: Place) -> None:
+def discard(staged: Location) -> None:
     """Give up a staged folder. Rank 0 alone; what cannot be removed now is swept later."""
     try:
         if is_there(staged):  # else it was renamed, and what failed came after that
@@ -184,7 +195,7 @@ def discard(staged: Place) -> None:
         logger.warning("could not remove %s: %s", staged, error)
 
 
-def set_aside(path: Place, why: str) -> None:
+def set_aside(path: Location, why: str) -> None:
     """Rename a folder that is not a valid checkpoint, so that it stays for inspection but is never restored. Rank 0 alone."""
     if isinstance(path, Remote):
         with contextlib.suppress(FileNotFoundError):
@@ -201,7 +212,7 @@ def set_aside(path: Place, why: str) -> None:
     logger.warning("%s was set aside as %s", path, to.name)
 
 
-def candidates(dirpath: Place) -> list[Place]:
+def candidates(dirpath: Location) -> list[Location]:
     """Everything named like a checkpoint, newest first, the same on all ranks.
 
     Raises:
@@ -211,14 +222,14 @@ def candidates(dirpath: Place) -> list[Place]:
     return [dirpath / name for name in names]
 
 
-def latest(dirpath: Path | str | Place) -> Place | None:
+def latest(dirpath: Path | str | Location) -> Location | None:
     """The newest whole checkpoint, the same on all ranks; None if there is none. Does not read its files."""
-    folder = place(dirpath)
+    folder = location(dirpath)
     found = on_rank0(lambda: [p.name for p in committed(folder)][-1:])
     return folder / found[0] if found else None
 
 
-def verify(folder: Place) -> dict[str, Any]:
+def verify(folder: Location) -> dict[str, Any]:
     """Compare every file with its checksums in the manifest, and with the format, each rank its share of
     them. Returns the manifest.
 
@@ -246,7 +257,7 @@ def verify(folder: Place) -> dict[str, Any]:
     return manifest
 
 
-def retire(dirpath: Place, doomed: list[str]) -> None:
+def retire(dirpath: Location, doomed: list[str]) -> None:
     """Remove checkpoints by name. Rank 0 alone, after a newer one is committed."""
     for name in doomed:
         path = dirpath / name

@@ -20,8 +20,8 @@ import torch
 from echelon.checkpoint import manifest as manifests
 from echelon.checkpoint import tensorfile
 from echelon.checkpoint.foreign import INDEX, ONE, is_weights, tensors_of
+from echelon.checkpoint.location import Location, is_there, sync
 from echelon.checkpoint.manifest import BLOCK_BYTES
-from echelon.checkpoint.place import Place, is_there, sync
 from echelon.checkpoint.plain import dtype_of
 from echelon.checkpoint.tensorfile import Span, TensorFile
 from echelon.checkpoint.tensors import Tensors
@@ -32,7 +32,7 @@ __all__ = ["convert", "differences", "export_safetensors", "export_torch"]
 _AT_ONCE = 1 << 24  # elements that are compared at once
 
 
-def _chosen(saved: Tensors, state: str | None, path: Place) -> dict[str, str]:
+def _chosen(saved: Tensors, state: str | None, path: Location) -> dict[str, str]:
     """Names in the export -> names in the checkpoint: those of one state, without its name before them."""
     if state is None:
         modules = sorted({name.split(".", 1)[0] for name in saved.index if ".state." not in name})
@@ -52,7 +52,7 @@ def _bytes(saved: Tensors, name: str) -> int:
     return size
 
 
-def export_safetensors(path: Place, to: Path, *, state: str | None = None, shard_bytes: int = 5 << 30) -> list[Path]:
+def export_safetensors(path: Location, to: Path, *, state: str | None = None, shard_bytes: int = 5 << 30) -> list[Path]:
     """Write a checkpoint's weights as safetensors into the folder `to`, with an index if they fill several files.
 
     Args:
@@ -66,7 +66,7 @@ def export_safetensors(path: Place, to: Path, *, state: str | None = None, shard
         return _in_shards(path, saved, chosen, to, shard_bytes)
 
 
-def export_torch(path: Place, to: Path, *, state: str | None = None) -> Path:
+def export_torch(path: Location, to: Path, *, state: str | None = None) -> Path:
     """Write a checkpoint's weights as one file for `torch.load`, a state_dict that needs no unpickling of code."""
     with tensors_of(path) as saved:
         chosen = _chosen(saved, state, path)
@@ -113,7 +113,7 @@ def _published(to: Path, names: list[str]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _checked(path: Place, saved: Tensors, names: Iterable[str]) -> Iterator[None]:
+def _checked(path: Location, saved: Tensors, names: Iterable[str]) -> Iterator[None]:
     """Context in which files are written from a checkpoint, whose checksums are compared beside it.
 
     Raises:
@@ -133,7 +133,7 @@ def _checked(path: Place, saved: Tensors, names: Iterable[str]) -> Iterator[None
             raise CheckpointCorruptError(f"{'; '.join(wrong.result())}. Nothing was exported.")
 
 
-def _in_shards(path: Place, saved: Tensors, chosen: dict[str, str], to: Path, shard_bytes: int) -> list[Path]:
+def _in_shards(path: Location, saved: Tensors, chosen: dict[str, str], to: Path, shard_bytes: int) -> list[Path]:
     groups: list[list[str]] = [[]]
     room = shard_bytes
     for name in chosen:
@@ -174,7 +174,7 @@ def _write(path: Path, saved: Tensors, names: dict[str, str]) -> None:
     tensorfile.assemble(path, sources, {"format": "pt"})
 
 
-def differences(a: Place, b: Place) -> tuple[list[tuple[str, float, str]], tuple[list[str], list[str]]]:
+def differences(a: Location, b: Location) -> tuple[list[tuple[str, float, str]], tuple[list[str], list[str]]]:
     """Compare two checkpoints, or weights, tensor by tensor.
 
     Returns:

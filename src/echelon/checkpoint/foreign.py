@@ -15,7 +15,7 @@ import torch
 from echelon.checkpoint import renamed, strict, structure
 from echelon.checkpoint.header import FOREIGN_BYTES, SIZES
 from echelon.checkpoint.layout import NamedState
-from echelon.checkpoint.place import Place, read_file
+from echelon.checkpoint.location import Location, read_file
 from echelon.checkpoint.renamed import Naming
 from echelon.checkpoint.store import Report, compare, on_each
 from echelon.checkpoint.strict import Wrong, short
@@ -171,7 +171,7 @@ def read_weights(
 
 
 @contextlib.contextmanager
-def tensors_of(path: Place, trust_pickle: bool = False) -> Iterator[Tensors]:
+def tensors_of(path: Location, trust_pickle: bool = False) -> Iterator[Tensors]:
     """Context with the tensors of a checkpoint of ours, or of another program's weights."""
     if isinstance(path, Path) and is_weights(path):
         yield _Foreign(path, "", trust_pickle)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.checkpoint import strict
-from echelon.checkpoint.place import Place, read_file, remove_tree, replace_file
+from echelon.checkpoint.location import Location, read_file, remove_tree, replace_file
 from echelon.checkpoint.strict import Wrong
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointInUseError
 from echelon.contracts.terminal import printable
@@ -44,7 +44,7 @@ _held: dict[str, tuple[int, int | None]] = {}
 class Lease:
     """Held by rank 0 of the run that writes into `dirpath`."""
 
-    def __init__(self, dirpath: Place) -> None:
+    def __init__(self, dirpath: Location) -> None:
         self._path = dirpath / LEASE
         self._name = str(dirpath.resolve() if isinstance(dirpath, Path) else dirpath)
         self.held = False
@@ -136,7 +136,7 @@ class Lease:
         remove_tree(path)
         return None
 
-    def _look(self, path: Place) -> None:
+    def _look(self, path: Location) -> None:
         """Without locks: refuse if the text says that its run lives."""
         try:
             holder = _parsed(read_file(path, _TEXT_BYTES))

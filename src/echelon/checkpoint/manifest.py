@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from echelon.checkpoint import strict
-from echelon.checkpoint.place import Place, is_there, open_file, read_file, size_of
+from echelon.checkpoint.location import Location, is_there, open_file, read_file, size_of
 from echelon.checkpoint.strict import Wrong, short
 from echelon.contracts.errors import (
     CheckpointCorruptError,
@@ -66,7 +66,7 @@ def named(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def step_of(path: Place) -> int:
+def step_of(path: Location) -> int:
     """The step that a checkpoint's folder is named after."""
     step = _step_in(path.name)
     if step is None:
@@ -74,7 +74,7 @@ def step_of(path: Place) -> int:
     return step
 
 
-def is_named(path: Place) -> bool:
+def is_named(path: Location) -> bool:
     """Whether a folder is named like a checkpoint."""
     return _step_in(path.name) is not None
 
@@ -104,7 +104,7 @@ def render(facts: dict[str, Any]) -> bytes:
     return text
 
 
-def read(folder: Place) -> dict[str, Any]:
+def read(folder: Location) -> dict[str, Any]:
     """The manifest of a checkpoint, whose own checksum is right. The files it lists are not looked at.
 
     Raises:
@@ -193,7 +193,7 @@ def check_files(files: Any) -> dict[str, Any]:
     return dict(files)
 
 
-def is_whole(folder: Place) -> bool:
+def is_whole(folder: Location) -> bool:
     """Whether a folder has a manifest, and every file is there in full size. Reads no file but the manifest."""
     try:
         files = read(folder)["files"]
@@ -202,12 +202,12 @@ def is_whole(folder: Place) -> bool:
         return False
 
 
-def committed(dirpath: Place) -> list[Place]:
+def committed(dirpath: Location) -> list[Location]:
     """All whole checkpoints in a folder, oldest first. Looks at this machine's view of the folder: for rank 0."""
     return [path for path in named_folders(dirpath) if is_whole(path)]
 
 
-def named_folders(dirpath: Place) -> list[Place]:
+def named_folders(dirpath: Location) -> list[Location]:
     """What is named like a checkpoint, whole or not, oldest first.
 
     Raises:
@@ -222,7 +222,7 @@ def named_folders(dirpath: Place) -> list[Place]:
 
 
 def problems(
-    folder: Place,
+    folder: Location,
     manifest: dict[str, Any],
     part: int = 0,
     parts: int = 1,
@@ -252,7 +252,7 @@ def problems(
     return list(wrong.values())
 
 
-def _problem(path: Place, entry: dict[str, Any], block: int) -> str | None:
+def _problem(path: Location, entry: dict[str, Any], block: int) -> str | None:
     try:
         with open_file(path) as (file, size):
             if size != entry["size"]:

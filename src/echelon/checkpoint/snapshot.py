@@ -2,7 +2,7 @@
 
 What is keyed by parameter name is cut into the pieces that the ranks hold: the planner of torch.distributed.checkpoint says which
 rank has which. Each rank writes one `tensors-N.safetensors`; `index.json` has every tensor's type, shape and pieces. The rest is
-small, equal on all ranks and written once (`state.safetensors`); what belongs to one rank only, such as its random streams, lies
+small, equal on all ranks and written once (`state.safetensors`); what belongs to one rank only, such as its RNGs, lies
 in `rank-N.safetensors`. Planning is collective; writing is each rank's own.
 """
 
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from echelon.checkpoint import plain, staging, strict, tensorfile
 from echelon.checkpoint.header import SIZES
 from echelon.checkpoint.layout import INDEX, STATE, NamedState, Stateful, in_file, own_file, raise_on_all, tensors_file, this_rank
-from echelon.checkpoint.place import Place
+from echelon.checkpoint.location import Location
 from echelon.contracts.errors import CheckpointError
 from echelon.world import agree
 
@@ -64,7 +64,7 @@ class Snapshot:
     def _groups(self) -> list[tuple[str, dict[str, torch.Tensor]]]:
         return [("piece", self.pieces), ("rest", self.rest[1]), ("own", self.own[1])]
 
-    def write(self, folder: Place) -> dict[str, Any]:
+    def write(self, folder: Location) -> dict[str, Any]:
         """Write this rank's files. Returns their entries for the manifest. Not collective.
 
         Raises:
@@ -80,7 +80,7 @@ class Snapshot:
             files = self._write(folder)
         return files
 
-    def _write(self, folder: Place) -> dict[str, Any]:
+    def _write(self, folder: Location) -> dict[str, Any]:
         files: dict[str, Any] = {}
 
         def save(name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:

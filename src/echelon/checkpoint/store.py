@@ -15,7 +15,7 @@ import torch
 
 from echelon.checkpoint import plain, renamed
 from echelon.checkpoint.layout import STATE, NamedState, Stateful, own_file, this_rank
-from echelon.checkpoint.place import Place
+from echelon.checkpoint.location import Location
 from echelon.checkpoint.renamed import Naming
 from echelon.checkpoint.tensors import Tensors, local_files
 from echelon.contracts import errors
@@ -44,7 +44,7 @@ class Report:
 
 
 def read_states(
-    folder: Place,
+    folder: Location,
     states: dict[str, Stateful],
     manifest: dict[str, Any] | None = None,
     *,
@@ -103,7 +103,7 @@ def _same_states(states: dict[str, Stateful]) -> None:
 
 
 def _targets(
-    folder: Place, named: dict[str, Any], saved: Tensors, rest: dict[str, Any]
+    folder: Location, named: dict[str, Any], saved: Tensors, rest: dict[str, Any]
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """By state what is to be filled, and what of it the checkpoint does not know. An optimizer's depend on what was saved."""
     if odd := [name for name in named if not isinstance(rest[name], dict)]:
@@ -124,7 +124,7 @@ def _plans(stateful: Any) -> bool:
     return hasattr(stateful, "targets")
 
 
-def on_each(folder: Place, act: Callable[[], T]) -> T:
+def on_each(folder: Location, act: Callable[[], T]) -> T:
     """What every rank does by itself; if one fails, all do, with the first one's error. Collective."""
     problem: list[str] | None = None
     value, own = None, None
@@ -145,7 +145,7 @@ def on_each(folder: Place, act: Callable[[], T]) -> T:
 
 
 def compare(
-    folder: Place,
+    folder: Location,
     states: dict[str, Stateful],
     rest: dict[str, Any],
     wanted: dict[str, Any],
@@ -206,7 +206,7 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], most: int = 12
     return "\n".join([*lines, *([f"  and {len(rows) - most} more"] if len(rows) > most else [])]) + "\n"
 
 
-def read_rank(folder: Place, manifest: dict[str, Any]) -> dict[str, Any] | None:
+def read_rank(folder: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:
     """What this rank wrote for itself; None if the checkpoint was written by another number of ranks."""
     rank, size = this_rank()
     written = sum(name.startswith("rank-") for name in manifest["files"])

@@ -20,8 +20,8 @@ from typing import Any
 from echelon.checkpoint import header as headers
 from echelon.checkpoint import strict
 from echelon.checkpoint.header import OTHERS, SIZES, Header, shape_of, size_of_all
+from echelon.checkpoint.location import Location, open_file
 from echelon.checkpoint.manifest import INDEX, STATE_KEY, TENSORS, checksums, in_file
-from echelon.checkpoint.place import Place, open_file
 from echelon.checkpoint.strict import Wrong, short
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointUnreadableError
 
@@ -36,7 +36,7 @@ _NUMPY_SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8, 
 _DEVICE = re.compile(r"[a-z_]{1,32}(:\d{1,9})?")
 
 
-def problems(folder: Place, manifest: Mapping[str, Any], part: int = 0, parts: int = 1) -> list[str]:
+def problems(folder: Location, manifest: Mapping[str, Any], part: int = 0, parts: int = 1) -> list[str]:
     """What is wrong with the files of a checkpoint, one line each: this part's share of them.
 
     Raises:
@@ -66,7 +66,7 @@ def problems(folder: Place, manifest: Mapping[str, Any], part: int = 0, parts: i
     return wrong
 
 
-def _check_file(path: Place, pieces: Mapping[str, tuple[str, list[int]]], name: str) -> None:
+def _check_file(path: Location, pieces: Mapping[str, tuple[str, list[int]]], name: str) -> None:
     with open_file(path) as (file, size):
         header = headers.read(file, size)
     if not TENSORS.fullmatch(name):
@@ -80,7 +80,7 @@ def _check_file(path: Place, pieces: Mapping[str, tuple[str, list[int]]], name: 
             raise Wrong(f"{short(key)} is {short(list(header.entries[key][:2]))}, in {INDEX} {short([dtype, sizes])}")
 
 
-def read_index(folder: Place, manifest: Mapping[str, Any]) -> Index:
+def read_index(folder: Location, manifest: Mapping[str, Any]) -> Index:
     """The index of a checkpoint, from bytes that its checksums are right for.
 
     Raises:

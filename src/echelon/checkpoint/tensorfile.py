@@ -19,8 +19,8 @@ import torch
 from echelon.checkpoint import header as headers
 from echelon.checkpoint import strict
 from echelon.checkpoint.header import Entry
+from echelon.checkpoint.location import Location, create, open_file
 from echelon.checkpoint.manifest import BLOCK_BYTES, checksums
-from echelon.checkpoint.place import Place, create, open_file
 from echelon.checkpoint.plain import dtype_of
 from echelon.checkpoint.strict import Wrong
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError
@@ -48,7 +48,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def write(path: Place, sources: Iterable[Source], metadata: dict[str, str] | None = None) -> dict[str, Any]:
+def write(path: Location, sources: Iterable[Source], metadata: dict[str, str] | None = None) -> dict[str, Any]:
     """Write tensors one by one; to the disk, if it is a local file. Returns its entry in the manifest: size and checksums.
 
     Raises:
@@ -129,7 +129,7 @@ def _header(sources: list[Source], metadata: dict[str, str] | None) -> tuple[byt
     return struct.pack("<Q", len(text)) + text, sizes
 
 
-def write_text(path: Place, text: str) -> dict[str, Any]:
+def write_text(path: Location, text: str) -> dict[str, Any]:
     """Write a text file, and to the disk. Returns its entry in the manifest."""
     data, sums = text.encode(), _Sums()
     with create(path) if isinstance(path, Path) else path.open("wb") as file:

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 from echelon.checkpoint import manifest as manifests
 from echelon.checkpoint import plain, renamed, structure
 from echelon.checkpoint.layout import INDEX, in_file
+from echelon.checkpoint.location import Location, Remote, create, open_file
 from echelon.checkpoint.manifest import BLOCK_BYTES
-from echelon.checkpoint.place import Place, Remote, create, open_file
 from echelon.checkpoint.renamed import Naming
 from echelon.checkpoint.strict import Wrong
 from echelon.checkpoint.tensorfile import Span, TensorFile
@@ -31,7 +31,7 @@ _MAPPED_BYTES = 32 << 20
 
 
 @contextlib.contextmanager
-def local_files(folder: Place, manifest: dict[str, Any] | None = None) -> Iterator[Files]:
+def local_files(folder: Location, manifest: dict[str, Any] | None = None) -> Iterator[Files]:
     """Context with the files of a checkpoint on this machine: those of a Remote are fetched when they are first asked for.
 
     Args:
@@ -51,7 +51,7 @@ def local_files(folder: Place, manifest: dict[str, Any] | None = None) -> Iterat
 class Files:
     """The files that a checkpoint's manifest lists, and no others."""
 
-    def __init__(self, folder: Place, here: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, folder: Location, here: Path, manifest: dict[str, Any]) -> None:
         self.folder, self.manifest, self._here = folder, manifest, here
         self._open: dict[str, TensorFile] = {}
 

@@ -48,9 +48,9 @@ def execute(arguments: argparse.Namespace) -> int:
 def _found(where: str) -> list[Any]:
     """What is named like a checkpoint at a path: itself, in it, or in its `checkpoints`."""
     from echelon.checkpoint import manifest
-    from echelon.checkpoint.place import place
+    from echelon.checkpoint.location import location
 
-    path = place(where)
+    path = location(where)
     if (path / manifest.MANIFEST).exists() or manifest.is_named(path):
         return [path]
     if not path.exists():
@@ -61,7 +61,7 @@ def _found(where: str) -> list[Any]:
 def _newest(where: str) -> Any:
     """The checkpoint at a path, or the newest in a folder of them: never silently an older one."""
     from echelon.checkpoint import manifest
-    from echelon.checkpoint.place import place
+    from echelon.checkpoint.location import location
 
     found = _found(where)
     if not found:
@@ -72,16 +72,16 @@ def _newest(where: str) -> Any:
             f"{found[-1]} is incomplete: a file is missing or cut off."
             + (f" The one before is {earlier}; to use that one, name it." if earlier else "")
         )
-    if str(found[-1]) != str(place(where)):
+    if str(found[-1]) != str(location(where)):
         print(f"{found[-1]}", file=sys.stderr)
     return found[-1]
 
 
 def _weights_or_newest(where: str) -> Any:
     from echelon.checkpoint.foreign import is_weights
-    from echelon.checkpoint.place import place
+    from echelon.checkpoint.location import location
 
-    path = place(where)
+    path = location(where)
     return path if isinstance(path, Path) and is_weights(path) else _newest(where)
 
 

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_stall_after(parser)
     parser.add_argument(
-        "--restart", action="store_true", help="begin anew although the run's folder shows progress, which is set aside"
+        "--restart", action="store_true", help="start over although the run's folder shows progress, which is set aside"
     )
     parser.add_argument(
         "--bitwise", action="store_true", help="the same bits in every parameter on any number of ranks that divides --parts"
@@ -148,7 +148,7 @@ def _say_how_to_go_on(run: RunDir, *, named: bool, restart: bool) -> None:
     stopped = _stopped(run)
     where = f" after step {stopped['step']}" if "step" in stopped else ""
     if "step" in stopped and not stopped.get("saved", True):
-        _say(f"echelon: stopped{where}, and nothing was saved (no DistributedCheckpointSaver): {same} begins anew")
+        _say(f"echelon: stopped{where}, and nothing was saved (no DistributedCheckpointSaver): {same} starts over")
     else:
         _say(f"echelon: stopped{where}; go on with {same}{'' if not restart else ', without --restart'}")
 

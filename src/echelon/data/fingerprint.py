@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from echelon.world import streams
+from echelon.world import rng
 
 __all__ = ["checksum", "fingerprint"]
 
@@ -43,9 +43,9 @@ def fingerprint(dataset: Any, *, in_worker: bool) -> dict[str, Any]:
         )
         sums = list(reading)
     else:
-        before = streams.states()
+        before = rng.states()
         sums = [twice[i] for i in places]
-        streams.put_back(before)
+        rng.put_back(before)
     return {"length": length, "samples": {str(i): value for i, value in zip(places, sums, strict=True)}}
 
 

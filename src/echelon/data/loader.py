@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from echelon.contracts.errors import DataError, UsageError
 from echelon.data import resume
+from echelon.data.base import BaseLoader
 from echelon.data.fingerprint import fingerprint as fingerprint_of
 from echelon.data.order import FORMULA, Order, SampleOrder
 from echelon.data.parts import Padding, share
-from echelon.data.place import Placed
 from echelon.data.reader import Reader, ReadFailure
 from echelon.data.views import Ordered
 from echelon.data.workers import Board, named
@@ -30,7 +30,7 @@ from echelon.data.workers import Board, named
 __all__ = ["Loader", "Padding", "share"]
 
 
-class Loader(Placed):
+class Loader(BaseLoader):
     """Batches of a map-style dataset, the same global batches for any number of ranks.
 
     Iterating gives this rank's micro-batches of one epoch; `len` is their number, equal on all ranks. After

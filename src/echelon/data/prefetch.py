@@ -17,7 +17,7 @@ from echelon.contracts.errors import EchelonError
 from echelon.data.loader import Loader
 from echelon.data.parts import Padding, Pieces
 from echelon.data.stream import StreamLoader, of_all_ranks
-from echelon.world import streams
+from echelon.world import rng
 from echelon.world.device import record_stream
 
 __all__ = ["NO_STEP", "Feed", "Step", "known_length", "restored_state"]
@@ -115,10 +115,10 @@ class Feed(Iterator[Step[Any]]):
         self.total = total
         # Reading ahead tells the last batch when no length does.
         self._ahead = stream is not None or self.length is None
-        before = streams.states() if resumed else None
+        before = rng.states() if resumed else None
         self._iterator = loader.in_pieces(pieces) if pieces > 1 and isinstance(loader, Loader) else iter(loader)
         if before is not None:
-            streams.put_back(before)  # what an iterator draws at its beginning was drawn before the break
+            rng.put_back(before)  # what an iterator draws at its beginning was drawn before the break
         self._next: Any = None
         self._state_before: Any = None
         self.used = 0

@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from echelon.contracts.errors import DataError, UsageError
+from echelon.data.base import BaseLoader
 from echelon.data.lossy import shuffle_buffer
-from echelon.data.place import Placed
 from echelon.data.reader import ReadFailure
 from echelon.data.streaming import Share, Stand, Streams
 from echelon.data.workers import Board, named
@@ -32,7 +32,7 @@ __all__ = ["StreamLoader", "of_all_ranks"]
 logger = logging.getLogger(__name__)
 
 
-class StreamLoader(Placed):
+class StreamLoader(BaseLoader):
     """Batches of an iterable dataset, with the face of `Loader`.
 
     The state is the dataset's own: it, or the iterator that it gives, has `state_dict` and `load_state_dict`; `iter(dataset)`

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from echelon.contracts.errors import DataError
 from echelon.data.reader import ReadFailure
 from echelon.data.workers import Board, said, seed_worker
-from echelon.world import streams as random_streams
+from echelon.world import rng
 
 __all__ = ["Share", "Stand", "Streams"]
 
@@ -91,13 +91,13 @@ class Streams(IterableDataset[Any]):
 
         In the rank's own process its streams are afterwards as before: a reader may be ahead of the training that draws, too.
         """
-        before = random_streams.states() if self._board is None else None
+        before = rng.states() if self._board is None else None
         seed_worker(self._share.epoch, index, read)
         try:
             yield
         finally:
             if before is not None:
-                random_streams.put_back(before)
+                rng.put_back(before)
 
     def _read(self, samples: Iterator[Any], read: int, index: int) -> list[Any]:
         """The samples of a micro-batch; fewer at the stream's end."""

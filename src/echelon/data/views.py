@@ -141,7 +141,7 @@ class Mixture(Ordered):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def place(self, index: int) -> tuple[str, int]:
+    def locate(self, index: int) -> tuple[str, int]:
         """The dataset, and the index in it, of a sample of the mixture."""
         which = bisect_right(self._starts, index) - 1
         return self.names[which], index - self._starts[which]

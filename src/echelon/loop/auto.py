@@ -17,7 +17,7 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.contracts.numbers import whole
 from echelon.contracts.overrides import overrides
-from echelon.data.place import Placed
+from echelon.data.base import BaseLoader
 from echelon.loop.auto_checks import check_accumulation, check_made, check_own_names, check_plateau, check_trainable
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.auto_train import AutoTrainUnit, TrainStepResults
@@ -34,7 +34,7 @@ from echelon.parallel.precision import Precision, Shards, check_scaler
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.recipe import TorchCompileParams
 from echelon.parallel.strategy import Strategy
-from echelon.world import agree, streams
+from echelon.world import agree, rng
 
 if TYPE_CHECKING:
     from echelon.loop.state import State
@@ -256,8 +256,8 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         if self._bitwise is None:
             steps = ("train_step", "get_next_train_batch")
             self._pieces_of_step = pieces_for(loader, any(_overrides(self, AutoUnit, name) for name in steps))
-            streams.separate(self.prepared.dp_rank)  # of bit-equal training, streams belong to samples and not to ranks
-        elif isinstance(loader, Placed):
+            rng.separate(self.prepared.dp_rank)  # of bit-equal training, streams belong to samples and not to ranks
+        elif isinstance(loader, BaseLoader):
             loader.split(self._bitwise.accumulation, shares=self._bitwise.parts)
         check_accumulation(loader, self.gradient_accumulation_steps)
 
@@ -310,7 +310,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         with self.autocast():
             loss, outputs = self.compute_loss(state, data)
         if state.eval_state is None or not state.eval_state.step.is_padding:
-            self._evaluation.mean.update(loss, self.weight(data))
+            self._evaluation.mean.update(loss, 0 if self.prepared.is_replica else self.weight(data))
             within_fit = state.train_state is not None
             step = (self.train_progress if within_fit else self.eval_progress).num_steps_completed
             self.on_eval_step_end(state, data, step, loss, outputs)
@@ -321,7 +321,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         with self.autocast():
             loss, outputs = self.compute_loss(state, data)
         if state.test_state is None or not state.test_state.step.is_padding:
-            self._evaluation.mean.update(loss, self.weight(data))
+            self._evaluation.mean.update(loss, 0 if self.prepared.is_replica else self.weight(data))
             self.on_test_step_end(state, data, self.test_progress.num_steps_completed, loss, outputs)
         return loss, outputs
 

@@ -82,8 +82,8 @@ class AutoPredictUnit(PredictUnit[T]):
         return {name: others.get(name, mine) for name in modules}
 
     @property
-    def data_place(self) -> tuple[int, int] | None:
-        return self.prepared.data_place
+    def data_rank_and_size(self) -> tuple[int, int] | None:
+        return self.prepared.data_rank_and_size
 
     def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
         """Put a batch on `self.device`; override for batches of a kind of your own."""

@@ -13,7 +13,7 @@ import torch
 from echelon.contracts.errors import UsageError
 from echelon.parallel.fixed_order import GradientTree, is_power_of_two
 from echelon.parallel.strategy import Prepared
-from echelon.world import agree, streams
+from echelon.world import agree, rng
 from echelon.world.device import same_kernels
 
 __all__ = ["BitEqual"]
@@ -48,9 +48,9 @@ class BitEqual:
         """Before micro-batch `index` of an update: the random numbers are those of its part."""
         if self._seed is None:
             self._seed = torch.initial_seed()  # as the script seeded all ranks
-        self._others = self._others or agree.from_rank0(streams.digest)
+        self._others = self._others or agree.from_rank0(rng.digest)
         part = update * self.parts + index * self._prepared.dp_size + self._prepared.dp_rank
-        streams.at(self._seed, self._others, part)
+        rng.at(self._seed, self._others, part)
 
     def add(self, *, last: bool) -> None:
         """After its backward pass: take its gradients into the sum, which with the `last` becomes the gradients."""

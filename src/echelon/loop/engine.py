@@ -15,8 +15,8 @@ import torch
 from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import REQUEUE
-from echelon.data.place import Combined, Placed
-from echelon.loop import agreements, due
+from echelon.data.base import BaseLoader, Combined
+from echelon.loop import agreements, evaluation_due
 from echelon.loop.accept import callbacks_of, check_unit, has_hook, inner_of
 from echelon.loop.callback import Callback
 from echelon.loop.hooks import Hooks
@@ -126,8 +126,8 @@ class Run:
         loader = stage.here.dataloader
         # Ranks that compute the same samples together, as with tensor parallelism, must be given the same. Other loaders are
         # divided by whoever made them, so nobody has to know how.
-        if isinstance(loader, (Placed, Combined)) and (place := self._inner.data_place) is not None:
-            loader.place(*place)
+        if isinstance(loader, (BaseLoader, Combined)) and (rank_and_size := self._inner.data_rank_and_size) is not None:
+            loader.set_data_rank(*rank_and_size)
         stage.call(stage.hooks.start)
 
     # --- an epoch of training
@@ -164,7 +164,7 @@ class Run:
         progress.increment_epoch()
         self._inner.epoch_closed(self.state, stage.phase)
         if within_fit and stage.trains:
-            due.after_epoch(stage.here, progress)
+            evaluation_due.after_epoch(stage.here, progress)
         elif within_fit:
             self.unit.train_progress.evaluation_due = False
         stage.call(stage.hooks.epoch_end)

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from echelon.contracts.errors import UsageError
+from echelon.data.base import BaseLoader, loaders_of
 from echelon.data.loader import Loader
-from echelon.data.place import Placed, loaders_of
 from echelon.data.prefetch import NO_STEP, Feed, known_length
 from echelon.loop.accept import KINDS, is_real, keeps
 from echelon.loop.hooks import timed
@@ -108,7 +108,7 @@ def _seek(loader: Any, progress: Progress) -> None:
         set_epoch = getattr(part, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(progress.num_epochs_completed)
-    if isinstance(loader, Placed):
+    if isinstance(loader, BaseLoader):
         # The unit's progress says where an epoch continues; a loader that was looked into or stopped early does not.
         progress.num_steps_completed_in_epoch = loader.seek(progress.num_steps_completed_in_epoch)
 
@@ -116,7 +116,7 @@ def _seek(loader: Any, progress: Progress) -> None:
 def _resumed(stage: Stage) -> tuple[Any, int]:
     """What to iterate over, and after how many batches of the epoch it resumes by a state of its own."""
     loader, done = stage.here.dataloader, stage.progress.num_steps_completed_in_epoch
-    if not stage.trains or done == 0 or isinstance(loader, Placed):
+    if not stage.trains or done == 0 or isinstance(loader, BaseLoader):
         return loader, 0
     if hasattr(loader, "load_state_dict"):
         return loader, done

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from echelon.checkpoint import commit
-from echelon.checkpoint.place import explain
+from echelon.checkpoint.location import explain
 from echelon.contracts.errors import CheckpointWriteError, UsageError
 from echelon.loop.unit import Unit
 from echelon.parallel.prepared import Prepared

@@ -12,7 +12,7 @@ from echelon.contracts import pulse
 from echelon.contracts.errors import EchelonError
 from echelon.contracts.pulse import Phase
 from echelon.data.prefetch import NO_STEP, Feed
-from echelon.loop import agreements, due
+from echelon.loop import agreements, evaluation_due
 from echelon.loop.feeding import Batches, open_feed, own_fetch, steps_left
 from echelon.loop.hooks import timed
 from echelon.loop.progress import Progress
@@ -96,7 +96,7 @@ class Steps:
                 break
             progress.num_steps_completed += 1
             progress.num_steps_completed_in_epoch += 1
-            evaluates = evaluate is not None and due.after_step(here, progress)
+            evaluates = evaluate is not None and evaluation_due.after_step(here, progress)
             durations.append(clock() - fetched)
             at(after, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
             for hook in hooks.step_end:
@@ -126,7 +126,7 @@ class Steps:
         if data is self.batches:  # a step that fetches for itself
             next(self.batches, None)
         progress.increment_step()
-        if self.between.evaluate is not None and due.after_step(self.stage.here, progress):
+        if self.between.evaluate is not None and evaluation_due.after_step(self.stage.here, progress):
             self.between.evaluate()
 
     def _check_iterates(self, data: Any) -> None:

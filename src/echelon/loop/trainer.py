@@ -32,7 +32,7 @@ from echelon.loop.rebuild import pack, recall
 from echelon.loop.trainer_rank import BETWEEN_PROCESSES, Plan, Work, in_order, save, work_here, work_in_rank
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel.strategy import STRATEGIES, Strategy, resolve
-from echelon.world import streams
+from echelon.world import rng
 
 __all__ = ["ACCELERATORS", "Trainer"]
 
@@ -53,7 +53,7 @@ class Trainer:
         max_epochs, max_steps: when to stop; steps are updates, whatever each accumulates.
         max_steps_per_epoch: micro-batches of an epoch on each rank, by "train", "val", "test" or "predict".
         evaluate_every_n_epochs, evaluate_every_n_steps: as `fit`'s.
-        unit_options: arguments of AutoUnit's constructor that the unit gets anew, such as {"precision": "bf16"}.
+        unit_options: arguments of AutoUnit's constructor that the unit gets instead, such as {"precision": "bf16"}.
         callbacks: run in every rank; what rank 0's remember comes back, where it can be pickled.
         run_dir: of each `fit`; below `checkpoints` it has the unit's state after every epoch, unless a callback saves.
         gpus: an older word for `devices`, as a strategy is for `accelerator`: `Trainer(gpus=2, accelerator="ddp")` is understood,
@@ -220,7 +220,7 @@ class Trainer:
                 sent = pack(unit)
             env = {"CUDA_VISIBLE_DEVICES": _visible(self.device_numbers)} if self.device_numbers else {}
             env |= {"CUDA_VISIBLE_DEVICES": ""} if self.accelerator == "cpu" else {}
-            seeds = streams.draw()  # of the caller's streams: a seed of the caller's decides what ranks draw
+            seeds = rng.draw()  # of the caller's streams: a seed of the caller's decides what ranks draw
             work = replace(work, unit=sent, before=before, after=str(folder / "after"), seeds=seeds)
             try:
                 done = launch(work_in_rank, ranks=ranks, args=(self._plan(), work), env=env, run_dir=self.run_dir)

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from echelon.contracts.errors import UsageError
+from echelon.data.base import BaseLoader
 from echelon.data.loader import Loader
-from echelon.data.place import Placed
 from echelon.loop.auto import AutoUnit
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.callback import Callback
@@ -25,7 +25,7 @@ from echelon.loop.state import EntryPoint, State
 from echelon.loop.unit import Unit
 from echelon.parallel.precision import Precision
 from echelon.parallel.strategy import resolve
-from echelon.world import streams
+from echelon.world import rng
 from echelon.world.device import copy_data_to_device
 from echelon.world.init import World, init_from_env
 
@@ -85,7 +85,7 @@ class Work:
         ckpt_path: where to resume from; "last" is the newest below the Trainer's folder.
         before: a checkpoint of the unit as the caller has it, if it has been trained.
         after: the folder for the checkpoint that the caller takes back.
-        seeds: of the random streams, in the ranks.
+        seeds: of the RNGs, in the ranks.
     """
 
     phase: str
@@ -102,7 +102,7 @@ class Done:
     """What a rank gives back. Only rank 0's has the attributes of the unit and of each callback, pickled one by one."""
 
     metrics: dict[str, float]
-    place: int
+    data_rank: int
     outputs: list[Any]
     unit: dict[str, bytes] = field(default_factory=dict)
     callbacks: list[dict[str, bytes]] = field(default_factory=list)
@@ -124,7 +124,7 @@ class _Outputs(Callback):
 
 def work_in_rank(plan: Plan, work: Work) -> Done:
     """In a rank that the Trainer started."""
-    streams.start(work.seeds)
+    rng.start(work.seeds)
     init_from_env("cpu" if plan.on_cpu else None)
     unit: Any = work.unit
     if isinstance(work.unit, Parcel):
@@ -137,14 +137,14 @@ def work_in_rank(plan: Plan, work: Work) -> Done:
     else:
         metrics, outputs = work_here(plan, work)
     world = World.current(torch.device("cpu"))
-    place = getattr(unit, "data_place", None) or (world.rank, world.size)
+    data_rank, _ = getattr(unit, "data_rank_and_size", None) or (world.rank, world.size)
     if world.rank:
-        divided = isinstance(work.loaders[0], (Placed, DataLoader))  # other iterables give every rank the same
-        return Done(metrics, place[0], outputs if divided else [])
+        divided = isinstance(work.loaders[0], (BaseLoader, DataLoader))  # other iterables give every rank the same
+        return Done(metrics, data_rank, outputs if divided else [])
     attributes = {**metrics, **own_attributes(unit, progress=work.phase != "fit")} if isinstance(unit, AutoUnit) else {}
     savers = DistributedCheckpointSaver  # whose folder and lease are the rank's
     callbacks = [remembered({} if isinstance(c, savers) else vars(c)) for c in plan.callbacks]
-    return Done(metrics, place[0], outputs, remembered(attributes), callbacks)
+    return Done(metrics, data_rank, outputs, remembered(attributes), callbacks)
 
 
 def work_here(plan: Plan, work: Work) -> tuple[dict[str, float], list[Any]]:
@@ -180,13 +180,13 @@ def changes_for(plan: Plan, options: AutoOptions) -> dict[str, Any]:
 
 
 def _run(plan: Plan, work: Work, unit: Any) -> tuple[dict[str, float], list[Any]]:
-    places = (unit.data_place or (0, World.current().size))[1]
+    _, data_size = unit.data_rank_and_size or (0, World.current().size)
     accumulation = getattr(unit, "gradient_accumulation_steps", 1) if work.phase == "fit" else 1
-    loader = shared(work.loaders[0], places, accumulation)
+    loader = shared(work.loaders[0], data_size, accumulation)
     _restore(plan, work, unit, loader if work.phase == "fit" else None)
     callbacks, outputs = list(plan.callbacks), _Outputs()
     if work.phase == "fit":
-        _fit(plan, unit, loader, shared(work.loaders[1], places, 1), callbacks)
+        _fit(plan, unit, loader, shared(work.loaders[1], data_size, 1), callbacks)
     elif work.phase == "validate":
         evaluate(unit, loader, max_steps_per_epoch=plan.limits.get("val"), callbacks=callbacks)
     elif work.phase == "test":
@@ -250,31 +250,31 @@ def save(unit: Any, folder: Path) -> Any:
 
 
 def in_order(done: Sequence[Done]) -> list[Any]:
-    """The outputs batch by batch; of places that several ranks hold together, one speaks."""
-    places = {d.place: d.outputs for d in reversed(done)}
-    parts = zip_longest(*(places[place] for place in sorted(places)), fillvalue=_NONE)
+    """The outputs batch by batch; of ranks that have the same samples, one counts."""
+    outputs = {d.data_rank: d.outputs for d in reversed(done)}
+    parts = zip_longest(*(outputs[rank] for rank in sorted(outputs)), fillvalue=_NONE)
     return [output for of_batch in parts for output in of_batch if output is not _NONE]
 
 
-def shared(loader: Any, places: int, accumulation: int) -> Any:
+def shared(loader: Any, data_size: int, accumulation: int) -> Any:
     """A torch DataLoader's batches, for several ranks: each has its batch size, as in Lightning, and no sample twice.
 
     Raises:
         UsageError: its samples cannot be divided.
     """
-    if places == 1 or not isinstance(loader, DataLoader) or isinstance(getattr(loader, "sampler", None), DistributedSampler):
+    if data_size == 1 or not isinstance(loader, DataLoader) or isinstance(getattr(loader, "sampler", None), DistributedSampler):
         return loader
     sampler: Any = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
     plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
     if loader.batch_size is None or not plain or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
         what = type(sampler if sampler is not None else loader.dataset).__name__
         raise UsageError(
-            f"a DataLoader with {what} cannot be divided between {places} ranks: every one would see the same samples. "
+            f"a DataLoader with {what} cannot be divided between {data_size} ranks: every one would see the same samples. "
             "Use echelon.Loader, for iterable datasets echelon.StreamLoader, or a DistributedSampler of your own."
         )
     return Loader(
         loader.dataset,
-        loader.batch_size * places * accumulation,
+        loader.batch_size * data_size * accumulation,
         shuffle=isinstance(sampler, RandomSampler),
         accumulation=accumulation,
         tail="drop" if loader.drop_last else "keep",

@@ -167,10 +167,10 @@ class Unit(AppStateMixin):
         return False
 
     @property
-    def data_place(self) -> tuple[int, int] | None:
+    def data_rank_and_size(self) -> tuple[int, int] | None:
         """(rank, size) among the ranks that see different data; None if the modules do not say."""
-        places = (prepared.data_place for prepared in self.prepared_modules().values())
-        return next((place for place in places if place is not None), None)
+        said = (prepared.data_rank_and_size for prepared in self.prepared_modules().values())
+        return next((each for each in said if each is not None), None)
 
     def prepared_modules(self) -> dict[str, Prepared[Any]]:
         """Each module among the attributes as its strategy has it, by the attribute's name. Each is recognised once."""

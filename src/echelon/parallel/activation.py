@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,61 +24,11 @@ from echelon.contracts.errors import UsageError, require
 from echelon.parallel.blocks import blocks_by_policy, blocks_to_shard
 from echelon.parallel.prepared import NO_CONTEXT
 
-__all__ = [
-    "ActivationCheckpointParams",
-    "checkpoint_wrapper",
-    "disable_checkpointing",
-    "is_checkpointing",
-    "is_recomputing",
-    "recompute",
-]
+__all__ = ["ActivationCheckpointParams", "Recompute", "checkpoint_wrapper", "recompute"]
 
 logger = logging.getLogger(__name__)
 
 Contexts = Callable[[], tuple[Any, Any]]
-
-
-class _Now(threading.local):
-    """What this thread is doing: a backward pass on a GPU recomputes in a thread of its own."""
-
-    checkpointing = recomputing = disabled = False
-
-
-_now = _Now()
-
-
-def is_checkpointing() -> bool:
-    """Whether this is the forward pass of a module that will be recomputed; asked from within the module."""
-    return _now.checkpointing
-
-
-def is_recomputing() -> bool:
-    """Whether this is the recomputation of a module; asked from within the module."""
-    return _now.recomputing
-
-
-@contextmanager
-def disable_checkpointing() -> Iterator[None]:
-    """Inside, modules keep their activations."""
-    with _Doing("disabled"):
-        yield
-
-
-class _Doing:
-    """Context that sets a flag of `_now`, and `also`. torch may enter the same one again, and they lie within each other."""
-
-    def __init__(self, flag: str, also: AbstractContextManager[Any] = NO_CONTEXT) -> None:
-        self._flag, self._also = flag, also
-        self._before: list[bool] = []
-
-    def __enter__(self) -> None:
-        self._before.append(getattr(_now, self._flag))
-        setattr(_now, self._flag, True)
-        self._also.__enter__()
-
-    def __exit__(self, *raised: Any) -> bool | None:
-        setattr(_now, self._flag, self._before.pop())
-        return self._also.__exit__(*raised)
 
 
 @dataclass(frozen=True)
@@ -157,12 +106,12 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False, *, conte
         offload_to_cpu: keep the module's inputs in host memory meanwhile.
         context_fn: as in `torch.utils.checkpoint.checkpoint`.
     """
-    if not isinstance(module.forward, _Recompute):
-        module.forward = _Recompute(module, offload_to_cpu, context_fn)
+    if not isinstance(module.forward, Recompute):
+        module.forward = Recompute(module, offload_to_cpu, context_fn)
     return module
 
 
-class _Recompute:
+class Recompute:
     """The `forward` of a module that recomputes. A class, so that the module can still be copied and pickled."""
 
     def __init__(self, module: nn.Module, offload_to_cpu: bool, contexts: Contexts | None) -> None:
@@ -170,7 +119,7 @@ class _Recompute:
         self._offload, self._contexts = offload_to_cpu, contexts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or _now.disabled:
+        if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         if any(_is_cache(value) for value in (*args, *kwargs.values())):
             args, kwargs = self._without_cache(args, kwargs)
@@ -181,7 +130,7 @@ class _Recompute:
             call = partial(self._traced, [], names)
             return checkpoint(call, *inputs, use_reentrant=False, **options)
         with self._offloaded() if self._offload else NO_CONTEXT:
-            return checkpoint(partial(self._call, names), *inputs, use_reentrant=False, context_fn=self._contexts_and_statistics)
+            return checkpoint(partial(self._call, names), *inputs, use_reentrant=False, context_fn=self.contexts)
 
     def _without_cache(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The arguments as with use_cache=False. Evaluation and generation, which compute no gradients, keep theirs.
@@ -213,9 +162,10 @@ class _Recompute:
         with _Uncounted(self._module) if len(calls) > 1 else NO_CONTEXT:
             return self._call(names, *values)
 
-    def _contexts_and_statistics(self) -> tuple[Any, Any]:
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Of the forward pass, and of the recomputation."""
         first, again = self._contexts() if self._contexts is not None else (NO_CONTEXT, NO_CONTEXT)
-        return _Doing("checkpointing", first), _Doing("recomputing", _Uncounted(self._module, again))
+        return first, _Uncounted(self._module, again)
 
     def _offloaded(self) -> AbstractContextManager[Any]:
         on_gpu = any(p.device.type == "cuda" for p in self._module.parameters())

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.names import names_of_each
 
 __all__ = ["blocks_by_policy", "blocks_to_shard", "chosen_blocks", "without_shared"]
 
@@ -115,9 +116,7 @@ def without_shared(module: nn.Module, blocks: Blocks) -> tuple[Blocks, list[str]
     Returns:
         The blocks, and the names of the parameters because of which others are left out.
     """
-    owners: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        owners.setdefault(parameter, []).append(name)
+    owners = names_of_each(module.named_parameters(remove_duplicate=False))
     kept, shared = [], []
     for name, block in blocks:
         prefix = f"{name}."

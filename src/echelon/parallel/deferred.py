@@ -27,7 +27,6 @@ from echelon.parallel.deferred_calls import (
     META,
     asks_for_meta,
     changes_real,
-    copied,
     is_meta,
     mapped,
     not_away,
@@ -210,7 +209,7 @@ class Recording(TorchFunctionMode):
         number = self._number(tensor)
         self.tape.writers[number].append(len(self.tape.calls))
         made = Call(
-            copied, (value,), {}, frozenset(), {0: number}, is_set, torch.get_default_dtype(), torch.default_generator, None
+            torch.clone, (value,), {}, frozenset(), {0: number}, is_set, torch.get_default_dtype(), torch.default_generator, None
         )
         self.tape.calls.append(made)
 

@@ -18,7 +18,6 @@ __all__ = [
     "as_bytes",
     "asks_for_meta",
     "changes_real",
-    "copied",
     "is_meta",
     "leaves",
     "mapped",
@@ -55,10 +54,6 @@ def mark(*tensors: torch.Tensor) -> None:
     for tensor in tensors:
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(float("nan"))
-
-
-def copied(value: torch.Tensor) -> torch.Tensor:
-    return value.clone()
 
 
 def _is_default(leaf: Any) -> bool:
@@ -118,11 +113,7 @@ def targets(name: str, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that a function changes, by torch's conventions of naming."""
     changed: list[torch.Tensor] = list(tensors_in(kwargs.get("out")))
     in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    if (
-        in_place
-        or name == "__setitem__"
-        or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__", "__iter__"))
-    ):
+    if in_place or name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE):
         first = args[0] if args else next((kwargs[k] for k in ("tensor", "input", "self") if k in kwargs), None)
         changed += list(tensors_in(first))
     return changed

@@ -38,7 +38,7 @@ class DPPrepared(WrapperPrepared["nn.DataParallel[Any]"]):
         super().__init__(module)
 
     @property
-    def data_place(self) -> tuple[int, int] | None:
+    def data_rank_and_size(self) -> tuple[int, int] | None:
         return self.dp_rank, self.dp_size
 
 

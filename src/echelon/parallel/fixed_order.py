@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.parallel.shards import local
+from echelon.parallel.shards import local, whole
 
 __all__ = ["GradientTree", "TreeReduceScatter", "clip_in_order_", "is_power_of_two", "reduce_bucket", "tree_sum"]
 
@@ -125,14 +125,8 @@ def clip_in_order_(parameters: Iterable[torch.Tensor], max_norm: float, norm_typ
     if not grads:
         return torch.zeros(())
     norm: torch.Tensor = torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(_whole(g), norm_type) for g in grads]), norm_type
+        torch.stack([torch.linalg.vector_norm(whole(g), norm_type) for g in grads]), norm_type
     )
     if max_norm != math.inf:
         torch._foreach_mul_([local(g) for g in grads], torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    full = getattr(tensor, "full_tensor", None)
-    whole: torch.Tensor = full() if full is not None else tensor
-    return whole

@@ -16,11 +16,11 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
-from echelon.parallel.blocks import Blocks, blocks_by_policy, blocks_to_shard, chosen_blocks
+from echelon.parallel.blocks import Blocks, blocks_by_policy, chosen_blocks
 from echelon.parallel.fsdp1 import precision_policies, sharding_named
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
-from echelon.parallel.sharding import FSDPPrepared, Sharding, flat_mesh, offloads, replica_mesh, shard
+from echelon.parallel.sharding import Sharding, flat_mesh, offloads, replica_mesh, shard
 from echelon.parallel.strategy import Strategy
 from echelon.world.init import World, ensure_group
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
     from torch.distributed.fsdp import ShardingStrategy as TorchShardingStrategy
 
-__all__ = ["FSDPPrepared", "FSDPStrategy", "HSDPStrategy", "blocks_to_shard"]
+__all__ = ["FSDPStrategy", "HSDPStrategy"]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.deferred import recording
+from echelon.parallel.deferred_calls import is_meta, leaves, mapped
 from echelon.parallel.deferred_tape import Value
 from echelon.parallel.shards import local
 from echelon.world import agree
@@ -109,7 +110,7 @@ def materialize(
         module: with its parameters in their final form, DTensors or plain.
         device: of this rank's parts.
         buffers: of buffers, if it is another one.
-        same_on_all: rank 0's random streams count on all ranks; False keeps each rank's own.
+        same_on_all: rank 0's RNGs count on all ranks; False keeps each rank's own.
     Raises:
         UsageError: as `remember`, which it calls if nobody has; ranks that built different models.
     """
@@ -155,30 +156,18 @@ _MODULES_OWN = {"_parameters", "_buffers", "_modules"}
 
 
 def _within(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if value.is_meta and Value.of(value) is not None:
-            yield value
-    elif type(value) in (list, tuple):
-        for each in value:
-            yield from _within(each)
-    elif type(value) is dict:
-        for each in value.values():
-            yield from _within(each)
+    return (leaf for leaf in leaves(value) if _is_recorded(leaf))
+
+
+def _is_recorded(value: Any) -> bool:
+    return is_meta(value) and Value.of(value) is not None
 
 
 def _exchanged(holder: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Change the recorded tensors among a module's plain attributes, wherever they lie in these."""
-
-    def changed(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return change(value) if value.is_meta and Value.of(value) is not None else value
-        if type(value) in (list, tuple):
-            return type(value)(changed(each) for each in value)
-        return {key: changed(each) for key, each in value.items()} if type(value) is dict else value
-
     for name, value in list(vars(holder).items()):
         if name not in _MODULES_OWN and any(True for _ in _within(value)):
-            vars(holder)[name] = changed(value)
+            vars(holder)[name] = mapped(lambda leaf: change(leaf) if _is_recorded(leaf) else leaf, value)
 
 
 def _record_resets(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from echelon.parallel.registry import wrapper_of
 
-__all__ = ["plain_buffers", "plain_name", "plain_names", "unwrapped", "without_compile"]
+__all__ = ["names_of_each", "plain_buffers", "plain_name", "plain_names", "tied_names", "unwrapped", "without_compile"]
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -43,6 +43,19 @@ def plain_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def plain_name(name: str) -> str:
     """A name without what compilation, activation checkpointing and the older FSDP put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+def names_of_each(named: Iterable[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, list[str]]:
+    """All names of each parameter; a tied one has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in named:
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def tied_names(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    return [names for names in names_of_each(named).values() if len(names) > 1]
 
 
 def _plainly(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:

@@ -25,7 +25,7 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.registry import imported
 from echelon.world import agree
 
-__all__ = ["Partition", "assign", "behind", "is_zero_redundancy", "parameter_groups", "parameters_of"]
+__all__ = ["Partition", "assign", "is_zero_redundancy", "parameter_groups", "parameters_of"]
 
 _ALIGNMENT_BYTES = 64  # what vectorised kernels like their tensors to start at
 
@@ -215,11 +215,6 @@ class Partition:
 def is_zero_redundancy(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is torch's own: a facade, whose groups have everyone's parameters, of an optimizer over what this rank owns."""
     return isinstance(optimizer, imported("torch.distributed.optim", "ZeroRedundancyOptimizer"))
-
-
-def behind(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that does the work: itself, or the divided one that it is a facade of."""
-    return Partition.behind(optimizer)
 
 
 def parameter_groups(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:

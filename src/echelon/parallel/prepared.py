@@ -100,7 +100,7 @@ class Prepared(Generic[M]):
         return self._known_share().size
 
     @property
-    def data_place(self) -> tuple[int, int] | None:
+    def data_rank_and_size(self) -> tuple[int, int] | None:
         """(dp_rank, dp_size); None where every process is by itself, so that the loader decides."""
         return (self.dp_rank, self.dp_size) if self.averaged or self.forward_is_collective else None
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.parallel.names import plain_buffers, plain_names, unwrapped
+from echelon.parallel.names import plain_buffers, plain_names, tied_names, unwrapped
 from echelon.parallel.optimizer_state import OptimizerState, ZeroRedundancyState
-from echelon.parallel.partition import behind, is_zero_redundancy, parameters_of
+from echelon.parallel.partition import Partition, is_zero_redundancy, parameters_of
 from echelon.parallel.registry import wrapper_of
 from echelon.parallel.shards import is_split, reshard
 
@@ -54,10 +54,7 @@ class ModuleState:
 
     def tied(self) -> list[list[str]]:
         """Names of one and the same parameter, for each that has several."""
-        names: dict[int, list[str]] = {}
-        for name, parameter in plain_names(self._module, every_name=True):
-            names.setdefault(id(parameter), []).append(name)
-        return [each for each in names.values() if len(each) > 1]
+        return tied_names(plain_names(self._module, every_name=True))
 
 
 def states_by_name(app_state: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,7 +85,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.
         return ZeroRedundancyState(owners, optimizer)
     kinds = (wrapper_of(part) for module in owners.values() for part in module.modules())
     own = next((kind.optimizer_state for kind in kinds if kind is not None and kind.optimizer_state is not None), OptimizerState)
-    return own(owners, behind(optimizer))
+    return own(owners, Partition.behind(optimizer))
 
 
 def _owners(parameters: list[nn.Parameter], modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

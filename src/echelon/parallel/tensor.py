@@ -21,6 +21,7 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.materialize import remember
+from echelon.parallel.names import tied_names
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.strategy import Strategy
@@ -82,7 +83,7 @@ class TPStrategy(Strategy):
         remember(module)
         _place(module, world, from_rank0=self.fsdp is None or self.fsdp.sync_module_states)
         if dims.tp > 1:
-            tied = _tied(module)
+            tied = tied_names(module.named_parameters(remove_duplicate=False))
             styles = {name: _style(module.get_submodule(name), style) for name, style in chosen.items()}
             parallelize_module(module, dims.tp_mesh(world.device), styles, src_data_rank=None)
             _tie(module, tied)
@@ -196,14 +197,6 @@ def _place(module: nn.Module, world: World, *, from_rank0: bool) -> None:
                 tensor.data = tensor.data.to(world.device)
             if from_rank0 and world.size > 1:
                 dist.broadcast(tensor.detach(), src=0)
-
-
-def _tied(module: nn.Module) -> list[list[str]]:
-    """Names that share a parameter."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [same for same in names.values() if len(same) > 1]
 
 
 def _tie(module: nn.Module, tied: list[list[str]]) -> None:

@@ -2,7 +2,7 @@
 
 Some show in the numbers (a missing all-reduce), and are recognised by what they would give instead. Others leave the
 numbers of a few updates as they were (the same data on two ranks: the mean over two copies is the mean of one), and are found
-in the micro-batches and random streams themselves; they fail a row as well.
+in the micro-batches and RNGs themselves; they fail a row as well.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from echelon.prover.streams import digest
+from echelon.prover.micro import digest
 from echelon.prover.verdict import Verdict
 
 __all__ = ["CAUSES", "from_mistakes", "from_records", "from_verdict"]
@@ -44,7 +44,7 @@ def from_records(records: list[dict[str, Any]], per_sample: Callable[[], set[str
     """Causes that the ranks' own records show, each with what was seen. Right numbers do not excuse them.
 
     Args:
-        per_sample: tells the random streams from which more samples draw more; None if that is not known. Others may be alike
+        per_sample: tells the RNGs from which more samples draw more; None if that is not known. Others may be alike
             on all ranks: they make the choices that ranks have to make together.
     """
     found = []
@@ -96,7 +96,7 @@ def _same_streams(records: list[dict[str, Any]], per_sample: Callable[[], set[st
             more = None if name == "torch" and a["dropouts"] else per_sample()
             if more is None or name in more or not before:
                 when = "began with" if before else "came out of their first forward pass with"
-                which = "random stream" if name == "torch" else f"random stream of {name}"
+                which = "RNG state" if name == "torch" else f"RNG state of {name}"
                 return [("identical dropout", f"ranks {a['rank']} and {b['rank']} {when} the same {which}")]
     return []
 
@@ -105,7 +105,7 @@ def _same_reading(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
     for a, b in combinations(records, 2):
         for name in a["reading"].keys() & b["reading"].keys():
             if a["reading"][name] == b["reading"][name]:
-                seen = f"ranks {a['rank']} and {b['rank']} read their first samples with the same random stream of {name}"
+                seen = f"ranks {a['rank']} and {b['rank']} read their first samples with the same RNG state of {name}"
                 return [("identical augmentation", seen)]
     return []
 

@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 
+from echelon.prover.micro import Micro
 from echelon.prover.reference import AGAIN, Values, micros_in_order
-from echelon.prover.streams import Micro
 from echelon.prover.verdict import Blind, Difference, Verdict, larger
 
 __all__ = ["compare", "mean_loss"]

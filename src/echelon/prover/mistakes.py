@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from echelon.prover.micro import NotJoinable, join
 from echelon.prover.reference import AutoReference, OwnReference, Reference, Values, by_index
-from echelon.prover.streams import NotJoinable, join
 from echelon.prover.values import named_values, parameters_of
 
 __all__ = ["mistakes_of", "tried"]

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from echelon.prover.micro import Micro, NotJoinable, digest, join, widened
 from echelon.prover.mistakes import tried
 from echelon.prover.reference import AutoReference, OwnReference, Reference, by_index
-from echelon.prover.streams import Micro, NotJoinable, digest, join, widened
 from echelon.prover.values import named_values
 
 __all__ = ["probe"]

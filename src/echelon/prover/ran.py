@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from echelon.prover.matrix import Row
+from echelon.prover.micro import Micro, NotJoinable, digest, join
 from echelon.prover.proof import Result
 from echelon.prover.reference import by_index, micros_in_order
-from echelon.prover.streams import Micro, NotJoinable, digest, join
 from echelon.prover.verdict import SMALL_SHARE, Verdict, larger
 
 __all__ = ["Computed", "Judged", "Ran", "blindness", "data_of", "fill", "in_float64", "in_words"]
@@ -88,7 +88,7 @@ def blindness(judged: Judged) -> str:
 def data_of(row: Row, records: list[dict[str, Any]]) -> tuple[Any, ...]:
     """What the reference of a row depends on. Rows with the same share it.
 
-    As a rule the samples of each update alone. Dropped units depend on the micro-batches and on the random streams in front of
+    As a rule the samples of each update alone. Dropped units depend on the micro-batches and on the RNGs in front of
     them; a step of one's own, which may accumulate, on which micro-batches came at the same time.
     """
     updates = range(len(micros_in_order(records)))

@@ -17,18 +17,18 @@ from echelon.contracts.overrides import Overrides, impose
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.observer import observing
+from echelon.prover.generators import GLOBAL
 from echelon.prover.matrix import Row
+from echelon.prover.micro import on_host, plain, widened
 from echelon.prover.mistakes import mistakes_of
 from echelon.prover.probe import probe
 from echelon.prover.record import Enough, StepRecorder
 from echelon.prover.reference import How, Reference, Shake, reference_of
 from echelon.prover.row_strategy import RowStrategy
 from echelon.prover.samples import checksums
-from echelon.prover.sources import GLOBAL
-from echelon.prover.streams import on_host, plain, widened
 from echelon.prover.target import Target
 from echelon.prover.workarounds import noting_seeds, without_autocast
-from echelon.world import streams
+from echelon.world import rng
 
 __all__ = ["Replay", "run_epoch", "run_mistakes", "run_probe", "run_reference", "run_row"]
 
@@ -146,12 +146,12 @@ def run_epoch(replay: Replay) -> dict[str, Any]:
 def _deciding(decided: Overrides, dtype: torch.dtype, seed: int) -> Iterator[set[str]]:
     """Impose what prove decides over a script's head: besides `decided`, the type of its numbers and its random numbers.
 
-    Yields the global random streams that the script has seeded itself so far.
+    Yields the global RNGs that the script has seeded itself so far.
     """
     before = torch.get_default_dtype()
     impose(decided)
     torch.set_default_dtype(dtype)
-    streams.seed(seed)  # a script that seeds itself does so again
+    rng.seed(seed)  # a script that seeds itself does so again
     torch.manual_seed(_torch_seed(seed))
     seeded: set[str] = set()
     try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from echelon.prover.micro import Micro
 from echelon.prover.samples import Plan
-from echelon.prover.streams import Micro
 
 __all__ = ["RankRecord"]
 

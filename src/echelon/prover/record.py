@@ -27,12 +27,12 @@ from echelon.loop.callback import Callback
 from echelon.loop.loss import rows
 from echelon.loop.state import ActivePhase, State
 from echelon.parallel.names import plain_name
-from echelon.parallel.partition import behind
+from echelon.parallel.partition import Partition
+from echelon.prover.generators import Sources, drawn_between
+from echelon.prover.micro import Micro, digest, widened
 from echelon.prover.peak import PeakMemory
 from echelon.prover.rank_record import RankRecord
 from echelon.prover.samples import Reading, plan_of
-from echelon.prover.sources import Sources, drawn_between
-from echelon.prover.streams import Micro, digest, widened
 from echelon.prover.values import (
     loss_in,
     modules_of,
@@ -82,7 +82,7 @@ class GradientWatch:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         tracked = self._unit.tracked_optimizers().values()
-        if any(behind(each) is optimizer is not each for each in tracked):
+        if any(Partition.behind(each) is optimizer is not each for each in tracked):
             return  # it works behind one that was seen
         with self.pause():
             mine = _parameters_in([optimizer])
@@ -230,7 +230,7 @@ class StepRecorder(Callback):
         unit.train_step = watched_step
 
     def _states(self) -> dict[str, Any]:
-        """Of all random streams, before and after each micro-batch."""
+        """The states of all RNGs, before and after each micro-batch."""
         assert self._sources is not None
         with self._paused():
             if len(self.record.resting) == len(self.record.updates):

@@ -25,9 +25,9 @@ from echelon.contracts.errors import UsageError
 from echelon.loop.auto import AutoUnit
 from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.parallel.shards import local
+from echelon.prover.generators import Sources
+from echelon.prover.micro import Micro, NotJoinable, digest, join, widened
 from echelon.prover.record import GradientWatch, rates_of
-from echelon.prover.sources import Sources
-from echelon.prover.streams import Micro, NotJoinable, digest, join, widened
 from echelon.prover.values import (
     loss_in,
     modules_of,
@@ -101,13 +101,13 @@ class Reference(ABC):
         self.joined = True
         self.held: set[str] = set()
         self.rates: list[list[float]] = []  # as in RankRecord
-        self.draws: list[int] = []  # checksums of the random streams after every forward pass that drew
+        self.draws: list[int] = []  # checksums of the RNG states after every forward pass that drew
         self.state = State(entry_point=EntryPoint.TRAIN, train_state=PhaseState(dataloader=[]))
         self._epoch: int | None = None
 
     @property
     def drew(self) -> bool:
-        """Whether the forward passes are repeated with the ranks' random streams."""
+        """Whether the forward passes are repeated with the ranks' RNGs."""
         return any(m.streams for u in self.updates for m in u)
 
     # --- what kinds of units differ in
@@ -254,7 +254,7 @@ class AutoReference(Reference):
         return self.backward([(m.data, m.weight / total, m.streams) for m in micros])
 
     def backward(self, pieces: Sequence[tuple[Any, float, Mapping[str, Any]]]) -> float:
-        """Add up the gradients of (data, share of the mean, random streams before it); returns the mean loss."""
+        """Add up the gradients of (data, share of the mean, RNG states before it); returns the mean loss."""
         mean = 0.0
         for data, share, streams in pieces:
             self.sources.restore(streams)

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from echelon.prover.sources import Sources, drawn_between
-from echelon.prover.streams import Micro, digest
+from echelon.prover.generators import Sources, drawn_between
+from echelon.prover.micro import Micro, digest
 
 __all__ = ["Plan", "Reading", "checksums", "note_on", "plan_of", "rows_of"]
 

@@ -58,7 +58,7 @@ class _SlurmConfig(slurm_config.SlurmConfig):
 
 
 class SlurmConfig(_SlurmConfig):
-    """`echelon.SlurmConfig`, whose fields can be set anew: they are checked when the function is called.
+    """`echelon.SlurmConfig`, whose fields can be set again: they are checked when the function is called.
 
     Args:
         stderr_to_stdout: without effect: a rank's log always holds both.

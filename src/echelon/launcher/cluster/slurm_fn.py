@@ -31,7 +31,7 @@ from echelon.launcher.cluster.slurm.render import exported
 from echelon.launcher.cluster.slurm_config import SlurmConfig
 from echelon.launcher.cluster.snapshot import Copy, copy_code
 from echelon.launcher.functions.command import parse
-from echelon.launcher.functions.inside import place, run_call
+from echelon.launcher.functions.inside import call_site, run_call
 from echelon.launcher.job import JobSpec
 from echelon.launcher.local.raised import in_library
 from echelon.launcher.protocol import FolderJob
@@ -167,7 +167,7 @@ class ConfiguredFunction(Generic[P, T]):
         if self.config.mode in ("run", "debug"):
             self._unmet()
             return [self._inline(args, kwargs) for args, kwargs in calls]
-        at = place()
+        at = call_site()
         if at is not None:  # started by a launch command: the script runs once more, as far as this call
             if len(_submitted) < at.number:
                 _submitted.append(list(at.earlier[len(_submitted)]))

@@ -17,7 +17,7 @@ from echelon.launcher.functions.run import Cancel, call
 from echelon.launcher.job import auto_ranks
 from echelon.launcher.local.worker import set_threads
 
-__all__ = ["CollectiveGroup", "Placed"]
+__all__ = ["BaseLoader", "CollectiveGroup"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class CollectiveGroup:
         if policies is not None and not policies:
             logger.warning("policies is empty, as gpu_policies() is without a GPU; starting one rank per core")
         self.policies = list(policies or _by_default(nprocs))
-        self._placed = Placed(training_fn, self.policies, hide_stderr)
+        self._placed = BaseLoader(training_fn, self.policies, hide_stderr)
         self._call = (tuple(training_args or ()), dict(training_kwargs or {}))
         self._port = port
         self._backend: _Backend | None = None
@@ -126,7 +126,7 @@ class CollectiveGroup:
         self.close()
 
 
-class Placed:
+class BaseLoader:
     """The function as a rank calls it, after it has gone to its place. Can be pickled if the function can."""
 
     def __init__(self, fn: Callable[..., Any], policies: Sequence[Any], hide_stderr: bool) -> None:
@@ -156,7 +156,7 @@ class Placed:
 class _LocalRanks:
     """Ranks of this machine, by `launch`, which waits: in a thread."""
 
-    def __init__(self, fn: Placed, args: Sequence[Any], kwargs: Mapping[str, Any], policies: Sequence[Any]) -> None:
+    def __init__(self, fn: BaseLoader, args: Sequence[Any], kwargs: Mapping[str, Any], policies: Sequence[Any]) -> None:
         _check_here(policies)
         self._cancel = Cancel()
         self._values: list[Any] = []
@@ -167,7 +167,7 @@ class _LocalRanks:
             target=self._run, args=(fn, args, kwargs, len(policies)), name="echelon-group", daemon=True
         )
 
-    def _run(self, fn: Placed, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int) -> None:
+    def _run(self, fn: BaseLoader, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int) -> None:
         try:
             self._values = call(fn, ranks=ranks, args=args, kwargs=kwargs, cancel=self._cancel)
         except BaseException as error:  # raised where it is joined

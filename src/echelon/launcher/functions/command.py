@@ -28,7 +28,7 @@ from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.calls import checksum
-from echelon.launcher.functions.inside import Place
+from echelon.launcher.functions.inside import CallSite
 from echelon.launcher.functions.processes import descends, kill_children, runs
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local.attempt import write_exit
@@ -93,7 +93,7 @@ def run_command(spec: JobSpec, here: RunDir, meeting: Meeting, task: int, key: s
         UsageError: there is no such program.
     """
     about = _about(spec)
-    at = Place(str(here.attempt_path.absolute()), meeting.node, task=task, key=key, **about["call"])
+    at = CallSite(str(here.attempt_path.absolute()), meeting.node, task=task, key=key, **about["call"])
     given = {k: v for k, v in os.environ.items() if not _FOREIGN.fullmatch(k)}
     env = {**rank_environment(spec, here, given, spec.ranks, restart=False, meeting=meeting), **at.to_env()}
     env["ECHELON_SCREEN"] = "launcher"

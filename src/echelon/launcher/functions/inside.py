@@ -25,14 +25,14 @@ from echelon.contracts.stopping import REQUEUE, SIGNALS, leave
 from echelon.launcher.local.server import die_with_parent
 from echelon.launcher.local.worker import Start, end, leave_value, run_recorded
 
-__all__ = ["VARIABLE", "Place", "place"]
+__all__ = ["VARIABLE", "CallSite", "call_site"]
 
 VARIABLE = "ECHELON_CALL"
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Place:
+class CallSite:
     """Which call of a script this process was started for.
 
     Args:
@@ -60,18 +60,18 @@ class Place:
 _begun = False
 
 
-def place() -> Place | None:
+def call_site() -> CallSite | None:
     """Where this process is, if a launch command started it and its call has not begun."""
     text = os.environ.get(VARIABLE)
     if not text or _begun:
         return None
     try:
-        return Place(**json.loads(text))
+        return CallSite(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise UsageError(f"{VARIABLE}={text!r} cannot be read: {error}. The launcher sets it; unset it.") from error
 
 
-def run_call(at: Place, name: str, function: Callable[[], Any]) -> NoReturn:
+def run_call(at: CallSite, name: str, function: Callable[[], Any]) -> NoReturn:
     """Call `function`, leave its value and a record, and end this process.
 
     Raises:

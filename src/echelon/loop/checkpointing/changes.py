@@ -24,7 +24,7 @@ from echelon.data.stream import StreamLoader
 from echelon.loop.auto import AutoUnit
 from echelon.loop.checkpointing import forgotten
 from echelon.loop.unit import Unit
-from echelon.parallel.partition import behind
+from echelon.parallel.partition import Partition
 from echelon.world import agree
 from echelon.world.init import World
 
@@ -54,7 +54,7 @@ def facts(unit: Unit, loader: Any) -> dict[str, Any]:
         "echelon": version("echelon"),
         "python": platform.python_version(),
         "modules": {name: each["module"] for name, each in described.items()},
-        "optimizers": {name: type(behind(o)).__name__ for name, o in unit.tracked_optimizers().items()},
+        "optimizers": {name: type(Partition.behind(o)).__name__ for name, o in unit.tracked_optimizers().items()},
         "options": {name: [_options(group) for group in o.param_groups] for name, o in unit.tracked_optimizers().items()},
         "data": _of_loader(loader),
         "states": forgotten.kinds(unit),
@@ -69,10 +69,10 @@ def _mesh(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> dict[str, i
     if axes:
         return axes
     try:
-        place = unit.data_place
+        data = unit.data_rank_and_size
     except UsageError:  # nobody said, and the loader is the user's own
         return {}
-    return {"data": place[1]} if place is not None else {}
+    return {"data": data[1]} if data is not None else {}
 
 
 def _strategy(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> str | None:

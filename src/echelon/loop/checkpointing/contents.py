@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.checkpoint.snapshot import Planned, Snapshot, snapshot
+from echelon.data.base import BaseLoader
 from echelon.data.lossy import shuffle_buffer
-from echelon.data.place import Placed
 from echelon.data.stream import StreamLoader
 from echelon.loop.checkpointing import changes, restoring
 from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.metrics import share_of
 from echelon.loop.unit import TrainUnit
 from echelon.parallel.state import states_by_name
-from echelon.world import agree, streams
+from echelon.world import agree, rng
 
 if TYPE_CHECKING:
     from echelon.loop.state import State
@@ -42,7 +42,7 @@ def take(
     states = states_by_name({name: value for name, value in unit.app_state().items() if name not in metrics})
     loader = state.train_state.dataloader if state.train_state is not None else None
     own: dict[str, Any] = {
-        "streams": streams.states(),
+        "streams": rng.states(),
         "metrics": {name: share_of(metric) for name, metric in metrics.items()},
     }
     for name, prepared in unit.prepared_modules().items():
@@ -51,7 +51,7 @@ def take(
     position = state.train_state.loader_state(unit.train_progress) if state.train_state is not None else None
     if unit.train_progress.num_steps_completed_in_epoch:
         _warn_if_inexact(state, loader, position)
-    if not isinstance(loader, Placed) and restoring.differs_by_rank(position):
+    if not isinstance(loader, BaseLoader) and restoring.differs_by_rank(position):
         own["train_dataloader"], position = position, restoring.BY_RANK
     # Empty after an epoch's end, and for a loader without a state.
     states["train_dataloader"] = _Fixed(position or {})
@@ -61,7 +61,7 @@ def take(
     taken = snapshot(states, own, planned)
     metrics_now = monitored(best.monitored_metric, state, unit) if best is not None else {}
     config = changes.facts(unit, loader)
-    if position and not isinstance(loader, Placed):  # where progress alone does not tell it
+    if position and not isinstance(loader, BaseLoader):  # where progress alone does not tell it
         config["position"] = type(loader).__name__
     facts = {"config": config, "host": socket.gethostname(), "metrics": metrics_now}
     if left:
@@ -81,7 +81,7 @@ def _warn_if_inexact(state: State, loader: Any, position: Any) -> None:
     if isinstance(loader, StreamLoader):
         why = loader.inexact()
     elif position is None:
-        why = f"{kind} has no state: a run that goes on from here begins the epoch anew, with samples that it has seen. "
+        why = f"{kind} has no state: a run that goes on from here starts the epoch over, with samples that it has seen. "
         why += "echelon.Loader goes on."
     elif buffer := shuffle_buffer(getattr(loader, "dataset", None)):
         why = f"the dataset of the {kind} shuffles through a buffer, which is not in its state: a run that goes on from here "

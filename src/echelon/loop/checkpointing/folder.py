@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.lease import Lease
-from echelon.checkpoint.place import Place, make_folder
+from echelon.checkpoint.location import Location, make_folder
 from echelon.checkpoint.policy import Keep
 from echelon.contracts.between_attempts import begins_anew, note_begun
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 _begun: set[str] = set()
 
 
-def is_begun_anew(folder: Place) -> bool:
+def is_begun_anew(folder: Location) -> bool:
     """Whether what is in it is to be left alone, since the run was started with `--restart`."""
     return begins_anew() and str(folder) not in _begun
 
 
-def absolute(folder: Place) -> Place:
+def absolute(folder: Location) -> Location:
     return folder.absolute() if isinstance(folder, Path) else folder
 
 
@@ -45,7 +45,7 @@ class RunFolder:
         held: this run has the lease; the same on all ranks, though only rank 0 has it.
     """
 
-    def __init__(self, path: Place, keep: Keep, *, restart: bool) -> None:
+    def __init__(self, path: Location, keep: Keep, *, restart: bool) -> None:
         self._given, self.path, self.keep, self.restart = str(path), absolute(path), keep, restart
         self.held = False
         self._lease = Lease(self.path)
@@ -96,7 +96,7 @@ class RunFolder:
             commit.on_rank0(note_begun, self.path)
             _begun.add(str(self.path))
 
-    def _meet_newer(self, path: Place, step: int, restart: bool) -> None:
+    def _meet_newer(self, path: Location, step: int, restart: bool) -> None:
         """What is ahead of this run would be mistaken for its newest. A corrupt one was passed over when the run was restored."""
         why = "replaced"
         if not restart:
@@ -114,7 +114,7 @@ class RunFolder:
                 )
         commit.on_rank0(lambda: commit.set_aside(path, why))
 
-    def retire(self, newest: Place) -> None:
+    def retire(self, newest: Location) -> None:
         """Remove what need not stay, after a commit. Rank 0 alone, perhaps in a thread."""
         try:
             self._lease.refresh()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.checkpoint import commit, foreign, store
-from echelon.checkpoint.place import Place
+from echelon.checkpoint.location import Location
 from echelon.checkpoint.store import Report
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from echelon.contracts.terminal import printable
@@ -21,7 +21,7 @@ from echelon.loop.checkpointing.trained import without_frozen
 from echelon.loop.metrics import load_share
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel.state import states_by_name
-from echelon.world import agree, streams
+from echelon.world import agree, rng
 
 __all__ = ["BY_RANK", "differs_by_rank", "restore", "restore_first"]
 
@@ -32,7 +32,7 @@ _OWN = ("streams", "metrics", "train_dataloader")
 
 
 def restore_first(
-    dirpath: Place, ordered: list[Place], unit: Unit, loader: Iterable[Any] | None, options: RestoreOptions, fall_back: bool
+    dirpath: Location, ordered: list[Location], unit: Unit, loader: Iterable[Any] | None, options: RestoreOptions, fall_back: bool
 ) -> bool:
     """Restore the first of these checkpoints that is valid; False if the list is empty.
 
@@ -62,7 +62,7 @@ def restore_first(
     return False
 
 
-def restore(path: Place, unit: Unit, loader: Iterable[Any] | None, options: RestoreOptions) -> Report:
+def restore(path: Location, unit: Unit, loader: Iterable[Any] | None, options: RestoreOptions) -> Report:
     if isinstance(path, Path) and foreign.is_weights(path):
         modules = unit.prepared_modules()
         if len(modules) != 1:
@@ -83,7 +83,7 @@ def restore(path: Place, unit: Unit, loader: Iterable[Any] | None, options: Rest
     return _restore(path, manifest, unit, loader, options)
 
 
-def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, options: RestoreOptions) -> Report:
+def _restore(path: Location, manifest: dict[str, Any], unit: Unit, loader: Any, options: RestoreOptions) -> Report:
     chosen = _chosen(unit, options)
     allowed = options.allow_changes
     seeks = loader is not None and hasattr(loader, "load_state_dict")
@@ -125,7 +125,7 @@ def _restore(path: Place, manifest: dict[str, Any], unit: Unit, loader: Any, opt
     return report
 
 
-def _own(path: Place, manifest: dict[str, Any]) -> dict[str, Any] | None:
+def _own(path: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:
     """What this rank wrote for itself: RNG state, shares of metrics, strategies' extras; None if another number of ranks did."""
     own = store.read_rank(path, manifest)
     if own is None:
@@ -139,7 +139,7 @@ def _own(path: Place, manifest: dict[str, Any]) -> dict[str, Any] | None:
     return own
 
 
-def _load_own(path: Place, own: dict[str, Any] | None, unit: Unit, *, metrics: bool) -> None:
+def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics: bool) -> None:
     """
     Args:
         metrics: whether shares of metrics are wanted.
@@ -153,16 +153,16 @@ def _load_own(path: Place, own: dict[str, Any] | None, unit: Unit, *, metrics: b
         for name, prepared in unit.prepared_modules().items():
             prepared.load_extras({key: own[key][name] for key in own if key not in _OWN and name in own[key]})
     elif isinstance(unit, TrainUnit):
-        streams.renew(unit.train_progress.num_steps_completed)
+        rng.renew(unit.train_progress.num_steps_completed)
         if metrics and unit.tracked_metrics():
             logger.warning(
                 "saved by another number of ranks: the per-rank shares of %s start over", ", ".join(unit.tracked_metrics())
             )
 
 
-def _load_streams(path: Place, saved: dict[str, Any]) -> None:
+def _load_streams(path: Location, saved: dict[str, Any]) -> None:
     try:
-        streams.load_states(saved)
+        rng.load_states(saved)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise CheckpointCorruptError(f"{path} holds RNG states that are not valid: {error!r}.") from None
 
@@ -185,7 +185,7 @@ def _chosen(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in dropped}
 
 
-def _log(report: Report, path: Place) -> None:
+def _log(report: Report, path: Location) -> None:
     if report.missing:
         logger.warning("%s has no state for these, which stay as they are: %s", path, printable(", ".join(report.missing)))
     if report.cast and _speaks():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.background import Background
 from echelon.checkpoint.layout import raise_on_all
-from echelon.checkpoint.place import Place, Remote, explain, place
+from echelon.checkpoint.location import Location, Remote, explain, location
 from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
 from echelon.checkpoint.snapshot import Planned
 from echelon.checkpoint.store import Report
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class DistributedCheckpointSaver(Callback):
-    """Saves modules, optimizers, schedulers, progress, the loader's position, random streams and other Statefuls.
+    """Saves modules, optimizers, schedulers, progress, the loader's position, RNGs and other Statefuls.
 
     A checkpoint is the folder `dirpath/step-NNNNNNNN`, complete or absent, whatever is killed when. Its parameters and
     optimizer state are keyed by name, so it can be restored under another strategy and number of ranks. The end of training
@@ -77,7 +77,7 @@ class DistributedCheckpointSaver(Callback):
         self.every = Every(save_every_n_train_steps, save_every_n_epochs, save_every_n_eval_steps, save_every_n_eval_epochs)
         self.best, self.async_checkpoint = best_checkpoint_config, async_checkpoint
         keep = Keep(keep_last_n_checkpoints, options.keep_every_n_train_steps, best_checkpoint_config)
-        self.folder = RunFolder(place(dirpath), keep, restart=options.restart)
+        self.folder = RunFolder(location(dirpath), keep, restart=options.restart)
         self.failures = 0  # in a row
         self.stall_s = 0.0  # for which the loop stopped for the latest asynchronous save
         self._due, self._looked_at = False, 0  # a save, and the step at which it was last asked
@@ -88,7 +88,7 @@ class DistributedCheckpointSaver(Callback):
         self._pending = (0, 0.0)  # of the save under way: its step, and when it began
 
     @property
-    def dirpath(self) -> Place:
+    def dirpath(self) -> Location:
         return self.folder.path
 
     # --- when
@@ -167,7 +167,7 @@ class DistributedCheckpointSaver(Callback):
             self._failed(state, _step(unit), str(error), error)
 
     @pulse.during(Phase.CHECKPOINT)
-    def save(self, state: State, unit: TrainUnit[Any]) -> Place | None:
+    def save(self, state: State, unit: TrainUnit[Any]) -> Location | None:
         """Save now and wait for it; None if this step is saved already. Collective.
 
         Raises:
@@ -286,7 +286,7 @@ class DistributedCheckpointSaver(Callback):
             CheckpointNotFoundError, CheckpointUnreadableError, CheckpointCorruptError: three different answers.
             CheckpointMismatchError: it does not fit the unit, or another run was saved; with a table.
         """
-        return restoring.restore(place(path), unit, train_dataloader, restore_options or RestoreOptions())
+        return restoring.restore(location(path), unit, train_dataloader, restore_options or RestoreOptions())
 
     @staticmethod
     def restore_from_latest(
@@ -303,7 +303,7 @@ class DistributedCheckpointSaver(Callback):
             fall_back: when the newest is corrupt, say what is wrong with it and take the newest older one that is not; False
                 makes it an error. If all are corrupt it is an error in any case: a run with progress never starts over by itself.
         """
-        folder, options = place(dirpath), restore_options or RestoreOptions()
+        folder, options = location(dirpath), restore_options or RestoreOptions()
         if is_begun_anew(absolute(folder)):
             logger.warning("--restart was given: nothing in %s is restored", folder)
             return False
@@ -321,7 +321,7 @@ class DistributedCheckpointSaver(Callback):
         fall_back: bool = True,
     ) -> bool:
         """As `restore_from_latest`, of the checkpoints that have the metric the best; False if none has it."""
-        folder, options = place(dirpath), restore_options or RestoreOptions()
+        folder, options = location(dirpath), restore_options or RestoreOptions()
         best = BestCheckpointConfig(metric_name, mode)
 
         def names() -> list[str]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.checkpoint.place import Place
+from echelon.checkpoint.location import Location
 from echelon.checkpoint.store import table
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError
 from echelon.loop.averaged import AveragedWeights
@@ -67,7 +67,7 @@ class Frozen:
         return _without(states, {name: set(found) for name, found in left.items()}, unit), left
 
 
-def without_frozen(states: dict[str, Any], saved: Any, unit: Unit, path: Place, *, strict: bool, note: bool) -> dict[str, Any]:
+def without_frozen(states: dict[str, Any], saved: Any, unit: Unit, path: Location, *, strict: bool, note: bool) -> dict[str, Any]:
     """The states to read from a checkpoint that left out what `saved` describes. Collective.
 
     Args:
@@ -122,7 +122,7 @@ def _facts(state: ModuleState, names: set[str]) -> dict[str, Facts]:
     return {name: facts for each in agree.gather(mine) for name, facts in each.items()}
 
 
-def _parsed(saved: Any, path: Place) -> dict[str, dict[str, Facts]]:
+def _parsed(saved: Any, path: Location) -> dict[str, dict[str, Facts]]:
     def is_facts(facts: Any) -> bool:
         return isinstance(facts, list) and [type(each) for each in facts] == [str, list, int]
 

@@ -24,7 +24,7 @@ class System(system.System):
 
     @property
     def restarted(self) -> bool:
-        """Whether Dragon's runtime has been started anew after a fault."""
+        """Whether Dragon's runtime has been started again after a fault."""
         return bool(os.environ.get("DRAGON_RESILIENT_RESTART"))
 
     def cpu_count(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from echelon.compat.lightning.pytorch.trainer import Trainer
 from echelon.contracts.errors import UsageError
-from echelon.world import streams
+from echelon.world import rng
 
 __all__ = ["Trainer", "instead", "seed_everything"]
 
@@ -30,7 +30,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     `workers` and `verbose` have no effect: a data worker's streams follow from its rank's in any case.
     """
     value = seed if seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
-    streams.seed(value)
+    rng.seed(value)
     return value
 
 

@@ -59,7 +59,7 @@ _ELSEWHERE = {
     "num_processes": "write devices",
     "overfit_batches": "write limit_train_batches, with a loader that does not shuffle",
     "plugins": "what the strategy does are its options, such as FSDPStrategy(...)",
-    "reload_dataloaders_every_n_epochs": "a loader is iterated anew in every epoch",
+    "reload_dataloaders_every_n_epochs": "a loader is iterated again in every epoch",
     "resume_from_checkpoint": "write fit(..., ckpt_path=...)",
     "stochastic_weight_avg": "it is the unit's: AutoUnit(swa_params=SWAParams(...))",
     "sync_batchnorm": "it is the strategy's: strategy=DDPStrategy(sync_batchnorm=True)",

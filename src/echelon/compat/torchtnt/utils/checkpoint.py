@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.checkpoint import commit, manifest
-from echelon.checkpoint.place import place
+from echelon.checkpoint.location import location
 from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.compat.names import later
 from echelon.contracts.errors import CheckpointError, UsageError
@@ -79,7 +79,7 @@ class CheckpointPath:
         Raises:
             UsageError, a ValueError: it is not named like a checkpoint of echelon's.
         """
-        path = place(str(checkpoint_path).rstrip("/"))
+        path = location(str(checkpoint_path).rstrip("/"))
         try:
             step = manifest.step_of(path)
         except CheckpointError as error:
@@ -91,7 +91,7 @@ class CheckpointPath:
 
     @property
     def path(self) -> str:
-        return str(place(self.dirpath) / manifest.named(self.step))
+        return str(location(self.dirpath) / manifest.named(self.step))
 
     def newer_than(self, other: CheckpointPath) -> bool:
         return self.step > other.step
@@ -126,7 +126,7 @@ class CheckpointPath:
 def _all(dirpath: str, file_system: object, process_group: dist.ProcessGroup | None) -> list[tuple[int, dict[str, Any]]]:
     """(step, metrics) of every whole checkpoint in a folder, oldest first, as the group's first rank sees them."""
     _refuse(file_system)
-    folder = place(dirpath)
+    folder = location(dirpath)
 
     def found() -> list[tuple[int, dict[str, Any]]]:
         return [(manifest.step_of(each), manifest.read(each).get("metrics", {})) for each in manifest.committed(folder)]
@@ -192,7 +192,7 @@ def does_checkpoint_exist(
 ) -> bool:
     """Whether there is a whole checkpoint in this folder, as the group's first rank sees it."""
     _refuse(file_system)
-    path = place(ckpt_path)
+    path = location(ckpt_path)
     return commit.on_rank0(lambda: manifest.is_whole(path), path, process_group)
 
 

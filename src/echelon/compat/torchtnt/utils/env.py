@@ -12,7 +12,7 @@ import torch
 from echelon.compat.torchtnt.utils.device import set_float32_precision
 from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
-from echelon.world import init, streams
+from echelon.world import init, rng
 
 __all__ = ["init_from_env", "seed"]
 
@@ -59,7 +59,7 @@ def seed(seed: int, deterministic: str | int | None = None) -> None:
         deterministic: torch's `set_deterministic_debug_mode`: "default" or 0, "warn" or 1, "error" or 2; cuDNN measures which
             kernel is fastest with the first only. None changes nothing.
     """
-    streams.seed(seed)
+    rng.seed(seed)
     os.environ["PYTHONHASHSEED"] = str(seed)
     if deterministic is None:
         return

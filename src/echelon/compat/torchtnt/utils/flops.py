@@ -46,7 +46,7 @@ class FlopTensorDispatchMode:
         return found
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Start counting again."""
         self._counter.flop_counts.clear()
 
 

@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.flop_counter import FlopCounterMode
 
 from echelon.contracts.errors import UsageError
-from echelon.world import streams
+from echelon.world import rng
 
 __all__ = ["ModuleSummary", "get_module_summary", "get_summary_table", "prune_module_summary"]
 
@@ -64,7 +64,7 @@ def get_module_summary(
     """Look at a module and all its submodules.
 
     With an example input the module runs forward twice, and backward from the mean of its output if that is one tensor with a
-    gradient. Its buffers and gradients, its mode and the random streams are afterwards as before. If the module's parameters are
+    gradient. Its buffers and gradients, its mode and the RNGs are afterwards as before. If the module's parameters are
     split over ranks, every rank must call this.
 
     Args:
@@ -167,18 +167,18 @@ def _watching(module: nn.Module) -> Iterator[dict[str, ModuleSummary]]:
 
 @contextlib.contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Context after which buffers, gradients and random streams are as before it."""
+    """Context after which buffers, gradients and RNGs are as before it."""
     buffers = [(b, b.detach().clone()) for b in module.buffers()]
     gradients = [(p, p.grad) for p in module.parameters()]
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     for parameter, _ in gradients:
         parameter.grad = None
-    before_draws = streams.states()
+    before_draws = rng.states()
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
-        streams.put_back(before_draws)
+        rng.put_back(before_draws)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

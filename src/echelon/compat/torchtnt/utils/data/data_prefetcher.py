@@ -17,7 +17,7 @@ Batch = TypeVar("Batch")
 
 
 class CudaDataPrefetcher(Iterator[Batch], Generic[Batch]):
-    """Batches on a GPU, some read and copied ahead on a stream of their own. Each `iter` begins anew.
+    """Batches on a GPU, some read and copied ahead on a stream of their own. Each `iter` starts over.
 
     Pinned host memory makes the copies run beside the computation.
 

@@ -13,7 +13,7 @@ from echelon.compat.torchtnt.utils.data.iterators import DataIterationStrategyRe
 from echelon.compat.torchtnt.utils.data.source import Source
 from echelon.compat.torchtnt.utils.data.strategies import DataIterationStrategy
 from echelon.contracts.errors import UsageError
-from echelon.data.place import Combined, Placed
+from echelon.data.base import BaseLoader, Combined
 
 __all__ = ["MultiDataLoader"]
 
@@ -133,7 +133,7 @@ class MultiDataLoader(Combined):
             at = sources.get(name, {"used": 0, "over": True})
             if name not in state_dict:
                 logger.warning("the saved state has no loader %r; it starts from the beginning", name)
-            elif isinstance(loader, Placed) and (at["over"] or not at["used"]):
+            elif isinstance(loader, BaseLoader) and (at["over"] or not at["used"]):
                 loader.set_epoch(state_dict[name]["epoch"])  # its next pass begins at its start, and it remembers another
             else:
                 loader.load_state_dict(state_dict[name])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import echelon as ech
 from echelon.compat.torchtnt.utils.module_summary import get_module_summary
-from echelon.world import streams
+from echelon.world import rng
 from tests.conftest import Ranks
 from tests.models import net, whole
 from tests.units import Regression
@@ -114,10 +114,10 @@ def _in_places(case: str) -> tuple[float, ...]:
     if case == "rank 0 drew more" and rank == 0:
         _draw()
     if case == "restored":
-        saved = streams.states()
+        saved = rng.states()
         _draw()
-        streams.load_states(saved)
-    streams.separate(rank // 2)
+        rng.load_states(saved)
+    rng.separate(rank // 2)
     return _draw()
 
 
@@ -161,9 +161,9 @@ def test_a_seed_for_another_process_follows_from_all_streams() -> None:
         ech.seed(2)
         for change in changes:
             change()
-        seeds = streams.draw()
+        seeds = rng.draw()
         ech.seed(8)
-        streams.start(seeds)
+        rng.start(seeds)
         return _draw()
 
     plain = begun()
@@ -181,6 +181,6 @@ def test_a_summary_draws_nothing(drawing: Any) -> None:
             return super().forward(x)
 
     ech.seed(1)
-    before = streams.digest()
+    before = rng.digest()
     get_module_summary(Draws(2, 2), (torch.ones(1, 2),))
-    assert streams.digest() == before
+    assert rng.digest() == before

@@ -16,7 +16,7 @@ from echelon.contracts.overrides import overrides
 from echelon.data.resume import cannot_divide
 from echelon.world.init import World
 
-__all__ = ["Combined", "Placed", "loaders_of"]
+__all__ = ["BaseLoader", "Combined", "loaders_of"]
 
 
 # Arguments of torch's DataLoader, and what is written here in their place.
@@ -26,7 +26,7 @@ _TORCHS = {
 }
 
 
-class Placed(ABC):
+class BaseLoader(ABC):
     """Base of loaders that are given the global batch; see `Loader` for the arguments.
 
     Raises:
@@ -79,7 +79,7 @@ class Placed(ABC):
             raise UsageError(cannot_divide(self.global_batch, self._dp[1], self.accumulation))
         return self._dp
 
-    def place(self, dp_rank: int, dp_size: int) -> None:
+    def set_data_rank(self, dp_rank: int, dp_size: int) -> None:
         """Set this rank's data-parallel rank and size, unless the user gave them; the loops call it."""
         if not self._dp_is_given:
             self._dp = (dp_rank, dp_size)
@@ -135,11 +135,11 @@ class Combined(ABC):
     def loaders(self) -> list[Iterable[Any]]:
         """The others."""
 
-    def place(self, dp_rank: int, dp_size: int) -> None:
+    def set_data_rank(self, dp_rank: int, dp_size: int) -> None:
         """Set this rank's data-parallel rank and size; the loops call it."""
         for loader in self.loaders:
-            if isinstance(loader, (Placed, Combined)):
-                loader.place(dp_rank, dp_size)
+            if isinstance(loader, (BaseLoader, Combined)):
+                loader.set_data_rank(dp_rank, dp_size)
 
 
 def loaders_of(loader: Any) -> list[Any]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from echelon.prover.streams import digest
+from echelon.prover.micro import digest
 
 __all__ = ["GLOBAL", "Sources", "drawn_between"]
 

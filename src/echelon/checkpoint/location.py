@@ -15,14 +15,14 @@ from typing import IO, Any
 from echelon.contracts.errors import CheckpointCorruptError, UsageError
 
 __all__ = [
-    "Place",
+    "Location",
     "Remote",
     "create",
     "explain",
     "is_there",
+    "location",
     "make_folder",
     "open_file",
-    "place",
     "read_file",
     "remove_tree",
     "replace_file",
@@ -109,10 +109,10 @@ class Remote:
             self._fs.rm_file(self._path)
 
 
-Place = Path | Remote
+Location = Path | Remote
 
 
-def place(where: str | Path | Remote) -> Place:
+def location(where: str | Path | Remote) -> Location:
     """A Path, or a Remote for a URL such as "s3://bucket/run". One of this machine's files, file:///runs/a, is a Path.
 
     Raises:
@@ -135,7 +135,7 @@ def place(where: str | Path | Remote) -> Place:
     return Remote(fs, path, where.split("://", 1)[0])
 
 
-def size_of(where: Place) -> int:
+def size_of(where: Location) -> int:
     """The size of a file.
 
     Raises:
@@ -161,7 +161,7 @@ def _no_file_is_corrupt(where: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_file(where: Place) -> Iterator[tuple[IO[bytes], int]]:
+def open_file(where: Location) -> Iterator[tuple[IO[bytes], int]]:
     """Context with a file that is read, and its size. What is no file is not opened: a pipe would wait for ever.
 
     Raises:
@@ -182,7 +182,7 @@ def open_file(where: Place) -> Iterator[tuple[IO[bytes], int]]:
         yield file, found.st_size
 
 
-def read_file(where: Place, limit: int) -> bytes:
+def read_file(where: Location, limit: int) -> bytes:
     """All bytes of a file.
 
     Raises:
@@ -205,7 +205,7 @@ def create(where: Path) -> IO[bytes]:
     return open(os.open(where, flags, 0o666), "wb")
 
 
-def replace_file(where: Place, data: bytes, *, durable: bool = False) -> None:
+def replace_file(where: Location, data: bytes, *, durable: bool = False) -> None:
     """Put a small file in the place of whatever has its name, as a whole; a link is replaced and not followed.
 
     Args:
@@ -229,12 +229,12 @@ def replace_file(where: Place, data: bytes, *, durable: bool = False) -> None:
         raise
 
 
-def is_there(where: Place) -> bool:
+def is_there(where: Location) -> bool:
     """Whether there is anything by that name, be it a link that leads nowhere."""
     return os.path.lexists(where) if isinstance(where, Path) else where.exists()
 
 
-def make_folder(where: Place) -> None:
+def make_folder(where: Location) -> None:
     """Make a folder and those above it, each known to the disk: what lies in a folder that a power cut undoes is lost with it."""
     if not isinstance(where, Path):
         where.mkdir()
@@ -245,7 +245,7 @@ def make_folder(where: Place) -> None:
         sync(path.parent)
 
 
-def remove_tree(where: Place) -> None:
+def remove_tree(where: Location) -> None:
     """Remove a folder and all in it, or whatever else has that name. Links are removed, never followed."""
     if isinstance(where, Remote):
         where.remove_tree()
@@ -264,7 +264,7 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def explain(error: BaseException, folder: Place) -> str:
+def explain(error: BaseException, folder: Location) -> str:
     """An error of writing with what one needs to know to mend it."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(folder, Path):

@@ -26,7 +26,7 @@ class Micro:
         packed: the batch itself, pickled, with numbers in place of its tensors. tensors: those.
         weight: what it counts; 0 is padding, or a rank for which another one speaks.
         loss: its mean loss; None if the unit does not tell.
-        streams: by name (`sources.py`), the states before its forward pass of the random streams that the pass drew from.
+        streams: by name (`generators.py`), the states before its forward pass of the RNGs that the pass drew from.
         epoch: of the loader.
     """
 
