@@ -188,3 +188,38 @@ def test_a_world_of_one_shards_without_a_launcher() -> None:
     want, _, _ = plain_training([[batch(4, 0)]])
     assert largest_difference(whole(unit.module), want) < 1e-12
     dist.destroy_process_group()
+
+
+class Unfreezes(ech.Callback):
+    """Gradual unfreezing, as in fine-tuning: the last layers train from the beginning, all of them from the second epoch on."""
+
+    def on_train_epoch_start(self, state: ech.State, unit: Any) -> None:
+        module = unit.prepared.unwrapped
+        (module if unit.train_progress.num_epochs_completed else module.last).requires_grad_(True)
+
+
+def _unfrozen(strategy: str, frozen: str) -> dict[str, torch.Tensor]:
+    module = net()
+    module.get_submodule(frozen).requires_grad_(False)
+    unit = Regression(module=module, strategy=strategy, gradient_accumulation_steps=2)
+    mine = [batch(4, 10 * i + dist.get_rank()) for i in range(4)]
+    ech.train(unit, mine, max_epochs=2, callbacks=[Unfreezes()])
+    return whole(unit.prepared.unwrapped)
+
+
+@pytest.mark.parametrize(("strategy", "frozen"), [("ddp", "first"), ("ddp", ""), ("fsdp", "first")])
+def test_layers_that_are_unfrozen_during_training_are_averaged(ranks: Ranks, strategy: str, frozen: str) -> None:
+    module = net()
+    module.get_submodule(frozen).requires_grad_(False)
+    module.last.requires_grad_(True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for update in range(4):
+        if update == 2:
+            module.requires_grad_(True)
+        rows = [batch(4, 10 * i + r) for i in (2 * (update % 2), 2 * (update % 2) + 1) for r in range(2)]
+        optimizer.zero_grad()
+        nn.functional.mse_loss(module(torch.cat([x for x, _ in rows])), torch.cat([y for _, y in rows])).backward()
+        optimizer.step()
+    want = {name: p.detach() for name, p in module.named_parameters()}
+    for trained in ranks(2, _unfrozen, strategy, frozen):
+        assert largest_difference(trained, want) < 1e-12

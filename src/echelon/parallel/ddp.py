@@ -68,6 +68,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         names = module.device_mesh.mesh_dim_names if getattr(module, "device_mesh", None) is not None else None
         super().__init__(module, [Axis.of(module.process_group, names[0] if names else "")])
         self._passes: Passes | None = None
+        self.reduces_unfrozen()
 
     def forward_backward(
         self,
@@ -83,7 +84,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         if self._reduces and not passes.ran:
             loss = send_through(self.module, loss)
         backward(loss, micro_batch)
-        if self._loose:
+        if self._loose or self._frozen:
             self._average_loose()
         return loss, outputs
 
@@ -185,7 +186,9 @@ class DDPStrategy(Strategy):
         ensure_group(world.device)
         module = materialize(module, world.device).to(world.device)
         if not any(p.requires_grad for p in module.parameters()):
-            return Prepared(recipe.compile(recipe.recompute(module)), [Axis.of(self.process_group)])  # nothing to reduce
+            prepared = Prepared(recipe.compile(recipe.recompute(module)), [Axis.of(self.process_group)])  # nothing to reduce
+            prepared.reduces_unfrozen()
+            return prepared
         return DDPPrepared(self.wrap(module, world, recipe), world)
 
     @staticmethod

@@ -70,6 +70,7 @@ class Prepared(Generic[M]):
         self._share = share(module, self.averaged)
         self.others: list[nn.Parameter] = []
         self._loose: list[nn.Parameter] = []  # whose gradients nothing else reduces
+        self._frozen: list[nn.Parameter] = []  # nor theirs, if they are unfrozen
         self._reduces = True
 
     @staticmethod
@@ -195,6 +196,10 @@ class Prepared(Generic[M]):
         """Trained parameters of the module whose gradients the strategy does not reduce."""
         return []
 
+    def reduces_unfrozen(self) -> None:
+        """What is frozen now is not in the strategy's buckets: once it is unfrozen, its gradients are averaged apart."""
+        self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
+
     def window(self) -> AbstractContextManager[Any]:
         """Context around all forward and backward passes of an update, whichever way they are called."""
         return NO_CONTEXT
@@ -213,7 +218,7 @@ class Prepared(Generic[M]):
         """`forward(micro_batch)` gives loss and outputs, `backward(loss, micro_batch)` follows."""
         loss, outputs = forward(micro_batch)
         backward(loss, micro_batch)
-        if self._loose:
+        if self._loose or self._frozen:
             self._average_loose()
         return loss, outputs
 
@@ -233,8 +238,8 @@ class Prepared(Generic[M]):
 
     def _average_loose(self) -> None:
         """After a backward pass. Collective after a window's last."""
-        if self._reduces:
-            average_(self._loose, self.data_groups, in_order=self.order_is_fixed)
+        if self._reduces and (alone := [*self._loose, *(p for p in self._frozen if p.requires_grad)]):
+            average_(alone, self.data_groups, in_order=self.order_is_fixed)
 
     def fix_order(self) -> None:
         """From now on, add gradients over the ranks in the order of `parallel/fixed_order`, and take norms in one order.
