@@ -5,7 +5,7 @@ methods of `subprocess.Popen`: a process of its own, with its own environment, d
 modules are loaded before it begins; `/proc/PID/cmdline` is the server's; options that the interpreter reads as it starts are
 not possible, as `can_fork` knows; and after its threads and exit functions it ends without tearing the interpreter down, which
 would copy every page of torch. For a test that is about any of these, see `fresh` of the fixtures; also for a script that
-launches ranks, whose own server would load all that is loaded here.
+launches ranks, whose own server would load all that is loaded here. ECHELON_TEST_NO_FORKS=1 starts a new Python for each.
 """
 
 from __future__ import annotations

@@ -536,7 +536,7 @@ def test_killing_the_launcher_or_the_server_leaves_nothing_running(started: Star
         "    echelon.launch(wait, ranks=2)\n"
     )
     launcher = started.python(script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, fresh=True)
-    wait_until(lambda: all((started.folder / f"ready{r}").exists() for r in range(2)), "the ranks run")
+    wait_until(lambda: all((started.folder / f"ready{r}").exists() for r in range(2)), "the ranks run", 60)
     (server,) = psutil.Process(launcher.pid).children()
     for pid in {"launcher": [launcher.pid], "server": [server.pid], "both": [launcher.pid, server.pid]}[who]:
         os.kill(pid, signal.SIGKILL)
@@ -555,7 +555,7 @@ def test_a_signal_to_the_callers_process_takes_its_ordinary_course_after_the_ran
     )
     launcher = started.python(script, fresh=True)
     ready = [started.folder / f"ready{r}" for r in range(2)]
-    wait_until(lambda: all(p.exists() for p in ready), "the ranks run")
+    wait_until(lambda: all(p.exists() for p in ready), "the ranks run", 60)
     for path in ready:
         path.unlink()
     launcher.send_signal(signal.SIGINT)
