@@ -19,13 +19,15 @@ from echelon.compat.torchtnt.framework.callbacks import (
     EmptyDataloaderDetectorCallback,
     Lambda,
     PeriodicDistributedSync,
+    SlowRankDetector,
     TimeLimitInterrupter,
+    slow_rank_detector,
     time_limit_interrupter,
 )
 from echelon.compat.torchtnt.utils.loggers import InMemoryLogger
 from echelon.contracts.errors import DataError, RanksDisagreeError, UsageError
 from echelon.loop import callbacks
-from echelon.loop.callbacks import EarlyStopping, SlowRankDetector, slow_rank
+from echelon.loop.callbacks import EarlyStopping
 from echelon.loop.early_stop import EarlyStopChecker
 from tests.conftest import Ranks
 from tests.models import batch, net
@@ -364,11 +366,11 @@ def _slow_rank(own_group: bool) -> tuple[dict[int, Any], list[str]]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("echelon.loop.callbacks.slow_rank")
+    log = logging.getLogger(slow_rank_detector.__name__)
     log.setLevel(logging.INFO)
     log.addHandler(handler)
     now = [rank() * 3.2e7]
-    slow_rank.time = SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[assignment]
+    slow_rank_detector.time = SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[assignment]
 
     class Slow(Numbers):
         def train_step(self, state: ech.State, data: Any) -> None:
@@ -380,7 +382,7 @@ def _slow_rank(own_group: bool) -> tuple[dict[int, Any], list[str]]:
         detector = SlowRankDetector(check_every_n_steps=2, check_every_n_epochs=1, pg=group, logger=logger)
         ech.train(Slow(), list(range(4)), max_epochs=1, callbacks=[detector])
     finally:
-        slow_rank.time = time  # type: ignore[assignment]
+        slow_rank_detector.time = time  # type: ignore[assignment]
         log.removeHandler(handler)
     return logger.log_buffer, records
 

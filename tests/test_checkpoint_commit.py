@@ -214,9 +214,9 @@ def test_without_locks_the_text_of_the_lease_decides(tmp_path: Path, monkeypatch
         (tmp_path / ".lease").write_text(json.dumps({**text, **changes}))
 
     parent = os.getppid()
-    from echelon.checkpoint.lease import _start_of
+    from echelon.contracts.machine import started_at
 
-    left(pid=parent, start=_start_of(parent))
+    left(pid=parent, start=started_at(parent))
     with pytest.raises(CheckpointInUseError):
         Lease(tmp_path).acquire()
     left(host="elsewhere", seen=time.time())

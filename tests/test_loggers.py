@@ -17,18 +17,17 @@ import pytest
 import torch
 
 import echelon as ech
-from echelon.compat.torchtnt.utils.loggers import InMemoryLogger, JSONLogger, StdoutLogger
-from echelon.contracts.errors import UsageError
-from echelon.observe.loggers import (
+from echelon.compat.torchtnt.utils.anomaly_evaluation import IsNaNEvaluator, ThresholdEvaluator
+from echelon.compat.torchtnt.utils.loggers import (
     AnomalyLogger,
-    CSVLogger,
-    IsNaNEvaluator,
-    MetricLogger,
+    InMemoryLogger,
+    JSONLogger,
+    StdoutLogger,
     TensorBoardLogger,
-    ThresholdEvaluator,
     TrackedMetric,
-    scalar_to_float,
 )
+from echelon.contracts.errors import UsageError
+from echelon.observe.loggers import CSVLogger, MetricLogger, scalar_to_float
 from tests.conftest import Ranks, clean_environment
 
 FILES = [CSVLogger, JSONLogger]

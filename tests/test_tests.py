@@ -15,7 +15,6 @@ STILL_PRIVATE = {
     ("test_callbacks_watch.py", "_bars"),
     ("test_callbacks_watch.py", "_tqdm"),
     ("test_checkpoint_async.py", "_buffers"),
-    ("test_checkpoint_commit.py", "_start_of"),
     ("test_checkpoint_foreign.py", "_done"),
     ("test_checkpoint_hostile.py", "_fill"),
     ("test_cli.py", "_HOMES"),

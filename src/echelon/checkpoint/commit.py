@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from echelon.checkpoint import manifest as manifests
 from echelon.checkpoint import structure
+from echelon.checkpoint.layout import this_rank
 from echelon.checkpoint.location import (
     Location,
     Remote,
@@ -230,14 +231,13 @@ def latest(dirpath: Path | str | Location) -> Location | None:
 
 
 def verify(folder: Location) -> dict[str, Any]:
-    """Compare every file with its checksums in the manifest, and with the format, each rank its share of
-    them. Returns the manifest.
+    """Compare every file with its checksums in the manifest, and with the format, each rank its share. Returns the manifest.
 
     Raises:
         CheckpointNotFoundError, CheckpointUnreadableError, CheckpointCorruptError: names the file.
     """
     manifest = on_rank0(lambda: manifests.read(folder))
-    rank, size = (dist.get_rank(), dist.get_world_size()) if agree.is_joined() else (0, 1)
+    rank, size = this_rank()
     unreadable = None
     wrong: list[str] = []
     try:

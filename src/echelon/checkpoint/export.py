@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -46,10 +47,7 @@ def _chosen(saved: Tensors, state: str | None, path: Location) -> dict[str, str]
 
 
 def _bytes(saved: Tensors, name: str) -> int:
-    size = dtype_of(saved.index[name]["dtype"]).itemsize
-    for dim in saved.shape(name):
-        size *= dim
-    return size
+    return dtype_of(saved.index[name]["dtype"]).itemsize * math.prod(saved.shape(name))
 
 
 def export_safetensors(path: Location, to: Path, *, state: str | None = None, shard_bytes: int = 5 << 30) -> list[Path]:

@@ -7,6 +7,7 @@ data     the tensors, one after the other, without gaps
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
@@ -101,10 +102,7 @@ class Header:
 
 def size_of_all(dtype: str, shape: list[int]) -> int:
     """Bytes of a tensor."""
-    size = SIZES[dtype]
-    for dim in shape:
-        size *= dim
-    return size
+    return SIZES[dtype] * math.prod(shape)
 
 
 def read(file: IO[bytes], size: int, most: int = strict.JSON_BYTES) -> Header:

@@ -13,21 +13,20 @@ from echelon.world import agree
 __all__ = ["INDEX", "STATE", "NamedState", "Stateful", "in_file", "own_file", "raise_on_all", "tensors_file", "this_rank"]
 
 
+@runtime_checkable
 class Stateful(Protocol):
+    """Anything that can be saved."""
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 @runtime_checkable
-class NamedState(Protocol):
+class NamedState(Stateful, Protocol):
     """A Stateful whose state is flat, keyed by parameter name; its tensors may be sharded."""
 
     keyed_by_name: bool
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 def this_rank() -> tuple[int, int]:

@@ -23,6 +23,7 @@ from echelon.checkpoint import strict
 from echelon.checkpoint.location import Location, read_file, remove_tree, replace_file
 from echelon.checkpoint.strict import Wrong
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointInUseError
+from echelon.contracts.machine import boot_id, started_at
 from echelon.contracts.terminal import printable
 
 __all__ = ["Lease"]
@@ -182,29 +183,10 @@ def _parsed(data: bytes) -> dict[str, Any]:
             strict.text(found.get(name), name)
         strict.whole(found.get("pid"), "pid", 1 << 31)
         for name in ("since", "seen"):
-            if isinstance(found.get(name), bool) or not isinstance(found.get(name), (int, float)) or not 0 <= found[name] < 1e11:
-                raise Wrong(name)
+            strict.number(found.get(name), name, 0, 1e11)
     except (Wrong, UnicodeDecodeError):
         return {}
     return found
-
-
-def _start_of(pid: int) -> str | None:
-    """When a process began, in the kernel's ticks: with its number, it names one process. None if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        return None if fields[0] == b"Z" else fields[19].decode()
-    except (OSError, IndexError):
-        return None
-
-
-def _boot() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 _since = time.time()
@@ -214,9 +196,9 @@ def _myself() -> dict[str, Any]:
     pid = os.getpid()
     return {
         "host": socket.gethostname(),
-        "boot": _boot(),
+        "boot": boot_id(),
         "pid": pid,
-        "start": _start_of(pid),
+        "start": started_at(pid),
         "user": os.environ.get("USER") or str(os.getuid()),
         "since": _since,
     }
@@ -226,5 +208,5 @@ def _lives(holder: dict[str, Any]) -> bool:
     if holder.get("host") == socket.gethostname():
         if holder.get("pid") == os.getpid():
             return False
-        return holder["boot"] == _boot() and _start_of(holder["pid"]) == holder.get("start") is not None
+        return holder["boot"] == boot_id() and started_at(holder["pid"]) == holder.get("start") is not None
     return bool(time.time() - holder["seen"] < _FRESH_S)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from echelon.contracts import files
 from echelon.contracts.arguments import is_path
 from echelon.contracts.errors import CheckpointCorruptError, UsageError, require
+from echelon.contracts.files import sync, write_whole
 
 __all__ = [
     "Location",
@@ -206,8 +207,7 @@ def create(where: Path) -> IO[bytes]:
     Raises:
         FileExistsError: there is something by that name.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return open(os.open(where, flags, 0o666), "wb")
+    return open(files.open_file(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb")
 
 
 def replace_file(where: Location, data: bytes, *, durable: bool = False) -> None:
@@ -218,20 +218,8 @@ def replace_file(where: Location, data: bytes, *, durable: bool = False) -> None
     """
     if isinstance(where, Remote):
         where.write_bytes(data)
-        return
-    half = where.with_name(f"{where.name}.{secrets.token_hex(8)}")
-    try:
-        with create(half) as file:
-            file.write(data)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(half, where)
-        if durable:
-            sync(where.parent)
-    except OSError:
-        half.unlink(missing_ok=True)
-        raise
+    else:
+        write_whole(where, data, 0o666, durable=durable)
 
 
 def is_there(where: Location) -> bool:
@@ -258,15 +246,6 @@ def remove_tree(where: Location) -> None:
         shutil.rmtree(where)
     else:
         where.unlink()
-
-
-def sync(path: Path) -> None:
-    """To the disk, not only to the kernel: a power cut must not undo what the manifest promises."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def explain(error: BaseException, folder: Location) -> str:

@@ -109,7 +109,7 @@ def read(folder: Location) -> dict[str, Any]:
 
     Raises:
         CheckpointNotFoundError, CheckpointUnreadableError, CheckpointCorruptError: three different answers.
-        CheckpointError: of a format that is newer than this echelon, or that no echelon reads any more.
+        CheckpointError: of a format that is newer than this echelon.
     """
     path = folder / MANIFEST
     try:
@@ -125,8 +125,6 @@ def read(folder: Location) -> dict[str, Any]:
     head, _, tail = text.rpartition(_SEAL)
     body = head + "\n}"
     if tail != f'{zlib.crc32(body.encode()):08x}"\n}}\n':
-        if _format_of(text) == 1:
-            raise CheckpointError(f"{folder} has format 1, of a version before the first release; it cannot be read any more.")
         raise CheckpointCorruptError(f"{path} is not what was written: its checksum differs.")
     # Sealed in the same way in every format: else a flipped bit of the number would pass for a newer echelon's.
     version = _format_of(text)
@@ -156,12 +154,9 @@ def _checked(found: Any, step: int | None) -> dict[str, Any]:
         raise Wrong(f"its format is {short(manifest.get('format'))}")
     if step not in (None, strict.whole(manifest.get("step"), "the step")):
         raise Wrong(f"it is that of step {manifest['step']}")
-    when = manifest.get("time")
-    if isinstance(when, bool) or not isinstance(when, (int, float)) or not 0 <= when <= _LATEST:
-        raise Wrong(f"its time is {short(when)}")
+    strict.number(manifest.get("time"), "its time", 0, _LATEST)
     for name, value in strict.mapping(manifest.get("metrics", {}), "metrics").items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e308 <= value <= 1e308:
-            raise Wrong(f"the metric {short(name)} is {short(value)}")
+        strict.number(value, f"the metric {short(name)}", -1e308, 1e308)
     strict.mapping(manifest.get("config", {}), "config")
     strict.check_depth(manifest)
     check_files(manifest.get("files"))

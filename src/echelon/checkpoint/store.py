@@ -20,7 +20,7 @@ from echelon.checkpoint.renamed import Naming
 from echelon.checkpoint.tensors import Tensors, local_files
 from echelon.contracts import errors
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
-from echelon.contracts.terminal import printable
+from echelon.contracts.terminal import columns, one_line
 from echelon.world import agree
 
 __all__ = ["Report", "compare", "on_each", "read_rank", "read_states", "table"]
@@ -200,10 +200,9 @@ def _loses(saved: str, now: str) -> bool:
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], most: int = 12) -> str:
     """Rows in columns; of many the first few and how many more. They may be of a file that somebody else wrote."""
-    shown = [head, *(tuple(printable(cell).replace("\n", "?").replace("\t", " ") for cell in row) for row in rows[:most])]
-    widths = [max(len(row[i]) for row in shown) for i in range(len(head))]
-    lines = ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
-    return "\n".join([*lines, *([f"  and {len(rows) - most} more"] if len(rows) > most else [])]) + "\n"
+    shown = [head, *(tuple(map(one_line, row)) for row in rows[:most])]
+    more = [f"and {len(rows) - most} more"] if len(rows) > most else []
+    return "".join(f"  {line}\n" for line in [*columns(shown), *more])
 
 
 def read_rank(folder: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["DEPTH", "JSON_BYTES", "Wrong", "check_depth", "listing", "loads", "mapping", "short", "text", "whole"]
+from echelon.contracts.files import is_deeper
+
+__all__ = ["DEPTH", "JSON_BYTES", "Wrong", "check_depth", "listing", "loads", "mapping", "number", "short", "text", "whole"]
 
 # Of one JSON text in a checkpoint. Reading takes up to twenty times as much memory.
 JSON_BYTES = 1 << 30
@@ -51,22 +52,20 @@ def check_depth(value: Any) -> None:
     Raises:
         Wrong: a value of JSON is nested deeper than what is written.
     """
-    level = [value]
-    for _ in range(DEPTH):
-        level = [inner for each in level for inner in _inside(each)]
-        if not level:
-            return
-    raise Wrong(f"its JSON is nested deeper than {DEPTH} levels")
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if is_deeper(value, DEPTH):
+        raise Wrong(f"its JSON is nested deeper than {DEPTH} levels")
 
 
 def whole(value: Any, what: str, most: int = 2**63 - 1) -> int:
     if type(value) is not int or not 0 <= value <= most:
         raise Wrong(f"{what} must be a whole number from 0 to {most}, got {short(value)}")
     return value
+
+
+def number(value: Any, what: str, least: float, most: float) -> float:
+    if type(value) not in (int, float) or not least <= value <= most:
+        raise Wrong(f"{what} must be a number from {least:g} to {most:g}, got {short(value)}")
+    return float(value)
 
 
 def text(value: Any, what: str) -> str:

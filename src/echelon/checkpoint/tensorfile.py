@@ -5,12 +5,14 @@ What the layout is, and what may be in it, says `header`.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import mmap
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +27,7 @@ from echelon.checkpoint.plain import dtype_of
 from echelon.checkpoint.strict import Wrong
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError
 
-__all__ = ["Source", "Span", "TensorFile", "as_bytes", "assemble", "write", "write_text"]
+__all__ = ["Source", "Span", "Sums", "TensorFile", "as_bytes", "assemble", "write", "write_text"]
 
 _PIECE_BYTES = 8 << 20
 
@@ -56,23 +58,33 @@ def write(path: Location, sources: Iterable[Source], metadata: dict[str, str] | 
     """
     sources = list(sources)
     text, sizes = _header(sources, metadata)
-    sums = _Sums()
-    with create(path) if isinstance(path, Path) else path.open("wb") as file:
-        file.write(text)
-        sums.add(memoryview(text))
+    with _summed(path) as (put, entry):
+        put(memoryview(text))
         for (name, _, _, values), size in zip(sources, sizes, strict=True):
             value = values()
             assert isinstance(value, torch.Tensor)
             data = as_bytes(value)
             assert len(data) == size, name
             for at in range(0, size, _PIECE_BYTES):
-                piece = data[at : at + _PIECE_BYTES]
-                file.write(piece)
-                sums.add(piece)
+                put(data[at : at + _PIECE_BYTES])
+    return entry
+
+
+@contextlib.contextmanager
+def _summed(path: Location) -> Iterator[tuple[Callable[[memoryview], None], dict[str, Any]]]:
+    """Context with a function that writes into a new file, and with its entry in the manifest, which is filled at the end."""
+    sums, entry = Sums(), dict[str, Any]()
+    with create(path) if isinstance(path, Path) else path.open("wb") as file:
+
+        def put(data: memoryview) -> None:
+            file.write(data)
+            sums.add(data)
+
+        yield put, entry
         file.flush()
         if isinstance(path, Path):
             os.fsync(file.fileno())
-    return {"size": sums.size, "crc32": sums.finished()}
+    entry |= sums.entry()
 
 
 def assemble(path: Path, sources: Iterable[Source], metadata: dict[str, str] | None = None) -> None:
@@ -114,9 +126,7 @@ def _header(sources: list[Source], metadata: dict[str, str] | None) -> tuple[byt
     position = 0
     for name, dtype, shape, _ in sources:
         dims = list(shape)
-        size = dtype.itemsize
-        for dim in dims:
-            size *= dim
+        size = dtype.itemsize * math.prod(dims)
         known = headers.NAMES.get(str(dtype))
         entry = {"dtype": known or "U8", "shape": dims if known else [size]}
         header[name] = {**entry, "data_offsets": [position, position + size]}
@@ -131,17 +141,12 @@ def _header(sources: list[Source], metadata: dict[str, str] | None) -> tuple[byt
 
 def write_text(path: Location, text: str) -> dict[str, Any]:
     """Write a text file, and to the disk. Returns its entry in the manifest."""
-    data, sums = text.encode(), _Sums()
-    with create(path) if isinstance(path, Path) else path.open("wb") as file:
-        file.write(data)
-        sums.add(memoryview(data))
-        file.flush()
-        if isinstance(path, Path):
-            os.fsync(file.fileno())
-    return {"size": sums.size, "crc32": sums.finished()}
+    with _summed(path) as (put, entry):
+        put(memoryview(text.encode()))
+    return entry
 
 
-class _Sums:
+class Sums:
     """The checksums of a stream's blocks."""
 
     def __init__(self) -> None:
@@ -157,8 +162,9 @@ class _Sums:
                 self._done.append(f"{self._now:08x}")
                 self._now = 0
 
-    def finished(self) -> list[str]:
-        return [*self._done, f"{self._now:08x}"] if self.size % BLOCK_BYTES else self._done
+    def entry(self) -> dict[str, Any]:
+        """What a manifest says of a file that holds the stream."""
+        return {"size": self.size, "crc32": [*self._done, f"{self._now:08x}"] if self.size % BLOCK_BYTES else self._done}
 
 
 class TensorFile:

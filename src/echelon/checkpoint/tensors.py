@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ from echelon.checkpoint import manifest as manifests
 from echelon.checkpoint import plain, renamed, structure
 from echelon.checkpoint.layout import INDEX, in_file
 from echelon.checkpoint.location import Location, Remote, create, open_file
-from echelon.checkpoint.manifest import BLOCK_BYTES
 from echelon.checkpoint.renamed import Naming
 from echelon.checkpoint.strict import Wrong
-from echelon.checkpoint.tensorfile import Span, TensorFile
+from echelon.checkpoint.tensorfile import Span, Sums, TensorFile
 from echelon.contracts.errors import CheckpointCorruptError
 
 __all__ = ["Files", "Tensors", "local_files"]
@@ -81,19 +79,12 @@ class Files:
 
 def _fetch(source: Remote, entry: dict[str, Any], to: Path) -> None:
     """Copy a file here, as far as it is what the manifest says: what was verified may have been exchanged since."""
-    sums, left = [], entry["size"]
+    sums = Sums()
     with open_file(source) as (stream, _), create(to) as file:
-        while left:
-            block, now = min(left, BLOCK_BYTES), 0
-            left -= block
-            while block and (piece := stream.read(min(block, 4 << 20))):
-                file.write(piece)
-                block, now = block - len(piece), zlib.crc32(piece, now)
-            sums.append(f"{now:08x}")
-            if block:
-                break
-        whole = not left and not stream.read(1)
-    if not whole or sums != entry["crc32"]:
+        while sums.size <= entry["size"] and (piece := stream.read(4 << 20)):
+            file.write(piece)
+            sums.add(memoryview(piece))
+    if sums.entry() != entry:
         to.unlink()
         raise CheckpointCorruptError(f"{source} is not what was written: its size or checksum differs.")
 

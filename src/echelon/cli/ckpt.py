@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, UsageError
-from echelon.contracts.terminal import printable
+from echelon.contracts.terminal import columns, one_line, printable
 
 __all__ = ["add_arguments", "execute"]
 
@@ -111,10 +111,7 @@ def _ls(arguments: argparse.Namespace) -> int:
                 "yes" if manifest.is_whole(path) else "no: a file is missing or cut off",
             )
         )
-    cells = [[_cell(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    for row in cells:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(columns([[one_line(cell) for cell in row] for row in rows])))
     return 0
 
 
@@ -145,10 +142,10 @@ def _diff(arguments: argparse.Namespace) -> int:
     rows, only = export.differences(*(_weights_or_newest(where) for where in (arguments.a, arguments.b)))
     unequal = [row for row in rows if not row[1] <= arguments.tolerance]
     for name, relative, note in sorted(unequal, key=lambda row: -row[1] if row[1] == row[1] else float("-inf")):
-        print(f"{_cell(name)}  {note or f'{relative:.3g}'}")
+        print(f"{one_line(name)}  {note or f'{relative:.3g}'}")
     for which, names in zip((arguments.a, arguments.b), only, strict=True):
         for name in names:
-            print(f"{_cell(name)}  only in {which}")
+            print(f"{one_line(name)}  only in {which}")
     same = len(rows) - len(unequal)
     print(f"{same} of {len(rows)} common tensors equal" + (f" to {arguments.tolerance:g}" if arguments.tolerance else ""))
     return 1 if unequal or any(only) else 0
@@ -176,11 +173,6 @@ def _import(arguments: argparse.Namespace) -> int:
     written = export.convert(source, out, shard_bytes=size, trust_pickle=arguments.trust_pickle)
     print(*written, sep="\n")
     return 0
-
-
-def _cell(text: str) -> str:
-    """Of a file that somebody else may have written, on one line."""
-    return printable(text).replace("\n", "?").replace("\t", " ")
 
 
 def _size(size: float) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.files import parse_object, read_end
 from echelon.contracts.run_dir import RunDir
-from echelon.contracts.terminal import printable
+from echelon.contracts.terminal import columns, one_line, printable
 from echelon.launcher.protocol import FolderJob
 
 __all__ = ["add_arguments", "execute"]
@@ -41,7 +41,7 @@ def execute(arguments: argparse.Namespace) -> int:
     keys = list(dict.fromkeys(key for job in jobs if not isinstance(job, str) for key, _ in job.said.get("sweep", ())))
     shown = [["run", "job", "state", "ranks", "starts", *keys, "step", "loss", ""]]
     shown += [_row(path, job, keys) for path, job in zip(paths, jobs, strict=True)]
-    print("\n".join(_aligned([[_cell(text) for text in row] for row in shown])))
+    print("\n".join(columns([[_cell(text) for text in row] for row in shown])))
     return 0
 
 
@@ -74,7 +74,7 @@ def _row(path: Path, job: FolderJob | str, keys: Sequence[str]) -> list[str]:
 
 def _cell(text: str) -> str:
     """In one line, of a sensible length: the files may be another's."""
-    text = printable(text).replace("\n", "?").replace("\t", "?")
+    text = one_line(text)
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
 
 
@@ -89,8 +89,3 @@ def _last_record(run: RunDir) -> dict[str, object]:
         if record is not None and "loss" in record:
             return record
     return {}
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

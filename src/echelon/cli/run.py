@@ -27,7 +27,7 @@ from echelon.contracts.stopping import REQUEUE
 from echelon.contracts.terminal import printable
 from echelon.launcher.job import JobSpec, parse_duration, parse_rank_range
 
-__all__ = ["add_arguments", "add_stall_after", "check_module", "check_script", "decided", "describe", "execute"]
+__all__ = ["add_arguments", "add_shared", "check_module", "check_script", "decided", "describe", "execute", "stem_of"]
 
 _NEVER = {f"__name__ == {name!r}" for name in ("main", "_main_", "__main", "main__")}
 
@@ -47,37 +47,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="cores: each rank has cores of its own, of one NUMA node, for a machine that no other job uses; devices: each sees "
         "one GPU only, by CUDA_VISIBLE_DEVICES (default: none: it sees all, and LOCAL_RANK picks one)",
     )
-    parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N", help="start all ranks again up to N times after a failure"
-    )
     parser.add_argument("--name", metavar="NAME", help="the run's folder below runs/; an existing one gets one more attempt")
-    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")
     parser.add_argument(
         "--grace", type=float, default=30.0, metavar="S", help="seconds between asking ranks to stop and killing them"
     )
     parser.add_argument(
         "--stop-after", metavar="TIME", help="save and end with exit code 75 after so long, such as 55m; the same command goes on"
     )
-    add_stall_after(parser)
     parser.add_argument(
         "--restart", action="store_true", help="start over although the run's folder shows progress, which is set aside"
     )
+    add_shared(parser)
+
+
+def add_shared(parser: argparse.ArgumentParser) -> None:
+    """What `submit` has, too; last, since the script and its arguments are among them."""
     parser.add_argument(
-        "--bitwise", action="store_true", help="the same bits in every parameter on any number of ranks that divides --parts"
+        "--max-restarts", type=int, default=0, metavar="N", help="start all ranks again up to N times after a failure"
     )
-    parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
-    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
-    parser.add_argument("script", help="the training script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
-
-
-def add_stall_after(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stall-after",
         metavar="TIME",
         help="without a step for so long, say which rank is behind and where (default: $ECHELON_STALL_AFTER, else 60s; more for "
         "slow steps, first ones, checkpoints)",
     )
+    parser.add_argument(
+        "--bitwise", action="store_true", help="the same bits in every parameter on any number of ranks that divides --parts"
+    )
+    parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
+    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
+
+
+def stem_of(arguments: argparse.Namespace) -> str:
+    """How the name of a run begins that was given none."""
+    return str(arguments.script).rpartition(".")[2] if arguments.module else Path(arguments.script).stem
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -93,8 +99,7 @@ def execute(arguments: argparse.Namespace) -> int:
     over_its_head = decided(arguments, ranks if least is not None else None)
     if over_its_head != Overrides():
         os.environ.update(over_its_head.to_env())
-    stem = arguments.script.rpartition(".")[2] if arguments.module else Path(arguments.script).stem
-    run = RunDir.create(arguments.runs, arguments.name, stem=stem, begin=False)
+    run = RunDir.create(arguments.runs, arguments.name, stem=stem_of(arguments), begin=False)
     run.hold()
     run = run.next_attempt()
     write_json(run.run_json, describe(job, run))

@@ -15,12 +15,12 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.cli.run import add_stall_after, check_module, check_script, decided, describe
+from echelon.cli.run import add_shared, check_module, check_script, decided, describe, stem_of
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.files import private_folder
 from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir, write_json
-from echelon.contracts.terminal import printable
+from echelon.contracts.terminal import printable, say
 from echelon.contracts.trust import check_parents, doubt
 from echelon.launcher.job import JobSpec, parse_duration
 from echelon.launcher.protocol import FolderJob
@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpus-per-rank", type=int, default=1, metavar="N", help="cores of each process (default: 1)")
     parser.add_argument("--time", metavar="TIME", help="limit of each start, such as 2h or 1d12h; afterwards it is started again")
     parser.add_argument("--warn", default="2m", metavar="TIME", help="save so long before the limit (default: 2m)")
-    add_stall_after(parser)
     parser.add_argument("--no-requeue", action="store_true", help="do not start again after the limit, preemption, a lost node")
     parser.add_argument("--exclusive", action="store_true", help="share no node with other jobs")
     for name in _SLURM:
@@ -64,15 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=A,B",
         help="one run for each value, given as --KEY; several: all pairs",
     )
-    parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N", help="start all ranks again up to N times after a failure"
-    )
-    parser.add_argument(
-        "--bitwise", action="store_true", help="the same bits in every parameter on any number of ranks that divides --parts"
-    )
-    parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
     parser.add_argument("--name", metavar="NAME", help="the run's folder below runs/; an existing one goes on")
-    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")
     parser.add_argument(
         "--image", metavar="IMAGE", help="with --to kubernetes: the container's, with the script and echelon in it"
     )
@@ -83,9 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the batch script, and what Slurm says to it; submit nothing"
     )
-    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
-    parser.add_argument("script", help="the training script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
+    add_shared(parser)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -168,13 +157,9 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
     spec, mem = _spec(arguments, arguments.script), arguments.mem
     shape = {"cpus_per_rank": arguments.cpus_per_rank, "gpus": arguments.gpus_per_node, "mem": mem}
     if redacted_words(spec.args) != list(spec.args):
-        _warn("an argument looks like a secret, and everyone who can read the manifest will see it. Use a Kubernetes Secret")
+        say("an argument looks like a secret, and everyone who can read the manifest will see it. Use a Kubernetes Secret")
     print(render(spec, arguments.name, image=arguments.image, volume=arguments.volume, **shape), end="")
     return 0
-
-
-def _warn(text: str) -> None:
-    print(printable(f"echelon: {text}"), file=sys.stderr)
 
 
 def parse_sweep(given: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
@@ -205,7 +190,7 @@ def _folder(arguments: argparse.Namespace) -> Iterator[tuple[RunDir, bool]]:
     """
     named = Path(arguments.runs) / arguments.name if arguments.name else None
     made = named is None or not named.exists()
-    run = RunDir.create(arguments.runs, arguments.name, stem=_stem(arguments), begin=False)
+    run = RunDir.create(arguments.runs, arguments.name, stem=stem_of(arguments), begin=False)
     check_parents(run.path)
     if why := doubt(run.path, run.path.stat()):
         raise UsageError(why)
@@ -234,10 +219,6 @@ def _refuse_unless_ended(run: RunDir, arguments: argparse.Namespace) -> None:
                 f"run {run.name} has not ended: job {job.id} is {job.state().value}. To end it: `echelon cancel {run.name}`."
             )
         (run.path / "job" / "cancelled").unlink(missing_ok=True)
-
-
-def _stem(arguments: argparse.Namespace) -> str:
-    return str(arguments.script).rpartition(".")[2] if arguments.module else Path(arguments.script).stem
 
 
 def _with_copy(spec: JobSpec, run: RunDir, arguments: argparse.Namespace) -> JobSpec:
@@ -275,15 +256,15 @@ def _submit_here(spec: JobSpec, arguments: argparse.Namespace) -> int:
 def _dry_run(launcher: SlurmLauncher, spec: JobSpec, sweep: Sequence[object], arguments: argparse.Namespace) -> int:
     from echelon.launcher.cluster.slurm import commands
 
-    name = arguments.name or f"{re.sub(r'[^A-Za-z0-9_-]', '_', _stem(arguments))[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = arguments.name or f"{re.sub(r'[^A-Za-z0-9_-]', '_', stem_of(arguments))[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
     RunDir.check_name(name)
     script = launcher.script(spec, RunDir(Path(arguments.runs).absolute() / name), len(sweep) or None)
     print(script, end="")
     sys.stdout.flush()
     if commands.available():
-        print(printable(f"echelon: Slurm: {commands.would_start(script)}"), file=sys.stderr)
+        say(f"Slurm: {commands.would_start(script)}")
     else:
-        print("echelon: there is no sbatch here to ask; the script is as it would be submitted", file=sys.stderr)
+        say("there is no sbatch here to ask; the script is as it would be submitted")
     return 0
 
 

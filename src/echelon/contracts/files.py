@@ -14,7 +14,17 @@ import stat
 from pathlib import Path
 from typing import Any
 
-__all__ = ["open_file", "open_to_append", "parse_object", "private_folder", "read_bytes", "read_end", "write_whole"]
+__all__ = [
+    "is_deeper",
+    "open_file",
+    "open_to_append",
+    "parse_object",
+    "private_folder",
+    "read_bytes",
+    "read_end",
+    "sync",
+    "write_whole",
+]
 
 Where = str | os.PathLike[str]
 
@@ -84,22 +94,37 @@ def read_end(path: Where, most: int = 1 << 16) -> bytes:
         return file.read(most)
 
 
-def write_whole(path: Path, content: bytes | str, mode: int = 0o600) -> None:
+def write_whole(path: Path, content: bytes | str, mode: int = 0o600, *, durable: bool = False) -> None:
     """Replace a file, so that a reader sees the old or the new content, never half of one. A link is replaced, not followed.
 
     Args:
         mode: of the file, less the umask.
+        durable: a power cut, too, leaves the one or the other.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")  # not to be guessed, and never one that exists
     descriptor = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with open(descriptor, "wb") as file:
             file.write(content if isinstance(content, bytes) else content.encode("utf-8", "surrogateescape"))
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
+        if durable:
+            sync(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def sync(path: Where) -> None:
+    """A file, or the names in a folder: to the disk, not only to the kernel."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def parse_object(text: bytes | str) -> dict[str, Any] | None:
@@ -109,14 +134,15 @@ def parse_object(text: bytes | str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     brackets = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
-    if not isinstance(value, dict) or (sum(map(text.count, brackets)) > _DEEPEST and _is_deep(value)):  # type: ignore[arg-type]
+    if not isinstance(value, dict) or (sum(map(text.count, brackets)) > _DEEPEST and is_deeper(value, _DEEPEST)):  # type: ignore[arg-type]
         return None
     return value
 
 
-def _is_deep(value: Any) -> bool:
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether a value of JSON has more lists and objects one within the other."""
     layer = [value]
-    for _ in range(_DEEPEST):
+    for _ in range(levels):
         inner: list[Any] = []
         for each in layer:
             inner += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()

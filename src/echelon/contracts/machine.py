@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["boot_id", "started_at", "usable_cores", "visible_devices"]
+__all__ = ["boot_id", "process_stat", "started_at", "usable_cores", "visible_devices"]
 
 
 def boot_id() -> str:
@@ -19,17 +19,21 @@ def boot_id() -> str:
         return ""
 
 
+def process_stat(pid: int) -> list[str]:
+    """What the kernel says of a process: its state, a letter; its parent; ... (proc(5)). Empty if there is none, or no Linux."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()  # a name may hold anything
+    except OSError:
+        return []
+
+
 def started_at(pid: int) -> int | None:
     """When a process began, in the kernel's ticks since the start of the machine, which no clock changes.
 
     With `boot_id` and the pid this identifies a process. None if it does not exist, or is a zombie.
     """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        return None if fields[0] in (b"Z", b"X") else int(fields[19])
-    except (OSError, IndexError, ValueError):
-        return None
+    fields = process_stat(pid)
+    return int(fields[19]) if fields and fields[0] not in ("Z", "X") else None
 
 
 def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:

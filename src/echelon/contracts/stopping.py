@@ -6,7 +6,7 @@ import signal
 from types import FrameType
 from typing import Any
 
-__all__ = ["REQUEUE", "SIGNALS", "is_ours", "leave"]
+__all__ = ["REQUEUE", "SIGNALS", "is_ours", "leave", "signal_name"]
 
 # EX_TEMPFAIL of sysexits.h: "try again later". The run has saved what it had and is not complete.
 REQUEUE = 75
@@ -24,6 +24,13 @@ def leave(number: int, frame: FrameType | None) -> None:
 
 
 leave.ends_with_75 = True  # type: ignore[attr-defined]
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def is_ours(handler: Any) -> bool:

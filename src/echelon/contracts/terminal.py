@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import re
+import sys
+from collections.abc import Sequence
 
-__all__ = ["OutputFilter", "printable"]
+__all__ = ["OutputFilter", "columns", "one_line", "printable", "say"]
 
 # C0 but the end of a line and the tab, DEL, C1; what turns the direction of the text around it; half of a surrogate pair.
 _MORE_THAN_TEXT = re.compile(
@@ -19,6 +22,23 @@ _BEGUN = re.compile(r"\x1b(\[[0-9;:]{0,64})?\Z")  # not $, which is also before 
 def printable(text: str) -> str:
     """`text` with a question mark for every character that would do more to a terminal than show itself."""
     return _MORE_THAN_TEXT.sub("?", text)
+
+
+def one_line(text: str) -> str:
+    """`printable`, without breaks of lines and tabs: of a file that somebody else may have written."""
+    return printable(text).replace("\n", "?").replace("\t", " ")
+
+
+def say(text: str) -> None:
+    """A line of echelon's own on standard error; a terminal that has gone is no error."""
+    with contextlib.suppress(OSError):
+        print(printable(f"echelon: {text}"), file=sys.stderr, flush=True)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 class OutputFilter:

@@ -72,8 +72,12 @@ def restored_state(loader: Any) -> dict[str, Any] | None:
     """The state of a loader that was not read from since it was restored; None for one without. Every rank calls it."""
     if isinstance(loader, StreamLoader):
         return of_all_ranks(loader.state_dict())
-    state = getattr(loader, "state_dict", None)
-    return state() if state is not None else None
+    return _state_of(loader)
+
+
+def _state_of(loader: Any) -> dict[str, Any] | None:
+    state: dict[str, Any] | None = loader.state_dict() if hasattr(loader, "state_dict") else None
+    return state
 
 
 class Feed(Iterator[Step[Any]]):
@@ -162,8 +166,7 @@ class Feed(Iterator[Step[Any]]):
     def _read(self) -> Any:
         """The next batch and whether it is padding; or the end."""
         if not isinstance(self._loader, (Loader, StreamLoader)):
-            state = getattr(self._loader, "state_dict", None)
-            self._state_before = state() if state is not None else None
+            self._state_before = _state_of(self._loader)
         batch = next(self._iterator, _END)
         if batch is _END:
             return _END
@@ -186,5 +189,4 @@ class Feed(Iterator[Step[Any]]):
             return of_all_ranks(self._loader.state_at(self._start + self.used))
         if self._ahead and self._next is not None and self._next is not _END:
             return self._state_before  # type: ignore[no-any-return]
-        state = getattr(self._loader, "state_dict", None)
-        return state() if state is not None else None
+        return _state_of(self._loader)

@@ -8,6 +8,7 @@ from typing import Any
 
 from echelon.contracts.arguments import is_list
 from echelon.contracts.errors import UsageError
+from echelon.contracts.terminal import columns
 
 __all__ = ["Change", "cannot_divide", "changes", "check_accepted", "check_same", "facts"]
 
@@ -91,8 +92,7 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], accepted: Colle
         return
     rows = [("what", "saved", "now", "what it means")]
     rows += [(c.name, c.saved, c.now, c.meaning + (" (accepted)" if c.name in accepted else "")) for c in found]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    table = "\n".join("  " + "  ".join([*(c.ljust(w) for c, w in zip(r[:3], widths, strict=True)), r[3]]) for r in rows)
+    table = "\n".join(f"  {line}" for line in columns(rows))
     names = ", ".join(map(repr, refused))
     raise UsageError(
         f"the loader cannot resume from the saved position, since this has changed:\n{table}\n"

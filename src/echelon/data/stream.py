@@ -214,12 +214,18 @@ class StreamLoader(BaseLoader):
         return {
             "epoch": self.epoch,
             "position": position,
+            **self._division(),
+            # Each data rank has its own; `of_all_ranks` joins them.
+            "ranks": {str(self.dp[0]): {"turn": stand.turn, "streams": list(stand.streams)}},
+        }
+
+    def _division(self) -> dict[str, int]:
+        """How the samples are divided: only the same division can continue a stream."""
+        return {
             "global_batch": self.global_batch,
             "accumulation": self.accumulation,
             "dp_size": self.dp[1],
             "workers": self.num_workers,
-            # Each data rank has its own; `of_all_ranks` joins them.
-            "ranks": {str(self.dp[0]): {"turn": stand.turn, "streams": list(stand.streams)}},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -230,13 +236,7 @@ class StreamLoader(BaseLoader):
         """Take this data rank's part of a loaded state."""
         if self._loaded is None:
             return
-        state, (dp_rank, dp_size) = self._loaded, self.dp
-        now = {
-            "global_batch": self.global_batch,
-            "accumulation": self.accumulation,
-            "dp_size": dp_size,
-            "workers": self.num_workers,
-        }
+        state, (dp_rank, _), now = self._loaded, self.dp, self._division()
         changed = [f"{name} was {state[name]}, is {value}" for name, value in now.items() if state[name] != value]
         mine = state["ranks"].get(str(dp_rank))
         if changed or mine is None:

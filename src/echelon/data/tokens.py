@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from echelon.contracts.arguments import is_list, is_path, several
 from echelon.contracts.errors import DataError, UsageError, require
+from echelon.contracts.files import open_file
 
 __all__ = ["TokenWriter", "Tokens", "write_tokens"]
 
@@ -193,8 +194,7 @@ class TokenWriter:
             raise UsageError(f"dtype must be uint16 or uint32, got {np.dtype(dtype)}.")
         self._staged = self.path.with_name(self.path.name + ".partial")
         self._staged.unlink(missing_ok=True)  # of a writer that was killed, or a link to somewhere else
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._file = open(os.open(self._staged, flags, 0o666), "wb")
+        self._file = open(open_file(self._staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb")
         self._file.write(bytes(_HEADER.size))
         self._ends = [0]
 

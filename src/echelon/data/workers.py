@@ -16,7 +16,6 @@ import traceback
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from echelon.contracts.errors import DataError
-from echelon.contracts.stopping import SIGNALS
+from echelon.contracts.machine import process_stat
+from echelon.contracts.stopping import SIGNALS, signal_name
 
 __all__ = ["Board", "explain", "named", "said", "seed_worker"]
 
@@ -158,10 +158,7 @@ def explain(error: BaseException) -> DataError | None:
 def _how(code: int) -> str:
     if code > 0:
         return f"exited with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
+    name = signal_name(-code)
     hint = ": often the kernel, out of memory; try fewer workers or smaller batches" if name == "SIGKILL" else ""
     return f"was killed by {name}{hint}"
 
@@ -193,10 +190,7 @@ def said(error: BaseException) -> str:
 
 def _state(pid: int) -> str:
     """What the kernel says of a process."""
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "gone"
+    fields = process_stat(pid)
     words = {
         "T": "stopped",
         "t": "stopped by a debugger",
@@ -204,4 +198,4 @@ def _state(pid: int) -> str:
         "R": "computing",
         "S": "waiting",
     }
-    return words.get(letter, f"in state {letter}")
+    return words.get(fields[0], f"in state {fields[0]}") if fields else "gone"

@@ -95,8 +95,11 @@ def pack(call: Call, copied: Callable[[str], str] = lambda path: path) -> bytes:
 
 
 def _pickled(call: Any, function: Callable[..., Any]) -> bytes:
-    with contextlib.suppress(Exception):  # any type can raise anything when it is pickled
+    try:
         data = pickle.dumps(call)
+    except Exception:  # any type can raise anything when it is pickled
+        logger.debug("%r cannot be sent by reference, so it is sent by value", function, exc_info=True)
+    else:
         if b"__main__" not in data or main_module():  # an interactive session's cannot be imported elsewhere
             return data
     import cloudpickle  # here: few calls need it

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import operator
 import re
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -170,37 +169,17 @@ class Failure:
         return "\n".join(line for line in self.traceback.splitlines() if line[:1].strip())
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "rank": self.rank,
-            "exit_code": self.exit_code,
-            "kind": self.kind,
-            "message": self.message,
-            "traceback": self.traceback,
-            "log": str(self.log) if self.log else None,
-            "time": (self.time_ns + time.time_ns() - time.monotonic_ns()) / 1e9,  # wall clock
-            "user_frames": list(self.user_frames),
-            "ours": self.ours,
-            "reported": self.reported,
-            "headline": self.headline,
-        }
+        """With the wall clock in place of the machine's own, so that machines can be compared."""
+        said = asdict(self)
+        wall = (said.pop("time_ns") + time.time_ns() - time.monotonic_ns()) / 1e9
+        return {**said, "log": str(self.log) if self.log else None, "time": wall}
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Failure:
-        """From what `as_json` gave, on any machine: comparable with others by the machines' wall clocks."""
-        log = said.get("log")
-        return cls(
-            int(said["rank"]),
-            int(said["exit_code"]),
-            int(float(said.get("time", 0)) * 1e9),
-            str(said["kind"]),
-            str(said["message"]),
-            tuple(said.get("user_frames", ())),
-            str(said.get("traceback", "")),
-            bool(said.get("ours", False)),
-            Path(log) if log else None,
-            bool(said.get("reported", True)),
-            str(said.get("headline", "")),
-        )
+        """From what `as_json` gave, on any machine, as `records.exit_record` has checked it."""
+        known = {f.name: said[f.name] for f in fields(cls) if f.name in said}
+        known |= {"time_ns": int(float(said.get("time", 0)) * 1e9), "log": Path(said["log"]) if said.get("log") else None}
+        return cls(**{**known, "user_frames": tuple(said.get("user_frames", ()))})
 
     @staticmethod
     def first(failures: Sequence[Failure]) -> Failure:
@@ -223,13 +202,6 @@ class Outcome:
     failure: Failure | None = None
     restarts: int = 0
     note: str = ""
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def auto_ranks() -> int:

@@ -1,4 +1,4 @@
-"""What every launcher promises: a JobSpec and a run folder go in, a Job comes out that can be asked, stopped and waited for.
+"""What every launcher promises: a JobSpec and a run folder go in, a FolderJob comes out: ask it, stop it, wait for it.
 
 A job is known by its run folder, so that another process, another day, finds it again: `job_of(run)`.
 """
@@ -15,18 +15,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from echelon.contracts.errors import RankFailedError, UsageError
 from echelon.contracts.files import open_file, parse_object, private_folder, write_whole
 from echelon.contracts.run_dir import RunDir, read_json, write_json
+from echelon.contracts.stopping import REQUEUE
 from echelon.contracts.terminal import printable
 from echelon.contracts.trust import check_parents, doubt, read_ours
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec, Outcome, spec_of
 from echelon.launcher.records import exit_record
 
-__all__ = ["FolderJob", "Job", "JobState", "Launcher", "note_submitted", "read_spec", "write_spec"]
+__all__ = ["FolderJob", "JobState", "note_submitted", "read_spec", "write_spec"]
 
 
 class JobState(enum.Enum):
@@ -43,50 +44,6 @@ class JobState(enum.Enum):
     @property
     def has_ended(self) -> bool:
         return self not in (JobState.PENDING, JobState.RUNNING)
-
-
-class Job(Protocol):
-    """A submitted job."""
-
-    @property
-    def id(self) -> str:
-        """The name under which the system knows it: Slurm's number, a process id."""
-
-    @property
-    def run(self) -> RunDir: ...
-
-    @property
-    def ranks(self) -> int:
-        """How many processes it has, on all nodes together."""
-
-    def state(self) -> JobState: ...
-
-    def why(self) -> str:
-        """The system's own reason for the state; empty if it gives none."""
-
-    def log(self, rank: int = 0) -> Path:
-        """The file with the output of a rank, in the newest attempt; it need not exist yet."""
-
-    def cancel(self) -> None: ...
-
-    def wait(self, timeout_s: float | None = None) -> Outcome:
-        """Until it has ended.
-
-        Raises:
-            TimeoutError: it has not after `timeout_s`. It continues.
-        """
-
-    def result(self, timeout_s: float | None = None) -> Outcome:
-        """As `wait`.
-
-        Raises:
-            RankFailedError: the first failing rank's own traceback; also for a job that was cancelled or lost.
-        """
-
-
-class Launcher(Protocol):
-    def submit(self, spec: JobSpec, run: RunDir) -> Job:
-        """Start `spec` in the folder `run`, or have it started later."""
 
 
 def write_spec(run: RunDir, spec: JobSpec, *, launcher: str, decides: bool = True, **more: Any) -> str:
@@ -176,7 +133,11 @@ def _is_said(said: Mapping[str, Any]) -> bool:
 
 
 class FolderJob(ABC):
-    """The part of a job that its folder tells; what is left to a launcher is `_ask` and `_stop`."""
+    """A submitted job, as far as its folder tells; what is left to a launcher is `_ask` and `_stop`.
+
+    Attributes:
+        id: the name under which the system knows it: Slurm's number, a process id.
+    """
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -185,6 +146,7 @@ class FolderJob(ABC):
 
     @property
     def ranks(self) -> int:
+        """How many processes it has, on all nodes together."""
         return self.spec.ranks * self.spec.nodes
 
     def believed(self) -> Mapping[str, Any]:
@@ -218,15 +180,17 @@ class FolderJob(ABC):
         return state
 
     def why(self) -> str:
+        """The system's own reason for the state; empty if it gives none."""
         return self._ask()[1]
 
     def _state_of_folder(self) -> JobState:
         ended = exit_record(self.attempts[-1] / "exit.json") if self.attempts else None
         if ended is None:
             return JobState.LOST
-        return {0: JobState.DONE, 75: JobState.STOPPED}.get(int(ended["exit_code"]), JobState.FAILED)
+        return {0: JobState.DONE, REQUEUE: JobState.STOPPED}.get(int(ended["exit_code"]), JobState.FAILED)
 
     def log(self, rank: int = 0) -> Path:
+        """The file with the output of a rank, in the newest attempt; it need not exist yet."""
         if not 0 <= rank < self.ranks:
             raise UsageError(f"rank must be between 0 and {self.ranks - 1}, got {rank}.")
         newest = self.attempts[-1] if self.attempts else self.run.path / "attempts" / "000"
@@ -243,6 +207,11 @@ class FolderJob(ABC):
         self._stop()
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
+        """Until it has ended.
+
+        Raises:
+            TimeoutError: it has not after `timeout_s`. It continues.
+        """
         until = time.monotonic() + timeout_s if timeout_s is not None else None
         pause_s = 0.1
         while not (state := self.state()).has_ended:
@@ -256,11 +225,16 @@ class FolderJob(ABC):
         ended = (exit_record(self.attempts[-1] / "exit.json") if self.attempts else None) or {}
         first = ended.get("first_failure")
         failure = Failure.from_json(first) if first else None
-        usual = {JobState.DONE: 0, JobState.STOPPED: 75, JobState.CANCELLED: 143}.get(state, 1)
+        usual = {JobState.DONE: 0, JobState.STOPPED: REQUEUE, JobState.CANCELLED: 143}.get(state, 1)
         why = f": {ended['stopped']}" if ended.get("stopped") else ""
         return Outcome(int(ended.get("exit_code", usual)) or usual, failure, note=f"job {self.id}: {state.value}{why}")
 
     def result(self, timeout_s: float | None = None) -> Outcome:
+        """As `wait`.
+
+        Raises:
+            RankFailedError: the first failing rank's own traceback; also for a job that was cancelled or lost.
+        """
         outcome = self.wait(timeout_s)
         if outcome.exit_code == 0:
             return outcome

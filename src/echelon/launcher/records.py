@@ -64,7 +64,7 @@ _SAID = {"user_frames": _texts, "traceback": _text, "ours": _flag}
 _RANK = _object({"exit_code": _exit_code}, {**_SAID, "time_ns": _count, "kind": _text, "message": _text, "loaded": _texts})
 _FAILURE = _object(
     {"rank": _count, "exit_code": _exit_code, "kind": _text, "message": _text},
-    {**_SAID, "time": _time, "log": _or_none(_text), "reported": _flag},
+    {**_SAID, "time": _time, "log": _or_none(_text), "reported": _flag, "headline": _text},
 )
 _CAME_TO = _object({"steps": lambda steps: isinstance(steps, list)}, {"checkpoint": _or_none(_text)})
 _SEEN = _object(

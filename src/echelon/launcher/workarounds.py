@@ -7,7 +7,6 @@ will do. For each, a test in tests/test_workarounds.py fails when it is no longe
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import gc
 import io
@@ -77,8 +76,11 @@ def write_open_files() -> None:
     """Flush the files that the program left open, as Python does when it frees them; only the collector knows them all."""
     for thing in gc.get_objects():
         if issubclass(type(thing), io.IOBase):
-            with contextlib.suppress(Exception):  # the program's own classes may raise anything
-                thing.flush()
+            try:
+                if not thing.closed:
+                    thing.flush()
+            except Exception:  # the program's own classes may raise anything
+                logger.debug("a %s could not be written at the end", type(thing).__name__, exc_info=True)
 
 
 def prepare_main(main: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ import torch
 from echelon.contracts.errors import NonFiniteError
 from echelon.loop.progress import Progress
 from echelon.world import agree
+from echelon.world.device import to_host
 
 __all__ = ["FiniteWatch"]
 
@@ -176,11 +177,4 @@ def _to_host(
     there = torch.stack(
         [torch.stack([loss for _, loss, _ in pending]).double(), torch.stack([own for *_, own in pending]).double()]
     )
-    places = [where for where, *_ in pending]
-    if not there.is_cuda:
-        return places, there, None
-    here = torch.empty(there.shape, dtype=torch.float64, pin_memory=True)
-    here.copy_(there, non_blocking=True)
-    arrival = torch.cuda.Event()
-    arrival.record()
-    return places, here, arrival
+    return [where for where, *_ in pending], *to_host(there)

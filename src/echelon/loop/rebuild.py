@@ -9,9 +9,9 @@ What the user gave can be sent, and what a subclass has set besides. So there is
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +24,8 @@ from echelon.loop.auto_options import AutoOptions
 from echelon.parallel.shards import is_split
 
 __all__ = ["BUILT", "Parcel", "own_attributes", "pack", "rebuild", "recall", "remembered", "unpack"]
+
+logger = logging.getLogger(__name__)
 
 # Made at first use, over the module as it is now.
 _MADE_LATER = frozenset({"optimizer", "lr_scheduler", "swa_scheduler"})
@@ -94,8 +96,11 @@ def remembered(attributes: Mapping[str, Any]) -> dict[str, bytes]:
     said = {}
     for name, value in attributes.items():
         file = io.BytesIO()
-        with contextlib.suppress(Exception):  # any type can raise anything when it is pickled
+        try:
             torch.save(value, file)
+        except Exception:  # any type can raise anything when it is pickled
+            logger.debug("%s stays in its process: it cannot be pickled", name, exc_info=True)
+        else:
             said[name] = file.getvalue()
     return said
 
@@ -103,8 +108,10 @@ def remembered(attributes: Mapping[str, Any]) -> dict[str, bytes]:
 def recall(thing: object, said: Mapping[str, bytes]) -> None:
     """Set attributes that `remembered` gave, of a process that this one started; tensors are on the CPU."""
     for name, data in said.items():
-        with contextlib.suppress(Exception):
+        try:
             vars(thing)[name] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        except Exception:  # and when it is loaded
+            logger.debug("%s stays as it was: its value cannot be loaded", name, exc_info=True)
 
 
 def _plain(unit: AutoUnit[Any]) -> torch.nn.Module:

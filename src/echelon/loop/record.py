@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from echelon.world.device import to_host
+
 if TYPE_CHECKING:
     from echelon.observe.sinks.folder import Sink
 
@@ -95,14 +97,10 @@ class Recorder:
             sink.close()
 
 
-def _to_host(loss: torch.Tensor, weight: Any, grad_norm: Any) -> tuple[Any, Any, Any, torch.cuda.Event]:
+def _to_host(loss: torch.Tensor, weight: Any, grad_norm: Any) -> tuple[Any, Any, Any, torch.cuda.Event | None]:
     """Start copying what is on the device; the event tells when it is there."""
     given = [loss, weight, grad_norm]
-    there = [v.detach().double() for v in given if isinstance(v, torch.Tensor)]
-    here = torch.empty(len(there), dtype=torch.float64, pin_memory=True)
-    here.copy_(torch.stack(there), non_blocking=True)
-    arrival = torch.cuda.Event()
-    arrival.record()
+    here, arrival = to_host(torch.stack([v.detach().double() for v in given if isinstance(v, torch.Tensor)]))
     values = iter(here)
     loss_, weight_, norm_ = (next(values) if isinstance(v, torch.Tensor) else v for v in given)
     return loss_, weight_, norm_, arrival

@@ -105,11 +105,6 @@ class PhaseState:
         self.step: Step[Any] = NO_STEP
         self.feed: Feed | None = None
 
-    @property
-    def steps_of_feed(self) -> int | None:
-        """How many batches the present epoch gives from where it began or resumed; None if unknown."""
-        return self.feed.total if self.feed is not None else None
-
     def ends_epoch(self, progress: Progress) -> bool:
         """Whether the epoch ends with the step under way, which is counted, rather than being cut short by `max_steps`."""
         if self.feed is None or not self.step.is_last:

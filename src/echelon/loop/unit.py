@@ -6,11 +6,12 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, get_origin, get_type_hints, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, get_origin, get_type_hints
 
 import torch
 from torch import nn
 
+from echelon.checkpoint.layout import Stateful
 from echelon.contracts.errors import UnitError
 from echelon.loop.progress import Progress
 from echelon.parallel.prepared import Prepared, Recognised
@@ -21,24 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["AppStateMixin", "EvalUnit", "PredictUnit", "Stateful", "TestUnit", "TrainUnit", "Unit"]
 
 T = TypeVar("T")
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Anything that can be saved."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
-
-
-@runtime_checkable
-class MetricStateful(Stateful, Protocol):
-    """A metric, such as torchmetrics' or `echelon.Mean`."""
-
-    def update(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def compute(self) -> Any: ...
 
 
 LRScheduler = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)

@@ -15,10 +15,10 @@ from typing import Any, Literal
 from echelon.contracts.events import survey
 from echelon.contracts.files import parse_object, read_bytes
 from echelon.contracts.run_dir import RunDir
+from echelon.contracts.stopping import REQUEUE
 
 __all__ = ["Attempt", "Facts", "FirstFailure", "Status", "children", "get", "number", "read", "word"]
 
-_STOPPED = 75  # exit code of a run that was asked to stop and can be resumed (EX_TEMPFAIL)
 _INTERRUPTED = (130, 143)  # 128 + SIGINT, 128 + SIGTERM
 
 
@@ -66,7 +66,7 @@ class Attempt:
             return Status("unknown", "unknown", f"attempt {self.number} has no {lacks}; {seen}")
         if code == 0:
             return Status("finished", "finished")
-        if code == _STOPPED or (code in _INTERRUPTED and failure is None):
+        if code == REQUEUE or (code in _INTERRUPTED and failure is None):
             return Status("stopped", "stopped", f"exit code {code}")
         return Status("failed", f"failed with code {code}", failure.one_line() if failure else "no rank reported why")
 

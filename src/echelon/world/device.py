@@ -14,7 +14,7 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.machine import usable_cores
 from echelon.contracts.rank import RankInfo
 
-__all__ = ["copy_data_to_device", "device_of", "record_stream", "same_kernels", "set_threads"]
+__all__ = ["copy_data_to_device", "device_of", "record_stream", "same_kernels", "set_threads", "to_host"]
 
 T = TypeVar("T")
 
@@ -87,6 +87,17 @@ def record_stream(data: Any, stream: torch.cuda.Stream) -> None:
         return value
 
     _map(data, record)
+
+
+def to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """Start copying values to host memory; the event tells when they are there. None if they are there already."""
+    if not values.is_cuda:
+        return values, None
+    here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    here.copy_(values, non_blocking=True)
+    arrival = torch.cuda.Event()
+    arrival.record()
+    return here, arrival
 
 
 def _map(data: Any, fn: Any) -> Any:

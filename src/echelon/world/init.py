@@ -57,11 +57,6 @@ class World:
             rank, size = 0, 1
         return cls(rank, size, device or device_of(RankInfo()))
 
-    @classmethod
-    def single(cls, device: torch.device | None = None) -> World:
-        """A world of one, whatever the environment says."""
-        return cls(0, 1, device or torch.device("cpu"))
-
 
 def init_from_env(
     device_type: str | None = None,

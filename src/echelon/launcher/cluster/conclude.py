@@ -16,7 +16,7 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.events import read_lines
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
-from echelon.contracts.terminal import printable
+from echelon.contracts.terminal import printable, say
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.local.attempt import write_exit
@@ -52,7 +52,7 @@ def conclude(run: RunDir, code: int, start: str, sha256: str | None = None, give
     ]
     if said is None:
         why = "; ".join(dict.fromkeys(whys)) or f"no node came so far as to begin (exit code {code}); see the lines above"
-        _say(why)
+        say(why)
         # Whoever has the folder meanwhile, its attempts are not ours to number.
         with contextlib.suppress(UsageError), run.submitting():
             write_exit(run.next_attempt().exit_json, code or 1, stopped=why)
@@ -74,7 +74,7 @@ def _again(here: RunDir, code: int) -> int:
     if code != REQUEUE:
         return code
     if (here.path / "job" / "cancelled").exists():
-        _say("saved, and cancelled: not started again")
+        say("saved, and cancelled: not started again")
         return 143
     write_json(here.exit_json, {**(exit_record(here.exit_json) or {}), "came_to": _came_to(here)})
     last = [came_to(RunDir(here.path, n).exit_json) for n in range(here.attempt, here.attempt - _STARTS_IN_VAIN, -1)]
@@ -85,7 +85,7 @@ def _again(here: RunDir, code: int) -> int:
             f"{last[0].get('checkpoint') or 'none'}: not started again. Is the time limit too short for a save, or does the "
             "script not restore what it saved?"
         )
-        _say(why)
+        say(why)
         write_exit(here.exit_json, 1, stopped=why)
         return 1
     return code
@@ -103,7 +103,7 @@ def _of_one_node(here: RunDir, code: int, whys: Sequence[str]) -> int:
     if ended is not None:
         return int(ended["exit_code"])
     why = "; ".join(whys) or f"the launcher ended without a word (exit code {code}): was it killed, or out of memory?"
-    _say(why)
+    say(why)
     write_exit(here.exit_json, code or 1, stopped=why)
     return code or 1
 
@@ -139,7 +139,3 @@ def _merge(here: RunDir, nodes: int, ranks: int, hosts: list[str], code: int, wh
 
 def _refusals(run: RunDir, start: str) -> Path:
     return meeting_path(run, start).parent
-
-
-def _say(text: str) -> None:
-    print(printable(f"echelon: {text}"), file=sys.stderr)

@@ -22,7 +22,7 @@ from typing import Any
 
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.run_dir import RunDir, read_json
-from echelon.contracts.terminal import printable
+from echelon.contracts.terminal import say
 from echelon.launcher.cluster.conclude import conclude, refuse
 from echelon.launcher.cluster.node import run_node, start_of
 from echelon.launcher.job import JobSpec
@@ -102,15 +102,7 @@ def _container(
     return {
         "name": "node",
         "image": image,
-        "command": [
-            "python",
-            "-P",
-            "-m",
-            "echelon.launcher.cluster.kubernetes",
-            run,
-            f"{name}-{{}}.{name}",
-            json.dumps(asdict(spec)),
-        ],
+        "command": [*_IN_POD, run, f"{name}-{{}}.{name}", json.dumps(asdict(spec))],
         "env": [{"name": "JOB_UID", "valueFrom": {"fieldRef": {"fieldPath": uid}}}],
         "resources": {"requests": resources, "limits": resources},
         "volumeMounts": [{"name": "shared", "mountPath": path}, {"name": "memory", "mountPath": "/dev/shm"}],
@@ -152,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _until(lambda: _has_address(hosts[min(1, spec.nodes - 1)]), f"{hosts[min(1, spec.nodes - 1)]} to have an address")
         code = run_node(run, env, given=spec)
     except EchelonError as error:
-        print(printable(f"echelon: {error}"), file=sys.stderr)
+        say(str(error))
         code = 1
         if (run.path / "job").is_dir():
             refuse(run, start, node, str(error))

@@ -19,7 +19,7 @@ from echelon.contracts.errors import EchelonError, LauncherEnvironmentError, Usa
 from echelon.contracts.hostlist import expand_hostlist
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
-from echelon.contracts.terminal import printable
+from echelon.contracts.terminal import say
 from echelon.launcher.cluster.conclude import conclude, refuse
 from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec, Outcome
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             return conclude(run, arguments.conclude, start, arguments.spec_sha256)
         return run_node(run, os.environ, arguments.call_sha256, arguments.task, spec_sha256=arguments.spec_sha256)
     except EchelonError as error:
-        print(printable(f"echelon: {error}"), file=sys.stderr)
+        say(str(error))
         if arguments.conclude is None and (run.path / "job").is_dir():
             with contextlib.suppress(EchelonError, OSError):  # the folder may be the very thing that is wrong
                 refuse(run, start, int(os.environ.get("SLURM_NODEID", "0")), str(error))

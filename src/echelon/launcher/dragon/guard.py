@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+from echelon.contracts.machine import process_stat
+
 __all__ = ["Guard", "end_runtime"]
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -105,16 +107,9 @@ def _members(group: int) -> list[int]:
     found = []
     for pid in psutil.pids():
         with contextlib.suppress(OSError):
-            if os.getpgid(pid) == group and not _is_zombie(pid):
+            if os.getpgid(pid) == group and process_stat(pid)[:1] not in ([], ["Z"]):
                 found.append(pid)
     return found
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (OSError, IndexError):
-        return True
 
 
 def _mapped(pid: int) -> set[str]:

@@ -18,6 +18,7 @@ from echelon.contracts.files import open_to_append
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
+from echelon.contracts.terminal import say
 from echelon.launcher.cluster.background import LocalLauncher
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.local.attempt import write_exit
@@ -143,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return head(RunDir(path, int(attempt[0])), sha256) if attempt else run(RunDir(Path(path)), sha256)
     except EchelonError as error:
-        print(f"echelon: {error}", file=sys.stderr)
+        say(str(error))
         return 1
 
 

@@ -29,10 +29,10 @@ from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.calls import checksum
 from echelon.launcher.functions.inside import CallSite
-from echelon.launcher.functions.processes import descends, kill_children, runs
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local.attempt import write_exit
 from echelon.launcher.local.nodes import Meeting, free_port
+from echelon.launcher.local.processes import descends, kill_children, runs
 from echelon.launcher.local.run import rank_environment
 from echelon.launcher.local.server import adopt_orphans, die_with_parent
 from echelon.launcher.records import place_record, rank_record

@@ -34,7 +34,6 @@ __all__ = ["launch", "preload", "running_server", "shared_server", "spawn"]
 
 T = TypeVar("T")
 
-_TEMPORARY_NAME = "launch"
 _MOST = 4096  # processes: more is a slip, and would bring the machine down
 
 _server: ForkServer | None = None
@@ -192,44 +191,48 @@ def call(
     refuse_in_bootstrap("launch()")
     check_environment(env or {}, "env")
     payload = pack(Call(fn, [given], argv=sys.argv))
+    with _run_of(fn, run_dir) as run:
+        job = JobSpec(
+            str((run.path / "call.pkl").absolute()),
+            "call",
+            ranks=count,
+            max_restarts=max_restarts,
+            grace_s=5.0,
+            env=dict(env or {}),
+        )
+        return _values(job, payload, run, timeout_s, SilentScreen() if quiet else None, cancel)
+
+
+@contextlib.contextmanager
+def _run_of(fn: Callable[..., Any], run_dir: str | os.PathLike[str] | None) -> Iterator[RunDir]:
+    """A run's folder; a temporary one stays only if a rank fails: the error names the logs in there."""
     if run_dir is not None:
-        run = RunDir.create(run_dir, None, stem=_name_of(fn))
-        return _launch(payload, count, max_restarts, timeout_s, env, run, quiet, cancel)
-    folder = Path(tempfile.mkdtemp(prefix="echelon-"))
-    keep = False
+        yield RunDir.create(run_dir, None, stem=str(getattr(fn, "__name__", "launch")))
+        return
+    folder, keep = Path(tempfile.mkdtemp(prefix="echelon-")), False
     try:
-        return _launch(payload, count, max_restarts, timeout_s, env, RunDir.create(folder, _TEMPORARY_NAME), quiet, cancel)
+        yield RunDir.create(folder, "launch")
     except RankFailedError:
-        keep = True  # the error names the logs in there
+        keep = True
         raise
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _launch(
-    payload: bytes,
-    ranks: int,
-    max_restarts: int,
-    timeout_s: float | None,
-    env: Mapping[str, str] | None,
-    run: RunDir,
-    quiet: bool,
-    cancel: Cancel | None = None,
+def _values(
+    job: JobSpec, payload: bytes, run: RunDir, timeout_s: float | None, screen: SilentScreen | None, cancel: Cancel | None
 ) -> list[Any]:
-    call = run.path / "call.pkl"
-    job = JobSpec(str(call.absolute()), "call", ranks=ranks, max_restarts=max_restarts, grace_s=5.0, env=dict(env or {}))
+    """What the ranks returned."""
     key = secrets.token_hex(32)
-    fields = call_fields(write_call(call, payload), key)
-    screen = SilentScreen() if quiet else None
+    fields = call_fields(write_call(Path(job.target), payload), key)
     with _one_server(wait=cancel is None) as server, _cancellable(cancel, server):
         server.preload(_needed())
         outcome = run_local(job, run, screen=screen, server=server, start_fields=fields, timeout_s=timeout_s)
     _loaded_by_ranks.update(m for m in (rank_record(run.rank_exit(0)) or {}).get("loaded", ()) if m in SLOW_MODULES)
-    results = [run.attempt_path / f"value.rank{rank}.pkl" for rank in range(ranks)]
     if outcome.failure is not None:
         failure = outcome.failure
-        text = f"{render(failure, ranks)}\n\n{printable(failure.traceback)}".rstrip()
+        text = f"{render(failure, job.ranks)}\n\n{printable(failure.traceback)}".rstrip()
         error = RankFailedError(text, rank=failure.rank, exit_code=failure.exit_code, logs=str(run.attempt_path))
         raise error from load_exception(run.attempt_path / f"value.rank{failure.rank}.pkl.error", key)
     if outcome.exit_code == REQUEUE:  # the ranks saved and ended as they were asked to: so does their caller
@@ -238,7 +241,7 @@ def _launch(
         # A signal that was meant for this process: our ranks have ended, now it takes its ordinary course.
         signal.raise_signal(outcome.exit_code - 128)
         raise KeyboardInterrupt
-    return [load_value(path, key) for path in results]
+    return [load_value(run.attempt_path / f"value.rank{rank}.pkl", key) for rank in range(job.ranks)]
 
 
 @contextlib.contextmanager
@@ -273,10 +276,6 @@ def check_environment(env: Mapping[str, str], what: str) -> None:
         if not (isinstance(name, str) and isinstance(value, str)):
             kind = type(value).__name__  # not the value, which may be a secret
             raise UsageError(f"{what}[{name!r}] must be a string, as all environment variables, got {kind}.")
-
-
-def _name_of(fn: Callable[..., Any]) -> str:
-    return str(getattr(fn, "__name__", "launch"))
 
 
 def spawn(fn: Callable[..., T], args: Sequence[Any] = (), nprocs: int | str = 1, **options: Any) -> list[T]:

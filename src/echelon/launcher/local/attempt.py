@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from echelon.contracts.run_dir import write_json
-from echelon.contracts.stopping import REQUEUE
-from echelon.launcher.job import Failure, signal_name
+from echelon.contracts.stopping import REQUEUE, signal_name
+from echelon.contracts.terminal import say
+from echelon.launcher.job import Failure
 from echelon.launcher.records import rank_record
 
 __all__ = ["Attempt", "Requests", "write_exit"]
@@ -132,5 +131,4 @@ def write_exit(
     try:
         write_json(path, said)
     except OSError as error:  # a full disk, a folder that was removed meanwhile
-        with contextlib.suppress(OSError):
-            sys.stderr.write(f"echelon: {path} cannot be written: {error.strerror}\n")
+        say(f"{path} cannot be written: {error.strerror}")

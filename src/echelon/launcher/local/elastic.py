@@ -10,7 +10,6 @@ inside a function.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import signal
@@ -24,10 +23,10 @@ from torch.distributed.elastic.agent.server import SimpleElasticAgent, Worker, W
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from echelon.contracts import terminal
 from echelon.contracts.errors import RankTimeoutError
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.contracts.stopping import REQUEUE
-from echelon.contracts.terminal import printable
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.local.attempt import Attempt, Requests
 from echelon.launcher.local.nodes import Meeting
@@ -104,7 +103,7 @@ class ForkAgent(SimpleElasticAgent):
         self.restarts, self.cut_short = 0, False
         self.pulses = Pulses()
         self.seen: dict[int, Seen] = {}
-        self._watch = Watch(stall_after(job.stall_after_s), say or _say, self._ask_stack)
+        self._watch = Watch(stall_after(job.stall_after_s), say or terminal.say, self._ask_stack)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.restarts += self.attempt is not None
@@ -176,7 +175,7 @@ class ForkAgent(SimpleElasticAgent):
         if requests.time_is_up(now) and self._leave_by is None:
             self._leave_by = now + grace_s
             requests.add()
-            _say(f"{requests.stop_after_s:g} s are over: asked the ranks to save and end within {grace_s:g} s")
+            terminal.say(f"{requests.stop_after_s:g} s are over: asked the ranks to save and end within {grace_s:g} s")
         if self._passed_on != requests.count:
             self._passed_on = requests.count
             for rank in attempt.running:
@@ -185,7 +184,7 @@ class ForkAgent(SimpleElasticAgent):
             self._leave_by = now + grace_s
         if self._leave_by is not None and now > self._leave_by and attempt.running:
             self.cut_short = True
-            _say(f"rank {', '.join(map(str, attempt.running))} did not end within {grace_s:g} s and is stopped")
+            terminal.say(f"rank {', '.join(map(str, attempt.running))} did not end within {grace_s:g} s and is stopped")
             late = attempt.running
             self._end(signal.SIGTERM, min(_FAILURE_GRACE_S, grace_s))
             attempt.forgiven.update(rank for rank, code in attempt.exit_codes().items() if rank in late and code < 0)
@@ -247,7 +246,7 @@ class ForkAgent(SimpleElasticAgent):
         for rank in attempt.pids:
             text = self.pulses.stack(rank)
             state = "ended" if rank not in running else "still running"
-            stacks.append(f"--- rank {rank} ({state}) ---\n{printable(text) or '(no Python stack)'}")
+            stacks.append(f"--- rank {rank} ({state}) ---\n{terminal.printable(text) or '(no Python stack)'}")
         raise RankTimeoutError(
             f"{len(running)} of {len(attempt.pids)} ranks had not finished after {self._timeout_s:g} s: "
             f"rank {', '.join(map(str, running))}.\n" + "\n".join(stacks),
@@ -310,12 +309,6 @@ class ForkAgent(SimpleElasticAgent):
             until = time.monotonic() + wait_s
             while len(self.attempt.ended) < len(self.attempt.pids) and time.monotonic() < until:
                 self._note_ends(min(0.1, max(0.001, until - time.monotonic())))
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # a terminal that has gone
-        sys.stderr.write(printable(f"echelon: {text}") + "\n")
-        sys.stderr.flush()
 
 
 def _name_stopped(failures: list[Failure], seen: Mapping[int, Seen]) -> list[Failure]:

@@ -21,6 +21,7 @@ from echelon.launcher.local.attempt import write_exit
 from echelon.launcher.local.nodes import free_port
 from echelon.launcher.local.output import output_to
 from echelon.launcher.local.placement import bound
+from echelon.launcher.local.processes import kill_children
 from echelon.launcher.local.run import path_without_launcher, rank_environment
 from echelon.launcher.local.worker import Start, run_program
 from echelon.launcher.records import rank_record
@@ -105,15 +106,11 @@ class _TimeLimit(threading.Thread):
                 signal.pthread_kill(threading.main_thread().ident or 0, number)
 
     def _stop(self) -> None:
-        import psutil  # type: ignore[import-untyped,unused-ignore]  # here: few need it
-
         with contextlib.suppress(OSError):
             self._end()
         with contextlib.suppress(OSError):
             os.write(2, (b"\x1b[?25h" if os.isatty(2) else b"") + b"echelon: stopped by force\n")
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                child.kill()
+        kill_children()
         os._exit(REQUEUE)
 
     def lift(self) -> None:

@@ -30,7 +30,17 @@ class Screen(Protocol):
         """Leave the terminal as it was found."""
 
 
-class PlainScreen:
+class SilentScreen:
+    """Shows nothing: the log has it."""
+
+    def write(self, stream: str, data: bytes) -> None: ...
+
+    def tick(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlainScreen(SilentScreen):
     """Passes everything on to this process's own standard output and error."""
 
     def write(self, stream: str, data: bytes) -> None:
@@ -44,25 +54,6 @@ class PlainScreen:
             else:  # a notebook's or pytest's stream takes text only
                 target.write(data.decode("utf-8", "replace"))
                 target.flush()
-
-    def tick(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class SilentScreen:
-    """Shows nothing: the log has it."""
-
-    def write(self, stream: str, data: bytes) -> None:
-        pass
-
-    def tick(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class Relay:

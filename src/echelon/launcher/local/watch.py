@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts import pulse
+from echelon.contracts.machine import process_stat
 from echelon.contracts.pulse import Phase, Standing
 from echelon.launcher.job import Failure, parse_duration
 from echelon.launcher.local.raised import in_library
@@ -111,11 +112,7 @@ def _short(path: str) -> str:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process exists and does not run: the kernel's state T."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except (OSError, IndexError):
-        return False
+    return process_stat(pid)[:1] in (["T"], ["t"])
 
 
 def _behind(seen: Mapping[int, Seen]) -> list[int]:
@@ -153,20 +150,8 @@ def blame(failures: Sequence[Failure], seen: Mapping[int, Seen]) -> list[Failure
 def _culprit(rank: int, seen: Seen, first: Failure) -> Failure:
     done = f"rank {rank} made no progress since step {seen.standing.step}" if seen.is_known else f"rank {rank} made no progress"
     how = "it is stopped, as by SIGSTOP or a debugger" if seen.stopped else "it is behind the others"
-    stood = f"it stood {seen.standing}" if seen.is_known else ""
-    message = "\n".join(
-        [
-            *(
-                [f"{stood}{f', at {seen.where}' if seen.where else ''}"]
-                if stood
-                else [f"it stood at {seen.where}"]
-                if seen.where
-                else []
-            ),
-            f"rank {first.rank} waited for it and gave up:",
-            f"{first.kind}: {first.message}",
-        ]
-    )
+    stood = [f"it stood {seen}"] if str(seen) else []
+    message = "\n".join([*stood, f"rank {first.rank} waited for it and gave up:", f"{first.kind}: {first.message}"])
     log = first.log.with_name(f"rank{rank}.log") if isinstance(first.log, Path) else None
     kind, headline = "stopped" if seen.stopped else "behind", f"{done}: {how}"
     return Failure(rank, first.exit_code, first.time_ns, kind, message, first.user_frames, log=log, headline=headline)

@@ -4,7 +4,6 @@ from echelon.loop.callbacks.early_stopping import EarlyStopping
 from echelon.loop.callbacks.garbage import GarbageCollector
 from echelon.loop.callbacks.learning_rate import LearningRateMonitor
 from echelon.loop.callbacks.profiler import PyTorchProfiler
-from echelon.loop.callbacks.slow_rank import SlowRankDetector
 from echelon.loop.checkpointing.rollback import RollBack
 from echelon.loop.checkpointing.saver import BestCheckpointConfig, DistributedCheckpointSaver, RestoreOptions
 
@@ -17,5 +16,4 @@ __all__ = [
     "PyTorchProfiler",
     "RestoreOptions",
     "RollBack",
-    "SlowRankDetector",
 ]

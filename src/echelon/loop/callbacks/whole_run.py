@@ -24,40 +24,25 @@ class WholeRun(Callback):
     def finish(self, state: State, unit: Unit) -> None:
         """Called once for each `begin`. No collective here: another rank's run may end by an exception that this one has not."""
 
-    def _begin(self, state: State, unit: Unit) -> None:
+    def on_train_start(self, state: State, unit: Any) -> None:
         self._running = True
         self.begin(state, unit)
 
-    def _finish(self, state: State, unit: Unit) -> None:
+    def on_train_end(self, state: State, unit: Any) -> None:
         if self._running:
             self._running = False
             self.finish(state, unit)
 
-    def on_train_start(self, state: State, unit: Any) -> None:
-        self._begin(state, unit)
-
-    def on_train_end(self, state: State, unit: Any) -> None:
-        self._finish(state, unit)
+    on_predict_start = on_test_start = on_train_start
+    on_predict_end = on_test_end = on_train_end
 
     def on_eval_start(self, state: State, unit: Any) -> None:
         if state.entry_point is not EntryPoint.FIT:
-            self._begin(state, unit)
+            self.on_train_start(state, unit)
 
     def on_eval_end(self, state: State, unit: Any) -> None:
         if state.entry_point is not EntryPoint.FIT:
-            self._finish(state, unit)
-
-    def on_predict_start(self, state: State, unit: Any) -> None:
-        self._begin(state, unit)
-
-    def on_predict_end(self, state: State, unit: Any) -> None:
-        self._finish(state, unit)
-
-    def on_test_start(self, state: State, unit: Any) -> None:
-        self._begin(state, unit)
-
-    def on_test_end(self, state: State, unit: Any) -> None:
-        self._finish(state, unit)
+            self.on_train_end(state, unit)
 
     def on_exception(self, state: State, unit: Unit, exc: BaseException) -> None:
-        self._finish(state, unit)
+        self.on_train_end(state, unit)

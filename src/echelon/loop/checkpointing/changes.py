@@ -25,14 +25,13 @@ from echelon.loop.auto import AutoUnit
 from echelon.loop.checkpointing import forgotten
 from echelon.loop.unit import Unit
 from echelon.parallel.partition import Partition
+from echelon.parallel.state_keys import HOW
 from echelon.world import agree
 from echelon.world.init import World
 
 __all__ = ["check", "facts", "renamed"]
 
 _HARMLESS = ("world_size", "dp_size", "mesh", "strategy", "torch", "echelon", "python", "command")
-# Options that say how an optimizer computes, not what: the script's are used.
-_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
 # Options that a schedule moves.
 _SCHEDULED = {"lr": ("initial_lr",), "momentum": ("max_momentum",), "betas": ("max_momentum",)}
 
@@ -87,7 +86,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for key, value in group.items():
         moved = next((group[k] for k in _SCHEDULED.get(key, ()) if k in group), None)
-        if key in _HOW or key == "initial_lr" or (moved is not None and key != "lr"):
+        if key in HOW or key in ("params", "initial_lr") or (moved is not None and key != "lr"):
             continue
         plain = moved if moved is not None else value
         plain = plain.item() if isinstance(plain, torch.Tensor) and plain.numel() == 1 else plain

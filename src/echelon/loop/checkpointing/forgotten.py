@@ -19,14 +19,6 @@ def kinds(unit: Unit) -> dict[str, str]:
     return {name: kind for kind in _KINDS for name in getattr(unit, f"tracked_{kind}")()}
 
 
-def _saved_kinds(config: Mapping[str, Any], names: list[str]) -> dict[str, str]:
-    """The same of a checkpoint; older ones say it of modules and optimizers only."""
-    found = {name: "progress" if name.endswith("_progress") else "misc_statefuls" for name in names}
-    found |= {name: "lr_schedulers" for name in names if "lr_scheduler" in name}
-    found |= {name: kind for kind in ("modules", "optimizers") for name in config.get(kind, {})}
-    return {**found, **config.get("states", {})}
-
-
 def forgotten(
     config: Mapping[str, Any], names: Iterable[str], unit: Unit, options: RestoreOptions
 ) -> tuple[list[str], list[str]]:
@@ -35,7 +27,8 @@ def forgotten(
     A run that continued without would be another one, and its next checkpoint would lack it. A unit that does not train, and one
     that takes weights only, leaves what belongs to training behind without a word.
     """
-    kind_of = {name: kind for name, kind in _saved_kinds(config, list(names)).items() if name != "train_dataloader"}
+    kind_of = {**dict.fromkeys(names, "misc_statefuls"), **config.get("states", {})}
+    kind_of.pop("train_dataloader", None)
     trains = isinstance(unit, TrainUnit) and not options.takes_weights_only
     wanted = {"modules": options.restore_modules, "misc_statefuls": not options.takes_weights_only, "progress": False}
     wanted |= {"optimizers": options.restore_optimizers and trains, "lr_schedulers": options.restore_lr_schedulers and trains}

@@ -100,7 +100,7 @@ def _restore(path: Location, manifest: dict[str, Any], unit: Unit, loader: Any, 
     seeks = loader is not None and hasattr(loader, "load_state_dict")
     config = changes.renamed(manifest.get("config", {}), options.rename)
     table, meant = changes.check(config, unit, loader, optimizers=options.restore_optimizers, allowed=allowed)
-    if table and options.show_changes and _speaks():
+    if table and options.show_changes and agree.is_rank0():
         logger.warning("since %s was saved, changed:\n%s", path, table)  # harmless ones, too: a lower lr that is not used
     if meant & set(config.get("optimizers", {})):
         chosen = {name: value for name, value in chosen.items() if name not in meant}
@@ -110,7 +110,7 @@ def _restore(path: Location, manifest: dict[str, Any], unit: Unit, loader: Any, 
     states = without_frozen(states, frozen, unit, path, strict=options.strict, note=note)
     if seeks:
         states["train_dataloader"] = _IfSaved(loader, meant, lambda: store.read_rank(path, manifest))
-    elif config.get("position") and isinstance(unit, TrainUnit) and options.restore_train_progress and _speaks():
+    elif config.get("position") and isinstance(unit, TrainUnit) and options.restore_train_progress and agree.is_rank0():
         logger.warning(
             "%s holds where a %s stood in the middle of an epoch; give it, too: train_dataloader=. Training on without reads the "
             "epoch's first batches again.",
@@ -199,18 +199,12 @@ def _chosen(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
 def _log(report: Report, path: Location) -> None:
     if report.missing:
         logger.warning("%s has no state for these, which stay as they are: %s", path, printable(", ".join(report.missing)))
-    if report.cast and _speaks():
+    if report.cast and agree.is_rank0():
         kinds = Counter(report.cast.values())
         shown = ", ".join(f"{n} from {a} to {b}" for (a, b), n in kinds.items())
         logger.warning("%s: tensors cast: %s; the first is %s", path, shown, printable(next(iter(report.cast))))
     if report.unexpected:
         logger.warning("%s also has state that this unit does not use: %s", path, printable(", ".join(report.unexpected)))
-
-
-def _speaks() -> bool:
-    import torch.distributed as dist
-
-    return not agree.is_joined() or dist.get_rank() == 0
 
 
 # Stands for the state of a loader that has another on every rank, each in that rank's own file.

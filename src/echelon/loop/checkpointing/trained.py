@@ -14,9 +14,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from echelon.checkpoint.layout import this_rank
 from echelon.checkpoint.location import Location
 from echelon.checkpoint.store import table
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError
@@ -111,7 +111,7 @@ def _facts(state: ModuleState, names: set[str]) -> dict[str, Facts]:
 
     Each rank computes the checksums of some, beside the others.
     """
-    rank, size = (dist.get_rank(), dist.get_world_size()) if agree.is_joined() else (0, 1)
+    rank, size = this_rank()
     mine: dict[str, Facts] = {}
     values = state.state_dict()
     for number, name in enumerate(n for n in values if n in names and isinstance(values[n], torch.Tensor)):

@@ -3,27 +3,8 @@
 The numbers of every update are in the run's `metrics.jsonl` without any of these; a logger is for numbers of one's own.
 """
 
-from echelon.observe.loggers.anomaly import (
-    AnomalyLogger,
-    IsNaNEvaluator,
-    MetricAnomalyEvaluator,
-    ThresholdEvaluator,
-    TrackedMetric,
-)
 from echelon.observe.loggers.file import CSVLogger, FileLogger
 from echelon.observe.loggers.logger import MetricLogger, Scalar, scalar_to_float
 from echelon.observe.loggers.tensorboard import TensorBoardLogger
 
-__all__ = [
-    "AnomalyLogger",
-    "CSVLogger",
-    "FileLogger",
-    "IsNaNEvaluator",
-    "MetricAnomalyEvaluator",
-    "MetricLogger",
-    "Scalar",
-    "TensorBoardLogger",
-    "ThresholdEvaluator",
-    "TrackedMetric",
-    "scalar_to_float",
-]
+__all__ = ["CSVLogger", "FileLogger", "MetricLogger", "Scalar", "TensorBoardLogger", "scalar_to_float"]

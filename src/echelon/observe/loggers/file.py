@@ -131,9 +131,10 @@ class CSVLogger(FileLogger):
             self._widen(text)
         csv.DictWriter(text, self._names, restval="").writerows(rows)
         if new:
-            _replace(self._path, text.getvalue())
+            write_whole(self._path, text.getvalue(), 0o666)  # a reader sees the old file or the new one
         else:
-            _append_bytes(self._path, text.getvalue().encode())
+            with open(self._path, "ab", buffering=0) as file:
+                file.write(text.getvalue().encode())
 
     def _widen(self, into: io.StringIO) -> None:
         """The table as it is, with the new columns."""
@@ -143,13 +144,3 @@ class CSVLogger(FileLogger):
             with open(self._path, newline="", encoding="utf-8") as file:
                 for row in csv.DictReader(file):
                     table.writerow({k: v for k, v in row.items() if v is not None})
-
-
-def _append_bytes(path: Path, data: bytes) -> None:
-    with open(path, "ab", buffering=0) as file:
-        file.write(data)
-
-
-def _replace(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one."""
-    write_whole(path, text, 0o666)

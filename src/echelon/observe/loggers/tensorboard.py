@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.contracts.arguments import is_path
 from echelon.contracts.errors import UsageError, require
-from echelon.observe.loggers.anomaly import AnomalyLogger, TrackedMetric
 from echelon.observe.loggers.logger import Scalar, hold, rank, scalar_to_float
 
 if TYPE_CHECKING:
@@ -23,12 +22,11 @@ __all__ = ["TensorBoardLogger"]
 _PORTION = 100
 
 
-class TensorBoardLogger(AnomalyLogger):
-    """Rank 0 writes event files; on the other ranks every method does nothing.
+class TensorBoardLogger:
+    """Rank 0 writes event files; on the other ranks every method does nothing. For texts, images and more there is `writer`.
 
     Args:
         path: the folder for TensorBoard's files.
-        tracked_metrics: see `AnomalyLogger`.
         args, kwargs: passed to SummaryWriter.
     Attributes:
         writer: the SummaryWriter; None on other ranks.
@@ -36,11 +34,8 @@ class TensorBoardLogger(AnomalyLogger):
         UsageError: tensorboard is not installed.
     """
 
-    def __init__(
-        self, path: str | Path, tracked_metrics: Sequence[TrackedMetric] | None = None, *args: Any, **kwargs: Any
-    ) -> None:
+    def __init__(self, path: str | Path, *args: Any, **kwargs: Any) -> None:
         require(is_path(path), "path", "a folder", path)
-        super().__init__(tracked_metrics)
         self._path = str(path)
         self.writer: SummaryWriter | None = None
         self._on_gpu: list[tuple[str, Scalar, int, float]] = []
@@ -61,7 +56,7 @@ class TensorBoardLogger(AnomalyLogger):
         self.log_dict({name: data}, step)
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        """Several numbers, a chart each; `log_scalars` puts several into one."""
+        """Several numbers, a chart each."""
         if self.writer is not None:
             for name, data in payload.items():
                 held = hold(data)
@@ -71,42 +66,6 @@ class TensorBoardLogger(AnomalyLogger):
                     self._on_gpu.append((name, held, step, time.time()))
             if len(self._on_gpu) >= _PORTION:
                 self._read()
-        super().log_dict(payload, step)
-
-    def log_scalars(self, main_tag: str, tag_scalar_dict: Mapping[str, Scalar], step: int | None = None, **kwargs: Any) -> None:
-        """Several numbers in one chart."""
-        self._add("add_scalars", main_tag, dict(tag_scalar_dict), global_step=step, **kwargs)
-
-    def log_text(self, name: str, data: str, step: int) -> None:
-        self._add("add_text", name, data, global_step=step)
-
-    def log_hparams(self, hparams: dict[str, Scalar], metrics: dict[str, Scalar]) -> None:
-        """Settings of the run beside its results."""
-        self._add("add_hparams", hparams, metrics)
-
-    def log_image(self, *args: Any, **kwargs: Any) -> None:
-        """As `SummaryWriter.add_image`."""
-        self._add("add_image", *args, **kwargs)
-
-    def log_images(self, *args: Any, **kwargs: Any) -> None:
-        """As `SummaryWriter.add_images`."""
-        self._add("add_images", *args, **kwargs)
-
-    def log_figure(self, *args: Any, **kwargs: Any) -> None:
-        """As `SummaryWriter.add_figure`."""
-        self._add("add_figure", *args, **kwargs)
-
-    def log_audio(self, *args: Any, **kwargs: Any) -> None:
-        """As `SummaryWriter.add_audio`."""
-        self._add("add_audio", *args, **kwargs)
-
-    def log_histogram(self, *args: Any, **kwargs: Any) -> None:
-        """As `SummaryWriter.add_histogram`."""
-        self._add("add_histogram", *args, **kwargs)
-
-    def log_histogram_raw(self, *args: Any, **kwargs: Any) -> None:
-        """As `SummaryWriter.add_histogram_raw`."""
-        self._add("add_histogram_raw", *args, **kwargs)
 
     def flush(self) -> None:
         """Write what is held; TensorBoard does so every two minutes by itself."""
@@ -124,8 +83,5 @@ class TensorBoardLogger(AnomalyLogger):
     def _read(self) -> None:
         held, self._on_gpu = self._on_gpu, []
         for name, data, step, at in held:
-            self._add("add_scalar", name, scalar_to_float(data), global_step=step, walltime=at, new_style=True)
-
-    def _add(self, method: str, *args: Any, **kwargs: Any) -> None:
-        if self.writer is not None:
-            getattr(self.writer, method)(*args, **kwargs)
+            assert self.writer is not None  # nothing is held otherwise
+            self.writer.add_scalar(name, scalar_to_float(data), global_step=step, walltime=at, new_style=True)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from echelon.loop.unit import MetricStateful, Stateful
+from echelon.loop.unit import Stateful
 
 __all__ = ["DictStateful", "MetricStateful", "MultiStateful", "Stateful"]
 
 K = TypeVar("K")
 V = TypeVar("V")
+
+
+@runtime_checkable
+class MetricStateful(Stateful, Protocol):
+    """A metric, such as torchmetrics' or `echelon.Mean`."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def compute(self) -> Any: ...
 
 
 class MultiStateful:

@@ -69,11 +69,15 @@ class SlurmLauncher:
         """
         self.script(spec, run)  # what cannot be written into a script is refused before anything is written
         script = self.script(spec, run, sha256=[write_spec(run, spec, launcher="slurm", cwd=str(self.cwd))])
+        note_submitted(run, id=self._send(script, run))
+        return SlurmJob(run)
+
+    def _send(self, script: str, run: RunDir) -> str:
+        """Submit a script, of which the run keeps a copy; the job's number."""
         write_whole(run.path / "job" / "script.sh", script)
         number = commands.submit(script, self.options.export)
         commands.refuse_if_never(number)
-        note_submitted(run, id=number)
-        return SlurmJob(run)
+        return number
 
     def submit_all(self, spec: JobSpec, sweep: Sequence[Sequence[tuple[str, str]]], run: RunDir) -> list[SlurmJob]:
         """Submit one array: a run for each element of `sweep`, whose keys and values become arguments of the program.
@@ -92,10 +96,7 @@ class SlurmLauncher:
             args = [*spec.args, *(word for key, value in values for word in (f"--{key}", value))]
             one, pairs = replace(spec, args=args), [list(pair) for pair in values]
             sha256.append(write_spec(task, one, launcher="slurm", cwd=str(self.cwd), sweep=pairs))
-        script = self.script(spec, run, len(sweep), sha256)
-        write_whole(run.path / "job" / "script.sh", script)
-        number = commands.submit(script, self.options.export)
-        commands.refuse_if_never(number)
+        number = self._send(self.script(spec, run, len(sweep), sha256), run)
         for n, task in enumerate(tasks):
             note_submitted(task, id=f"{number}_{n}")
         return [SlurmJob(task) for task in tasks]

@@ -50,7 +50,7 @@ class TQDMProgressBar(Callback):
         here = state.active_phase_state()
         if not agree.is_rank0() or here is None:
             return
-        progress, left = progress_of(state, unit), here.steps_of_feed
+        progress, left = progress_of(state, unit), here.feed.total if here.feed is not None else None
         done = progress.num_steps_completed_in_epoch
         self._bars[state.active_phase] = self._tqdm(
             desc=f"{_NAMES[state.active_phase]} {progress.num_epochs_completed}",

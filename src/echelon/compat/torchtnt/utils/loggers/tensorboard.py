@@ -1,5 +1,71 @@
 """torchtnt.utils.loggers.tensorboard."""
 
-from echelon.observe.loggers.tensorboard import TensorBoardLogger
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from echelon.compat.torchtnt.utils.loggers.anomaly_logger import AnomalyLogger, TrackedMetric
+from echelon.observe.loggers import tensorboard
+from echelon.observe.loggers.logger import Scalar
 
 __all__ = ["TensorBoardLogger"]
+
+
+class TensorBoardLogger(tensorboard.TensorBoardLogger, AnomalyLogger):
+    """As `echelon.observe.loggers.TensorBoardLogger`.
+
+    Args:
+        tracked_metrics: see `AnomalyLogger`.
+    """
+
+    def __init__(
+        self, path: str | Path, tracked_metrics: Sequence[TrackedMetric] | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        AnomalyLogger.__init__(self, tracked_metrics)
+        tensorboard.TensorBoardLogger.__init__(self, path, *args, **kwargs)
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        """Several numbers, a chart each; `log_scalars` puts several into one."""
+        tensorboard.TensorBoardLogger.log_dict(self, payload, step)
+        AnomalyLogger.log_dict(self, payload, step)
+
+    def log_scalars(self, main_tag: str, tag_scalar_dict: Mapping[str, Scalar], step: int | None = None, **kwargs: Any) -> None:
+        """Several numbers in one chart."""
+        self._add("add_scalars", main_tag, dict(tag_scalar_dict), global_step=step, **kwargs)
+
+    def log_text(self, name: str, data: str, step: int) -> None:
+        self._add("add_text", name, data, global_step=step)
+
+    def log_hparams(self, hparams: dict[str, Scalar], metrics: dict[str, Scalar]) -> None:
+        """Settings of the run beside its results."""
+        self._add("add_hparams", hparams, metrics)
+
+    def log_image(self, *args: Any, **kwargs: Any) -> None:
+        """As `SummaryWriter.add_image`."""
+        self._add("add_image", *args, **kwargs)
+
+    def log_images(self, *args: Any, **kwargs: Any) -> None:
+        """As `SummaryWriter.add_images`."""
+        self._add("add_images", *args, **kwargs)
+
+    def log_figure(self, *args: Any, **kwargs: Any) -> None:
+        """As `SummaryWriter.add_figure`."""
+        self._add("add_figure", *args, **kwargs)
+
+    def log_audio(self, *args: Any, **kwargs: Any) -> None:
+        """As `SummaryWriter.add_audio`."""
+        self._add("add_audio", *args, **kwargs)
+
+    def log_histogram(self, *args: Any, **kwargs: Any) -> None:
+        """As `SummaryWriter.add_histogram`."""
+        self._add("add_histogram", *args, **kwargs)
+
+    def log_histogram_raw(self, *args: Any, **kwargs: Any) -> None:
+        """As `SummaryWriter.add_histogram_raw`."""
+        self._add("add_histogram_raw", *args, **kwargs)
+
+    def _add(self, method: str, *args: Any, **kwargs: Any) -> None:
+        if self.writer is not None:
+            getattr(self.writer, method)(*args, **kwargs)
