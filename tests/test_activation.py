@@ -71,9 +71,9 @@ def _steps(module: nn.Module, updates: int = 3) -> dict[str, torch.Tensor]:
 
 
 def _apply(module: nn.Module, params: Params) -> nn.Module:
-    from echelon.parallel.activation import recompute
+    from echelon.parallel.activation import checkpoint_activations
 
-    return recompute(module, params)
+    return checkpoint_activations(module, params)
 
 
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {

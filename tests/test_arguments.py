@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import echelon as ech
+from echelon.compat.torchtnt.framework.callbacks import SlowRankDetector
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.launcher.calls import Call, pack
-from echelon.loop.callbacks import EarlyStopping, GarbageCollector, LearningRateMonitor, PyTorchProfiler, SlowRankDetector
+from echelon.loop.callbacks import EarlyStopping, GarbageCollector, LearningRateMonitor, PyTorchProfiler
 from echelon.loop.early_stop import EarlyStopChecker
 from echelon.observe.loggers import CSVLogger
 from tests.units import Regression

@@ -86,7 +86,7 @@ class ActivationCheckpointParams:
         return partial(create_selective_checkpoint_contexts, list(self.save_ops)) if self.save_ops else self.context_fn
 
 
-def recompute(module: nn.Module, params: ActivationCheckpointParams | None) -> nn.Module:
+def checkpoint_activations(module: nn.Module, params: ActivationCheckpointParams | None) -> nn.Module:
     """Make the chosen submodules recompute, in place; those that do already are left alone.
 
     Raises:

@@ -186,7 +186,9 @@ class DDPStrategy(Strategy):
         ensure_group(world.device)
         module = materialize(module, world.device).to(world.device)
         if not any(p.requires_grad for p in module.parameters()):
-            prepared = Prepared(recipe.compile(recipe.recompute(module)), [Axis.of(self.process_group)])  # nothing to reduce
+            prepared = Prepared(
+                recipe.compile(recipe.checkpoint_activations(module)), [Axis.of(self.process_group)]
+            )  # nothing to reduce
             prepared.reduces_unfrozen()
             return prepared
         return DDPPrepared(self.wrap(module, world, recipe), world)
@@ -203,7 +205,7 @@ class DDPStrategy(Strategy):
         """The module, which is on its device and has something to train, in DistributedDataParallel."""
         if self.sync_batchnorm:
             module = sync_batchnorm(module, world.device, self.process_group)
-        module = recipe.compile(recipe.recompute(module))
+        module = recipe.compile(recipe.checkpoint_activations(module))
         wrapped = DistributedDataParallel(
             module,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,

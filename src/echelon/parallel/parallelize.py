@@ -95,7 +95,7 @@ def parallelize(
             "Pass the plain module, or no strategy."
         )
     given = Prepared.of(module, world)
-    recipe.compile(recipe.recompute(given.unwrapped))
+    recipe.compile(recipe.checkpoint_activations(given.unwrapped))
     given.adopt()
     given.find_replicas()
     return given

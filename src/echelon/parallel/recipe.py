@@ -10,7 +10,7 @@ from torch import nn
 
 from echelon.contracts.arguments import flags_of, several
 from echelon.contracts.errors import UsageError, require
-from echelon.parallel.activation import ActivationCheckpointParams, recompute
+from echelon.parallel.activation import ActivationCheckpointParams, checkpoint_activations
 
 __all__ = ["Recipe", "TorchCompileParams"]
 
@@ -49,14 +49,14 @@ class Recipe:
     activation_checkpoint: ActivationCheckpointParams | None = None
     torch_compile: TorchCompileParams | None = None
 
-    def recompute(self, module: nn.Module) -> nn.Module:
+    def checkpoint_activations(self, module: nn.Module) -> nn.Module:
         compiled = self.torch_compile
         if self.activation_checkpoint is not None and compiled is not None and compiled.backend == "eager":
             raise UsageError(
                 "torch.compile's backend 'eager' draws other dropout masks when it recomputes activations (torch 2.13), and the "
                 "gradients are wrong. Use backend='aot_eager' or 'inductor', or no activation_checkpoint_params."
             )
-        return recompute(module, self.activation_checkpoint)
+        return checkpoint_activations(module, self.activation_checkpoint)
 
     def compile(self, module: nn.Module) -> nn.Module:
         params = self.torch_compile

@@ -171,7 +171,7 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
     _refuse_loose(module, ignored, len(ranks))
     ignored |= (whole := _unsplittable(module))
     blocks = _blocks(module, how.blocks, world)
-    module = recipe.compile(recipe.recompute(module))
+    module = recipe.compile(recipe.checkpoint_activations(module))
     _split(module, blocks, ignored, world, how)
     materialize(module, torch.device("cpu") if how.offload else world.device, buffers=world.device)
     for parameter in whole:  # is never offloaded

@@ -51,7 +51,7 @@ class NOOPStrategy(Strategy):
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         materialize(module, world.device, same_on_all=False)
-        return Prepared(recipe.compile(recipe.recompute(module.to(world.device))))
+        return Prepared(recipe.compile(recipe.checkpoint_activations(module.to(world.device))))
 
 
 # By name. `parallel/__init__` fills it, so that this file needs to know none of them.

@@ -15,7 +15,7 @@ from echelon.compat.torchtnt.utils.distributed import get_global_rank
 from echelon.compat.torchtnt.utils.optimizer import init_optim_state
 from echelon.contracts.errors import UsageError
 from echelon.parallel import fsdp, parallelize, tensor
-from echelon.parallel.activation import recompute
+from echelon.parallel.activation import checkpoint_activations
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.gradients import clip_by_norm_
@@ -205,7 +205,7 @@ def _with_older_methods(module: nn.Module) -> nn.Module:
 
 def apply_ac(module: nn.Module, activation_checkpoint_params: ActivationCheckpointParams) -> None:
     """Let submodules recompute their activations, in place."""
-    recompute(module, activation_checkpoint_params)
+    checkpoint_activations(module, activation_checkpoint_params)
 
 
 def apply_torch_compile(module: nn.Module, torch_compile_params: TorchCompileParams) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import UsageError, require
 from echelon.loop.callback import Callback
 from echelon.loop.callbacks.steps import at_least
 from echelon.loop.state import State
@@ -52,6 +52,9 @@ class SlowRankDetector(Callback):
         if check_every_n_steps is None and check_every_n_epochs is None:
             raise UsageError("SlowRankDetector needs check_every_n_steps or check_every_n_epochs, got neither.")
         at_least(1, check_every_n_steps=check_every_n_steps, check_every_n_epochs=check_every_n_epochs)
+        require(isinstance(pg, dist.ProcessGroup | None), "pg", "a ProcessGroup or None", pg)
+        require(logger is None or callable(getattr(logger, "log", None)), "logger", "a logger or None", logger)
+        require(isinstance(device, torch.device | None), "device", "a torch.device or None", device)
         self._every_steps, self._every_epochs = check_every_n_steps, check_every_n_epochs
         self._group, self._logger, self._device = pg, logger, device
         self._since, self._checked = time.perf_counter(), 0
