@@ -26,7 +26,7 @@ from echelon.contracts.numbers import whole
 from echelon.parallel.blocks import blocks_by_policy, blocks_to_shard
 from echelon.parallel.prepared import NO_CONTEXT
 
-__all__ = ["ActivationCheckpointParams", "Recompute", "checkpoint_wrapper", "recompute"]
+__all__ = ["ActivationCheckpointParams", "Recompute", "checkpoint_activations", "checkpoint_wrapper"]
 
 logger = logging.getLogger(__name__)
 

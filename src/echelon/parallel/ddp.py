@@ -185,10 +185,8 @@ class DDPStrategy(Strategy):
         self._refuse_split(module)
         ensure_group(world.device)
         module = materialize(module, world.device).to(world.device)
-        if not any(p.requires_grad for p in module.parameters()):
-            prepared = Prepared(
-                recipe.compile(recipe.checkpoint_activations(module)), [Axis.of(self.process_group)]
-            )  # nothing to reduce
+        if not any(p.requires_grad for p in module.parameters()):  # nothing to reduce
+            prepared = Prepared(recipe.compile(recipe.checkpoint_activations(module)), [Axis.of(self.process_group)])
             prepared.reduces_unfrozen()
             return prepared
         return DDPPrepared(self.wrap(module, world, recipe), world)
