@@ -308,7 +308,8 @@ def become(request: dict[str, Any], fds: Sequence[int], path: Sequence[str]) -> 
     os.environ.update(env)
     os.chdir(request["cwd"])
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=stream.isatty())  # type: ignore[union-attr]
+        by_line = not env.get("PYTHONUNBUFFERED") and (stream is sys.stderr or stream.isatty())
+        stream.reconfigure(line_buffering=by_line)  # type: ignore[union-attr]
     own = _paths(env)
     sys.path[:] = [*own, *(p for p in path if p not in own)]
     if env.get(_THREADS, "").isdigit():

@@ -93,7 +93,7 @@ def test_a_forked_program_hears_signals_and_can_be_waited_for(waits: Any) -> Non
 
 
 def test_a_forked_program_and_what_it_forks_carry_the_mark_of_their_test(started: Started, waits: Any) -> None:
-    child = started.python("-c", "import os, time\nos.fork()\nprint('here', flush=True)\ntime.sleep(600)")
+    child = started.python("-c", "import os, time\nos.fork()\nos.write(1, b'here\\n')\ntime.sleep(600)")
     assert [child.stdout.readline() for _ in range(2)] == [b"here\n"] * 2  # type: ignore[union-attr]
     assert len(started.alive()) == 3
     for process in started.alive():
