@@ -39,11 +39,7 @@ STANDING: set[StandingRanksBySize] = set()  # of the module whose tests run
 
 # The server forks ranks with these loaded; each rank would import them itself, in up to a second of computing.
 LOADED = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.profiler._cupti_monitor",
+    *forked.TORCH,
     "echelon.loop.auto",
     "echelon.loop.callbacks",
     "echelon.loop.run",

@@ -39,12 +39,15 @@ from typing import IO, Any
 MARK = "ECHO_TEST_MARK"
 MARK_LENGTH = 32
 
-LOADED = (
+TORCH = (
     "torch",
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.profiler._cupti_monitor",
+)
+LOADED = (
+    *TORCH,
     "echelon.cli.ckpt",
     "echelon.cli.main",
     "echelon.cli.run",

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from echelon.contracts.errors import require
 from echelon.contracts.numbers import plain
 
-__all__ = ["flags", "flags_of", "is_list", "is_path", "mapping", "several"]
+__all__ = ["flags", "flags_of", "is_list", "is_path", "mapping", "options_of", "several"]
+
+T = TypeVar("T")
 
 
 def flags(**given: Any) -> None:
-    """
+    """Refuse what Python would only take for true or false, by name.
+
     Raises:
         UsageError: neither True nor False, nor 1 or 0.
     """
@@ -29,6 +32,16 @@ def flags_of(options: Any) -> None:
         value = getattr(options, field.name)
         if field.type in (bool, "bool") or (field.type == "bool | None" and value is not None):
             flags(**{field.name: value})
+
+
+def options_of(kind: type[T], name: str, given: T | None) -> T:
+    """The options that were given, or those by default for None.
+
+    Raises:
+        UsageError: something else.
+    """
+    require(given is None or isinstance(given, kind), name, f"{kind.__name__}(...) or None", given)
+    return given if given is not None else kind()
 
 
 def several(name: str, given: Any, what: str, holds: Callable[[Any], bool] = lambda each: True) -> tuple[Any, ...]:

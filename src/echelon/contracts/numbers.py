@@ -31,7 +31,8 @@ def whole(name: str, value: Any, *, at_least: int | None = None, or_none: str = 
 
 
 def number(name: str, value: Any, what: str, holds: Callable[[Any], bool] = lambda found: not math.isnan(found)) -> None:
-    """
+    """Refuse what is no number, or not such a one.
+
     Args:
         holds: what must be true of the number; a comparison is false of nan.
     Raises:

@@ -27,6 +27,7 @@ leave.ends_with_75 = True  # type: ignore[attr-defined]
 
 
 def signal_name(number: int) -> str:
+    """Such as SIGTERM."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch.utils.data import default_collate
 
-from echelon.contracts.arguments import flags
+from echelon.contracts.arguments import flags, options_of
 from echelon.contracts.between_attempts import note_loader
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
@@ -52,7 +52,7 @@ class BaseLoader(ABC):
         pin_memory: bool,
         options: LoaderOptions | None,
     ) -> None:
-        self.options = options = LoaderOptions.of(options)
+        self.options = options = options_of(LoaderOptions, "options", options)
         require(tail in ("keep", "drop"), "tail", "'keep' or 'drop'", tail)
         accumulation = whole("accumulation", accumulation, at_least=1)
         global_batch = whole("global_batch", global_batch, at_least=1)

@@ -41,12 +41,3 @@ class LoaderOptions:
         number("timeout_s", self.timeout_s, "above 0 seconds", lambda seconds: seconds > 0)
         check_accepted(self.accept_changes)
         object.__setattr__(self, "accept_changes", frozenset(self.accept_changes))
-
-    @classmethod
-    def of(cls, given: LoaderOptions | None) -> LoaderOptions:
-        """
-        Raises:
-            UsageError: something else.
-        """
-        require(isinstance(given, LoaderOptions | None), "options", "LoaderOptions(...) or None", given)
-        return given if given is not None else cls()

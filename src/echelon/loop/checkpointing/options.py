@@ -77,15 +77,6 @@ class RestoreOptions:
         require(renames, "rename", "a dict from names in the checkpoint to names here", self.rename)
 
     @classmethod
-    def of(cls, given: RestoreOptions | None) -> RestoreOptions:
-        """
-        Raises:
-            UsageError: something else.
-        """
-        require(isinstance(given, RestoreOptions | None), "restore_options", "RestoreOptions(...) or None", given)
-        return given if given is not None else cls()
-
-    @classmethod
     def weights_only(cls, *, strict: bool = True) -> RestoreOptions:
         """For fine-tuning: modules, and nothing else that the checkpoint holds."""
         return cls(True, False, False, False, False, False, strict)

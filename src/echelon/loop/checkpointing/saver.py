@@ -16,7 +16,7 @@ from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
 from echelon.checkpoint.snapshot import Planned
 from echelon.checkpoint.store import Report
 from echelon.contracts import pulse
-from echelon.contracts.arguments import flags
+from echelon.contracts.arguments import flags, options_of
 from echelon.contracts.errors import CheckpointWriteError, require
 from echelon.contracts.pulse import Phase
 from echelon.loop.callback import Callback
@@ -288,7 +288,8 @@ class DistributedCheckpointSaver(Callback):
             CheckpointNotFoundError, CheckpointUnreadableError, CheckpointCorruptError: three different answers.
             CheckpointMismatchError: it does not fit the unit, or another run was saved; with a table.
         """
-        return restoring.restore(location(path, "path"), unit, train_dataloader, RestoreOptions.of(restore_options))
+        options = options_of(RestoreOptions, "restore_options", restore_options)
+        return restoring.restore(location(path, "path"), unit, train_dataloader, options)
 
     @staticmethod
     def restore_from_latest(
@@ -305,7 +306,7 @@ class DistributedCheckpointSaver(Callback):
             fall_back: when the newest is corrupt, say what is wrong with it and take the newest older one that is not; False
                 makes it an error. If all are corrupt it is an error in any case: a run with progress never starts over by itself.
         """
-        folder, options = location(dirpath), RestoreOptions.of(restore_options)
+        folder, options = location(dirpath), options_of(RestoreOptions, "restore_options", restore_options)
         if is_begun_anew(absolute(folder)):
             logger.warning("--restart was given: nothing in %s is restored", folder)
             return False
@@ -323,7 +324,7 @@ class DistributedCheckpointSaver(Callback):
         fall_back: bool = True,
     ) -> bool:
         """As `restore_from_latest`, of the checkpoints that have the metric the best; False if none has it."""
-        folder, options = location(dirpath), RestoreOptions.of(restore_options)
+        folder, options = location(dirpath), options_of(RestoreOptions, "restore_options", restore_options)
         best = BestCheckpointConfig(metric_name, mode)
 
         def names() -> list[str]:
