@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.machine import usable_cores
 from echelon.contracts.rank import RankInfo
 
-__all__ = ["copy_data_to_device", "device_of", "record_stream", "same_kernels", "set_threads", "to_host"]
+__all__ = ["copy_data_to_device", "device_of", "from_host", "in_thread", "record_stream", "same_kernels", "set_threads", "to_host"]
 
 T = TypeVar("T")
 
@@ -40,6 +40,23 @@ def device_of(info: RankInfo, device_type: str | None = None) -> torch.device:
             f"Start at most {count} ranks a node."
         )
     return torch.device("cuda", index)
+
+
+def in_thread(work: Callable[[], None]) -> Callable[[], None]:
+    """The same work, for another thread of this rank that may touch CUDA.
+
+    A thread begins with device 0 as its current one, whatever its process has chosen. Without this each rank of a node would
+    open a context there, half a gigabyte each, by waiting for an event or asking for page-locked memory.
+    """
+    if not torch.cuda.is_initialized():
+        return work
+    device = torch.cuda.current_device()
+
+    def with_device() -> None:
+        torch.cuda.set_device(device)
+        work()
+
+    return with_device
 
 
 def set_threads(info: RankInfo) -> None:
@@ -87,6 +104,12 @@ def record_stream(data: Any, stream: torch.cuda.Stream) -> None:
         return value
 
     _map(data, record)
+
+
+def from_host(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    """`like.new_tensor(values)`, without waiting for the device: only page-locked memory is copied beside its kernels."""
+    here = torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)
+    return here.to(like.device, non_blocking=True)
 
 
 def to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
