@@ -21,6 +21,8 @@ from echelon.contracts.rank import RankInfo
 from echelon.launcher.functions.run import launch
 from echelon.world.device import copy_data_to_device, device_of, set_threads
 from echelon.world.init import World, ensure_group, init_from_env
+from echelon.world.mesh import ParallelDims
+from echelon.world.timeout import inherit_timeout, timeout_of_default_group
 from tests.conftest import clean_environment
 
 LAUNCHERS = ("torchrun", "by hand", "srun", "Open MPI", "PMI", "Dragon")
@@ -156,6 +158,23 @@ def test_a_half_set_environment_is_refused_before_anything_starts(monkeypatch: p
     with pytest.raises(LauncherEnvironmentError, match="RANK=0 is set but WORLD_SIZE is not"):
         init_from_env()
     assert not dist.is_initialized()
+
+
+def _timeouts() -> list[timedelta | None]:
+    """Of the default group, of both axes of a mesh, and as the hang itself shows it."""
+    init_from_env(timeout=timedelta(seconds=37))
+    root = ParallelDims.of(2, dp_replicate=2, dp_shard=1)._root(torch.device("cpu"))
+    groups = [dist.group.WORLD, root.get_group("dp_replicate"), root.get_group("dp_shard")]
+    found = [g._get_backend(torch.device("cpu")).options._timeout for g in groups]  # type: ignore[union-attr]
+    inherit_timeout(beside := dist.new_group([0, 1]))
+    found += [timeout_of_default_group(), beside._get_backend(torch.device("cpu")).options._timeout]
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_groups_of_a_mesh_wait_as_long_as_the_default_group() -> None:
+    assert launch(_timeouts, ranks=2, timeout_s=60) == [[timedelta(seconds=37)] * 5] * 2
 
 
 # ---- the device -------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,16 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.machine import usable_cores
 from echelon.contracts.rank import RankInfo
 
-__all__ = ["copy_data_to_device", "device_of", "from_host", "in_thread", "record_stream", "same_kernels", "set_threads", "to_host"]
+__all__ = [
+    "copy_data_to_device",
+    "device_of",
+    "from_host",
+    "in_thread",
+    "record_stream",
+    "same_kernels",
+    "set_threads",
+    "to_host",
+]
 
 T = TypeVar("T")
 
