@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from echelon.contracts.errors import UsageError
-from echelon.contracts.machine import usable_cores
+from echelon.contracts.machine import DEVICE_VARIABLE, usable_cores
 from echelon.contracts.rank import RankInfo
 
 __all__ = [
@@ -28,27 +28,33 @@ __all__ = [
 T = TypeVar("T")
 
 
-def device_of(info: RankInfo, device_type: str | None = None) -> torch.device:
-    """The device of a rank: cuda:LOCAL_RANK if there is CUDA, else the CPU.
+def device_of(info: RankInfo, device_type: str | None = None, *, shared: bool = False) -> torch.device:
+    """The device of a rank: cuda:LOCAL_RANK if there is CUDA, else the CPU. $ECHELON_DEVICE, set by `--device`, decides first.
 
+    Args:
+        shared: with more ranks than devices, ranks take turns, as gloo allows it and NCCL does not.
     Raises:
         UsageError: an unknown or absent device type, or fewer devices than ranks on this node.
     """
-    if device_type not in (None, "cpu", "cuda"):
-        raise UsageError(f"device_type must be 'cpu' or 'cuda', got {device_type!r}.")
-    if device_type == "cpu" or (device_type is None and not torch.cuda.is_available()):
+    said, chosen = ("device_type", device_type)
+    if imposed := os.environ.get(DEVICE_VARIABLE):
+        said, chosen = DEVICE_VARIABLE, imposed
+    if chosen not in (None, "cpu", "cuda"):
+        raise UsageError(f"{said} must be 'cpu' or 'cuda', got {chosen!r}.")
+    if chosen == "cpu" or (chosen is None and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 0:
-        raise UsageError("device_type is 'cuda', but torch finds no CUDA device here. Use device_type='cpu'.")
+        raise UsageError(f"{said} is 'cuda', but torch finds no CUDA device here. Use {said}='cpu'.")
     # A launcher that shows every rank one device only (CUDA_VISIBLE_DEVICES per rank) leaves index 0.
     index = 0 if count == 1 and info.local_world_size > 1 and "CUDA_VISIBLE_DEVICES" in os.environ else info.local_rank
-    if index >= count:
+    if index >= count and not shared:
         raise UsageError(
             f"rank {info.rank} has local rank {info.local_rank}, but its node has {count} CUDA devices. "
-            f"Start at most {count} ranks a node."
+            f"Start at most {count} ranks a node, compute on the CPU (`--device cpu`, or {DEVICE_VARIABLE}=cpu), or let ranks "
+            "share a device by init_from_env(pg_backend='gloo')."
         )
-    return torch.device("cuda", index)
+    return torch.device("cuda", index % count)
 
 
 def in_thread(work: Callable[[], None]) -> Callable[[], None]:
