@@ -35,8 +35,10 @@ OF_OTHERS = {
     "_flatten",
     "_forward_hooks",
     "_forward_pre_hooks",
+    "_get_backend",
     "_module_classes_to_ignore",
     "_shared_state",
+    "_timeout",
 }
 
 
