@@ -37,6 +37,7 @@ OF_OTHERS = {
     "_forward_pre_hooks",
     "_get_backend",
     "_module_classes_to_ignore",
+    "_schema",
     "_shared_state",
     "_timeout",
 }
