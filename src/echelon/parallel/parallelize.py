@@ -20,6 +20,7 @@ from echelon.parallel.activation import ActivationCheckpointParams
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
+from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe, TorchCompileParams
 from echelon.parallel.registry import kind_of, wrapper_of
@@ -108,10 +109,18 @@ def prepare_module(
     strategy: Strategy | str | None = None,
     torch_compile_params: TorchCompileParams | None = None,
     activation_checkpoint_params: ActivationCheckpointParams | None = None,
+    precision: str | torch.dtype | Precision | None = None,
 ) -> nn.Module:
-    """The module moved to `device` and made parallel, for those who write their own unit."""
+    """The module moved to `device` and made parallel, for those who write their own unit.
+
+    Args:
+        precision: what a sharded strategy gathers parameters in. The forward passes are yours, and so is the autocast around
+            them: `with echelon.Precision.of("bf16").autocast(device):`.
+    """
     decided = overrides()
-    recipe = Recipe(activation_checkpoint_params, torch_compile_params if decided.compile is not False else None)
+    chosen = decided.precision or precision
+    compiled = torch_compile_params if decided.compile is not False else None
+    recipe = Recipe(activation_checkpoint_params, compiled, Precision.of(chosen) if chosen is not None else None)
     prepared = parallelize(module, strategy, device, recipe, overridden=decided.strategy)
     if prepared.divides_optimizer:
         logger.warning(
