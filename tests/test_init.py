@@ -166,7 +166,7 @@ def test_a_half_set_environment_is_refused_before_anything_starts(monkeypatch: p
 def _timeouts() -> list[timedelta | None]:
     """Of the default group, of both axes of a mesh, and as the hang itself shows it."""
     init_from_env(timeout=timedelta(seconds=37))
-    root = ParallelDims.of(2, dp_replicate=2, dp_shard=1)._root(torch.device("cpu"))
+    root = ParallelDims.of(2, dp_replicate=2, dp_shard=1).data_mesh(torch.device("cpu"))
     groups = [dist.group.WORLD, root.get_group("dp_replicate"), root.get_group("dp_shard")]
     found = [g._get_backend(torch.device("cpu")).options._timeout for g in groups]  # type: ignore[union-attr]
     inherit_timeout(beside := dist.new_group([0, 1]))
