@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.errors import UsageError
-from echelon.contracts.machine import usable_cores, visible_devices
+from echelon.contracts.machine import DEVICE_VARIABLE, usable_cores, visible_devices
 
 __all__ = ["Failure", "JobSpec", "Outcome", "auto_ranks", "parse_duration", "parse_rank_range", "parse_ranks", "spec_of"]
 
@@ -205,8 +206,8 @@ class Outcome:
 
 
 def auto_ranks() -> int:
-    """One rank per visible NVIDIA device, else one per core this process may use."""
-    return len(visible_devices()) or usable_cores()
+    """One rank per visible NVIDIA device, else, or if ranks are told to compute on the CPU, one per core this process may use."""
+    return (0 if os.environ.get(DEVICE_VARIABLE) == "cpu" else len(visible_devices())) or usable_cores()
 
 
 def parse_ranks(text: str | int) -> int:
