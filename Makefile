@@ -4,7 +4,7 @@ PYTHON ?= python3
 RANKS ?= 2
 ARGS ?=
 
-.PHONY: train test test-all soak check clean
+.PHONY: train test test-all soak gpu check clean
 
 train: .venv/ready
 	.venv/bin/echelon run --ranks $(RANKS) examples/gpt.py $(ARGS)
@@ -21,6 +21,11 @@ test-all: .venv/ready
 # Not part of the tests: every crash point, 200 kills, 1,000 damages, 200 restarts; about half an hour on two cores.
 soak: .venv/ready
 	.venv/bin/python -m tests.chaos.soak $(ARGS)
+
+# What only a GPU can show, in eight minutes: docs/gpu.md. PYTHON=... names an interpreter that has torch; then nothing is installed.
+GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),.venv/bin/python,$(PYTHON))
+gpu: $(if $(filter file,$(origin PYTHON)),.venv/ready)
+	@PYTHONPATH="src:$$PYTHONPATH" $(GPU_PYTHON) -m bench.gpu $(ARGS)
 
 check: .venv/ready
 	.venv/bin/ruff format --check src tests examples bench

@@ -1,0 +1,26 @@
+"""The parts of the day, in their order. A part's own imports happen in its process."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+
+from bench.gpu.rows import Notes
+from bench.gpu.runner import Part, Setting
+
+__all__ = ["PARTS"]
+
+
+def _call(module: str, setting: Setting, notes: Notes, **options: object) -> None:
+    importlib.import_module(f"bench.gpu.{module}").run(setting, notes, **options)
+
+
+def _of(module: str, **options: object) -> Callable[[Setting, Notes], None]:
+    return partial(_call, module, **options)
+
+
+PARTS = (
+    Part("environment", _of("environment"), limit_s=60, needs_s=1),
+    Part("tests", _of("marked"), limit_s=120),
+)
