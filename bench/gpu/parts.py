@@ -13,6 +13,8 @@ __all__ = ["PARTS"]
 
 
 def _call(module: str, setting: Setting, notes: Notes, **options: object) -> None:
+    if setting.small:
+        importlib.import_module("torch").set_num_threads(1)
     importlib.import_module(f"bench.gpu.{module}").run(setting, notes, **options)
 
 
@@ -23,4 +25,6 @@ def _of(module: str, **options: object) -> Callable[[Setting, Notes], None]:
 PARTS = (
     Part("environment", _of("environment"), limit_s=60, needs_s=1),
     Part("tests", _of("marked"), limit_s=120),
+    Part("waits", _of("waits"), limit_s=50),
+    Part("two ranks", _of("two_ranks"), limit_s=60),
 )
