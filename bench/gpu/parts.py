@@ -27,4 +27,5 @@ PARTS = (
     Part("tests", _of("marked"), limit_s=120),
     Part("waits", _of("waits"), limit_s=50),
     Part("two ranks", _of("two_ranks"), limit_s=60),
+    Part("loop overhead", _of("overhead"), limit_s=60),
 )
