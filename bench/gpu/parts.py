@@ -28,4 +28,6 @@ PARTS = (
     Part("waits", _of("waits"), limit_s=50),
     Part("two ranks", _of("two_ranks"), limit_s=60),
     Part("loop overhead", _of("overhead"), limit_s=60),
+    Part("saves", _of("saves"), limit_s=45),
+    Part("resume", _of("resume"), limit_s=90),
 )
