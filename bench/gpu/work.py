@@ -56,9 +56,10 @@ class Batches:
         self._count, self._before = count, before
         generator = torch.Generator().manual_seed(0)
         shape = (rows, size.context + 1)
-        self._kept = [torch.randint(0, size.vocabulary, shape, generator=generator) for _ in range(min(4, count))]
-        if pinned:
-            self._kept = [kept.pin_memory() for kept in self._kept]
+        drawn = [torch.randint(0, size.vocabulary, shape, generator=generator) for _ in range(min(4, count))]
+        # Contiguous: of a view, torch copies a pageable copy.
+        kept = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in drawn]
+        self._kept = [(one.pin_memory(), other.pin_memory()) for one, other in kept] if pinned else kept
 
     def __len__(self) -> int:
         return self._count
@@ -67,8 +68,7 @@ class Batches:
         for i in range(self._count):
             if self._before is not None:
                 self._before(i)
-            kept = self._kept[i % len(self._kept)]
-            yield kept[:, :-1], kept[:, 1:]
+            yield self._kept[i % len(self._kept)]
 
 
 def settle(device: torch.device) -> None:
