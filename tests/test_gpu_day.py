@@ -67,7 +67,7 @@ def test_no_part_ends_the_day_whatever_it_does(tmp_path: Path) -> None:
         return found[part, part]["status"], found[part, part]["remark"]
 
     assert found["hangs", "before it hung"]["value"] == 1.5
-    assert end_of("hangs")[1].startswith("killed after 1 s, its limit, in tests/gpu_day_program.py, line ")
+    assert end_of("hangs")[1].startswith("killed after 4 s, its limit, in tests/gpu_day_program.py, line ")
     assert end_of("says_nothing") == ("failed", "ended without a result")
     assert found["crashes", "before it crashed"]["value"] == 2
     assert end_of("crashes")[1].startswith("died by SIGSEGV, in tests/gpu_day_program.py, line ")
