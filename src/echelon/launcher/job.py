@@ -15,7 +15,17 @@ from typing import Any
 from echelon.contracts.errors import UsageError
 from echelon.contracts.machine import DEVICE_VARIABLE, usable_cores, visible_devices
 
-__all__ = ["Failure", "JobSpec", "Outcome", "auto_ranks", "parse_duration", "parse_rank_range", "parse_ranks", "spec_of"]
+__all__ = [
+    "Failure",
+    "JobSpec",
+    "Outcome",
+    "auto_ranks",
+    "cores_of_a_rank",
+    "parse_duration",
+    "parse_rank_range",
+    "parse_ranks",
+    "spec_of",
+]
 
 
 @dataclass(frozen=True)
@@ -208,6 +218,15 @@ class Outcome:
 def auto_ranks() -> int:
     """One rank per visible NVIDIA device, else, or if ranks are told to compute on the CPU, one per core this process may use."""
     return (0 if os.environ.get(DEVICE_VARIABLE) == "cpu" else len(visible_devices())) or usable_cores()
+
+
+def cores_of_a_rank(gpus_per_node: int | None) -> int:
+    """What a rank is given when nobody says how many: four with a GPU, else one.
+
+    One core is too few for a GPU's rank: besides launching kernels it reads data, pins memory and writes checkpoints. Four are
+    what the smallest nodes with GPUs have for each.
+    """
+    return 4 if gpus_per_node else 1
 
 
 def parse_ranks(text: str | int) -> int:

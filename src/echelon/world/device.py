@@ -23,9 +23,13 @@ __all__ = [
     "same_kernels",
     "set_threads",
     "to_host",
+    "use",
 ]
 
 T = TypeVar("T")
+
+# By which torch's allocator is configured: since 2.9, and before. 2.11 to 2.13 read both.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def device_of(info: RankInfo, device_type: str | None = None, *, shared: bool = False) -> torch.device:
@@ -55,6 +59,19 @@ def device_of(info: RankInfo, device_type: str | None = None, *, shared: bool = 
             "share a device by init_from_env(pg_backend='gloo')."
         )
     return torch.device("cuda", index % count)
+
+
+def use(device: torch.device) -> None:
+    """Make a GPU this process's current one, before anything is allocated there.
+
+    Segments of its memory may grow, unless the user configures the allocator: a step whose sizes vary, or a whole evaluation
+    between two steps, then leaves no holes that nothing fits into. torch reads either variable once, at the first allocation.
+    """
+    if device.type != "cuda":
+        return
+    if not any(name in os.environ for name in _ALLOCATOR):
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+    torch.cuda.set_device(device)
 
 
 def in_thread(work: Callable[[], None]) -> Callable[[], None]:
