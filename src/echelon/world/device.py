@@ -19,6 +19,7 @@ __all__ = [
     "device_of",
     "from_host",
     "in_thread",
+    "map_tensors",
     "record_stream",
     "same_kernels",
     "set_threads",
@@ -121,7 +122,7 @@ def copy_data_to_device(data: T, device: torch.device, *args: Any, **options: An
     Args:
         args, options: more of what `Tensor.to` takes, such as `non_blocking=True`.
     """
-    return _map(data, lambda t: t.to(device, *args, **options))  # type: ignore[no-any-return]
+    return map_tensors(data, lambda t: t.to(device, *args, **options))  # type: ignore[no-any-return]
 
 
 def record_stream(data: Any, stream: torch.cuda.Stream) -> None:
@@ -135,7 +136,7 @@ def record_stream(data: Any, stream: torch.cuda.Stream) -> None:
             value.record_stream(stream)
         return value
 
-    _map(data, record)
+    map_tensors(data, record)
 
 
 def from_host(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
@@ -155,11 +156,12 @@ def to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None
     return here, arrival
 
 
-def _map(data: Any, fn: Any) -> Any:
+def map_tensors(data: Any, fn: Any) -> Any:
+    """The same structure with `fn(value)` for each tensor, and for each other object that has a method `to`."""
     if isinstance(data, torch.Tensor):
         return fn(data)
     if isinstance(data, Mapping):
-        items = {k: _map(v, fn) for k, v in data.items()}
+        items = {k: map_tensors(v, fn) for k, v in data.items()}
         if type(data) is dict:
             return items
         if dataclasses.is_dataclass(data):  # as the outputs of transformers, which let nobody call their `update`
@@ -171,14 +173,14 @@ def _map(data: Any, fn: Any) -> Any:
         copied.update(items)
         return copied
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(_map(v, fn) for v in data))
+        return type(data)(*(map_tensors(v, fn) for v in data))
     if isinstance(data, (list, tuple)):
-        return type(data)(_map(v, fn) for v in data)
+        return type(data)(map_tensors(v, fn) for v in data)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         # Fields are set on a copy: a constructor may do more than store what it is given.
         twin: Any = copy.copy(data)
         for field in dataclasses.fields(data):
-            object.__setattr__(twin, field.name, _map(getattr(data, field.name), fn))
+            object.__setattr__(twin, field.name, map_tensors(getattr(data, field.name), fn))
         return twin
     if hasattr(data, "to") and callable(data.to):
         return fn(data)
