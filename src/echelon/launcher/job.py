@@ -107,7 +107,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
 # What a survivor of a peer's death reports: gloo's and NCCL's words for a connection that went away.
 _PEER_LOST = re.compile(
     r"Connection (closed|reset) by (peer|remote)|Connection refused|Broken pipe|remote process exited|NCCL.*(remote|abort)"
-    r"|Socket closed|gloo/transport|Software caused connection abort",
+    r"|Socket closed|gloo/transport|Software caused connection abort|dump signal due to a collective timeout",
     re.IGNORECASE,
 )
 # And for one that is there, and did not come: gloo's words, those of its store, and ours for both.
