@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="none",
         metavar="cores|devices|both|none",
         choices=("cores", "devices", "both", "none"),
-        help="cores: each rank has cores of its own, of one NUMA node, for a machine that no other job uses; devices: each sees "
-        "one GPU only, by CUDA_VISIBLE_DEVICES (default: none: it sees all, and LOCAL_RANK picks one)",
+        help="cores: each rank has cores of its own, of its GPU's NUMA node, for a machine that no other job uses; devices: each "
+        "sees one GPU only, by CUDA_VISIBLE_DEVICES (default: none: it sees all, and LOCAL_RANK picks one)",
     )
     parser.add_argument("--name", metavar="NAME", help="the run's folder below runs/; an existing one gets one more attempt")
     parser.add_argument(

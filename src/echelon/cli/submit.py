@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default: 1)")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="processes on each (default: one per GPU, else 1)")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="devices of each node")
-    parser.add_argument("--cpus-per-rank", type=int, default=1, metavar="N", help="cores of each process (default: 1)")
+    parser.add_argument("--cpus-per-rank", type=int, metavar="N", help="cores of each process (default: 4 with GPUs, else 1)")
     parser.add_argument("--time", metavar="TIME", help="limit of each start, such as 2h or 1d12h; afterwards it is started again")
     parser.add_argument("--warn", default="2m", metavar="TIME", help="save so long before the limit (default: 2m)")
     parser.add_argument("--no-requeue", action="store_true", help="do not start again after the limit, preemption, a lost node")
