@@ -72,7 +72,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         strategy: a Strategy, its name, or None for a module that is wrapped already or stays as it is.
         step_lr_interval: call the scheduler after every "step" (that is, update) or every "epoch".
         precision: "fp32", "bf16", "fp16" (with a gradient scaler), a torch dtype, or a Precision with the scaler's options.
-            Parameters stay float32.
+            Parameters, their gradients and optimizer state stay float32; a sharded strategy gathers parameters in this type.
         gradient_accumulation_steps: micro-batches per update. A shorter last window of an epoch keeps its full weight.
         detect_anomaly: stop with the rank and the value at the first loss that is inf or nan, before it reaches the
             parameters, and trace what produced it (`torch.autograd.set_detect_anomaly`; slow).
@@ -253,8 +253,8 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
             self._finite.forget()
         if self._plateau:
             check_plateau(state)
+        check_scaler(self.grad_scaler, self.precision, self.prepared)
         if self.grad_scaler is not None:
-            check_scaler(self.grad_scaler, self.prepared)
             self._shards = Shards(self.optimizer, self.module.parameters())
         loader: Any = getattr(state.train_state, "dataloader", None)
         if self._bitwise is None:

@@ -68,11 +68,12 @@ class AutoPredictUnit(PredictUnit[T]):
         decided = overrides()
         self.device = options.device or init_from_env()
         self.precision = Precision.of(decided.precision or options.precision)
+        self.precision.look_at(self.device)
         self.detect_anomaly, self.enable_prefetch = bool(options.detect_anomaly), options.enable_prefetch
         compiled = options.torch_compile_params if decided.compile is not False else None
         recomputed = options.activation_checkpoint_params
         assert not isinstance(recomputed, str), "AutoOptions has made a value of a preset's name"
-        recipe = Recipe(recomputed, compiled)
+        recipe = Recipe(recomputed, compiled, self.precision)
         self.prepared = parallelize(module, options.strategy, self.device, recipe, overridden=decided.strategy)
         self.module: nn.Module = self.prepared.module
         self._copies = torch.cuda.Stream(self.device) if self.enable_prefetch and self.device.type == "cuda" else None

@@ -212,6 +212,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         self.window.discard()
         self._held.clear()
         self._around_window.close()
+        self.prepared.discard_window()
         if self._bitwise is not None:
             self._bitwise.discard()
 

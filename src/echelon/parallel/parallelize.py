@@ -20,6 +20,7 @@ from echelon.parallel.activation import Preset
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
+from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Compile, Recipe, TorchCompileParams, recipe_of
 from echelon.parallel.registry import kind_of, wrapper_of
@@ -110,11 +111,19 @@ def prepare_module(
     compile: Compile = None,
     torch_compile_params: TorchCompileParams | None = None,
     activation_checkpoint_params: Preset = None,
+    precision: str | torch.dtype | Precision | None = None,
 ) -> nn.Module:
-    """The module moved to `device` and made parallel, for those who write their own unit."""
+    """The module moved to `device` and made parallel, for those who write their own unit.
+
+    Args:
+        precision: what a sharded strategy gathers parameters in. The forward passes are yours, and so is the autocast around
+            them: `with echelon.Precision.of("bf16").autocast(device):`.
+    """
     decided = overrides()
+    chosen = decided.precision or precision
     compiled, recomputed = recipe_of(compile, torch_compile_params, activation_checkpoint_params)
-    recipe = Recipe(recomputed, compiled if decided.compile is not False else None)
+    compiled = compiled if decided.compile is not False else None
+    recipe = Recipe(recomputed, compiled, Precision.of(chosen) if chosen is not None else None)
     prepared = parallelize(module, strategy, device, recipe, overridden=decided.strategy)
     if prepared.divides_optimizer:
         logger.warning(

@@ -1,4 +1,4 @@
-"""What happens to a module besides being made parallel: activation checkpointing and compilation."""
+"""What happens to a module besides being made parallel: activation checkpointing, compilation, the precision it computes in."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from echelon.contracts.errors import UsageError, require
 from echelon.parallel.activation import ActivationCheckpointParams, Preset, checkpoint_activations
 from echelon.parallel.blocks import blocks_to_shard
 from echelon.parallel.compilation import check_backend, compile_forward, within_budget
+from echelon.parallel.precision import Precision
 
 __all__ = ["Compile", "Recipe", "TorchCompileParams", "recipe_of"]
 
@@ -84,10 +85,16 @@ def recipe_of(
 
 @dataclass(frozen=True)
 class Recipe:
-    """What happens to a module besides being made parallel."""
+    """What happens to a module besides being made parallel.
+
+    Args:
+        precision: a strategy that gathers parameters gathers them in it (`compute_type`); autocast is the caller's, under every
+            strategy. None: the strategy's own options decide.
+    """
 
     activation_checkpoint: ActivationCheckpointParams | None = None
     torch_compile: TorchCompileParams | None = None
+    precision: Precision | None = None
 
     def checkpoint_activations(self, module: nn.Module) -> nn.Module:
         compiled = self.torch_compile
