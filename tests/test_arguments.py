@@ -57,7 +57,7 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (unit, {"swa_params": 3}, r"SWAParams\(...\) or None, got 3"),
     (unit, {"swa_params": ech.SWAParams}, r"SWAParams\(...\) or None, got <class"),
     (unit, {"torch_compile_params": True}, r"TorchCompileParams\(...\) or None, got True"),
-    (unit, {"activation_checkpoint_params": True}, r"'selective' or ActivationCheckpointParams.*, got True"),
+    (unit, {"activation_checkpoint_params": True}, "'none', 'blocks', 'selective' or Activ.*, got True"),
     (unit, {"training": "no"}, "True or False, got 'no'"),
     (unit, {"detect_anomaly": "no"}, "True or False, got 'no'"),
     (unit, {"enable_prefetch": 3}, "True or False, got 3"),
