@@ -219,7 +219,7 @@ def ends_of(processes: list[subprocess.Popen[bytes]], timeout_s: float = 90.0) -
 
 
 # pytest's own, and what torch sets when its compiler is first imported.
-_NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+_NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 
 
 def _children() -> set[int]:

@@ -61,6 +61,14 @@ def test_the_reduced_form_runs_every_part_to_its_end(tmp_path: Path, only: tuple
     assert facts["commit"] and facts["date"] and facts["took_s"] > 0
 
 
+@pytest.mark.full
+def test_where_a_fork_cannot_use_the_device_each_part_gets_a_new_interpreter(tmp_path: Path) -> None:
+    day = start(tmp_path, "--fresh", "--only", "waits", "model: eager")
+    shown, _ = day.communicate(timeout=300)
+    assert day.returncode == 0, shown
+    assert {row["part"] for row in results(tmp_path)} == {"environment", "waits", "model: eager"}
+
+
 def test_no_part_ends_the_day_whatever_it_does(tmp_path: Path) -> None:
     day = start_bad(tmp_path, "--write", parts="bad")
     shown, _ = day.communicate(timeout=120)
