@@ -261,8 +261,9 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         if isinstance(scale, float) and scale == 1.0:
             loss.backward(retain_graph=self.retain_graph)
         else:
-            # As the first gradient of the chain rule: the weight costs no operation of its own.
-            start = scale.to(loss) if isinstance(scale, torch.Tensor) else loss.new_tensor(scale)
+            # As the first gradient of the chain rule: the weight costs no operation of its own. It is filled in on the device:
+            # a copy from the host, as `new_tensor` makes it, would wait for all kernels before.
+            start = scale.to(loss) if isinstance(scale, torch.Tensor) else loss.new_full((), scale)
             loss.backward(gradient=start.reshape(()), retain_graph=self.retain_graph)
 
     def _update(self, state: State) -> torch.Tensor | None:

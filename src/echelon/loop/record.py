@@ -37,7 +37,7 @@ class Recorder:
         now = time.perf_counter()
         arrival = None
         if isinstance(loss, torch.Tensor):
-            if loss.is_cuda:
+            if _is_elsewhere(loss):
                 loss, weight, grad_norm, arrival = _to_host(loss, weight, grad_norm)
             else:  # a number at once: hundreds of tensors kept until the flush would push the model's out of the cache
                 loss = loss.item()
@@ -97,10 +97,14 @@ class Recorder:
             sink.close()
 
 
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+
+
 def _to_host(loss: torch.Tensor, weight: Any, grad_norm: Any) -> tuple[Any, Any, Any, torch.cuda.Event | None]:
-    """Start copying what is on the device; the event tells when it is there."""
+    """Start copying what is on the device; the event tells when it is there. The norm of offloaded gradients is not."""
     given = [loss, weight, grad_norm]
-    here, arrival = to_host(torch.stack([v.detach().double() for v in given if isinstance(v, torch.Tensor)]))
+    here, arrival = to_host(torch.stack([v.detach().double() for v in given if _is_elsewhere(v)]))
     values = iter(here)
-    loss_, weight_, norm_ = (next(values) if isinstance(v, torch.Tensor) else v for v in given)
+    loss_, weight_, norm_ = (next(values) if _is_elsewhere(v) else v for v in given)
     return loss_, weight_, norm_, arrival

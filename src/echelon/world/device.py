@@ -5,41 +5,73 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from echelon.contracts.errors import UsageError
-from echelon.contracts.machine import usable_cores
+from echelon.contracts.machine import DEVICE_VARIABLE, usable_cores
 from echelon.contracts.rank import RankInfo
 
-__all__ = ["copy_data_to_device", "device_of", "record_stream", "same_kernels", "set_threads", "to_host"]
+__all__ = [
+    "copy_data_to_device",
+    "device_of",
+    "from_host",
+    "in_thread",
+    "record_stream",
+    "same_kernels",
+    "set_threads",
+    "to_host",
+]
 
 T = TypeVar("T")
 
 
-def device_of(info: RankInfo, device_type: str | None = None) -> torch.device:
-    """The device of a rank: cuda:LOCAL_RANK if there is CUDA, else the CPU.
+def device_of(info: RankInfo, device_type: str | None = None, *, shared: bool = False) -> torch.device:
+    """The device of a rank: cuda:LOCAL_RANK if there is CUDA, else the CPU. $ECHELON_DEVICE, set by `--device`, decides first.
 
+    Args:
+        shared: with more ranks than devices, ranks take turns, as gloo allows it and NCCL does not.
     Raises:
         UsageError: an unknown or absent device type, or fewer devices than ranks on this node.
     """
-    if device_type not in (None, "cpu", "cuda"):
-        raise UsageError(f"device_type must be 'cpu' or 'cuda', got {device_type!r}.")
-    if device_type == "cpu" or (device_type is None and not torch.cuda.is_available()):
+    said, chosen = ("device_type", device_type)
+    if imposed := os.environ.get(DEVICE_VARIABLE):
+        said, chosen = DEVICE_VARIABLE, imposed
+    if chosen not in (None, "cpu", "cuda"):
+        raise UsageError(f"{said} must be 'cpu' or 'cuda', got {chosen!r}.")
+    if chosen == "cpu" or (chosen is None and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 0:
-        raise UsageError("device_type is 'cuda', but torch finds no CUDA device here. Use device_type='cpu'.")
+        raise UsageError(f"{said} is 'cuda', but torch finds no CUDA device here. Use {said}='cpu'.")
     # A launcher that shows every rank one device only (CUDA_VISIBLE_DEVICES per rank) leaves index 0.
     index = 0 if count == 1 and info.local_world_size > 1 and "CUDA_VISIBLE_DEVICES" in os.environ else info.local_rank
-    if index >= count:
+    if index >= count and not shared:
         raise UsageError(
             f"rank {info.rank} has local rank {info.local_rank}, but its node has {count} CUDA devices. "
-            f"Start at most {count} ranks a node."
+            f"Start at most {count} ranks a node, compute on the CPU (`--device cpu`, or {DEVICE_VARIABLE}=cpu), or let ranks "
+            "share a device by init_from_env(pg_backend='gloo')."
         )
-    return torch.device("cuda", index)
+    return torch.device("cuda", index % count)
+
+
+def in_thread(work: Callable[[], None]) -> Callable[[], None]:
+    """The same work, for another thread of this rank that may touch CUDA.
+
+    A thread begins with device 0 as its current one, whatever its process has chosen. Without this each rank of a node would
+    open a context there, half a gigabyte each, by waiting for an event or asking for page-locked memory.
+    """
+    if not torch.cuda.is_initialized():
+        return work
+    device = torch.cuda.current_device()
+
+    def with_device() -> None:
+        torch.cuda.set_device(device)
+        work()
+
+    return with_device
 
 
 def set_threads(info: RankInfo) -> None:
@@ -87,6 +119,12 @@ def record_stream(data: Any, stream: torch.cuda.Stream) -> None:
         return value
 
     _map(data, record)
+
+
+def from_host(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    """`like.new_tensor(values)`, without waiting for the device: only page-locked memory is copied beside its kernels."""
+    here = torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)
+    return here.to(like.device, non_blocking=True)
 
 
 def to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
