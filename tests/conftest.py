@@ -65,7 +65,11 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # else others run the tests
         for name in LOADED:
-            importlib.import_module(name)
+            try:
+                importlib.import_module(name)
+            except ModuleNotFoundError:
+                if not name.startswith("torch."):  # another torch may lack it, and nothing is lost but time
+                    raise
     torch.set_num_threads(1)
 
 
@@ -223,8 +227,14 @@ def ends_of(processes: list[subprocess.Popen[bytes]], timeout_s: float = 90.0) -
             process.wait()
 
 
-# pytest's own, and what torch sets when its compiler is first imported.
-_NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+# pytest's own, and what torch sets when its compiler is first imported, or used on a GPU.
+_NOT_OURS = {
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TRITON_LIBDEVICE_PATH",
+    "TRITON_PTXAS_PATH",
+}
 
 
 def _children() -> set[int]:
