@@ -33,7 +33,7 @@ def test_every_command_that_starts_ranks_has_it(monkeypatch: pytest.MonkeyPatch)
     for command in (run, submit, prove_command):
         assert _parsed(command, "--device", "cpu", "train.py").device == "cpu"
         assert _parsed(command, "train.py").device is None
-    assert submit._spec(_parsed(submit, "--device", "cpu", "train.py"), "train.py").env == {"ECHELON_DEVICE": "cpu"}
+    assert submit.job_spec(_parsed(submit, "--device", "cpu", "train.py"), "train.py").env == {"ECHELON_DEVICE": "cpu"}
     monkeypatch.delenv("ECHELON_DEVICE", raising=False)
     monkeypatch.setitem(os.environ, "ECHELON_DEVICE", "cuda")  # what `execute` sets goes with the test
     with pytest.raises(ValueError, match="does not exist"):

@@ -28,7 +28,7 @@ _MOST = 4  # threads: with zlib-ng two are faster than any disk
 _CHECK = (b"123456789", 0xCBF43926)  # the value by which implementations of this CRC are known
 
 
-def _fastest() -> Callable[..., int]:
+def fastest() -> Callable[..., int]:
     try:
         found: Callable[..., int] = importlib.import_module("zlib_ng.zlib_ng").crc32
     except ImportError:
@@ -36,7 +36,7 @@ def _fastest() -> Callable[..., int]:
     return found if found(_CHECK[0]) == _CHECK[1] else zlib.crc32
 
 
-crc32 = _fastest()
+crc32 = fastest()
 
 
 def threads() -> int:
