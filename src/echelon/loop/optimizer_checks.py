@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
 from echelon.parallel.around import watch
+from echelon.parallel.filling import fill_rest
 from echelon.parallel.mixed import step_by_kind
 from echelon.parallel.partition import parameters_of
 from echelon.parallel.replaced import name_before
@@ -125,6 +126,7 @@ def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.
     prepared = [each for name, each in unit.prepared_modules().items() if name in modules]
     for each in prepared:
         each.reshard()
+        fill_rest(each.module)
     held = {name: parameters_of(optimizer) for name, optimizer in optimizers.items()}
     everywhere = {id(p) for parameters in held.values() for p in parameters}
     reached = {id(p) for p in _within(vars(unit).values())}

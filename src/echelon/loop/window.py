@@ -128,7 +128,11 @@ class Window:
 
 
 class _Reduction:
-    """Sums of a window over the ranks, under way. One small message on a CPU; on a GPU a second one for what lives there."""
+    """Sums of a window over the ranks, under way. One small message on a CPU; on a GPU a second one for what lives there.
+
+    The second goes out after the backward pass. Before it, gathers of the pass, which one communicator takes in turn, would wait
+    for the loss, and so for the end of the forward pass on every rank.
+    """
 
     def __init__(self, weight: Any, loss: torch.Tensor, wants_stop: bool, group: dist.ProcessGroup | None) -> None:
         self._on_device = loss.device.type != "cpu"
@@ -136,12 +140,13 @@ class _Reduction:
         host = [0.0 if self._weight_on_device else float(weight), 0.0 if self._on_device else float(loss), float(wants_stop)]
         self._host = torch.tensor(host, dtype=torch.float64)
         self._works = [dist.all_reduce(self._host, group=group, async_op=True)]
-        if self._on_device:
-            rest = [loss, weight] if self._weight_on_device else [loss.double()]
-            self._device = torch.stack([t.reshape(()) for t in rest])
-            self._works.append(dist.all_reduce(self._device, async_op=True))
+        self._loss, self._weight = loss, weight
 
     def wait(self) -> tuple[Any, Any, bool]:
+        if self._on_device:
+            rest = [self._loss, self._weight] if self._weight_on_device else [self._loss.double()]
+            self._device = torch.stack([t.reshape(()) for t in rest])
+            self._works.append(dist.all_reduce(self._device, async_op=True))
         for work in self._works:
             assert work is not None
             work.wait()

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["decides", "in_full", "policy_for"]
 
 _ALWAYS = (nn.modules.batchnorm._NormBase, nn.PReLU, nn.Bilinear, nn.EmbeddingBag)  # _NormBase: batch and instance norms
-_ON_CPU = (nn.LayerNorm, nn.GroupNorm)  # which a GPU's autocast computes in float32, whatever it is given
+# A GPU's autocast computes these norms in float32, whatever it is given, and its embedding adds up gradients in float32.
+_ON_CPU = (nn.LayerNorm, nn.GroupNorm, nn.Embedding)
 
 
 def policy_for(part: nn.Module, precision: Precision | None, given: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:

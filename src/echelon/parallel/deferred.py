@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from echelon.contracts.arguments import flags
 from echelon.parallel.deferred_calls import (
     DEFAULT,
     HERE,
@@ -43,29 +44,36 @@ __all__ = ["Recording", "on_meta", "recording"]
 
 
 @contextlib.contextmanager
-def on_meta() -> Iterator[None]:
+def on_meta(*, on_device: bool = False, restores: bool = False) -> Iterator[None]:
     """Build modules without memory for their parameters: `with ech.on_meta(): model = Model()`.
 
     Pass the model to a strategy: each rank then computes its own shards, one parameter at a time, with the values that a plain
     build gives here, to the bit. Whatever changes values after construction, a loop of initialisers or `model.double()`,
     belongs inside the block too. It takes as long as a plain build, and the memory of one parameter.
 
+    Args:
+        on_device: draw no random numbers here, but parameter by parameter on each rank's device, where that takes moments. The
+            values are others than those of a plain build (the same distributions), the same on any number of ranks of one kind of
+            device; so are random numbers after the block.
+        restores: a restore follows, which gives the values: none is computed that it gives. Floating tensors are nan until then.
+            What it does not give is computed when it ends, when training begins, or in the first forward pass.
     Raises:
         UsageError: inside, a `from_pretrained` that builds on the meta device by itself; it loads the whole model.
     """
-    with recording():
+    flags(on_device=on_device, restores=restores)
+    with recording(on_device=on_device, restores=restores):
         yield
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[None]:
+def recording(*, on_device: bool = False, restores: bool = False) -> Iterator[None]:
     """Context in which tensors are made on the meta device and what gives them values is written down. One lies in no other."""
     if _inside.now:
         yield
         return
     _inside.now = True
     try:
-        with Recording(), DEFAULT:
+        with Recording(Tape(on_device=on_device, restores=restores)), DEFAULT:
             yield
     finally:
         _inside.now = False
@@ -101,9 +109,9 @@ class Recording(TorchFunctionMode):
         tape: what is written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tape: Tape | None = None) -> None:
         super().__init__()
-        self.tape = Tape()
+        self.tape = tape or Tape()
         self._scratch = torch.UntypedStorage(0)
 
     def __exit__(self, *error: Any) -> None:
@@ -178,8 +186,10 @@ class Recording(TorchFunctionMode):
         if not made and not written:
             return  # a view, or a question
         generator = kwargs.get("generator") or torch.default_generator
-        state = None
-        if name in _DRAWS:
+        state, stream = None, None
+        if name in _DRAWS and self.tape.on_device:
+            stream = len(self.tape.calls)
+        elif name in _DRAWS:
             state = generator.get_state()
             self._draw(func, args, kwargs, written)
         begins = {i: self._number(t) for i, t in made.items()}
@@ -188,7 +198,7 @@ class Recording(TorchFunctionMode):
         sets = bool(written) or name not in _NO_VALUES
         recorded = (self._values(args), self._values(kwargs))
         dtype = torch.get_default_dtype()
-        self.tape.calls.append(Call(func, *recorded, frozenset(reads), begins, sets, dtype, generator, state))
+        self.tape.calls.append(Call(func, *recorded, frozenset(reads), begins, sets, dtype, generator, state, stream))
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()

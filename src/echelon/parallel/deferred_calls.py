@@ -24,6 +24,7 @@ __all__ = [
     "mark",
     "not_away",
     "on_cpu",
+    "on_device",
     "on_meta_device",
     "reach",
     "refuse_loading",
@@ -66,6 +67,14 @@ def on_meta_device(leaf: Any) -> Any:
 
 def on_cpu(leaf: Any) -> Any:
     return _CPU if _is_default(leaf) else leaf
+
+
+def on_device(leaf: Any, device: torch.device) -> Any:
+    """What a call was told of the CPU, on another device: the place itself, and tensors that lie there."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(device)
+    is_cpu = isinstance(leaf, torch.device) and leaf.type == "cpu"
+    return device if is_cpu or (isinstance(leaf, str) and leaf in ("cpu", "cpu:0")) else leaf
 
 
 def not_away(leaf: Any) -> Any:

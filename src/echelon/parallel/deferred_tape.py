@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from echelon.contracts.errors import EchelonError
-from echelon.parallel.deferred_calls import as_bytes, leaves, mapped, mark, reach, tensors_in
+from echelon.parallel.deferred_calls import as_bytes, leaves, mapped, mark, on_device, reach, tensors_in
 
 __all__ = ["Call", "Tape", "Value", "origins"]
 
@@ -46,19 +46,24 @@ class Value:
         first = self.tape.writers[self.storage][:1]
         return not first or not self.tape.calls[first[0]].sets or self.tape.calls[first[0]].made.get(0) != self.storage
 
-    def compute(self) -> torch.Tensor:
-        """The tensor, in host memory. Uses the memory of what it depends on, as a rule only itself.
+    def compute(self, device: torch.device | None = None) -> torch.Tensor:
+        """The tensor. Uses the memory of what it depends on, as a rule only itself.
 
         What nothing set is nan, if it is of a floating type.
-        """
-        return self.within(self.tape.replay(self.storage))
 
-    def within(self, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+        Args:
+            device: where, if the recording may be computed elsewhere than in host memory.
+        """
+        place = device if device is not None and self.tape.on_device else torch.device("cpu")
+        return self.within(self.tape.replay(self.storage, place), place)
+
+    def within(self, storages: dict[int, torch.UntypedStorage], device: torch.device) -> torch.Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=device)
         if self.storage not in storages:  # made before the recording began
             elements = self.offset + reach(self.size, self.stride)
-            storages[self.storage] = torch.UntypedStorage(elements * self.dtype.itemsize)
-            mark(torch.empty(0, dtype=self.dtype).set_(storages[self.storage]))
-        return torch.empty(0, dtype=self.dtype).set_(storages[self.storage], self.offset, self.size, self.stride)
+            storages[self.storage] = torch.UntypedStorage(elements * self.dtype.itemsize, device=device)
+            mark(torch.empty(0, dtype=self.dtype, device=device).set_(storages[self.storage]))
+        return empty.set_(storages[self.storage], self.offset, self.size, self.stride)
 
 
 @dataclass
@@ -74,6 +79,7 @@ class Call:
     dtype: torch.dtype  # the default one
     generator: torch.Generator
     state: torch.Tensor | None  # of the generator before it, if it draws
+    stream: int | None = None  # in place of a state: which stream of random numbers it has on a device
 
 
 # By storage: the tape that a meta tensor belongs to, and its number there. Views, parameters and `.data` share storages.
@@ -86,27 +92,37 @@ class Tape:
         calls: in order.
         writers: by storage, which of them made or changed it.
         sources: tapes of earlier recordings, whose tensors were changed in this one.
+        on_device: values may be computed on any device, from random numbers of their own.
+        seed: of these.
+        restores: a restore is to give the values.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_device: bool = False, restores: bool = False) -> None:
+        self.on_device, self.restores = on_device, restores
+        self.seed = int(torch.randint(2**62, ())) if on_device else 0
         self.calls: list[Call] = []
         self.writers: dict[int, list[int]] = {}
         self.sources: list[Tape] = []
 
     @torch.no_grad()
-    def replay(self, storage: int) -> dict[int, torch.UntypedStorage]:
+    def replay(self, storage: int, device: torch.device) -> dict[int, torch.UntypedStorage]:
         """Compute a storage: it, and what it depends on, by number."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def real(leaf: Any) -> Any:
             if not isinstance(leaf, Value):
-                return leaf
-            return leaf.within(storages) if leaf.tape is self else leaf.compute()
+                return leaf if device.type == "cpu" else on_device(leaf, device)
+            return leaf.within(storages, device) if leaf.tape is self else leaf.compute(device).to(device)
 
         default = torch.get_default_dtype()
         try:
             for call in self._needed(storage):
                 torch.set_default_dtype(call.dtype)
+                if call.stream is not None:
+                    outputs = self._drawn(call, mapped(real, call.args), mapped(real, call.kwargs), device)
+                    for output, number in call.made.items():
+                        storages[number] = outputs[output].untyped_storage()
+                    continue
                 before = call.generator.get_state()
                 if call.state is not None:
                     call.generator.set_state(call.state)
@@ -126,6 +142,13 @@ class Tape:
         finally:
             torch.set_default_dtype(default)
         return storages
+
+    def _drawn(self, call: Call, args: Any, kwargs: dict[str, Any], device: torch.device) -> list[torch.Tensor]:
+        """A call that draws, from its own stream; the device's generator is as it was before."""
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed((self.seed + (call.stream or 0)) % 2**63)
+            return list(tensors_in(call.func(*args, **{k: v for k, v in kwargs.items() if k != "generator"})))
 
     def digest(self, start: int = 0) -> int:
         """A checksum of what was called with which numbers, whatever the generators gave."""

@@ -7,14 +7,13 @@
 Values come from the recording of `on_meta()`: those of a plain build, to the bit. A module built under a bare
 `torch.device("meta")` has none; then each layer's own `reset_parameters` is recorded now, in the order of construction, which
 gives a plain build's values only if its constructor did nothing else. A rank never holds more than its parts, and what one
-parameter depends on.
+parameter depends on; `filling` says which rank computes it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,7 +25,7 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.deferred import recording
 from echelon.parallel.deferred_calls import is_meta, leaves, mapped
 from echelon.parallel.deferred_tape import Value
-from echelon.parallel.shards import local
+from echelon.parallel.filling import Origin, fill, fill_in, leave, waits
 from echelon.world import agree
 
 __all__ = ["materialize", "on_meta_tensors", "remember"]
@@ -34,29 +33,7 @@ __all__ = ["materialize", "on_meta_tensors", "remember"]
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class _Origin:
-    """A tensor without values, under all the names that it has."""
-
-    names: list[str]
-    value: Value
-    holder: nn.Module | None = None  # of a tensor that is a plain attribute, or lies within one
-
-    def computed(self) -> torch.Tensor:
-        """
-        Raises:
-            UsageError: nothing gives a value to a part of it.
-        """
-        value = self.value.compute()
-        if self.value.may_be_unset and value.is_floating_point() and bool(value.isnan().any()):
-            raise UsageError(
-                f"{self.names[0]} {tuple(value.shape)} was made by torch.empty, or before on_meta began, and a part of it is "
-                "given no value, or nan. In a plain build it would be whatever lies in memory. Initialise all of it."
-            )
-        return value
-
-
-_remembered: WeakKeyDictionary[nn.Module, list[_Origin]] = WeakKeyDictionary()
+_remembered: WeakKeyDictionary[nn.Module, list[Origin]] = WeakKeyDictionary()
 
 
 def on_meta_tensors(module: nn.Module) -> bool:
@@ -89,13 +66,13 @@ def remember(module: nn.Module) -> None:
                 "value. Build the module under `with echelon.on_meta():`, which repeats what its constructor does, or give the "
                 "submodule that holds it a method reset_parameters()."
             )
-        origins.append(_Origin(names[key], value))
+        origins.append(Origin(names[key], value))
     for holder, name, tensor in list(_attributes(module)):
         attribute = Value.of(tensor)
         if tensor.grad_fn is not None:  # as the older weight_norm leaves one: its graph would hold the parameters as they are now
             _exchanged(holder, lambda t: t.detach() if t.grad_fn is not None else t)
         if id(tensor) not in tensors and attribute is not None and attribute.is_set:
-            origins.append(_Origin([name], attribute, holder))
+            origins.append(Origin([name], attribute, holder))
     _remembered[module] = origins
 
 
@@ -125,13 +102,16 @@ def materialize(
     targets = dict(_named(module))
     with torch.no_grad():
         for name, tensor in kept.items():
-            _fill(targets[name], tensor)
+            fill_in(targets[name], tensor)
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        later = [origin for origin in origins if origin.names[0] in parameters and waits(origin)]
+        now = [origin for origin in origins if origin.holder is None and origin not in later]
+        fill(now, targets, device, same_on_all=same_on_all)
         for origin in origins:
-            if origin.holder is None:
-                _fill(targets[origin.names[0]], origin.computed())
-            else:  # on the CPU, where a plain build leaves it
+            if origin.holder is not None:  # on the CPU, where a plain build leaves it
                 value = origin.computed()
                 _exchanged(origin.holder, lambda t, o=origin, v=value: v if Value.of(t) == o.value else t)  # type: ignore[misc]
+        leave(module, later, targets, device)
         for buffer in module.buffers():
             buffer.data = buffer.data.to(buffers or device)
     return module
@@ -194,7 +174,7 @@ def _innermost_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _agree_on_streams(origins: list[_Origin]) -> None:
+def _agree_on_streams(origins: list[Origin]) -> None:
     """Rank 0's generator states for all: a few kilobytes a draw instead of the values.
 
     Raises:
@@ -207,6 +187,7 @@ def _agree_on_streams(origins: list[_Origin]) -> None:
         tapes += [source for source in each.sources if source not in tapes]
     draws = [call for each in tapes for call in each.calls if call.state is not None]
     states = [call.state for call in draws if call.state is not None]
+    seeded = [each for each in tapes if each.on_device]
     agree.same_on_all("the number of random initialisations of the model", len(states), "Build the same model on every rank.")
     digest = 0
     for each in tapes:
@@ -216,6 +197,11 @@ def _agree_on_streams(origins: list[_Origin]) -> None:
         digest,
         "What numpy, random or a file gave must be the same on every rank: seed them alike (echelon.seed does).",
     )
+    if seeded:
+        seeds = torch.tensor([each.seed for each in seeded])
+        dist.broadcast(seeds, src=0, group=agree.control_group())
+        for each, seed in zip(seeded, seeds.tolist(), strict=True):
+            each.seed = seed
     if not states:
         return
     common = torch.stack(states)
@@ -232,15 +218,3 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
         module.to_empty(device=device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
-
-
-def _fill(target: torch.Tensor, value: torch.Tensor) -> None:
-    mesh = getattr(target, "device_mesh", None)
-    if mesh is None or getattr(value, "device_mesh", None) is not None:
-        target.copy_(value)
-        return
-    from torch.distributed.tensor import DTensor, Replicate
-
-    # Each rank has the whole value and keeps its part: no communication.
-    whole = DTensor.from_local(value.to(target.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    local(target).copy_(local(whole.redistribute(mesh, target.placements)))  # type: ignore[attr-defined]

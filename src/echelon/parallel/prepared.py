@@ -18,6 +18,7 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.parallel import gradients
 from echelon.parallel.axes import Axis, Share, mesh_of, share, speaks_for
+from echelon.parallel.filling import fill_rest
 from echelon.parallel.fixed_order import clip_in_order_
 from echelon.parallel.loose import average_, check_equal
 from echelon.parallel.micro_batch import MicroBatch
@@ -188,6 +189,7 @@ class Prepared(Generic[M]):
         Raises:
             UsageError: these parameters are not the same on all ranks.
         """
+        fill_rest(self.module)
         self.others = others
         groups = self.data_groups
         if groups:

@@ -257,7 +257,7 @@ def _split(
             place(part, done, world, how.mesh, from_rank0=how.from_rank0, init=how.init, name=name)
         together = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
         fully_shard(together, **options, reshard_after_forward=unit.reshard, mp_policy=unit.policy)
-    keep_readable(module, [part for unit in units if unit.is_edge for part in unit.modules])
+    keep_readable(module, [part for unit in units if unit.is_read for part in unit.modules])
     if how.forward_prefetch:
         for before, following in itertools.pairwise(unit for unit in units if unit.in_order):
             before.modules[0].set_modules_to_forward_prefetch([following.modules[0]])  # type: ignore[operator]

@@ -32,7 +32,7 @@ class Unit:
         policy: mixed precision.
         reshard: after the forward, as in `fully_shard`.
         in_order: in the order of the forward pass, so that the one before it can prefetch it.
-        is_edge: see `edges`.
+        is_read: perhaps elsewhere in the root's forward pass, see `edges`.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Unit:
     policy: MixedPrecisionPolicy
     reshard: bool | int | None
     in_order: bool = True
-    is_edge: bool = False
+    is_read: bool = False
 
 
 def units_of(
@@ -63,15 +63,16 @@ def units_of(
     blocks, shared = without_shared(module, blocks_to_shard(module) if chosen is None else chosen)
     full = without_shared(module, in_full(module, device))[0] if decides(precision, policy) else []
     done = {part for _, part in full}
-    units = [Unit(name, (part,), policy_for(part, None, policy), False, in_order=False) for name, part in full]
+    units = [Unit(name, (part,), policy_for(part, None, policy), False, in_order=False, is_read=True) for name, part in full]
     embeddings, head = edges_of(module, blocks) if chosen is None else ([], [])
+    embeddings = [(name, part) for name, part in embeddings if part not in done]
     head = [(name, part) for name, part in head if part not in done]
-    units += [Unit(name, (part,), policy_for(part, precision, policy), reshard, is_edge=True) for name, part in embeddings]
+    units += [Unit(name, (part,), policy_for(part, precision, policy), reshard, is_read=True) for name, part in embeddings]
     units += [Unit(name, (b,), policy_for(b, precision, policy), reshard) for name, b in blocks if b not in done]
     if head:
         (name, last), together = head[-1], tuple(part for _, part in head)
         kept = False if reshard is True else reshard  # the backward pass begins with it
-        units.append(Unit(name, together, policy_for(last, precision, policy), kept, is_edge=True))
+        units.append(Unit(name, together, policy_for(last, precision, policy), kept, is_read=True))
     if reports:
         around = [name for name, _ in embeddings] + ([" with ".join(name for name, _ in head)] if head else [])
         _report(blocks, shared, around, is_chosen=chosen is not None)

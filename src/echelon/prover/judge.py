@@ -17,9 +17,9 @@ rounding noise, which Adam turns into steps of full length: its parameter has no
 element is excused if its gradient is within tolerance of zero in every reference, and if what the difference could do to the
 loss (gradient times difference) is a rounding of the loss, or little beside what the update does to it. They are counted.
 
-A row in bf16 is compared with a reference in bf16, of which the float64 one is a sample. A rounding is a hundredth there, so that
-32 of them would hide a gradient of half the size: `HALF_FACTOR` is less (on right scripts the largest was 2.7), and where more
-than `HALF_RESOLUTION` would be allowed, float64 has to decide, in which nothing is cast.
+A row in bf16 is compared with a reference in bf16, of which float64 is a sample, and two more whose weights round otherwise. A
+rounding is a hundredth there, so that 32 of them would hide a gradient of half the size: it is `HALF_FACTOR`, and where more than
+`HALF_RESOLUTION` would be allowed, float64 has to decide, in which nothing is cast.
 
 In float64 a single reference can do, as there is nothing wider: the tolerance is then 1e-11 of the largest value of its kind;
 plain torch reaches 4e-13 after twenty updates.

@@ -116,25 +116,30 @@ class Proving:
         return self._references[key]
 
     def _computed(self, ran: Ran, folder: Path) -> Computed:
-        """The reference, and in float32 a first sample of what rounding does to it."""
+        """The reference, and in float32 a first sample of what rounding does to it; in half precision more."""
         replay = self._on_ranks.replay(ran, folder)
         reference = Computed(folder, self._on_ranks.launch(run_reference, 1, replay))
         if ran.dtype is torch.float64:
             return reference
+        half = Precision.of(ran.row.precision).dtype
+        if half is not None:
+            self._shake(ran, reference, _SHAKES - 1, half)
         if ran.is_auto:  # a unit with a step of its own may have wrapped its module in something with float32 built in
             with contextlib.suppress(RankFailedError):  # so may a forward pass
                 if self._on_ranks.launch(run_reference, 1, replay, "wide")["draws"] == reference.facts["draws"]:
                     return reference
             for other in folder.glob("again-wide-*"):
                 shutil.rmtree(other)
-        half = Precision.of(ran.row.precision).dtype
-        self._shake(ran, reference, 1 if half is None else _SHAKES, half)
+        if half is None:
+            self._shake(ran, reference, 1, None)
         return reference
 
     def _shake(self, ran: Ran, reference: Computed, samples: int, narrowest: torch.dtype | None) -> None:
         """See to it that there are so many shaken references, by the rounding of the narrowest type if one is given."""
         replay = self._on_ranks.replay(ran, reference.folder)
         rounding = torch.finfo(narrowest).eps if narrowest is not None else None
+        if rounding is not None and ran.row.precision is not None:
+            rounding /= 4  # what a cast of each weight changes on average
         for sample in range(0 if narrowest is not None else reference.shaken, samples):
             self._on_ranks.launch(run_reference, 1, replay, "shaken", Shake(sample, rounding))
         reference.shaken = max(samples, reference.shaken)

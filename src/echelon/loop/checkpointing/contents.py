@@ -17,6 +17,7 @@ from echelon.loop.checkpointing import changes, restoring
 from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.metrics import share_of
 from echelon.loop.unit import TrainUnit
+from echelon.parallel.filling import fill_rest
 from echelon.parallel.state import states_by_name
 from echelon.world import agree, rng
 
@@ -39,6 +40,8 @@ def take(
         frozen: leaves out what is frozen.
     """
     metrics = unit.tracked_metrics()
+    for module in unit.tracked_modules().values():
+        fill_rest(module)
     states = states_by_name({name: value for name, value in unit.app_state().items() if name not in metrics})
     loader = state.train_state.dataloader if state.train_state is not None else None
     own: dict[str, Any] = {

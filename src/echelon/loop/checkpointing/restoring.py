@@ -20,6 +20,7 @@ from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.checkpointing.trained import without_frozen
 from echelon.loop.metrics import load_share
 from echelon.loop.unit import TrainUnit, Unit
+from echelon.parallel.filling import fill_rest
 from echelon.parallel.state import states_by_name
 from echelon.world import agree, rng
 
@@ -80,6 +81,7 @@ def restore(path: Location, unit: Unit, loader: Iterable[Any] | None, options: R
             raise UsageError(f"{path} holds the weights of one module, and the unit has {len(modules)}: {', '.join(modules)}.")
         (module,) = modules.values()
         report = foreign.read_weights(path, module.state(), strict=options.strict, rename=options.rename)
+        fill_rest(module.module)
         _log(report, path)
         return report
     try:
@@ -132,6 +134,8 @@ def _restore(path: Location, manifest: dict[str, Any], unit: Unit, loader: Any, 
     _log(report, path)
     if not options.takes_weights_only:
         _load_own(path, own, unit, metrics=options.restore_metrics)
+    for module in unit.tracked_modules().values():
+        fill_rest(module)
     unit.restored()
     return report
 
