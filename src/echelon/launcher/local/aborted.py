@@ -1,8 +1,8 @@
 """What NCCL's threads said before they ended a rank: these kill the process without a word of Python's.
 
 On a GPU a rank that waits for another does not raise: a thread of torch's NCCL backend, its watchdog, sees that a collective is
-late and aborts the process, which is then the first to fail although it only waited. The text is in the rank's log. An error of the
-device itself, which the same thread reports, is the rank's own.
+late and aborts the process, which is then the first to fail although it only waited. The text is in the rank's log. An error of
+the device itself, which the same thread reports, is the rank's own.
 
 The texts are those of torch 2.11 to 2.13; in the words of others a rank that aborts is taken to have failed by itself, as before.
 """
