@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import zlib
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import nn
 import echelon as ech
 from echelon.contracts.errors import UsageError
 from echelon.parallel.fixed_order import GradientTree, tree_sum
+from echelon.world.device import same_kernels
 from tests.conftest import Ranks
 from tests.models import net, plain_training, whole
 from tests.units import Regression
@@ -152,3 +154,19 @@ def test_the_command_line_sets_the_mode(echelon_command: Callable[..., Any], tmp
     done = echelon_command("run", "--ranks", "1", "--bitwise", "--parts", "8", "train.py", env={"PYTHONPATH": root})
     assert done.returncode == 0 and "micro-batches 8" in done.stdout, done.stderr
     assert echelon_command("run", "--bitwise", "--parts", "3", "train.py").returncode == 2
+
+
+def _alike() -> list[Any]:
+    """What the bit-equal mode asks of torch, before and after its compiler is loaded; and what the variable does at import."""
+    torch.backends.cudnn.benchmark = True
+    same_kernels(1)
+    found: list[Any] = [torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()]
+    config = importlib.import_module("torch._inductor.config")
+    found.append(config.deterministic)  # by the variable, unless it was loaded before
+    config.deterministic = False
+    same_kernels(1)
+    return [*found, config.deterministic, Path(config.__file__).read_text().count('"TORCHINDUCTOR_DETERMINISTIC"')]
+
+
+def test_the_bit_equal_mode_asks_the_compiler_too(ranks: Ranks) -> None:
+    assert ranks(1, _alike) == [[False, True, True, True, 1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -14,6 +15,7 @@ import torch
 
 import echelon as ech
 from echelon.checkpoint import commit, tensorfile
+from echelon.checkpoint.buffers import Buffers
 from echelon.checkpoint.snapshot import Snapshot
 from echelon.contracts.errors import CheckpointError, CheckpointWriteError, UsageError
 from tests.conftest import Ranks
@@ -189,7 +191,45 @@ def test_buffers_are_used_again(tmp_path: Path) -> None:
     saver = Saver(tmp_path, save_every_n_train_steps=2, async_checkpoint=True)
     ech.train(make_unit("noop"), make_loader(), max_steps=6, callbacks=[saver, Look()])
     assert len(places[1]) > 20 and places[1] == places[3] == places[5]
-    assert not saver._buffers  # given back with the run
+    assert not saver._buffers.items()  # given back with the run
+
+
+def test_a_gpus_buffers_are_made_before_the_first_save_by_a_thread_in_a_few_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the process uses CUDA, which is pretended here: page-locked memory takes its time."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    made: list[tuple[str, int]] = []  # by which thread, in which step
+    unit, real = make_unit("noop"), torch.empty
+
+    def empty(*args: Any, **options: Any) -> torch.Tensor:
+        if "pin_memory" in options:
+            made.append((threading.current_thread().name, unit.train_progress.num_steps_completed))
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    saver = Saver(tmp_path, save_every_n_train_steps=3, async_checkpoint=True)
+    ech.train(unit, make_loader(), max_steps=4, callbacks=[saver])
+    assert [name for name, _ in made].count("echelon-buffers") == 1 and len(
+        made
+    ) <= 2  # and what a save alone has: positions, RNGs
+    assert _names(tmp_path) == [3, 4]
+
+
+def test_pieces_hold_every_kind_of_tensor_without_overlap() -> None:
+    kinds = [torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.uint8, torch.int64]
+    tensors = {
+        f"{i}": torch.empty(shape, dtype=kind) for i, kind in enumerate(kinds * 3) for shape in [(i, 3), (), (0,)][i % 3 :][:1]
+    }
+    buffers = Buffers()
+    views = buffers.of(tensors)
+    ends = sorted((v.data_ptr(), v.data_ptr() + v.nbytes) for v in views.values() if v.nbytes)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+    assert {k: (v.shape, v.dtype) for k, v in views.items()} == {k: (t.shape, t.dtype) for k, t in tensors.items()}
+    changed = buffers.of({**tensors, "0": torch.empty(7)})
+    assert changed["0"].shape == (7,) and changed["1"].data_ptr() == views["1"].data_ptr()
 
 
 def _begin_late(monkeypatch: pytest.MonkeyPatch) -> None:

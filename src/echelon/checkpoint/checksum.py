@@ -19,7 +19,7 @@ from echelon.contracts.errors import LauncherEnvironmentError
 from echelon.contracts.machine import usable_cores
 from echelon.contracts.rank import RankInfo
 
-__all__ = ["BLOCK_BYTES", "Sums", "crc32", "threads"]
+__all__ = ["BLOCK_BYTES", "Sums", "crc32", "fastest", "threads"]
 
 # Of a file that one checksum covers: ranks and threads share the verification of a file by blocks.
 BLOCK_BYTES = 64 << 20
@@ -29,6 +29,7 @@ _CHECK = (b"123456789", 0xCBF43926)  # the value by which implementations of thi
 
 
 def fastest() -> Callable[..., int]:
+    """zlib-ng's function if it is installed and computes what zlib's does."""
     try:
         found: Callable[..., int] = importlib.import_module("zlib_ng.zlib_ng").crc32
     except ImportError:

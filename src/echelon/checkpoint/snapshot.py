@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from echelon.checkpoint import plain, staging, strict, tensorfile
+from echelon.checkpoint.buffers import Buffers
 from echelon.checkpoint.header import SIZES
 from echelon.checkpoint.layout import INDEX, STATE, NamedState, Stateful, in_file, own_file, raise_on_all, tensors_file, this_rank
 from echelon.checkpoint.location import Location
@@ -45,21 +46,27 @@ class Snapshot:
     rest: tuple[Any, dict[str, torch.Tensor]]
     own: tuple[Any, dict[str, torch.Tensor]]
 
-    def copy(self, buffers: dict[str, torch.Tensor]) -> Callable[[], None]:
+    def copy(self, buffers: Buffers) -> Callable[[], None]:
         """Take copies in host memory instead of the living tensors; `buffers` holds them from save to save.
 
         Returns:
             what waits until they are there; see `staging.copy`. The program may change everything when `copy` returns.
         """
+        views = buffers.of(self._keyed())
         work = []
         for group, tensors in self._groups():
             for name, tensor in tensors.items():
-                key, buffer = f"{group}.{name}", buffers.get(f"{group}.{name}")
-                if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                    buffer = buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                work.append((buffer, tensor.detach()))
-                tensors[name] = buffer
+                view = views[f"{group}.{name}"]
+                work.append((view, tensor.detach()))
+                tensors[name] = view
         return staging.copy(work)
+
+    def prepare(self, buffers: Buffers) -> None:
+        """Begin to make the memory that `copy` needs for such a snapshot."""
+        buffers.prepare(self._keyed())
+
+    def _keyed(self) -> dict[str, torch.Tensor]:
+        return {f"{group}.{name}": tensor for group, tensors in self._groups() for name, tensor in tensors.items()}
 
     def _groups(self) -> list[tuple[str, dict[str, torch.Tensor]]]:
         return [("piece", self.pieces), ("rest", self.rest[1]), ("own", self.own[1])]
@@ -74,7 +81,7 @@ class Snapshot:
         before = staging.versions(living)
         files = self._write(folder)
         if staging.versions(living) != before:  # by another thread: what lies there is neither what was nor what is
-            self.copy({})()
+            self.copy(Buffers())()
             for name in files:
                 (folder / name).unlink()
             files = self._write(folder)

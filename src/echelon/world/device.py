@@ -13,6 +13,7 @@ import torch
 from echelon.contracts.errors import UsageError
 from echelon.contracts.machine import DEVICE_VARIABLE, usable_cores
 from echelon.contracts.rank import RankInfo
+from echelon.world.inductor import compile_alike
 
 __all__ = [
     "copy_data_to_device",
@@ -113,6 +114,8 @@ def same_kernels(parts: int) -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with workspaces of fixed sizes
     torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False  # it takes what was fastest this time
+    compile_alike()
     torch.set_num_threads(max(1, usable_cores() // parts))
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import socket
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from echelon.checkpoint.buffers import Buffers
 from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.checkpoint.snapshot import Planned, Snapshot, snapshot
+from echelon.contracts.errors import CheckpointError
 from echelon.data.base import BaseLoader
 from echelon.data.lossy import shuffle_buffer
 from echelon.data.stream import StreamLoader
@@ -24,7 +29,7 @@ from echelon.world import agree, rng
 if TYPE_CHECKING:
     from echelon.loop.state import State
 
-__all__ = ["is_unevaluated", "monitored", "take"]
+__all__ = ["is_unevaluated", "monitored", "prepare", "take"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +75,22 @@ def take(
     if left:
         facts["frozen"] = left
     return taken, facts
+
+
+def prepare(unit: TrainUnit[Any], planned: Planned, frozen: Frozen | None, buffers: Buffers) -> None:
+    """Once in a run: begin to make the page-locked memory for copies of the state, as large as it is now. Collective.
+
+    In other memory nothing is gained that would be worth having it twice before the first save.
+    """
+    if buffers.begun or not torch.cuda.is_initialized():
+        return
+    buffers.begun = True
+    metrics = unit.tracked_metrics()
+    states = states_by_name({name: value for name, value in unit.app_state().items() if name not in metrics})
+    if frozen is not None:
+        states, _ = frozen.leave_out(states, unit)
+    with contextlib.suppress(CheckpointError):  # on all ranks: the save will say it, if it is still so then
+        snapshot(states, {}, planned).prepare(buffers)
 
 
 # Runs in which it was said.

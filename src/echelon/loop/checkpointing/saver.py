@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.background import Background
+from echelon.checkpoint.buffers import Buffers
 from echelon.checkpoint.layout import raise_on_all
 from echelon.checkpoint.location import Location, Remote, explain, location
 from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from echelon.loop.state import State
 
 __all__ = ["BestCheckpointConfig", "DistributedCheckpointSaver", "RestoreOptions"]
-
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class DistributedCheckpointSaver(Callback):
         self._planned = Planned()
         self._frozen = Frozen() if options.only_trained else None
         self._background = Background(self.folder.retire)
-        self._buffers: dict[str, Any] = {}
+        self._buffers = Buffers()
         self._pending = (0, 0.0)  # of the save under way: its step, and when it began
 
     @property
@@ -112,6 +112,8 @@ class DistributedCheckpointSaver(Callback):
         self._due = self._due or (every is not None and steps // every > before // every)
         if self._due and unit.at_boundary and not _ends_epoch(state, unit):
             self._save(state, unit)
+        elif self.async_checkpoint and unit.at_boundary:
+            contents.prepare(unit, self._planned, self._frozen, self._buffers)
 
     def on_train_epoch_end(self, state: State, unit: TrainUnit[Any]) -> None:
         every = self.every.epochs
@@ -220,9 +222,8 @@ class DistributedCheckpointSaver(Callback):
         if staged is None:
             return
         taken, facts = contents.take(state, unit, self._planned, self.best, self._frozen)
-        copied = taken.copy(self._buffers)
         self._pending = (step, began)
-        self._background.start(staged, step, taken, copied, facts["config"]["world_size"], facts)
+        self._background.start(staged, step, taken, taken.copy(self._buffers), facts["config"]["world_size"], facts)
         self.stall_s = time.perf_counter() - began
         if state.recorder is not None:
             state.recorder.event("checkpoint_started", step=step, stall_s=self.stall_s)
@@ -262,8 +263,7 @@ class DistributedCheckpointSaver(Callback):
 
     def _saved(self, state: State, step: int, seconds: float, pause: bool = True) -> None:
         if state.recorder is not None:
-            path = self.dirpath / manifest.named(step)
-            state.recorder.event("checkpoint_saved", path=str(path), step=step, seconds=seconds)
+            state.recorder.event("checkpoint_saved", path=str(self.dirpath / manifest.named(step)), step=step, seconds=seconds)
             if pause:
                 state.recorder.pause_clock()
 
