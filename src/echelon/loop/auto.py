@@ -222,7 +222,8 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
 
     @property
     def agrees_to_stop(self) -> bool:
-        return self._reduces and not self._reports_step and not _overrides(self, AutoUnit, "train_step")
+        own_hook = self._reports_step and self.may_stop
+        return self._reduces and not own_hook and not _overrides(self, AutoUnit, "train_step")
 
     @property
     def steps_by_itself(self) -> bool:

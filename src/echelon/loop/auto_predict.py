@@ -94,7 +94,8 @@ class AutoPredictUnit(PredictUnit[T]):
 
     def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
         """Put a batch on `self.device`; override for batches of a kind of your own."""
-        return copy_data_to_device(data, self.device, non_blocking=non_blocking)
+        # To a GPU always: what is not page-locked is copied before this returns. From one, a reader would have to wait.
+        return copy_data_to_device(data, self.device, non_blocking=non_blocking or self.device.type == "cuda")
 
     def placement(self, phase: str) -> tuple[Any, Any]:
         if self.device.type == "cpu" and type(self).move_data_to_device is AutoPredictUnit.move_data_to_device:

@@ -21,6 +21,7 @@ from echelon.parallel.axes import Axis, axes_of, sharded_axes, split_axes
 from echelon.parallel.blocks import Blocks
 from echelon.parallel.buffers import Buffers
 from echelon.parallel.compute_type import policy_for
+from echelon.parallel.edges import keep_readable
 from echelon.parallel.fixed_order import TreeReduceScatter
 from echelon.parallel.given_up import forget_gradients
 from echelon.parallel.loose import AfterEachBackward
@@ -256,6 +257,7 @@ def _split(
             place(part, done, world, how.mesh, from_rank0=how.from_rank0, init=how.init, name=name)
         together = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
         fully_shard(together, **options, reshard_after_forward=unit.reshard, mp_policy=unit.policy)
+    keep_readable(module, [part for unit in units if unit.is_edge for part in unit.modules])
     if how.forward_prefetch:
         for before, following in itertools.pairwise(unit for unit in units if unit.in_order):
             before.modules[0].set_modules_to_forward_prefetch([following.modules[0]])  # type: ignore[operator]
