@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from echelon.parallel.ddp import DDPStrategy
     from echelon.parallel.deferred import on_meta
     from echelon.parallel.dp import DPStrategy
+    from echelon.parallel.float8 import Float8
     from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
     from echelon.parallel.fsdp2 import FSDP2Strategy
     from echelon.parallel.linear_cross_entropy import linear_cross_entropy
@@ -77,6 +78,7 @@ __all__ = [
     "EvalUnit",
     "FSDP2Strategy",
     "FSDPStrategy",
+    "Float8",
     "HSDPStrategy",
     "Loader",
     "LoaderOptions",
@@ -176,6 +178,7 @@ _NAMES = {
     "parallel.ddp": ["DDPStrategy"],
     "parallel.deferred": ["on_meta"],
     "parallel.dp": ["DPStrategy"],
+    "parallel.float8": ["Float8"],
     "parallel.fsdp": ["FSDPStrategy", "HSDPStrategy"],
     "parallel.fsdp2": ["FSDP2Strategy"],
     "parallel.linear_cross_entropy": ["linear_cross_entropy"],

@@ -30,6 +30,7 @@ from echelon.loop.pieces import pieces_for
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit
 from echelon.loop.window import Window
 from echelon.parallel.activation import Preset
+from echelon.parallel.float8 import Float8
 from echelon.parallel.precision import Precision, Shards, check_scaler
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.recipe import Compile, TorchCompileParams
@@ -71,7 +72,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         device: by default `init_from_env()`'s, which also joins the ranks.
         strategy: a Strategy, its name, or None for a module that is wrapped already or stays as it is.
         step_lr_interval: call the scheduler after every "step" (that is, update) or every "epoch".
-        precision: "fp32", "bf16", "fp16" (with a gradient scaler), a torch dtype, or a Precision with the scaler's options.
+        precision: "fp32", "bf16", "fp16" (with a gradient scaler), "float8" (torchao), a torch dtype, or a Precision or Float8.
             Parameters, their gradients and optimizer state stay float32; a sharded strategy gathers parameters in this type.
         gradient_accumulation_steps: micro-batches per update. A shorter last window of an epoch keeps its full weight.
         detect_anomaly: stop with the rank and the value at the first loss that is inf or nan, before it reaches the
@@ -111,7 +112,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         device: torch.device | None = None,
         strategy: Strategy | str | None = None,
         step_lr_interval: Literal["step", "epoch"] = "epoch",
-        precision: str | torch.dtype | Precision | None = None,
+        precision: str | torch.dtype | Precision | Float8 | None = None,
         gradient_accumulation_steps: int = 1,
         detect_anomaly: bool | None = None,
         clip_grad_norm: float | None = None,

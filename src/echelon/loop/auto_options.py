@@ -12,6 +12,7 @@ from echelon.contracts.errors import require
 from echelon.contracts.numbers import number, whole
 from echelon.loop.averaged import SWAParams
 from echelon.parallel.activation import Preset
+from echelon.parallel.float8 import Float8
 from echelon.parallel.precision import Precision
 from echelon.parallel.recipe import Compile, TorchCompileParams, recipe_of
 from echelon.parallel.strategy import Strategy, resolve
@@ -35,7 +36,7 @@ class AutoOptions:
     device: torch.device | None = None
     strategy: Strategy | str | None = None
     step_lr_interval: Literal["step", "epoch"] = "epoch"
-    precision: str | torch.dtype | Precision | None = None
+    precision: str | torch.dtype | Precision | Float8 | None = None
     gradient_accumulation_steps: int = 1
     detect_anomaly: bool | None = None
     clip_grad_norm: float | None = None

@@ -11,6 +11,7 @@ from echelon.contracts.overrides import overrides
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.unit import PredictUnit
 from echelon.parallel.activation import Preset
+from echelon.parallel.float8 import Float8
 from echelon.parallel.parallelize import check_module, parallelize
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
@@ -42,7 +43,7 @@ class AutoPredictUnit(PredictUnit[T]):
         module: nn.Module,
         device: torch.device | None = None,
         strategy: Strategy | str | None = None,
-        precision: str | torch.dtype | Precision | None = None,
+        precision: str | torch.dtype | Precision | Float8 | None = None,
         compile: Compile = None,
         torch_compile_params: TorchCompileParams | None = None,
         activation_checkpoint_params: Preset = None,

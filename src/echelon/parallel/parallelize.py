@@ -18,6 +18,7 @@ from echelon.contracts.errors import UsageError, require
 from echelon.contracts.overrides import overrides
 from echelon.parallel.activation import Preset
 from echelon.parallel.ddp import DDPStrategy
+from echelon.parallel.float8 import convert, refuse_wrapped, scales_after_step
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.precision import Precision
@@ -73,34 +74,43 @@ def parallelize(
     require(isinstance(device, torch.device), "device", "a torch.device", device, "init_from_env() gives this rank's.")
     chosen, world, recipe = resolve(strategy), World.current(device), recipe or Recipe()
     recipe.check(device)
+    float8 = recipe.precision.float8 if recipe.precision is not None else None
     kind = kind_of(module)
     is_plain = chosen is None or isinstance(chosen, NOOPStrategy)
     if kind is None or (kind.by_parameters and not is_plain):
-        for name, inner in module.named_modules():
-            if wrapper_of(inner) is not None:
-                raise UsageError(
-                    f"{type(module).__name__}.{name} is a {type(inner).__name__}, but the whole module is not: gradients of the "
-                    "rest would not be reduced. Wrap the whole module, or pass it plain with a strategy."
-                )
+        _refuse_wrapped_parts(module)
         if overridden is not None:
             chosen = overridden(chosen) if callable(overridden) else resolve(overridden)
         if device.type == "cpu":
             on_host(module)
+        chosen = chosen or NOOPStrategy()
+        convert(module, float8, chosen.name)
         before = list(module.named_parameters(remove_duplicate=False))
-        prepared = (chosen or NOOPStrategy()).prepare(module, world, recipe)
+        prepared = chosen.prepare(module, world, recipe)
         note(before, prepared.unwrapped.parameters())
         prepared.find_replicas()
+        scales_after_step(prepared, float8)
         return prepared
     if chosen is not None and not is_plain:
         raise UsageError(
             f"strategy {chosen.name!r} for a {type(module).__name__} that is made parallel already. "
             "Pass the plain module, or no strategy."
         )
+    refuse_wrapped(module, float8)
     given = Prepared.of(module, world)
     recipe.compile(recipe.checkpoint_activations(given.unwrapped))
     given.adopt()
     given.find_replicas()
     return given
+
+
+def _refuse_wrapped_parts(module: nn.Module) -> None:
+    for name, inner in module.named_modules():
+        if wrapper_of(inner) is not None:
+            raise UsageError(
+                f"{type(module).__name__}.{name} is a {type(inner).__name__}, but the whole module is not: gradients of the "
+                "rest would not be reduced. Wrap the whole module, or pass it plain with a strategy."
+            )
 
 
 def prepare_module(

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import number, whole
+from echelon.parallel.float8 import Float8
 from echelon.parallel.prepared import NO_CONTEXT, Prepared
 from echelon.parallel.shards import is_split, local
 from echelon.world import agree
@@ -39,6 +40,7 @@ class Precision:
 
     Args:
         dtype: None, torch.float16 or torch.bfloat16.
+        float8: with bfloat16: the blocks' matrix products in 8 bits, by torchao.
         init_scale, growth_factor, backoff_factor, growth_interval: of fp16's loss scale, as in torch.amp.GradScaler: it starts
             at `init_scale`, is multiplied by `backoff_factor` after an update with an inf, and by `growth_factor` after
             `growth_interval` updates without.
@@ -50,18 +52,22 @@ class Precision:
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
+    float8: Float8 | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, torch.float16, torch.bfloat16):
             raise UsageError(f"dtype must be torch.float16, torch.bfloat16, or None for float32, got {self.dtype}.")
+        require(isinstance(self.float8, Float8 | None), "float8", "Float8(...) or None", self.float8)
+        if self.float8 is not None and self.dtype is not torch.bfloat16:
+            raise UsageError(f"float8 must go with dtype=torch.bfloat16, in which the rest computes, got {self.dtype}.")
         number("init_scale", self.init_scale, "above 0", lambda scale: 0 < scale < math.inf)
         number("growth_factor", self.growth_factor, "above 1", lambda factor: 1 < factor < math.inf)
         number("backoff_factor", self.backoff_factor, "between 0 and 1", lambda factor: 0 < factor < 1)
         object.__setattr__(self, "growth_interval", whole("growth_interval", self.growth_interval, at_least=1))
 
     @classmethod
-    def of(cls, value: str | torch.dtype | Precision | None) -> Precision:
-        """From "fp32", "bf16", "fp16", the torch dtype, or a Precision.
+    def of(cls, value: str | torch.dtype | Precision | Float8 | None) -> Precision:
+        """From "fp32", "bf16", "fp16", "float8", the torch dtype, a Float8 or a Precision.
 
         Raises:
             UsageError: anything else.
@@ -70,11 +76,15 @@ class Precision:
             return value
         if value is None or value is torch.float32:
             return cls()
+        if isinstance(value, Float8) or value == "float8":
+            return cls(torch.bfloat16, float8=value if isinstance(value, Float8) else Float8())
         if isinstance(value, str) and value in _NAMES:
             return cls(_NAMES[value])
         if value in (torch.float16, torch.bfloat16) and isinstance(value, torch.dtype):
             return cls(value)
-        raise UsageError(f"precision must be 'fp32', 'bf16', 'fp16', a torch dtype or ech.Precision(...), got {value!r}.")
+        raise UsageError(
+            f"precision must be 'fp32', 'bf16', 'fp16', 'float8', a torch dtype or ech.Precision(...), got {value!r}."
+        )
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         if self.dtype is None:
@@ -82,7 +92,13 @@ class Precision:
         return torch.autocast(device.type, dtype=self.dtype)
 
     def look_at(self, device: torch.device) -> None:
-        """Warn of a device that only emulates this type."""
+        """Warn of a device that only emulates this type.
+
+        Raises:
+            UsageError: float8 where it is not installed, or the device cannot.
+        """
+        if self.float8 is not None:
+            self.float8.check(device)
         if self.dtype is not torch.bfloat16 or device.type != "cuda" or torch.version.hip is not None:
             return
         if torch.cuda.get_device_capability(device) < (8, 0):

@@ -75,6 +75,7 @@ class Prepared(Generic[M]):
         self._loose: list[nn.Parameter] = []  # whose gradients nothing else reduces
         self._frozen: list[nn.Parameter] = []  # nor theirs, if they are unfrozen
         self._reduces = True
+        self._after_step: list[Callable[[], None]] = []
 
     @staticmethod
     def of(module: nn.Module, world: World) -> Prepared[Any]:
@@ -242,6 +243,12 @@ class Prepared(Generic[M]):
 
     def after_step(self) -> None:
         """After an update of the parameters by the optimizer, on every rank; not after one that was skipped."""
+        for follow in self._after_step:
+            follow()
+
+    def follow_step(self, follow: Callable[[], None]) -> None:
+        """Have something done after each update."""
+        self._after_step.append(follow)
 
     def _average_loose(self) -> None:
         """After a backward pass. Collective after a window's last."""
