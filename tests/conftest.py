@@ -74,6 +74,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    server = function.running_server()
+    if server is not None:
+        server.close()
     forked.close()
 
 
@@ -177,7 +180,8 @@ def launched_ranks_are_loaded() -> None:
 
 def server_with(module: str) -> ForkServer:
     """The server, which imports the test's module, and all that this imports, once for all ranks."""
-    server = function.shared_server()
+    with forked.instead_of_new():
+        server = function.shared_server()
     server.preload([*LOADED, module])
     return server
 
@@ -189,6 +193,13 @@ def started(tmp_path: Path) -> Iterator[Any]:
     programs = Started(tmp_path)
     yield programs
     programs.end()
+
+
+@pytest.fixture
+def forked_programs() -> Iterator[None]:
+    """Programs of Python that the test, or the library in it, starts by `subprocess` are forked with their imports done."""
+    with forked.instead_of_new():
+        yield
 
 
 @pytest.fixture

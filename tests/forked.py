@@ -4,8 +4,9 @@ Each command of `echelon run` would import them anew, in two to four seconds of 
 methods of `subprocess.Popen`: a process of its own, with its own environment, directory, streams and signals. What differs: its
 modules are loaded before it begins; `/proc/PID/cmdline` is the server's; options that the interpreter reads as it starts are
 not possible, as `can_fork` knows; and after its threads and exit functions it ends without tearing the interpreter down, which
-would copy every page of torch. For a test that is about any of these, see `fresh` of the fixtures; also for a script that
-launches ranks, whose own server would load all that is loaded here. ECHELON_TEST_NO_FORKS=1 starts a new Python for each.
+would copy every page of torch. For a test that is about any of these, see `fresh` of the fixtures. Programs that a forked
+program starts by `subprocess.Popen`, such as a launcher's server, are forked, too: their parent is the server then, and the rest
+as if they had been started. ECHELON_TEST_NO_FORKS=1 starts a new Python for each.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import fcntl
 import gc
 import importlib.util
 import io
+import itertools
 import json
 import os
 import select
@@ -31,7 +33,7 @@ import subprocess
 import termios
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -63,23 +65,63 @@ LOADED = (
     "echelon.observe.report",
 )
 
+# In a forked program, which asks the same server for more: its address, the environment that it began with, and its session.
+_nested: tuple[str, tuple[tuple[str, str], ...], int] | None = None
+_NewPython = subprocess.Popen
+
 # What Python, its C library or torch's libraries read once, as they start; the two of `_MENDED` can be made true later.
 _AT_START = ("GLIBC_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH_", "TZ")
-_PATH, _THREADS = _MENDED = ("PYTHONPATH", "OMP_NUM_THREADS")
-_OPTIONS = {"stdin", "stdout", "stderr", "cwd", "env", "text", "process_group", "start_new_session"}
+# Of the third a server has one in any case.
+_PATH, _THREADS, _BLAS = _MENDED = ("PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_OPTIONS = {"stdin", "stdout", "stderr", "cwd", "env", "text", "umask", "process_group", "start_new_session", "pass_fds"}
+_MOST_FDS = 16
+_PYTHONS_OWN = ("-P", "-u")  # options
 
 _servers: dict[tuple[tuple[str, str], ...], tuple[subprocess.Popen[bytes], socket.socket]] = {}
 
 
 def can_fork(command: Sequence[str], options: Mapping[str, Any]) -> bool:
     """Whether it is a script or a module, run by this Python, with nothing that only a new process can have."""
-    python = command[0] == sys.executable and len(command) > 1 and (command[1] in ("-m", "-c") or command[1][:1] != "-")
+    words = _after_options(command)
+    python = command[0] == sys.executable and len(words) > 0 and (words[0] in ("-m", "-c") or words[0][:1] != "-")
     return python and options.keys() <= _OPTIONS and hasattr(os, "pidfd_open") and not os.environ.get("ECHELON_TEST_NO_FORKS")
+
+
+def _after_options(command: Sequence[str]) -> Sequence[str]:
+    return list(itertools.dropwhile(_PYTHONS_OWN.__contains__, command[1:]))
 
 
 def popen(command: Sequence[str], **options: Any) -> Any:
     """As `subprocess.Popen`, forked if that is possible."""
-    return Forked(command, **options) if can_fork(command, options) else subprocess.Popen(command, **options)
+    return Forked(command, **options) if can_fork(command, options) else _NewPython(command, **options)
+
+
+class Nested(_NewPython):  # type: ignore[type-arg]
+    """`subprocess.Popen` in a forked program: what it starts is forked, too, if the server can do it."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        command, *more = args or (options.get("args"),)
+        other = {name: value for name, value in options.items() if name != "args"}
+        if cls is Nested and not more and isinstance(command, (list, tuple)) and can_fork(command, other) and _is_near(other):
+            with contextlib.suppress(OSError):  # the server has gone: the tests are at their end
+                return Forked(command, **other)
+        return super().__new__(cls)
+
+
+def _is_near(options: Mapping[str, Any]) -> bool:
+    """Whether the server began as a process with this environment would, and in the session of this process."""
+    env = options.get("env")
+    return _nested is not None and (_at_start(os.environ if env is None else env), os.getsid(0)) == _nested[1:]
+
+
+@contextlib.contextmanager
+def instead_of_new() -> Iterator[None]:
+    """What is started here by `subprocess.Popen` is forked, if that is possible."""
+    subprocess.Popen = popen  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        subprocess.Popen = _NewPython  # type: ignore[misc]
 
 
 def run(
@@ -127,10 +169,13 @@ class Forked:
         stdout: Any = None,
         stderr: Any = None,
         text: bool = False,
+        umask: int = -1,
         process_group: int | None = None,
         start_new_session: bool = False,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self.args, self.returncode = command, None
+        words = _after_options(command)
         env = dict(os.environ if env is None else env)
         theirs: list[int] = []
         pipes: list[int | None] = []
@@ -138,15 +183,22 @@ class Forked:
             fd, pipe = _stream(number, stream, theirs)
             theirs.append(fd)
             pipes.append(pipe)
-        self._ended, child = socket.socketpair()
+        # SEQPACKET: its number and its end are two messages, also where it has ended before the first is read.
+        self._ended, child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request = {
-            "words": list(command[1:]),
+            "words": words,
+            "options": list(command[1 : len(command) - len(words)]),
             "env": env,
             "cwd": os.fspath(cwd or os.getcwd()),
-            "group": process_group,
+            "umask": umask,
+            "group": os.getpgrp() if process_group is None and _nested else process_group,
             "session": start_new_session,
+            "pass_fds": list(pass_fds),
         }
-        socket.send_fds(_server(env), [json.dumps(request).encode()], [*theirs, child.fileno()])
+        server = _server(env)
+        socket.send_fds(server, [json.dumps(request).encode()], [*theirs, *pass_fds, child.fileno()])
+        if _nested is not None:
+            server.close()
         child.close()
         for fd in theirs:
             os.close(fd)
@@ -158,6 +210,19 @@ class Forked:
         shown = [io.TextIOWrapper(file, write_through=True) if text and file is not None else file for file in files]
         self.stdin, self.stdout, self.stderr = shown
         self.pid = self._told()
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in (self.stdin, self.stdout, self.stderr):
+            if file is not None:
+                file.close()
+        self.wait()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_ended"):  # of a program that nobody waits for
+            self._ended.close()
 
     def poll(self) -> int | None:
         return self._wait(0)
@@ -234,16 +299,19 @@ def _stream(number: int, wanted: Any, before: Sequence[int]) -> tuple[int, int |
 
 def _server(env: Mapping[str, str]) -> socket.socket:
     """Which began with what `env` says to a starting Python."""
-    at_start = {name: value for name, value in env.items() if name.startswith(_AT_START) and name not in _MENDED}
-    key = tuple(sorted(at_start.items()))
+    if _nested is not None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(_nested[0])
+        return connection
+    key = _at_start(env)
     if key not in _servers or _servers[key][0].poll() is not None:
         # SEQPACKET: a request is one message, with its descriptors.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own = {name: value for name, value in os.environ.items() if not name.startswith(_AT_START) or name == _PATH}
-        process = subprocess.Popen(
+        process = _NewPython(
             [sys.executable, __file__, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env={**own, **at_start, MARK: "0" * MARK_LENGTH},
+            env={**own, **dict(key), _BLAS: "1", MARK: "0" * MARK_LENGTH},
             cwd="/",
             stdin=subprocess.PIPE,  # both for nothing but to be no file, which Python remembers of its streams
             stdout=subprocess.PIPE,
@@ -251,6 +319,10 @@ def _server(env: Mapping[str, str]) -> socket.socket:
         theirs.close()
         _servers[key] = process, ours
     return _servers[key][1]
+
+
+def _at_start(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((name, value) for name, value in env.items() if name.startswith(_AT_START) and name not in _MENDED))
 
 
 def close() -> None:
@@ -264,26 +336,39 @@ def close() -> None:
 # --- the server
 
 
-def serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork a process for each request. Returns in such a process only, with what it is to run and its streams."""
+def serve(connection: socket.socket, address: str) -> tuple[dict[str, Any], list[int]]:
+    """Fork a process for each request: of the tests by `connection`, of forked programs at `address`. Returns in such a process
+    only, with what it is to run and its streams."""
     running: dict[int, tuple[int, socket.socket]] = {}
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    door.bind(address)
+    door.listen()
+    asking: set[socket.socket] = {connection}
     while True:
-        for ready in select.select([connection, *running], [], [])[0]:
-            if ready is not connection:
+        for ready in select.select([door, *asking, *running], [], [])[0]:
+            if ready is door:
+                asking.add(door.accept()[0])
+                continue
+            if isinstance(ready, int):
                 pid, owner = running.pop(ready)
                 status = os.waitpid(pid, 0)[1]
                 os.close(ready)
                 with contextlib.suppress(OSError), owner:
                     owner.send(str(os.waitstatus_to_exitcode(status)).encode())
                 continue
-            data, fds, _, _ = socket.recv_fds(connection, 1 << 20, 4)
+            data, fds = _heard(ready)
             if not data:
-                os._exit(0)
+                if ready is connection:
+                    os._exit(0)
+                asking.discard(ready)
+                ready.close()
+                continue
             gc.freeze()  # so that a fork's collector does not unshare every page
             keep_finalizers()
             pid = os.fork()
             if pid == 0:
-                connection.close()
+                for mine in (door, *asking):
+                    mine.close()
                 for pidfd, (_, owner) in running.items():
                     os.close(pidfd)
                     owner.close()
@@ -293,7 +378,15 @@ def serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
             for fd in fds:
                 os.close(fd)
             running[os.pidfd_open(pid)] = pid, owner
-            owner.send(str(pid).encode())
+            with contextlib.suppress(OSError):  # a program that has been killed meanwhile
+                owner.send(str(pid).encode())
+
+
+def _heard(asking: socket.socket) -> tuple[bytes, list[int]]:
+    try:
+        return socket.recv_fds(asking, 1 << 20, _MOST_FDS)[:2]
+    except ConnectionError:
+        return b"", []
 
 
 def become(request: dict[str, Any], fds: Sequence[int], path: Sequence[str]) -> tuple[Any, dict[str, Any]]:
@@ -304,11 +397,15 @@ def become(request: dict[str, Any], fds: Sequence[int], path: Sequence[str]) -> 
             fcntl.ioctl(fds[0], termios.TIOCSCTTY, 0)
     elif request["group"] is not None:
         os.setpgid(0, request["group"])
-    for number, fd in enumerate(fds):
-        os.dup2(fd, number)
+    numbers = [0, 1, 2, *request["pass_fds"]]
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(*numbers, *fds) + 1) for fd in fds]
     for fd in fds:
-        if fd > 2:
-            os.close(fd)
+        os.close(fd)
+    for number, fd in zip(numbers, high, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    if request["umask"] >= 0:
+        os.umask(request["umask"])
     env = request["env"]
     _show_mark(env.get(MARK, ""))
     os.environ.clear()
@@ -316,7 +413,7 @@ def become(request: dict[str, Any], fds: Sequence[int], path: Sequence[str]) -> 
     os.chdir(request["cwd"])
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         by_line = not env.get("PYTHONUNBUFFERED") and (stream is sys.stderr or stream.isatty())
-        stream.reconfigure(line_buffering=by_line)  # type: ignore[union-attr]
+        stream.reconfigure(line_buffering=by_line, write_through="-u" in request["options"])  # type: ignore[union-attr]
     own = _paths(env)
     sys.path[:] = [*own, *(p for p in path if p not in own)]
     if env.get(_THREADS, "").isdigit():
@@ -324,7 +421,11 @@ def become(request: dict[str, Any], fds: Sequence[int], path: Sequence[str]) -> 
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # Python's own does so by itself
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    return _program(request["words"])
+    subprocess.Popen = Nested  # type: ignore[misc]
+    code, variables = _program(request["words"])
+    if "-P" in request["options"]:
+        del sys.path[0]
+    return code, variables
 
 
 def _program(words: Sequence[str]) -> tuple[Any, dict[str, Any]]:
@@ -405,7 +506,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the programs themselves hear it
     load(LOADED)
     _path = [p for p in sys.path if p not in _paths(os.environ)]
-    _request = serve(socket.socket(fileno=int(sys.argv[1])))
+    _door = f"\0echelon-tests-{os.getpid()}"  # in the kernel's own name space, where nothing is left behind
+    _nested = _door, _at_start(os.environ), os.getsid(0)
+    _request = serve(socket.socket(fileno=int(sys.argv[1])), _door)
     _end.pid = os.getpid()
     try:
         exec(*become(*_request, _path))

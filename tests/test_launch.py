@@ -213,13 +213,13 @@ def test_classes_of_the_main_script_travel_both_ways(started: Started) -> None:
         "    try: echelon.launch(fail, ranks=1)\n"
         "    except echelon.EchelonError as e: print(type(e.__cause__) is Bad, e.__cause__)\n"
     )
-    out, err = started.python(script, fresh=True).communicate(timeout=60)
+    out, err = started.python(script).communicate(timeout=60)
     assert out.decode().splitlines() == ["[6, 6]", "True mine"], err.decode()
 
 
 def test_a_launch_at_a_scripts_top_level_is_refused_instead_of_starting_ranks_for_ever(started: Started) -> None:
     script = started.script("import echelon\ndef f(): return 1\nprint(echelon.launch(f, ranks=1))\n")
-    process = started.python(script, fresh=True)
+    process = started.python(script)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert 'if __name__ == "__main__"' in err.decode()
@@ -280,7 +280,7 @@ def test_a_lambda_and_a_closure_are_sent_by_value() -> None:
 @pytest.mark.parametrize("how", [pytest.param("-c", marks=pytest.mark.full), "-"])
 def test_a_function_typed_into_a_session_is_sent_by_value(started: Started, how: str) -> None:
     code = "import echelon\ndef f(): return 40 + 2\nprint(echelon.launch(f, ranks=1))"
-    process = started.python(how, *([code] if how == "-c" else []), stdin=subprocess.PIPE, fresh=True)
+    process = started.python(how, *([code] if how == "-c" else []), stdin=subprocess.PIPE)
     out, err = process.communicate(code.encode(), timeout=60)
     assert out.decode().strip() == "[42]", err.decode()
 
@@ -553,7 +553,7 @@ def test_a_signal_to_the_callers_process_takes_its_ordinary_course_after_the_ran
         "    except KeyboardInterrupt: print('interrupted', flush=True)\n"
         "    echelon.launch(wait, ranks=2)\n"
     )
-    launcher = started.python(script, fresh=True)
+    launcher = started.python(script)
     ready = [started.folder / f"ready{r}" for r in range(2)]
     wait_until(lambda: all(p.exists() for p in ready), "the ranks run", 60)
     for path in ready:
@@ -723,7 +723,7 @@ def test_ranks_that_import_a_script_find_the_command_line_it_was_started_with(st
         "def rate():\n    return arguments.lr\n"
         "if __name__ == '__main__':\n    print(echelon.launch(rate, ranks=2))\n"
     )
-    launcher = started.python(script, "0.25", fresh=True)
+    launcher = started.python(script, "0.25")
     out, err = launcher.communicate(timeout=60)
     assert out == b"[0.25, 0.25]\n", err.decode()
 

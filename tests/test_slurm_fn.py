@@ -31,6 +31,8 @@ from echelon.launcher.job import JobSpec
 from echelon.launcher.protocol import JobState, write_spec
 from tests.conftest import clean_environment
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 TORCHRUN = (
     "torchrun --nnodes {num_machines} --nproc-per-node {num_processes} --node-rank {machine_rank} "
     "--master-addr {main_process_ip} --master-port {main_process_port} main.py"

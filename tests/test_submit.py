@@ -29,6 +29,8 @@ from echelon.launcher.local import nodes
 from echelon.launcher.protocol import JobState, write_spec
 from tests.conftest import clean_environment
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 GOLDEN = """#!/bin/bash
 # Written by `echelon submit`; sbatch has its own copy, so that changing this one changes nothing.
 #SBATCH --job-name=gpt-7

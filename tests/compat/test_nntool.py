@@ -66,6 +66,7 @@ def test_the_mode_run_gives_the_functions_value(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_the_mode_local_has_ended_when_the_call_returns(tmp_path: Path) -> None:
     config = SlurmConfig(mode="local", output_parent_path=str(tmp_path), pack_code=False)
     job = add[config](1, b=2)

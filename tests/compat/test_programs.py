@@ -22,6 +22,8 @@ from tests.compat.reference import check_dragon_training, in_order, plain
 from tests.conftest import clean_environment
 from tests.models import largest_difference
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 HERE = Path(__file__).parent
 PROGRAMS = HERE / "programs"
 ECHELON = ("-m", "echelon", "run", "--ranks")
