@@ -13,9 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from bench.gpu.llama import SIZES, Llama, flops_per_token
 from bench.gpu.parts import PARTS
 from bench.gpu.peaks import peak_flops
 from bench.gpu.table import BEGIN, END, into_file
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests import forked
 from tests.conftest import clean_environment
@@ -90,6 +93,8 @@ def test_no_part_ends_the_day_whatever_it_does(tmp_path: Path) -> None:
     assert end_of("lacks_a_feature") == ("left out", "not there: float8")
     assert end_of("too long")[1].endswith("it needs 10000")
     assert found["is_well", "a | b"]["value"] == "nan"
+    said = (tmp_path / "results.log").read_text()
+    assert "===== raises\nTraceback" in said and "Tried to allocate 20.00 GiB" in said
     pid = int((tmp_path / "left").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     table = (tmp_path / "table.md").read_text()
@@ -150,3 +155,16 @@ def test_a_peak_that_is_not_known_is_not_guessed() -> None:
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     for unknown in ("NVIDIA GeForce RTX 9999", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GH200 480GB", ""):
         assert peak_flops(unknown) is None
+
+
+def test_parameters_and_flops_of_the_model_are_those_that_torch_counts() -> None:
+    for size in SIZES.values():
+        with torch.device("meta"):
+            module = Llama(size)
+        assert sum(p.numel() for p in module.parameters()) == size.parameters
+    size = SIZES["tiny"]
+    tokens = torch.zeros(2, size.context, dtype=torch.long)
+    with FlopCounterMode(display=False) as counted:
+        Llama(size)(tokens, tokens).backward()
+    attention = 12 * size.depth * size.width * size.context  # of which torch counts nothing on a CPU
+    assert counted.get_flop_counts()["Global"][torch.ops.aten.mm] == (flops_per_token(size) - attention) * tokens.numel()

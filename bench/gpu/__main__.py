@@ -28,12 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.rows import Row, as_json, read_json, write_whole
-from bench.gpu.runner import Part, Setting, run_part
+from bench.gpu.runner import Part, Setting, folder_of, run_part
 from bench.gpu.table import as_lines, as_markdown, into_file
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "BENCHMARKS.md"
 BUDGET_S = 465.0  # of the eight minutes: the last part's end and the files need a moment
+# Variables of launchers: this may run within a job of theirs.
+LAUNCHERS = ("ECHELON_", "GROUP_", "LOCAL_", "MASTER_", "OMPI_", "PMI", "RANK", "SLURM_", "TORCHELASTIC_", "WORLD_SIZE")
+MOST_OF_A_LOG = 20_000  # characters, from its end
 NEEDED = {"torch": "torch>=2.11", "numpy": "numpy", "cloudpickle": "cloudpickle", "psutil": "psutil", "rich": "rich"}
 SLOW_TO_IMPORT = (
     "torch",
@@ -52,6 +55,8 @@ def main() -> int:
         into_file(BENCHMARKS, as_markdown(facts, rows))
         return 0
     options.out = _writable(options.out)
+    for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+        del os.environ[name]  # parts start ranks themselves
     # For parts, and the programs that they start. The second has torch look for devices without starting CUDA here.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -129,6 +134,7 @@ class Day:
     def __init__(self, options: argparse.Namespace, folder: Path, began: float) -> None:
         self.options, self.folder, self.began = options, folder, began
         self.rows: list[Row] = []
+        self.log = options.out.with_suffix(".log")
         self.whole = not options.only
         self.stopped = False
         self.facts: dict[str, Any] = {
@@ -184,6 +190,9 @@ class Day:
         for row in rows:
             if row.name == "device" and row.status == "ok":
                 self.facts["device"] = row.value
+                self.log.unlink(missing_ok=True)
+        if any(row.status == "failed" for row in rows):
+            self._keep_log(part)
         print("\n".join(as_lines(rows)), flush=True)
         if self.facts["device"]:  # else nothing was measured, and results of an earlier day stay
             self._write()
@@ -196,6 +205,12 @@ class Day:
             self.options.out = Path(tempfile.mkdtemp(prefix="gpu-results-")) / self.options.out.name
             print(f"results cannot be written ({error}): they go to {self.options.out}", file=sys.stderr)
             write_whole(self.options.out, as_json(self.facts, self.rows))
+
+    def _keep_log(self, part: str) -> None:
+        """What a part with a failure said, for who has to mend it."""
+        for log in sorted(self.folder.rglob(f"{folder_of(part)}/log")):
+            with contextlib.suppress(OSError), open(self.log, "a") as kept:
+                kept.write(f"===== {part}\n{log.read_text(errors='replace')[-MOST_OF_A_LOG:]}\n")
 
     def interrupted(self) -> None:
         self.stopped = True
@@ -210,6 +225,8 @@ class Day:
         print(f"\n{len(self.rows)} rows, {len(failed)} failed, in {self.facts['took_s']:.0f} s: {self.options.out}")
         for row in failed:
             print(f"  {row.part}: {row.name}: {row.remark}")
+        if failed:
+            print(f"What these parts said: {self.log}")
         if (self.options.write or self.options.device == "cuda") and not self.stopped:
             if self.whole:
                 into_file(BENCHMARKS, as_markdown(self.facts, self.rows))
