@@ -129,6 +129,32 @@ def test_results_that_cannot_be_written_go_elsewhere(tmp_path: Path) -> None:
     other.parent.rmdir()
 
 
+def test_a_device_is_not_replaced_by_results(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    day = start_bad(tmp_path, "--only", "is_well", "--out", str(tmp_path / "pipe"), parts="waits")
+    shown, _ = day.communicate(timeout=60)
+    assert day.returncode == 0 and "it is no file" in shown
+    assert (tmp_path / "pipe").is_fifo()
+    other = Path(shown.partition("the results go to ")[2].splitlines()[0])
+    other.unlink()
+    other.parent.rmdir()
+
+
+def test_the_table_of_a_file_is_written_without_measuring(tmp_path: Path) -> None:
+    (tmp_path / "table.md").write_text("# Others\n")
+    row = {"part": "p", "name": "n", "value": 1234.5, "unit": "GB/s", "remark": "", "status": "ok"}
+    facts = {"date": "today", "commit": "abc", "device": "a card", "command": "make gpu", "took_s": 1.0, "results": [row]}
+    (tmp_path / "results.json").write_text(json.dumps(facts))
+    day = start_bad(tmp_path, "--table", parts="waits")
+    shown, _ = day.communicate(timeout=60)
+    assert day.returncode == 0, shown
+    assert "| p | n | 1,234 GB/s |  |" in (tmp_path / "table.md").read_text()
+    (tmp_path / "results.json").write_text("{")
+    day = start_bad(tmp_path, "--table", parts="waits")
+    shown, _ = day.communicate(timeout=60)
+    assert day.returncode == 1 and "was not written" in shown and "Traceback" not in shown
+
+
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a device")
 def test_without_a_device_it_says_what_to_do_and_leaves_earlier_results_alone(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("{}")

@@ -51,8 +51,11 @@ def main() -> int:
     began = time.monotonic()
     options = _options()
     if options.table:
-        facts, rows = read_json(options.out)
-        into_file(BENCHMARKS, as_markdown(facts, rows))
+        try:
+            into_file(BENCHMARKS, as_markdown(*read_json(options.out)))
+        except (OSError, ValueError, KeyError) as error:
+            print(f"the table of {options.out} was not written: {type(error).__name__}: {error}", file=sys.stderr)
+            return 1
         return 0
     options.out = _writable(options.out)
     for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
@@ -91,14 +94,13 @@ def _options() -> argparse.Namespace:
 def _writable(out: Path) -> Path:
     """The file for the results, or one where they can be written: what was measured is worth more than its place."""
     try:
+        if out.exists() and not out.is_file():  # it would be replaced by a file
+            raise OSError(0, "it is no file")
         out.parent.mkdir(parents=True, exist_ok=True)
-        with open(out, "a"):
-            pass
-        if not out.stat().st_size:
-            out.unlink()
+        tempfile.TemporaryFile(dir=out.parent).close()
         return out
     except OSError as error:
-        other = Path(tempfile.mkdtemp(prefix="gpu-results-")) / out.name
+        other = Path(tempfile.mkdtemp(prefix="gpu-results-")) / "gpu-results.json"
         print(f"{out} cannot be written ({error.strerror}): the results go to {other}", file=sys.stderr)
         return other
 
@@ -126,6 +128,12 @@ def _import_what_is_slow() -> None:
     for name in SLOW_TO_IMPORT:
         with contextlib.suppress(ModuleNotFoundError):  # parts say what is missing
             importlib.import_module(name)
+
+
+def say(text: str) -> None:
+    """To whoever reads; if nobody does any more, as after `| head`, the day goes on."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
 
 
 class Day:
@@ -176,7 +184,7 @@ class Day:
             remark = f"{max(0.0, left):.0f} s of the budget were left, it needs {part.needs_s:.0f}"
             self._take(part.name, [Row(part.name, part.name, status="left out", remark=remark)])
             return
-        print(f"{time.monotonic() - self.began:4.0f} s  {part.name}", flush=True)
+        say(f"{time.monotonic() - self.began:4.0f} s  {part.name}")
         try:
             rows = run_part(part, setting, min(part.limit_s * patience, left))
         except KeyboardInterrupt as stopped:
@@ -193,9 +201,9 @@ class Day:
                 self.log.unlink(missing_ok=True)
         if any(row.status == "failed" for row in rows):
             self._keep_log(part)
-        print("\n".join(as_lines(rows)), flush=True)
         if self.facts["device"]:  # else nothing was measured, and results of an earlier day stay
             self._write()
+        say("\n".join(as_lines(rows)))
 
     def _write(self) -> None:
         self.facts["took_s"] = round(time.monotonic() - self.began, 1)
@@ -222,18 +230,24 @@ class Day:
             return 130 if self.stopped else 2
         self._write()
         failed = [row for row in self.rows if row.status == "failed"]
-        print(f"\n{len(self.rows)} rows, {len(failed)} failed, in {self.facts['took_s']:.0f} s: {self.options.out}")
+        say(f"\n{len(self.rows)} rows, {len(failed)} failed, in {self.facts['took_s']:.0f} s: {self.options.out}")
         for row in failed:
-            print(f"  {row.part}: {row.name}: {row.remark}")
+            say(f"  {row.part}: {row.name}: {row.remark}")
         if failed:
-            print(f"What these parts said: {self.log}")
+            say(f"What these parts said: {self.log}")
         if (self.options.write or self.options.device == "cuda") and not self.stopped:
             if self.whole:
-                into_file(BENCHMARKS, as_markdown(self.facts, self.rows))
-                print("The table is in BENCHMARKS.md.")
+                self._table()
             else:
-                print('Not all parts were run: BENCHMARKS.md is as it was (make gpu ARGS="--table" writes these rows).')
+                say('Not all parts were run: BENCHMARKS.md is as it was (make gpu ARGS="--table" writes these rows).')
         return 130 if self.stopped else int(bool(failed))
+
+    def _table(self) -> None:
+        try:
+            into_file(BENCHMARKS, as_markdown(self.facts, self.rows))
+            say("The table is in BENCHMARKS.md.")
+        except OSError as error:
+            say(f'BENCHMARKS.md cannot be written ({error.strerror}). Elsewhere: make gpu ARGS="--table --out FILE"')
 
 
 def _sees_a_device() -> bool:
