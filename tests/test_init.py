@@ -21,7 +21,7 @@ import torch.distributed as dist
 from echelon.contracts.errors import LauncherEnvironmentError, UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.functions.run import launch
-from echelon.world.device import copy_data_to_device, device_of, set_threads
+from echelon.world.device import copy_data_to_device, device_of, set_threads, use
 from echelon.world.init import World, ensure_group, init_from_env
 from echelon.world.meeting import Facts, meet
 from echelon.world.mesh import ParallelDims
@@ -322,6 +322,24 @@ def test_one_gpu_may_be_shared_by_gloo_and_by_the_users_own_wish(monkeypatch: py
     same = dict.fromkeys(range(2), Facts("cuda", gpu="GPU-x", nccl=True))
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert _together(dist.HashStore(), {**same, 2: Facts("cuda", gpu="GPU-y", nccl=True)}, fresh=True) == {0: "", 1: "", 2: ""}
+
+
+def test_segments_of_a_gpus_memory_may_grow_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append({n: os.environ.get(n) for n in names}))
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that both are put back
+    for said in ({}, {"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": ""}):
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(said)
+        use(torch.device("cuda", 0))
+        want = said or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        assert seen.pop() == {name: want.get(name) for name in names}
+    os.environ.pop("PYTORCH_ALLOC_CONF", None)
+    use(torch.device("cpu"))
+    assert not seen and "PYTORCH_ALLOC_CONF" not in os.environ
 
 
 def test_echelon_device_decides_before_the_script(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,18 @@ __all__ = [
     "device_of",
     "from_host",
     "in_thread",
+    "map_tensors",
     "record_stream",
     "same_kernels",
     "set_threads",
     "to_host",
+    "use",
 ]
 
 T = TypeVar("T")
+
+# By which torch's allocator is configured: since 2.9, and before. 2.11 to 2.13 read both.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def device_of(info: RankInfo, device_type: str | None = None, *, shared: bool = False) -> torch.device:
@@ -55,6 +60,19 @@ def device_of(info: RankInfo, device_type: str | None = None, *, shared: bool = 
             "share a device by init_from_env(pg_backend='gloo')."
         )
     return torch.device("cuda", index % count)
+
+
+def use(device: torch.device) -> None:
+    """Make a GPU this process's current one, before anything is allocated there.
+
+    Segments of its memory may grow, unless the user configures the allocator: a step whose sizes vary, or a whole evaluation
+    between two steps, then leaves no holes that nothing fits into. torch reads either variable once, at the first allocation.
+    """
+    if device.type != "cuda":
+        return
+    if not any(name in os.environ for name in _ALLOCATOR):
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+    torch.cuda.set_device(device)
 
 
 def in_thread(work: Callable[[], None]) -> Callable[[], None]:
@@ -104,7 +122,7 @@ def copy_data_to_device(data: T, device: torch.device, *args: Any, **options: An
     Args:
         args, options: more of what `Tensor.to` takes, such as `non_blocking=True`.
     """
-    return _map(data, lambda t: t.to(device, *args, **options))  # type: ignore[no-any-return]
+    return map_tensors(data, lambda t: t.to(device, *args, **options))  # type: ignore[no-any-return]
 
 
 def record_stream(data: Any, stream: torch.cuda.Stream) -> None:
@@ -118,7 +136,7 @@ def record_stream(data: Any, stream: torch.cuda.Stream) -> None:
             value.record_stream(stream)
         return value
 
-    _map(data, record)
+    map_tensors(data, record)
 
 
 def from_host(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
@@ -138,11 +156,12 @@ def to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None
     return here, arrival
 
 
-def _map(data: Any, fn: Any) -> Any:
+def map_tensors(data: Any, fn: Any) -> Any:
+    """The same structure with `fn(value)` for each tensor, and for each other object that has a method `to`."""
     if isinstance(data, torch.Tensor):
         return fn(data)
     if isinstance(data, Mapping):
-        items = {k: _map(v, fn) for k, v in data.items()}
+        items = {k: map_tensors(v, fn) for k, v in data.items()}
         if type(data) is dict:
             return items
         if dataclasses.is_dataclass(data):  # as the outputs of transformers, which let nobody call their `update`
@@ -154,14 +173,14 @@ def _map(data: Any, fn: Any) -> Any:
         copied.update(items)
         return copied
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(_map(v, fn) for v in data))
+        return type(data)(*(map_tensors(v, fn) for v in data))
     if isinstance(data, (list, tuple)):
-        return type(data)(_map(v, fn) for v in data)
+        return type(data)(map_tensors(v, fn) for v in data)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         # Fields are set on a copy: a constructor may do more than store what it is given.
         twin: Any = copy.copy(data)
         for field in dataclasses.fields(data):
-            object.__setattr__(twin, field.name, _map(getattr(data, field.name), fn))
+            object.__setattr__(twin, field.name, map_tensors(getattr(data, field.name), fn))
         return twin
     if hasattr(data, "to") and callable(data.to):
         return fn(data)

@@ -25,7 +25,7 @@ from echelon.contracts.errors import LauncherEnvironmentError, UsageError, requi
 from echelon.contracts.machine import DEVICE_VARIABLE
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.world import stop
-from echelon.world.device import device_of, set_threads
+from echelon.world.device import device_of, set_threads, use
 from echelon.world.meeting import Facts, meet, refusal
 
 __all__ = ["World", "ensure_group", "init_from_env"]
@@ -98,8 +98,7 @@ def init_from_env(
         asked.check(info)
     joins = dist.is_available() and not dist.is_initialized() and (info.world_size > 1 or "RANK" in os.environ)
     device = _device_of(info, device_type, pg_backend, wait if joins else None)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    use(device)
     if float32_matmul_precision is not None:
         torch.set_float32_matmul_precision(float32_matmul_precision)
     if joins:
