@@ -60,6 +60,8 @@ def main() -> int:
     options.out = _writable(options.out)
     for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
         del os.environ[name]  # parts start ranks themselves
+    if options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also where there is one
     # For parts, and the programs that they start. The second has torch look for devices without starting CUDA here.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
