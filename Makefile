@@ -27,7 +27,7 @@ soak: .venv/ready
 # What only a GPU can show, in eight minutes: docs/gpu.md. PYTHON=... names an interpreter that has torch; then nothing is installed.
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),.venv/bin/python,$(PYTHON))
 gpu: $(if $(filter file,$(origin PYTHON)),.venv/ready)
-	@PYTHONPATH="src:$$PYTHONPATH" $(GPU_PYTHON) -m bench.gpu $(ARGS)
+	@exec "$(GPU_PYTHON)" -m bench.gpu $(ARGS)
 
 check: .venv/ready
 	.venv/bin/ruff format --check src tests examples bench

@@ -238,13 +238,15 @@ def ends_of(processes: list[subprocess.Popen[bytes]], timeout_s: float = 90.0) -
             process.wait()
 
 
-# pytest's own, and what torch sets when its compiler is first imported, or used on a GPU.
+# pytest's own, what torch sets when its compiler is first imported, or used on a GPU, and what init_from_env sets there.
 _NOT_OURS = {
+    "PYTORCH_ALLOC_CONF",
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
     "TRITON_LIBDEVICE_PATH",
     "TRITON_PTXAS_PATH",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import signal
 import subprocess
@@ -31,6 +32,17 @@ def test_a_world_of_one_needs_no_group(tmp_path: Path) -> None:
     train_and_save(tmp_path, "noop", 4)
     assert not dist.is_initialized()
     assert largest_difference(resume(tmp_path, "noop", 8), uninterrupted("noop", 8)) == 0
+
+
+def test_the_library_need_not_be_installed_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be on Python's path only, as with PYTHONPATH=src."""
+
+    def nothing_is_installed(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", nothing_is_installed)
+    train_and_save(tmp_path, "noop", 4)
+    assert commit.is_saved(tmp_path, 4)
 
 
 @pytest.mark.parametrize("strategy", EACH)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
+from echelon.contracts.errors import NonFiniteError
 from echelon.data.prefetch import Feed
 from tests.models import Batch, batch, largest_difference, net, plain_training, whole
 from tests.units import Regression
@@ -195,6 +196,54 @@ def test_a_unit_with_its_own_ddp_trains_as_plain_pytorch() -> None:
     assert largest_difference(_here(whole(unit.module)), want) < 1e-9
 
 
+@on_both
+def test_the_chunked_loss_equals_the_whole_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator, dtype=torch.float64) for n in (40, 100))
+    target = torch.randint(0, 100, (40,), generator=generator)
+    found = []
+    for device, fn in ((CUDA, ech.linear_cross_entropy), (torch.device("cpu"), None)):
+        h, w = hidden.to(device).requires_grad_(), weight.to(device).requires_grad_()
+        if fn is not None:
+            loss = fn(h, w, target.to(device), chunk_tokens=7)
+        else:
+            loss = nn.functional.cross_entropy(h @ w.T, target)
+        loss.backward()
+        assert h.grad is not None and w.grad is not None
+        found.append({"loss": loss.detach().cpu(), "hidden": h.grad.cpu(), "weight": w.grad.cpu()})
+    assert largest_difference(*found) < 1e-10
+
+
+@on_both
+def test_bits_are_the_same_under_every_strategy_in_bit_equal_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    threads, rows, found = torch.get_num_threads(), [tuple(t[0] for t in batch(1, i, torch.float32)) for i in range(32)], {}
+    try:
+        for strategy in ("noop", "ddp", "fsdp", "zero1"):
+            torch.manual_seed(1)
+            unit = Regression(
+                device=CUDA,
+                module=net(dtype=torch.float32, dropout=0.25),
+                strategy=strategy,
+                optimizer="AdamW",
+                clip_grad_norm=0.4,
+                deterministic="bitwise",
+            )
+            ech.train(unit, ech.Loader(rows, 16), max_epochs=1)
+            found[strategy] = _here(whole(unit.module))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(threads)
+    assert {name: largest_difference(bits, found["noop"]) for name, bits in found.items()} == dict.fromkeys(found, 0.0)
+
+
+@on_both
+def test_losses_that_are_not_finite_end_the_run() -> None:
+    data = [(x * float("nan"), y) for x, y in _single(8)]
+    with pytest.raises(NonFiniteError):
+        ech.train(Regression(device=CUDA, module=net(dtype=torch.float32), stop_after_nonfinite_losses=3), data, max_epochs=1)
+
+
 # --- checkpoints
 
 
@@ -300,6 +349,17 @@ def test_a_pinned_loader_gives_pinned_batches_which_train_the_same() -> None:
         ech.train(unit, ech.Loader(rows, 4, shuffle=False, pin_memory=pin), max_epochs=1)
         found.append(_here(whole(unit.module)))
         assert not pin or all(pinned)
+    assert largest_difference(*found) == 0
+
+
+@only_gpu
+def test_workers_of_a_loader_start_although_this_process_uses_the_device() -> None:
+    rows = [tuple(t[0] for t in batch(1, i)) for i in range(16)]
+    found = []
+    for workers in (0, 2):
+        unit = Regression(device=CUDA)
+        ech.train(unit, ech.Loader(rows, 4, num_workers=workers, pin_memory=True), max_epochs=2)
+        found.append(_here(whole(unit.module)))
     assert largest_difference(*found) == 0
 
 

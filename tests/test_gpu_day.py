@@ -13,9 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from bench.gpu.llama import SIZES, Llama, flops_per_token
 from bench.gpu.parts import PARTS
 from bench.gpu.peaks import peak_flops
 from bench.gpu.table import BEGIN, END, into_file
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests import forked
 from tests.conftest import clean_environment
@@ -90,6 +93,8 @@ def test_no_part_ends_the_day_whatever_it_does(tmp_path: Path) -> None:
     assert end_of("lacks_a_feature") == ("left out", "not there: float8")
     assert end_of("too long")[1].endswith("it needs 10000")
     assert found["is_well", "a | b"]["value"] == "nan"
+    said = (tmp_path / "results.log").read_text()
+    assert "===== raises\nTraceback" in said and "Tried to allocate 20.00 GiB" in said
     pid = int((tmp_path / "left").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     table = (tmp_path / "table.md").read_text()
@@ -124,6 +129,32 @@ def test_results_that_cannot_be_written_go_elsewhere(tmp_path: Path) -> None:
     other.parent.rmdir()
 
 
+def test_a_device_is_not_replaced_by_results(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    day = start_bad(tmp_path, "--only", "is_well", "--out", str(tmp_path / "pipe"), parts="waits")
+    shown, _ = day.communicate(timeout=60)
+    assert day.returncode == 0 and "it is no file" in shown
+    assert (tmp_path / "pipe").is_fifo()
+    other = Path(shown.partition("the results go to ")[2].splitlines()[0])
+    other.unlink()
+    other.parent.rmdir()
+
+
+def test_the_table_of_a_file_is_written_without_measuring(tmp_path: Path) -> None:
+    (tmp_path / "table.md").write_text("# Others\n")
+    row = {"part": "p", "name": "n", "value": 1234.5, "unit": "GB/s", "remark": "", "status": "ok"}
+    facts = {"date": "today", "commit": "abc", "device": "a card", "command": "make gpu", "took_s": 1.0, "results": [row]}
+    (tmp_path / "results.json").write_text(json.dumps(facts))
+    day = start_bad(tmp_path, "--table", parts="waits")
+    shown, _ = day.communicate(timeout=60)
+    assert day.returncode == 0, shown
+    assert "| p | n | 1,234 GB/s |  |" in (tmp_path / "table.md").read_text()
+    (tmp_path / "results.json").write_text("{")
+    day = start_bad(tmp_path, "--table", parts="waits")
+    shown, _ = day.communicate(timeout=60)
+    assert day.returncode == 1 and "was not written" in shown and "Traceback" not in shown
+
+
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a device")
 def test_without_a_device_it_says_what_to_do_and_leaves_earlier_results_alone(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("{}")
@@ -150,3 +181,16 @@ def test_a_peak_that_is_not_known_is_not_guessed() -> None:
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     for unknown in ("NVIDIA GeForce RTX 9999", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GH200 480GB", ""):
         assert peak_flops(unknown) is None
+
+
+def test_parameters_and_flops_of_the_model_are_those_that_torch_counts() -> None:
+    for size in SIZES.values():
+        with torch.device("meta"):
+            module = Llama(size)
+        assert sum(p.numel() for p in module.parameters()) == size.parameters
+    size = SIZES["tiny"]
+    tokens = torch.zeros(2, size.context, dtype=torch.long)
+    with FlopCounterMode(display=False) as counted:
+        Llama(size)(tokens, tokens).backward()
+    attention = 12 * size.depth * size.width * size.context  # of which torch counts nothing on a CPU
+    assert counted.get_flop_counts()["Global"][torch.ops.aten.mm] == (flops_per_token(size) - attention) * tokens.numel()

@@ -28,12 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.rows import Row, as_json, read_json, write_whole
-from bench.gpu.runner import Part, Setting, run_part
+from bench.gpu.runner import Part, Setting, folder_of, run_part
 from bench.gpu.table import as_lines, as_markdown, into_file
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "BENCHMARKS.md"
 BUDGET_S = 465.0  # of the eight minutes: the last part's end and the files need a moment
+# Variables of launchers: this may run within a job of theirs.
+LAUNCHERS = ("ECHELON_", "GROUP_", "LOCAL_", "MASTER_", "OMPI_", "PMI", "RANK", "SLURM_", "TORCHELASTIC_", "WORLD_SIZE")
+MOST_OF_A_LOG = 20_000  # characters, from its end
 NEEDED = {"torch": "torch>=2.11", "numpy": "numpy", "cloudpickle": "cloudpickle", "psutil": "psutil", "rich": "rich"}
 SLOW_TO_IMPORT = (
     "torch",
@@ -48,10 +51,17 @@ def main() -> int:
     began = time.monotonic()
     options = _options()
     if options.table:
-        facts, rows = read_json(options.out)
-        into_file(BENCHMARKS, as_markdown(facts, rows))
+        try:
+            into_file(BENCHMARKS, as_markdown(*read_json(options.out)))
+        except (OSError, ValueError, KeyError) as error:
+            print(f"the table of {options.out} was not written: {type(error).__name__}: {error}", file=sys.stderr)
+            return 1
         return 0
     options.out = _writable(options.out)
+    for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+        del os.environ[name]  # parts start ranks themselves
+    if options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also where there is one
     # For parts, and the programs that they start. The second has torch look for devices without starting CUDA here.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -86,14 +96,13 @@ def _options() -> argparse.Namespace:
 def _writable(out: Path) -> Path:
     """The file for the results, or one where they can be written: what was measured is worth more than its place."""
     try:
+        if out.exists() and not out.is_file():  # it would be replaced by a file
+            raise OSError(0, "it is no file")
         out.parent.mkdir(parents=True, exist_ok=True)
-        with open(out, "a"):
-            pass
-        if not out.stat().st_size:
-            out.unlink()
+        tempfile.TemporaryFile(dir=out.parent).close()
         return out
     except OSError as error:
-        other = Path(tempfile.mkdtemp(prefix="gpu-results-")) / out.name
+        other = Path(tempfile.mkdtemp(prefix="gpu-results-")) / "gpu-results.json"
         print(f"{out} cannot be written ({error.strerror}): the results go to {other}", file=sys.stderr)
         return other
 
@@ -123,12 +132,19 @@ def _import_what_is_slow() -> None:
             importlib.import_module(name)
 
 
+def say(text: str) -> None:
+    """To whoever reads; if nobody does any more, as after `| head`, the day goes on."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
 class Day:
     """The parts in their order, and what has been measured so far."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, began: float) -> None:
         self.options, self.folder, self.began = options, folder, began
         self.rows: list[Row] = []
+        self.log = options.out.with_suffix(".log")
         self.whole = not options.only
         self.stopped = False
         self.facts: dict[str, Any] = {
@@ -170,7 +186,7 @@ class Day:
             remark = f"{max(0.0, left):.0f} s of the budget were left, it needs {part.needs_s:.0f}"
             self._take(part.name, [Row(part.name, part.name, status="left out", remark=remark)])
             return
-        print(f"{time.monotonic() - self.began:4.0f} s  {part.name}", flush=True)
+        say(f"{time.monotonic() - self.began:4.0f} s  {part.name}")
         try:
             rows = run_part(part, setting, min(part.limit_s * patience, left))
         except KeyboardInterrupt as stopped:
@@ -184,9 +200,12 @@ class Day:
         for row in rows:
             if row.name == "device" and row.status == "ok":
                 self.facts["device"] = row.value
-        print("\n".join(as_lines(rows)), flush=True)
+                self.log.unlink(missing_ok=True)
+        if any(row.status == "failed" for row in rows):
+            self._keep_log(part)
         if self.facts["device"]:  # else nothing was measured, and results of an earlier day stay
             self._write()
+        say("\n".join(as_lines(rows)))
 
     def _write(self) -> None:
         self.facts["took_s"] = round(time.monotonic() - self.began, 1)
@@ -196,6 +215,12 @@ class Day:
             self.options.out = Path(tempfile.mkdtemp(prefix="gpu-results-")) / self.options.out.name
             print(f"results cannot be written ({error}): they go to {self.options.out}", file=sys.stderr)
             write_whole(self.options.out, as_json(self.facts, self.rows))
+
+    def _keep_log(self, part: str) -> None:
+        """What a part with a failure said, for who has to mend it."""
+        for log in sorted(self.folder.rglob(f"{folder_of(part)}/log")):
+            with contextlib.suppress(OSError), open(self.log, "a") as kept:
+                kept.write(f"===== {part}\n{log.read_text(errors='replace')[-MOST_OF_A_LOG:]}\n")
 
     def interrupted(self) -> None:
         self.stopped = True
@@ -207,16 +232,24 @@ class Day:
             return 130 if self.stopped else 2
         self._write()
         failed = [row for row in self.rows if row.status == "failed"]
-        print(f"\n{len(self.rows)} rows, {len(failed)} failed, in {self.facts['took_s']:.0f} s: {self.options.out}")
+        say(f"\n{len(self.rows)} rows, {len(failed)} failed, in {self.facts['took_s']:.0f} s: {self.options.out}")
         for row in failed:
-            print(f"  {row.part}: {row.name}: {row.remark}")
+            say(f"  {row.part}: {row.name}: {row.remark}")
+        if failed:
+            say(f"What these parts said: {self.log}")
         if (self.options.write or self.options.device == "cuda") and not self.stopped:
             if self.whole:
-                into_file(BENCHMARKS, as_markdown(self.facts, self.rows))
-                print("The table is in BENCHMARKS.md.")
+                self._table()
             else:
-                print('Not all parts were run: BENCHMARKS.md is as it was (make gpu ARGS="--table" writes these rows).')
+                say('Not all parts were run: BENCHMARKS.md is as it was (make gpu ARGS="--table" writes these rows).')
         return 130 if self.stopped else int(bool(failed))
+
+    def _table(self) -> None:
+        try:
+            into_file(BENCHMARKS, as_markdown(self.facts, self.rows))
+            say("The table is in BENCHMARKS.md.")
+        except OSError as error:
+            say(f'BENCHMARKS.md cannot be written ({error.strerror}). Elsewhere: make gpu ARGS="--table --out FILE"')
 
 
 def _sees_a_device() -> bool:

@@ -25,17 +25,21 @@ class Size:
     context: int
 
     @property
+    def multiplied(self) -> int:
+        """Parameters of the matrix products; the head is one of them."""
+        attention = 2 * self.width * self.width + 2 * self.width * self.kv_heads * (self.width // self.heads)
+        return self.depth * (attention + 3 * self.width * self.hidden) + self.vocabulary * self.width
+
+    @property
     def parameters(self) -> int:
-        """All of them: the embedding and the head are two matrices."""
-        attention = self.width * self.width * 2 + 2 * self.width * self.kv_heads * (self.width // self.heads)
-        block = attention + 3 * self.width * self.hidden + 2 * self.width
-        return self.depth * block + 2 * self.vocabulary * self.width + self.width
+        """With the embedding, which is not tied to the head, and the norms."""
+        return self.multiplied + self.vocabulary * self.width + (2 * self.depth + 1) * self.width
 
 
 # The shapes of Llama 3 (arXiv 2407.21783, table 3) and 3.2, and smaller ones for smaller cards; the head is never tied.
 SIZES = {
     "tiny": Size(width=32, depth=2, heads=4, kv_heads=2, hidden=64, vocabulary=128, context=16),
-    "150M": Size(width=768, depth=12, heads=12, kv_heads=4, hidden=2048, vocabulary=32_000, context=2048),
+    "125M": Size(width=768, depth=12, heads=12, kv_heads=4, hidden=2048, vocabulary=32_000, context=2048),
     "1B": Size(width=2048, depth=16, heads=32, kv_heads=8, hidden=8192, vocabulary=128_256, context=2048),
     "3B": Size(width=3072, depth=28, heads=24, kv_heads=8, hidden=8192, vocabulary=128_256, context=2048),
     "8B": Size(width=4096, depth=32, heads=32, kv_heads=8, hidden=14_336, vocabulary=128_256, context=2048),
@@ -46,8 +50,7 @@ def flops_per_token(size: Size) -> float:
     """Of forward and backward: 6 for each parameter of a matrix product, and 12 L H Q T for attention (PaLM, arXiv 2204.02311,
     appendix B), which counts the whole square of a causal mask. The embedding is looked up, not multiplied; what activation
     checkpointing computes again does not count."""
-    multiplied = size.parameters - size.vocabulary * size.width
-    return 6 * multiplied + 12 * size.depth * size.width * size.context
+    return 6 * size.multiplied + 12 * size.depth * size.width * size.context
 
 
 class Attention(nn.Module):

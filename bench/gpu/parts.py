@@ -41,7 +41,7 @@ PARTS = (
     Part("environment", _of("environment"), limit_s=60, needs_s=1),
     Part("tests", _of("marked"), limit_s=100),
     Part("waits", _of("waits"), limit_s=45),
-    Part("two ranks", _of("two_ranks"), limit_s=45),
+    Part("two ranks", _of("two_ranks"), limit_s=55),
     Part("loop overhead", _of("overhead"), limit_s=50),
     Part("saves", _of("saves"), limit_s=40),
     Part("resume", _of("resume"), limit_s=60),

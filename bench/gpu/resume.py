@@ -54,13 +54,15 @@ def _without_a_break(setting: Setting, name: str, deterministic: bool) -> dict[s
         try:
             train(arguments)
             code = 0
-        except BaseException:
+        except BaseException as error:
             traceback.print_exc()
+            (setting.folder / name / "error").write_text(f"{type(error).__name__}: {error}")
         finally:
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code:
-        raise RuntimeError(f"the run without a break ended with {code}: see the part's log")
+        said = setting.folder / name / "error"
+        raise RuntimeError(f"{name}: {said.read_text() if said.exists() else f'ended with {code}'}")
     return _written(setting.folder / name)
 
 

@@ -42,8 +42,9 @@ class Row:
     def measured(self) -> str:
         """Value and unit, for a reader; what is not ok is named first."""
         if isinstance(self.value, float):
-            digits = 0 if abs(self.value) >= 1000 else 1 if abs(self.value) >= 100 else 3
-            text = f"{self.value:,.{digits}f}" if abs(self.value) >= 0.001 or not self.value else f"{self.value:.1e}"
+            size = abs(self.value)
+            digits = 0 if size >= 1000 else 1 if size >= 10 else 2 if size >= 1 else 3
+            text = f"{self.value:,.{digits}f}" if size >= 0.001 or not size else f"{self.value:.1e}"
         else:
             text = "" if self.value is None else f"{self.value:,}" if type(self.value) is int else str(self.value)
         text = f"{text} {self.unit}".strip()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bench.gpu.rows import LeftOut, Notes, Row, read_rows
 
-__all__ = ["Part", "Setting", "perform", "run_part"]
+__all__ = ["Part", "Setting", "folder_of", "perform", "run_part"]
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # prctl.h
 ROWS = "rows"  # of a part, in its folder
@@ -69,7 +69,7 @@ def run_part(part: Part, setting: Setting, limit_s: float) -> list[Row]:
     Raises:
         KeyboardInterrupt: with the rows so far as its argument; the part has ended then, too.
     """
-    folder = setting.folder / part.name.replace(" ", "-").replace(":", "")
+    folder = setting.folder / folder_of(part.name)
     folder.mkdir(parents=True)
     rows_file, log = folder / ROWS, folder / "log"
     _prctl(_SET_CHILD_SUBREAPER, 1)  # whatever a part leaves behind becomes this process's child, and is ended
@@ -90,6 +90,11 @@ def run_part(part: Part, setting: Setting, limit_s: float) -> list[Row]:
     rows = list(read_rows(rows_file))
     problem = _problem(code, limit_s, rows)
     return [*rows, Row(part.name, part.name, status="failed", remark=f"{problem}{_where(log)}")] if problem else rows
+
+
+def folder_of(part: str) -> str:
+    """Its name, where its log is `log`."""
+    return part.replace(" ", "-").replace(":", "").replace(",", "")
 
 
 def _problem(code: int | None, limit_s: float, rows: list[Row]) -> str:

@@ -25,7 +25,7 @@ WIDTH, LARGEST_BYTES = 2048, 3_000_000_000
 
 
 def run(setting: Setting, notes: Notes) -> None:
-    device, rounds = torch.device(setting.device), 1 if setting.small else 4
+    device, rounds = ech.init_from_env(setting.device), 1 if setting.small else 4
     size = 1_000_000 if setting.small else _size(setting.folder, device)
     width = 64 if setting.small else WIDTH
     layers = max(1, size // (12 * width * width))  # weights and two moments of 4 bytes

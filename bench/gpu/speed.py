@@ -63,7 +63,9 @@ VARIANTS = {
 
 
 def run(setting: Setting, notes: Notes, variant: str) -> None:
-    device, chosen = torch.device(setting.device), VARIANTS[variant]
+    chosen = VARIANTS[variant]
+    # Before anything is allocated: it configures the allocator, as in a user's script.
+    device = torch.device(setting.device) if chosen.by_hand else ech.init_from_env(setting.device)
     if chosen.chunked and not hasattr(ech, "linear_cross_entropy"):
         if variant == "chunked loss" or chosen.precision == "float8":
             raise LeftOut("not there: ech.linear_cross_entropy")

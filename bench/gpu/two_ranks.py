@@ -21,7 +21,7 @@ import echelon as ech
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "hsdp", "tp")
 GLOBAL_BATCH, UPDATES, CLIP, LR = 8, 3, 0.5, 1e-2
 LIMIT = 1e-8  # float64; Adam's division makes small differences larger
-LAUNCH_LIMIT_S = 30.0
+LAUNCH_LIMIT_S = 20.0
 
 
 def run(setting: Setting, notes: Notes) -> None:
@@ -35,7 +35,7 @@ def run(setting: Setting, notes: Notes) -> None:
                 ranks=2,
                 args=(strategy, setting.device),
                 env={"CUDA_VISIBLE_DEVICES": shown},
-                timeout_s=LAUNCH_LIMIT_S,
+                timeout_s=LAUNCH_LIMIT_S if not setting.small else setting.limit_s / 2,
                 run_dir=setting.folder / strategy,
                 quiet=True,
             )

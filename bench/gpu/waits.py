@@ -32,7 +32,7 @@ WARM, WATCHED, ACCUMULATION = 6, 8, 2
 
 
 def run(setting: Setting, notes: Notes) -> None:
-    device = torch.device(setting.device)
+    device = ech.init_from_env(setting.device)
     common: dict[str, Any] = {"precision": "bf16", "clip_grad_norm": 1.0, "gradient_accumulation_steps": ACCUMULATION}
     for strategy in ("noop", "fsdp") if setting.small else STRATEGIES:
         _case(strategy, device, notes, {**common, "strategy": strategy})

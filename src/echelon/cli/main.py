@@ -58,9 +58,9 @@ def _run(verb: str, arguments: Sequence[str]) -> int:
     from echelon.contracts.terminal import printable
 
     if verb == "--version":
-        from importlib.metadata import version
+        from echelon.contracts.machine import package_version
 
-        print(f"echelon {version('echelon')}")
+        print(f"echelon {package_version('echelon')}")
         return 0
     if verb not in VERBS:
         parser = _parser()

@@ -20,7 +20,7 @@ from typing import Any
 
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.events import read_lines
-from echelon.contracts.machine import DEVICE_VARIABLE
+from echelon.contracts.machine import DEVICE_VARIABLE, package_version
 from echelon.contracts.overrides import Overrides
 from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir, write_json
@@ -234,14 +234,7 @@ def check_module(name: str) -> None:
 
 
 def describe(job: JobSpec, run: RunDir, launcher: str = "local") -> dict[str, object]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    versions = {"python": platform.python_version()}
-    for package in ("echelon", "torch", "numpy"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
+    versions = {"python": platform.python_version()} | {name: package_version(name) for name in ("echelon", "torch", "numpy")}
     return {
         "name": run.name,
         "command": ["echelon", *redacted_words(sys.argv[1:])],

@@ -1,4 +1,4 @@
-"""What this process may use of its machine: cores and GPUs, counted without starting CUDA."""
+"""What this process may use of its machine: cores and GPUs, counted without starting CUDA; which packages there are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["DEVICE_VARIABLE", "boot_id", "process_stat", "started_at", "usable_cores", "visible_devices"]
+__all__ = ["DEVICE_VARIABLE", "boot_id", "package_version", "process_stat", "started_at", "usable_cores", "visible_devices"]
 
 # "cpu" or "cuda": on what ranks compute, whatever the script says. Set by `--device`, or by hand.
 DEVICE_VARIABLE = "ECHELON_DEVICE"
@@ -91,3 +91,13 @@ def visible_devices(env: Mapping[str, str] = os.environ, dev: Path = Path("/dev"
     # CUDA reads up to the first that it does not know. Other names than numbers are UUIDs, also of parts of a GPU.
     bad = (i for i, n in enumerate(names) if n in ("", "-1", "NoDevFiles") or (n.isdigit() and int(n) >= count))
     return names[: next(bad, len(names))]
+
+
+def package_version(name: str) -> str:
+    """Of an installed package; "not installed" also for one that is only on Python's path, as with PYTHONPATH=src."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import platform
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from echelon.checkpoint import strict
 from echelon.checkpoint.renamed import moved
 from echelon.checkpoint.store import table
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, UsageError
+from echelon.contracts.machine import package_version
 from echelon.contracts.redact import redacted_fields
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.data import resume
@@ -50,7 +50,7 @@ def facts(unit: Unit, loader: Any) -> dict[str, Any]:
         "mesh": _mesh(unit, described),
         "strategy": _strategy(unit, described),
         "torch": torch.__version__,
-        "echelon": version("echelon"),
+        "echelon": package_version("echelon"),
         "python": platform.python_version(),
         "modules": {name: each["module"] for name, each in described.items()},
         "optimizers": {name: type(Partition.behind(o)).__name__ for name, o in unit.tracked_optimizers().items()},
