@@ -21,6 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", default="1,2,4", metavar="N,N", help="numbers of processes (default: 1,2,4)")
     parser.add_argument("--accumulation", default="1,2", metavar="N,N", help="micro-batches per update on a rank (default: 1,2)")
     parser.add_argument("--updates", type=int, default=5, metavar="N", help="optimizer updates that are compared (default: 5)")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="what every rank computes on (default: a GPU each if there are enough for the largest of --ranks, else the CPU)",
+    )
     parser.add_argument("--float64", action="store_true", help="compare in float64, to 1e-11")
     parser.add_argument("--no-sgd", action="store_true", help="leave out the rows with SGD in place of the script's optimizer")
     parser.add_argument("--bitwise", action="store_true", help="also prove the bit-equal mode")
@@ -64,7 +69,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         print(show.HEADER, flush=True)
     proof = prove_target(
-        Target(script=arguments.script, args=tuple(arguments.args)),
+        Target(script=arguments.script, args=tuple(arguments.args), device=arguments.device),
         rows,
         arguments.updates,
         arguments.float64,
