@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import echelon as ech
+from echelon.contracts.errors import UsageError
 from echelon.parallel.blocks import blocks_to_shard
 from echelon.parallel.edges import edges_of
 from echelon.parallel.parallelize import prepare_module
@@ -122,6 +123,8 @@ def _train_all() -> dict[str, Any]:
     recomputed = {"activation_checkpoint_params": ech.ActivationCheckpointParams()}
     found = {f"{head}, {name}": _trained(head, name) for head in HEADS for name in ("fsdp", "zero2")}
     found |= {f"{head}, prefetch": _trained(head, ech.FSDPStrategy(forward_prefetch=True)) for head in ("own", "read")}
+    far = ech.FSDP2Strategy(forward_prefetch=2, backward_prefetch=2)
+    found |= {f"{head}, prefetch far": _trained(head, far) for head in ("own", "read")}
     found |= {f"{head}, recomputed": _trained(head, "fsdp", **recomputed) for head in ("own", "read")}
     found |= {f"{head}, compiled": _trained(head, "fsdp", **compiled) for head in HEADS}
     found |= {f"{head}, windows": _trained(head, "fsdp", gradient_accumulation_steps=2) for head in ("own", "read")}
@@ -135,6 +138,13 @@ def test_they_train_as_one_process_does(ranks: Ranks) -> None:
         for name, values in found.items():
             if name.startswith(f"{head},"):
                 assert largest_difference(values, alone["windows" in name]) < 1e-9, name
+
+
+def test_a_prefetch_of_no_number_of_blocks_is_refused() -> None:
+    with pytest.raises(UsageError, match="forward_prefetch must be a whole number of at least 0, got 'no'"):
+        ech.FSDPStrategy(forward_prefetch="no")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="backward_prefetch must be a whole number of at least 1, or None"):
+        ech.HSDPStrategy(backward_prefetch=0)
 
 
 class _Counts(logging.Handler):

@@ -25,6 +25,7 @@ from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.sharding import Reduction, Sharding, flat_mesh, offloads, replica_mesh, shard
 from echelon.parallel.strategy import Strategy
+from echelon.parallel.units import check_prefetch
 from echelon.world.init import World, ensure_group
 
 if TYPE_CHECKING:
@@ -47,11 +48,12 @@ class FSDPStrategy(Strategy):
             _HYBRID_SHARD_ZERO2 (the same with several copies, see HSDPStrategy); torch's members or their names.
         cpu_offload: shards and optimizer state live in host memory: True, or torch's CPUOffload or CPUOffloadPolicy.
         auto_wrap_policy: which submodules to shard one by one: a set of classes, or a policy of torch's or your own.
-        mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; by default all is computed in the parameters' own type.
+        mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; what it leaves open is the unit's precision.
         ignored_modules, ignored_states: what stays whole. Its gradients are not reduced, so it must be frozen.
         param_init_fn: fills the own parameters of a submodule that is on the meta device.
         sync_module_states: start from rank 0's values on every rank.
-        forward_prefetch: gather the next block's parameters while one computes.
+        forward_prefetch: gather the next block's parameters while one computes; a number says how many blocks ahead.
+        backward_prefetch: how many blocks ahead in the backward pass; by default one, as `fully_shard` does by itself.
         device_id: as scripts that wrap by hand give it; must be this rank's device.
         device_mesh: instead of a process group: 1-D, or 2-D (ranks with the same shard, ranks of one copy).
         blocks: names or classes of the submodules to shard one by one; by default the repeated blocks of the model.
@@ -72,7 +74,8 @@ class FSDPStrategy(Strategy):
     ignored_modules: Iterable[nn.Module] | None = None
     param_init_fn: Callable[[nn.Module], None] | None = None
     sync_module_states: bool = True
-    forward_prefetch: bool = False
+    forward_prefetch: bool | int = False
+    backward_prefetch: int | None = None
     device_id: int | torch.device | None = None
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None
     device_mesh: DeviceMesh | None = None
@@ -83,6 +86,7 @@ class FSDPStrategy(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_prefetch(self.forward_prefetch, self.backward_prefetch)
         group, mesh, init = self.process_group, self.device_mesh, self.param_init_fn
         groups = group if isinstance(group, tuple) else (group,)
         are_groups = group is None or all(isinstance(each, dist.ProcessGroup) for each in groups)
@@ -119,6 +123,7 @@ class FSDPStrategy(Strategy):
             ignored=ignored,
             from_rank0=self.sync_module_states,
             forward_prefetch=self.forward_prefetch,
+            backward_prefetch=self.backward_prefetch,
             init=self.param_init_fn,
             reduction=Reduction(self.requires_gradient_sync, self.requires_all_reduce),
         )
@@ -177,8 +182,8 @@ class HSDPStrategy(Strategy):
         shard_size: ranks that split one copy; by default those of one machine, and on one machine the most that leave
             two copies (half of the ranks, if their number is even).
         replicate_size: copies; by default what shard_size leaves. The two must multiply to the world size.
-        blocks, reshard_after_forward, mixed_precision, cpu_offload, sync_module_states, forward_prefetch, param_init_fn,
-            requires_gradient_sync, requires_all_reduce: as in FSDPStrategy.
+        blocks, reshard_after_forward, mixed_precision, cpu_offload, sync_module_states, forward_prefetch,
+            backward_prefetch, param_init_fn, requires_gradient_sync, requires_all_reduce: as in FSDPStrategy.
     """
 
     name = "hsdp"
@@ -190,13 +195,15 @@ class HSDPStrategy(Strategy):
     mixed_precision: MixedPrecision | MixedPrecisionPolicy | None = None
     cpu_offload: bool | CPUOffload | CPUOffloadPolicy | None = None
     sync_module_states: bool = True
-    forward_prefetch: bool = False
+    forward_prefetch: bool | int = False
+    backward_prefetch: int | None = None
     param_init_fn: Callable[[nn.Module], None] | None = None
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_prefetch(self.forward_prefetch, self.backward_prefetch)
         for name in ("shard_size", "replicate_size"):
             if (size := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole(name, size, at_least=1))
@@ -205,5 +212,7 @@ class HSDPStrategy(Strategy):
         local_size = RankInfo.from_env().local_world_size
         mesh = replica_mesh(world, self.replicate_size, self.shard_size, local_size=local_size)
         same = ("blocks", "reshard_after_forward", "mixed_precision", "cpu_offload", "sync_module_states", "forward_prefetch")
-        options: dict[str, Any] = {name: getattr(self, name) for name in (*same, "param_init_fn", *_REDUCTION)}
+        options: dict[str, Any] = {
+            name: getattr(self, name) for name in (*same, "backward_prefetch", "param_init_fn", *_REDUCTION)
+        }
         return FSDPStrategy(device_mesh=mesh, **options).prepare(module, world, recipe)

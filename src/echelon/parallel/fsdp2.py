@@ -17,6 +17,7 @@ from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.sharding import Reduction, Sharding, flat_mesh, offloads, shard
 from echelon.parallel.strategy import Strategy
+from echelon.parallel.units import check_prefetch
 from echelon.world.init import World
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class FSDP2Strategy(Strategy):
         shard_placement_fn: the `Shard` for a parameter, as in `fully_shard`.
         mesh: the ranks, as in `fully_shard`: 1-D, or 2-D (replicas, shards); by default all of them on one axis.
         sync_module_states: start from rank 0's values on every rank.
-        forward_prefetch: gather the next block's parameters while one computes.
+        forward_prefetch: gather the next block's parameters while one computes; a number says how many blocks ahead.
+        backward_prefetch: how many blocks ahead in the backward pass; by default one, as `fully_shard` does by itself.
         param_init_fn: fills the own parameters of a submodule that is on the meta device.
         requires_gradient_sync, requires_all_reduce: as in FSDPStrategy.
     """
@@ -58,13 +60,15 @@ class FSDP2Strategy(Strategy):
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None
     mesh: DeviceMesh | None = None
     sync_module_states: bool = True
-    forward_prefetch: bool = False
+    forward_prefetch: bool | int = False
+    backward_prefetch: int | None = None
     param_init_fn: Callable[[nn.Module], None] | None = None
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_prefetch(self.forward_prefetch, self.backward_prefetch)
         predicates = several("shard_predicates", self.shard_predicates, "a list of functions of (name, submodule)", callable)
         object.__setattr__(self, "shard_predicates", predicates)
         chosen = self.modules_to_shard
@@ -92,6 +96,7 @@ class FSDP2Strategy(Strategy):
             placement=_largest if self.shard_on_largest_dim else self.shard_placement_fn,
             from_rank0=self.sync_module_states,
             forward_prefetch=self.forward_prefetch,
+            backward_prefetch=self.backward_prefetch,
             init=self.param_init_fn,
             reduction=Reduction(self.requires_gradient_sync, self.requires_all_reduce),
         )

@@ -7,7 +7,6 @@ a window's last micro-batch.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from echelon.parallel.recipe import Recipe
 from echelon.parallel.registry import Kind, register
 from echelon.parallel.same_gradients import SameGradients
 from echelon.parallel.shards import is_fully_sharded, is_split, reshard
-from echelon.parallel.units import Unit, units_of
+from echelon.parallel.units import Unit, prefetch, units_of
 from echelon.world.init import World, ensure_group
 from echelon.world.mesh import ParallelDims
 
@@ -41,7 +40,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-__all__ = ["FSDPPrepared", "Reduction", "Sharding", "flat_mesh", "offloads", "replica_mesh", "replicas_default", "shard"]
+__all__ = [
+    "FSDPPrepared",
+    "Reduction",
+    "Sharding",
+    "flat_mesh",
+    "offloads",
+    "replica_mesh",
+    "replicas_default",
+    "shard",
+]
 
 O = TypeVar("O")  # noqa: E741
 
@@ -191,7 +199,8 @@ class Sharding:
     placement: Callable[[nn.Parameter], Any] | None = None
     ignored: Collection[nn.Parameter] = ()
     from_rank0: bool = True
-    forward_prefetch: bool = False
+    forward_prefetch: bool | int = False
+    backward_prefetch: int | None = None
     init: Callable[[nn.Module], None] | None = None
     reduction: Reduction = field(default_factory=Reduction)
 
@@ -258,9 +267,7 @@ def _split(
         together = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
         fully_shard(together, **options, reshard_after_forward=unit.reshard, mp_policy=unit.policy)
     keep_readable(module, [part for unit in units if unit.is_read for part in unit.modules])
-    if how.forward_prefetch:
-        for before, following in itertools.pairwise(unit for unit in units if unit.in_order):
-            before.modules[0].set_modules_to_forward_prefetch([following.modules[0]])  # type: ignore[operator]
+    prefetch(units, int(how.forward_prefetch), how.backward_prefetch)
 
 
 def _unsplittable(module: nn.Module) -> set[nn.Parameter]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from echelon.contracts.numbers import whole
 from echelon.parallel.blocks import Blocks, blocks_to_shard, without_shared
 from echelon.parallel.compute_type import decides, in_full, policy_for
 from echelon.parallel.edges import edges_of
@@ -18,7 +19,7 @@ from echelon.parallel.precision import Precision
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["Unit", "units_of"]
+__all__ = ["Unit", "check_prefetch", "prefetch", "units_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,31 @@ def units_of(
         around = [name for name, _ in embeddings] + ([" with ".join(name for name, _ in head)] if head else [])
         _report(blocks, shared, around, is_chosen=chosen is not None)
     return units
+
+
+def prefetch(units: list[Unit], forward: int, backward: int | None) -> None:
+    """While one unit is computed, gather so many that follow; in the backward pass so many that were before.
+
+    Args:
+        backward: None is what `fully_shard` does by itself: one.
+    """
+    ordered = [unit.modules[0] for unit in units if unit.in_order]
+    for i, part in enumerate(ordered):
+        if following := ordered[i + 1 : i + 1 + forward]:
+            part.set_modules_to_forward_prefetch(following)  # type: ignore[operator]
+        if backward is not None and (before := ordered[max(0, i - backward) : i][::-1]):
+            part.set_modules_to_backward_prefetch(before)  # type: ignore[operator]
+
+
+def check_prefetch(forward: Any, backward: Any) -> None:
+    """
+    Raises:
+        UsageError: forward_prefetch or backward_prefetch is no number of blocks.
+    """
+    if not isinstance(forward, bool):
+        whole("forward_prefetch", forward, at_least=0)
+    if backward is not None:
+        whole("backward_prefetch", backward, at_least=1, or_none="for what fully_shard does")
 
 
 def _report(blocks: Blocks, shared: list[str], around: list[str], *, is_chosen: bool) -> None:
