@@ -35,6 +35,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from echelon.launcher.local.server import load
+from echelon.launcher.workarounds import keep_finalizers
+
 # By which whatever a test left is found, also where it is no descendant any more: in the environment, as /proc shows it.
 MARK = "ECHO_TEST_MARK"
 MARK_LENGTH = 32
@@ -277,6 +280,7 @@ def serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
             if not data:
                 os._exit(0)
             gc.freeze()  # so that a fork's collector does not unshare every page
+            keep_finalizers()
             pid = os.fork()
             if pid == 0:
                 connection.close()
@@ -399,8 +403,7 @@ class Ending:
 if __name__ == "__main__":
     _end = Ending()  # before torch is imported: exit functions run from the last to the first
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the programs themselves hear it
-    for _name in LOADED:
-        importlib.import_module(_name)
+    load(LOADED)
     _path = [p for p in sys.path if p not in _paths(os.environ)]
     _request = serve(socket.socket(fileno=int(sys.argv[1])))
     _end.pid = os.getpid()

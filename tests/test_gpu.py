@@ -149,12 +149,14 @@ def test_activation_checkpointing_draws_the_same_dropout_masks() -> None:
 
 @only_gpu
 @pytest.mark.parametrize("strategy", ["noop", "fsdp"])
-def test_a_compiled_module_trains_as_an_eager_one(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    params, found = ech.TorchCompileParams(), []
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that stay
-    for compiled in (None, params):
-        unit = _trained(_single(4), module=net(dtype=torch.float32), strategy=strategy, torch_compile_params=compiled)
-        found.append(_here(whole(unit.module)))
+def test_a_compiled_module_trains_as_an_eager_one(strategy: str) -> None:
+    from torch._inductor import config
+
+    found = []
+    with config.patch(compile_threads=1):  # no processes that stay
+        for compiled in (None, ech.TorchCompileParams()):
+            unit = _trained(_single(4), module=net(dtype=torch.float32), strategy=strategy, torch_compile_params=compiled)
+            found.append(_here(whole(unit.module)))
     assert largest_difference(*found) < 1e-5
 
 

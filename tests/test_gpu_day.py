@@ -44,17 +44,29 @@ def results(tmp_path: Path) -> list[dict[str, Any]]:
     return json.loads((tmp_path / "results.json").read_text())["results"]  # type: ignore[no-any-return]
 
 
-def test_the_reduced_form_runs_every_part_to_its_end(tmp_path: Path) -> None:
-    day = start(tmp_path)
-    shown, _ = day.communicate(timeout=240)
+# What needs no launcher of its own, and no compiler.
+QUICK = ("tests", "waits", "loop", "saves", "model: plain", "model: eager", "model: chunked", "model: largest", "model: memory")
+
+
+@pytest.mark.parametrize("only", [QUICK, pytest.param((), marks=pytest.mark.full)], ids=["quick", "all"])
+def test_the_reduced_form_runs_every_part_to_its_end(tmp_path: Path, only: tuple[str, ...]) -> None:
+    day = start(tmp_path, *(["--only", *only] if only else []))
+    shown, _ = day.communicate(timeout=300)
     assert day.returncode == 0, shown
     found = results(tmp_path)
-    assert {row["part"] for row in found} == {part.name for part in PARTS}
+    assert {row["part"] for row in found} == {part.name for part in PARTS if part is PARTS[0] or part.name.startswith(only or "")}
     assert [row for row in found if row["status"] == "failed"] == []
     facts = json.loads((tmp_path / "results.json").read_text())
-    assert (
-        facts["command"].startswith('make gpu ARGS="--device cpu ') and facts["commit"] and facts["date"] and facts["took_s"] > 0
-    )
+    assert facts["command"].startswith('make gpu ARGS="--device cpu ')
+    assert facts["commit"] and facts["date"] and facts["took_s"] > 0
+
+
+@pytest.mark.full
+def test_where_a_fork_cannot_use_the_device_each_part_gets_a_new_interpreter(tmp_path: Path) -> None:
+    day = start(tmp_path, "--fresh", "--only", "waits", "model: eager")
+    shown, _ = day.communicate(timeout=300)
+    assert day.returncode == 0, shown
+    assert {row["part"] for row in results(tmp_path)} == {"environment", "waits", "model: eager"}
 
 
 def test_no_part_ends_the_day_whatever_it_does(tmp_path: Path) -> None:
@@ -67,7 +79,7 @@ def test_no_part_ends_the_day_whatever_it_does(tmp_path: Path) -> None:
         return found[part, part]["status"], found[part, part]["remark"]
 
     assert found["hangs", "before it hung"]["value"] == 1.5
-    assert end_of("hangs")[1].startswith("killed after 1 s, its limit, in tests/gpu_day_program.py, line ")
+    assert end_of("hangs")[1].startswith("killed after 4 s, its limit, in tests/gpu_day_program.py, line ")
     assert end_of("says_nothing") == ("failed", "ended without a result")
     assert found["crashes", "before it crashed"]["value"] == 2
     assert end_of("crashes")[1].startswith("died by SIGSEGV, in tests/gpu_day_program.py, line ")

@@ -142,6 +142,19 @@ def test_a_fork_that_ends_at_once_still_skips_its_exit_functions() -> None:
     assert ends(program.format("run_exit_functions(join_threads=True)")) == "atexit\n"
 
 
+def test_a_fork_still_finalizes_what_is_its_parents() -> None:
+    """If it does not: take `keep_finalizers` away."""
+    program = (
+        "import weakref\nclass Thing: pass\nthing, own = Thing(), Thing()\n"
+        "weakref.finalize(thing, print, 'parent', flush=True)\n{}\n"
+        "if os.fork() == 0:\n"
+        "    weakref.finalize(own, print, 'child', flush=True)\n    run_exit_functions(join_threads=True)\n    os._exit(0)\n"
+        "os.wait()\ndel thing\n"
+    )
+    assert ends(program.format("")) == "child\nparent\nparent\n"
+    assert ends(program.format("keep_finalizers()")) == "child\nparent\n"
+
+
 def test_only_python_itself_can_end_idle_executors() -> None:
     """If joining their threads by public names is enough, `run_exit_functions` needs no private one for it."""
     program = (
@@ -215,6 +228,7 @@ def test_nothing_else_of_the_launcher_reaches_into_other_libraries() -> None:
         "spawn",
         "threading",
         "torch",
+        "weakref",
     }
     found = set()
     for path in sorted((SOURCES / "launcher").rglob("*.py")):

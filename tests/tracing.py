@@ -101,9 +101,9 @@ class Trace(TorchDispatchMode):
             self.waits[name] += 1
         elif name in ("_to_copy", "copy_"):
             self._copies(name, args, made)
-        for tensor in _tensors(made):
-            self._see(tensor)
-        self.peak = max(self.peak, self.live)
+        grew = [self._see(tensor) for tensor in _tensors(made)]
+        if any(grew) or namespace != "aten":  # `fully_shard` gives freed memory back to storages without an operator
+            self.peak = max(self.peak, self.live)
         return made
 
     def _communicates(self, name: str, args: Any) -> None:
@@ -125,11 +125,14 @@ class Trace(TorchDispatchMode):
             host = source if source.device.type == "cpu" else made
             self.copied[source.device.type, made.device.type, host.device.type == "cpu" and host.is_pinned()] += made.nbytes
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _see(self, tensor: torch.Tensor) -> bool:
+        """True if its memory is new."""
         storage = tensor.untyped_storage()
         key = id(storage)
-        if key not in self._storages or self._storages[key]() is None:
-            self._storages[key] = weakref.ref(storage, lambda _, key=key: self._storages.pop(key, None))
+        if key in self._storages and self._storages[key]() is not None:
+            return False
+        self._storages[key] = weakref.ref(storage, lambda _, key=key: self._storages.pop(key, None))
+        return True
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -14,12 +14,15 @@ if sys.version_info < (3, 11):  # noqa: UP036  # PYTHON=... may be any
     raise SystemExit(f"make gpu needs Python 3.11 or newer, got {sys.version.split()[0]}. Name another: make gpu PYTHON=...")
 
 import argparse
+import contextlib
 import importlib.util
+import os
 import shlex
 import signal
 import subprocess
 import tempfile
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -49,9 +52,14 @@ def main() -> int:
         into_file(BENCHMARKS, as_markdown(facts, rows))
         return 0
     options.out = _writable(options.out)
-    lacking = _look_at_packages()
-    if lacking:
+    # For parts, and the programs that they start. The second has torch look for devices without starting CUDA here.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    sys.path.insert(0, str(ROOT / "src"))
+    if _lacks_what_all_need():
         return 2
+    if not options.fresh:
+        _import_what_is_slow()
     for name in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="echelon-gpu-", ignore_cleanup_errors=True) as folder:
@@ -70,6 +78,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, metavar="S", help=f"for all parts (default {BUDGET_S:.0f})")
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-results.json", metavar="FILE", help="default gpu-results.json")
     parser.add_argument("--write", action="store_true", help="put the table into BENCHMARKS.md also when the device is a CPU")
+    parser.add_argument("--fresh", action="store_true", help="a new interpreter for each part: slower, should a fork not work")
     parser.add_argument("--table", action="store_true", help="measure nothing: put the table of FILE into BENCHMARKS.md")
     return parser.parse_args()
 
@@ -89,28 +98,29 @@ def _writable(out: Path) -> Path:
         return other
 
 
-def _look_at_packages() -> bool:
-    """Say what is missing. True if nothing can be run without it."""
+def _lacks_what_all_need() -> bool:
+    """Say what is missing; true if nothing can be run without it."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        wanted = " ".join(shlex.quote(NEEDED[name]) for name in missing)
-        print(
-            f"{sys.executable} lacks {', '.join(missing)}. Install: {sys.executable} -m pip install {wanted}\n"
-            "Without internet: `pip download` them elsewhere, here `pip install --no-index --find-links FOLDER --target HERE` "
-            "and set PYTHONPATH=HERE.",
-            file=sys.stderr,
-        )
+    if not missing:
+        return False
+    wanted = " ".join(shlex.quote(NEEDED[name]) for name in missing)
+    print(
+        f"{sys.executable} lacks {', '.join(missing)}. Install: {sys.executable} -m pip install {wanted}\n"
+        "Without internet: `pip download` them elsewhere, here `pip install --no-index --find-links FOLDER --target HERE` "
+        "and set PYTHONPATH=HERE.",
+        file=sys.stderr,
+    )
     if "torch" in missing or "numpy" in missing:
         return True
-    if missing:
-        print("Parts that need them are left out.", file=sys.stderr)
-    for name in SLOW_TO_IMPORT:
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name not in missing:
-                raise
+    print("Parts that need them are left out.", file=sys.stderr)
     return False
+
+
+def _import_what_is_slow() -> None:
+    """Once for all parts, which are forks of this process. None of it touches the device."""
+    for name in SLOW_TO_IMPORT:
+        with contextlib.suppress(ModuleNotFoundError):  # parts say what is missing
+            importlib.import_module(name)
 
 
 class Day:
@@ -134,7 +144,7 @@ class Day:
     def run(self) -> None:
         from bench.gpu.parts import PARTS
 
-        setting = Setting(self.options.device, self.options.device == "cpu", self.folder)
+        setting = Setting(self.options.device, self.options.device == "cpu", self.folder, fresh=self.options.fresh)
         names = [part.name for part in PARTS]
         unknown = [asked for asked in self.options.only or () if not any(name.startswith(asked) for name in names)]
         if unknown:
@@ -143,18 +153,26 @@ class Day:
             is_first = part is PARTS[0]  # which says on what the others are measured
             if is_first or not self.options.only or any(part.name.startswith(asked) for asked in self.options.only):
                 self._run(part, setting)
-            if not self.facts["device"]:
-                return
+            if is_first and not self.facts["device"]:
+                if setting.fresh or not _sees_a_device():
+                    return
+                print("A fork of this process cannot use the device: each part gets a new interpreter.", file=sys.stderr)
+                setting = replace(setting, fresh=True, folder=self.folder / "fresh")
+                self.rows.clear()
+                self._run(part, setting)
+                if not self.facts["device"]:
+                    return
 
     def _run(self, part: Part, setting: Setting) -> None:
-        left = self.began + self.options.budget_s - time.monotonic()
+        patience = 4 if setting.small else 1  # the reduced form is to end, on however busy a machine
+        left = self.began + self.options.budget_s * patience - time.monotonic()
         if left < part.needs_s:
             remark = f"{max(0.0, left):.0f} s of the budget were left, it needs {part.needs_s:.0f}"
             self._take(part.name, [Row(part.name, part.name, status="left out", remark=remark)])
             return
         print(f"{time.monotonic() - self.began:4.0f} s  {part.name}", flush=True)
         try:
-            rows = run_part(part, setting, min(part.limit_s, left))
+            rows = run_part(part, setting, min(part.limit_s * patience, left))
         except KeyboardInterrupt as stopped:
             self._take(part.name, stopped.args[0] if stopped.args else [])
             raise KeyboardInterrupt from None
@@ -199,6 +217,19 @@ class Day:
             else:
                 print('Not all parts were run: BENCHMARKS.md is as it was (make gpu ARGS="--table" writes these rows).')
         return 130 if self.stopped else int(bool(failed))
+
+
+def _sees_a_device() -> bool:
+    """Whether a new interpreter does, where this process's fork does not."""
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        return False
+    asked = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
+    try:
+        return subprocess.run(asked, capture_output=True, timeout=90).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def _commit() -> str:

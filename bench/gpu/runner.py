@@ -20,9 +20,10 @@ from pathlib import Path
 
 from bench.gpu.rows import LeftOut, Notes, Row, read_rows
 
-__all__ = ["Part", "Setting", "run_part"]
+__all__ = ["Part", "Setting", "perform", "run_part"]
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # prctl.h
+ROWS = "rows"  # of a part, in its folder
 _POLL_S = 0.02
 _STACKS_BEFORE_END = 0.9  # of the limit: when the stacks of a part that may hang are written to its log
 
@@ -36,12 +37,14 @@ class Setting:
         small: the reduced form: every part to its end, in a second or two, with figures that mean nothing.
         folder: for a part's files.
         limit_s: after which the part is killed; it may end by itself before, and say what it left out.
+        fresh: a new interpreter for each part, where a fork cannot use the device.
     """
 
     device: str
     small: bool
     folder: Path
     limit_s: float = 0.0
+    fresh: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,23 +71,23 @@ def run_part(part: Part, setting: Setting, limit_s: float) -> list[Row]:
     """
     folder = setting.folder / part.name.replace(" ", "-").replace(":", "")
     folder.mkdir(parents=True)
-    notes, log = Notes(part.name, folder / "rows"), folder / "log"
+    rows_file, log = folder / ROWS, folder / "log"
     _prctl(_SET_CHILD_SUBREAPER, 1)  # whatever a part leaves behind becomes this process's child, and is ended
     others = set(_children())  # as of a shell that has become this process
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _be(part, replace(setting, folder=folder, limit_s=limit_s), notes, log, limit_s)
+        _be(part, replace(setting, folder=folder, limit_s=limit_s), log)
     try:
         code = _wait(pid, limit_s)
     except KeyboardInterrupt:
         _end(pid, others)
         raise KeyboardInterrupt(
-            [*read_rows(notes.path), Row(part.name, part.name, status="left out", remark="interrupted")]
+            [*read_rows(rows_file), Row(part.name, part.name, status="left out", remark="interrupted")]
         ) from None
     _end(pid, others)
-    rows = list(read_rows(notes.path))
+    rows = list(read_rows(rows_file))
     problem = _problem(code, limit_s, rows)
     return [*rows, Row(part.name, part.name, status="failed", remark=f"{problem}{_where(log)}")] if problem else rows
 
@@ -114,17 +117,29 @@ def _where(log: Path) -> str:
     return f", in {'/'.join(Path(file).parts[-2:])}, {line.split(' in ')[0]}"
 
 
-def _be(part: Part, setting: Setting, notes: Notes, log: Path, limit_s: float) -> None:
+def _be(part: Part, setting: Setting, log: Path) -> None:
     """The part's process. Does not return."""
-    code = 1
     try:
         os.setsid()  # Ctrl-C is the parent's business
         _prctl(_SET_PDEATHSIG, signal.SIGKILL)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         _into(log)
+        if setting.fresh:
+            arguments = [part.name, setting.device, str(int(setting.small)), str(setting.folder), str(setting.limit_s)]
+            os.execv(sys.executable, [sys.executable, "-m", "bench.gpu.one", *arguments])
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    perform(part, setting)
+
+
+def perform(part: Part, setting: Setting) -> None:
+    """Run a part in this process, which ends with it: rows and a traceback say how."""
+    notes, code = Notes(part.name, setting.folder / ROWS), 1
+    try:
         faulthandler.enable()
-        faulthandler.dump_traceback_later(limit_s * _STACKS_BEFORE_END)
+        faulthandler.dump_traceback_later(setting.limit_s * _STACKS_BEFORE_END)
         part.run(setting, notes)
         code = 0
     except LeftOut as reason:

@@ -11,7 +11,8 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -94,11 +95,10 @@ def _restore(generator: Any, state: Any) -> None:
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _VALUES = (torch.Tensor, np.ndarray, str, bytes, int, float, type(None))
-_CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
 
 def _held(unit: Any, name: str) -> dict[str, Any]:
-    """Generators by the path on which they were found, the shortest one first."""
+    """Generators by the path on which they were found, the shortest one first. Each micro-batch is searched twice."""
     found: dict[str, Any] = {}
     waiting: deque[tuple[str, Any, int]] = deque([(name, unit, 0)])
     for module in _own_modules(unit):
@@ -109,27 +109,14 @@ def _held(unit: Any, name: str) -> dict[str, Any]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, _KINDS):
+        role = _ROLES[type(value)]
+        if role is _generator:
             found[path] = value
-        elif depth < _DEEPEST:
-            waiting.extend(
-                (f"{path}.{name}" if name else path, inner, depth + 1)
-                for name, inner in _inside(value)
-                if not _EMPTY[type(inner)]
-            )
+        elif role is not None and depth < _DEEPEST:
+            for name, inner in role(value):
+                if _ROLES[type(inner)] is not None and id(inner) not in seen:
+                    waiting.append((f"{path}.{name}" if name else path, inner, depth + 1))
     return found
-
-
-class _Empty(dict[type, bool]):
-    """Whether no value of a type is or holds a generator: most are of such types, and each micro-batch is searched twice."""
-
-    def __missing__(self, kind: type) -> bool:
-        opened = (*_KINDS, dict, list, tuple, *_CALLABLES, types.ModuleType, type, nn.Module)
-        self[kind] = issubclass(kind, _VALUES) or (not issubclass(kind, opened) and _is_library(kind.__module__))
-        return self[kind]
-
-
-_EMPTY = _Empty()
 
 
 def _own_modules(unit: Any) -> list[types.ModuleType]:
@@ -141,38 +128,85 @@ def _is_library(name: str | None) -> bool:
     return (name or "builtins").split(".")[0] in _LIBRARIES
 
 
-def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value holds, as (name, value); nothing for values of libraries, containers and modules of torch excepted."""
-    if isinstance(value, _VALUES):
-        return
-    if isinstance(value, types.ModuleType):
-        if not _is_library(value.__name__) and "site-packages" not in (getattr(value, "__file__", None) or "site-packages"):
-            yield from vars(value).items()
-    elif isinstance(value, Mapping):
-        if type(value) is dict:
-            yield from [(str(k), v) for k, v in list(value.items())[:_MOST_ITEMS]]
-    elif isinstance(value, (list, tuple)):
-        yield from [(str(i), v) for i, v in enumerate(value[:_MOST_ITEMS])]
-    elif isinstance(value, types.FunctionType):
-        if not _is_library(value.__module__):
-            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
-            yield from [(name, cell.cell_contents) for name, cell in cells if _is_filled(cell)]
-            yield from [("", default) for default in value.__defaults__ or ()]
-            yield "", sys.modules.get(value.__module__)
-    elif isinstance(value, types.MethodType):
-        yield from [("", value.__self__), ("", value.__func__)]
-    elif isinstance(value, functools.partial):
-        yield from [("", value.func), ("", value.args), ("", value.keywords)]
-    elif isinstance(value, type):
-        if not _is_library(value.__module__):
-            yield from vars(value).items()
-            yield "", sys.modules.get(value.__module__)
-    elif isinstance(value, nn.Module) or not _is_library(type(value).__module__):
-        attributes = getattr(value, "__dict__", {})
-        for name, inner in attributes.items():
-            if name not in ("_parameters", "_buffers"):
-                yield ("" if name == "_modules" else name), inner
-        yield "", type(value)
+_Inside = Iterable[tuple[str, Any]]
+
+
+def _generator(value: Any) -> _Inside:
+    """Nothing is searched for inside of what was found."""
+    return ()
+
+
+def _of_module(value: types.ModuleType) -> _Inside:
+    own = not _is_library(value.__name__) and "site-packages" not in (getattr(value, "__file__", None) or "site-packages")
+    return list(vars(value).items()) if own else ()
+
+
+def _of_mapping(value: Mapping[Any, Any]) -> _Inside:
+    return [(str(k), v) for k, v in list(islice(value.items(), _MOST_ITEMS))] if type(value) is dict else ()
+
+
+def _of_sequence(value: Sequence[Any]) -> _Inside:
+    return [(str(i), v) for i, v in enumerate(value[:_MOST_ITEMS])]
+
+
+def _of_function(value: types.FunctionType) -> _Inside:
+    if not _is_library(value.__module__):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
+        yield from [(name, cell.cell_contents) for name, cell in cells if _is_filled(cell)]
+        yield from [("", default) for default in value.__defaults__ or ()]
+        yield "", sys.modules.get(value.__module__)
+
+
+def _of_method(value: types.MethodType) -> _Inside:
+    return ("", value.__self__), ("", value.__func__)
+
+
+def _of_partial(value: functools.partial[Any]) -> _Inside:
+    return ("", value.func), ("", value.args), ("", value.keywords)
+
+
+def _of_class(value: type) -> _Inside:
+    if not _is_library(value.__module__):
+        yield from list(vars(value).items())
+        yield "", sys.modules.get(value.__module__)
+
+
+def _of_object(value: Any) -> _Inside:
+    for name, inner in list(getattr(value, "__dict__", {}).items()):
+        if name not in ("_parameters", "_buffers"):
+            yield ("" if name == "_modules" else name), inner
+    yield "", type(value)
+
+
+_OPENED: tuple[tuple[type | tuple[type, ...], Callable[[Any], _Inside]], ...] = (
+    (_KINDS, _generator),
+    (types.ModuleType, _of_module),
+    (Mapping, _of_mapping),
+    ((list, tuple), _of_sequence),
+    (types.FunctionType, _of_function),
+    (types.MethodType, _of_method),
+    (functools.partial, _of_partial),
+    (type, _of_class),
+    (nn.Module, _of_object),
+)
+
+
+class _Roles(dict[type, Callable[[Any], _Inside] | None]):
+    """By type: what values hold, as (name, value); None for those that neither are nor hold generators, which most are.
+
+    Nothing is held by values of libraries, containers and modules of torch excepted.
+    """
+
+    def __missing__(self, kind: type) -> Callable[[Any], _Inside] | None:
+        role = None
+        if not issubclass(kind, _VALUES):
+            opened = (open_ for kinds, open_ in _OPENED if issubclass(kind, kinds))
+            role = next(opened, None if _is_library(kind.__module__) else _of_object)
+        self[kind] = role
+        return role
+
+
+_ROLES = _Roles()
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -34,6 +34,7 @@ def prove(
     float64: bool = False,
     sgd: bool = True,
     parts: int | None = None,
+    bf16: bool = False,
     seed: int = 0,
     timeout_s: float | None = 600.0,
     device: str | None = None,
@@ -54,6 +55,7 @@ def prove(
         float64: compare in float64, to 1e-11.
         sgd: each strategy once with SGD in place of the unit's optimizer.
         parts: also the bit-equal mode, with global batches in so many micro-batches.
+        bf16: each strategy once in bf16, compared with one process under autocast.
         seed: of every process before `make_unit`.
         timeout_s: a row that takes longer is stopped and failed, with the stacks of its ranks; None waits for ever.
         device: "cpu" or "cuda"; by default a GPU for each rank if there are enough for the largest of `ranks`, else the CPU.
@@ -64,8 +66,8 @@ def prove(
     require(callable(make_unit), "make_unit", "a function that builds the unit", make_unit, "Write make_unit=lambda: ...")
     require(callable(make_data), "make_data", "a function that builds the loader", make_data, "Write make_data=lambda: ...")
     require(device in (None, "cpu", "cuda"), "device", "'cpu', 'cuda' or None", device)
-    flags(float64=float64, sgd=sgd)
-    rows = matrix(strategies, ranks, accumulation, sgd=sgd, parts=parts)
+    flags(float64=float64, sgd=sgd, bf16=bf16)
+    rows = matrix(strategies, ranks, accumulation, sgd=sgd, parts=parts, bf16=bf16)
     return prove_target(
         Target(make_unit=make_unit, make_data=make_data, device=device), rows, updates, float64, seed, on_result, timeout_s
     )

@@ -25,7 +25,7 @@ from echelon.launcher.local.attempt import Attempt, Requests, write_exit
 from echelon.launcher.local.nodes import Meeting
 from echelon.launcher.local.placement import bound, interfaces
 from echelon.launcher.local.relay import PlainScreen, Relay, Screen
-from echelon.launcher.local.server import ForkServer
+from echelon.launcher.local.server import ForkServer, load
 
 __all__ = ["path_without_launcher", "rank_environment", "run_local"]
 
@@ -83,6 +83,7 @@ def run_local(
         if server is None:  # this process becomes the server; libgomp reads the number when torch is imported, below
             threads = rank_environment(job, run, given, job.ranks, restart=False)["OMP_NUM_THREADS"]
             os.environ.setdefault("OMP_NUM_THREADS", threads)
+            load(["echelon.launcher.local.elastic"])
         from echelon.launcher.local.elastic import ForkAgent, quiet_elastic_logs
 
         quiet_elastic_logs()
