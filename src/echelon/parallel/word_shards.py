@@ -64,17 +64,20 @@ def split_words(
     hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None
 ) -> Iterator[Operands]:
     """The operands of a loss as plain tensors, weight and bias with the rows of this rank's words. Collective."""
-    gathered = _gathered_unit(hidden, weight)
+    unit = unit_of(weight) if is_split(weight) else None
+    if unit is not None and torch.is_grad_enabled() and not hidden.requires_grad:
+        # A frozen body: no gradient reaches the hooks by which `fully_shard` reduces those of a unit.
+        weight, bias, unit = _averaged(weight), _averaged(bias), None
     try:
-        if gathered is not None:
-            unit, names = gathered
+        if unit is not None:
+            names = {id(p): n for n, p in unit.named_parameters()}
             unit.unshard()  # type: ignore[operator]
             weight, bias = _now(unit, names, weight), _now(unit, names, bias)
         shard, weight, bias = _words_of(weight, bias)
         yield shard, _whole(hidden), weight, _whole(target), bias
     finally:
-        if gathered is not None and not torch.is_grad_enabled():  # with gradients, the backward pass does it
-            gathered[0].reshard()  # type: ignore[operator]
+        if unit is not None and not torch.is_grad_enabled():  # with gradients, the backward pass does it
+            unit.reshard()  # type: ignore[operator]
 
 
 def _words_of(weight: torch.Tensor, bias: Any) -> tuple[WordShard, torch.Tensor, torch.Tensor | None]:
@@ -129,19 +132,20 @@ class _SameOnAll(torch.autograd.Function):
 # --- what `fully_shard` has split
 
 
-def _gathered_unit(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[nn.Module, dict[int, str]] | None:
-    """The unit of `fully_shard` that must be gathered for this weight, and the names of its parameters by their identity."""
-    if not is_split(weight):
-        return None
-    unit = unit_of(weight)
-    if unit is None:
-        return None
-    if torch.is_grad_enabled() and weight.requires_grad and not hidden.requires_grad:
+def _averaged(parameter: Any) -> Any:
+    """A shard gathered by itself: gradients are averaged over the ranks as `fully_shard` does, in each backward pass."""
+    if parameter is None or not is_split(parameter):
+        return parameter
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if any(placement not in (Shard(0), Replicate()) for placement in placements):
         raise UsageError(
-            f"hidden has no gradient, but the weight of a {type(unit).__name__} that fully_shard has split does: nothing would "
-            "reduce it over the ranks. Compute the loss in the forward of the module that was sharded."
+            f"hidden has no gradient, and the weight is split over {mesh.mesh_dim_names} in a way that only fully_shard reduces, "
+            f"{placements}. Train a layer before it, too."
         )
-    return unit, {id(p): n for n, p in unit.named_parameters()}
+    whole = parameter.redistribute(placements=[Replicate()] * mesh.ndim)
+    return whole.to_local(grad_placements=[Partial("avg")] * mesh.ndim)
 
 
 def _now(unit: nn.Module, names: dict[int, str], parameter: Any) -> Any:
