@@ -1,13 +1,15 @@
 # Two commands for a fresh clone: `make train` and `make test`. Both make .venv first; nothing else is touched.
 
 PYTHON ?= python3
-RANKS ?= 2
+# One rank for each GPU, else two on the CPU; `make train RANKS=2 DEVICE=cpu` for two on the CPU of a machine with one GPU.
+RANKS ?= $(if $(wildcard /dev/nvidia[0-9]*),auto,2)
+DEVICE ?=
 ARGS ?=
 
-.PHONY: train test test-all soak check clean
+.PHONY: train test test-all soak gpu check clean
 
 train: .venv/ready
-	.venv/bin/echelon run --ranks $(RANKS) examples/gpt.py $(ARGS)
+	.venv/bin/echelon run --ranks $(RANKS) $(if $(DEVICE),--device $(DEVICE)) examples/gpt.py $(ARGS)
 
 # Three, so that two cores have work while a test waits for a job, a signal or a disk.
 PYTEST = .venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=50
@@ -22,6 +24,11 @@ test-all: .venv/ready
 # Not part of the tests: every crash point, 200 kills, 1,000 damages, 200 restarts; about half an hour on two cores.
 soak: .venv/ready
 	.venv/bin/python -m tests.chaos.soak $(ARGS)
+
+# What only a GPU can show, in eight minutes: docs/gpu.md. PYTHON=... names an interpreter that has torch; then nothing is installed.
+GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),.venv/bin/python,$(PYTHON))
+gpu: $(if $(filter file,$(origin PYTHON)),.venv/ready)
+	@PYTHONPATH="src:$$PYTHONPATH" $(GPU_PYTHON) -m bench.gpu $(ARGS)
 
 check: .venv/ready
 	.venv/bin/ruff format --check src tests examples bench

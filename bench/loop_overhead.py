@@ -60,6 +60,14 @@ def make_model() -> Any:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
+def settle(device: str) -> None:
+    """Work that a GPU has still to do belongs to the steps before."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
 def make_optimizer(model: Any) -> Any:
     import torch
 
@@ -69,10 +77,10 @@ def make_optimizer(model: Any) -> Any:
 class Batches:
     """A map-style data set of ready batches that notes when the first timed and the last step ask for theirs."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, device: str = "cpu", warm: int = WARM_STEPS) -> None:
         import torch
 
-        self.last = WARM_STEPS + steps
+        self.device, self.first, self.last = device, warm, warm + steps
         self.batches = [(torch.randn(32, 64), torch.randint(0, 10, (32,))) for _ in range(64)]
         self.at: dict[int, tuple[float, float]] = {}
 
@@ -80,27 +88,29 @@ class Batches:
         return self.last + 1
 
     def __getitem__(self, index: int) -> Any:
-        if index == WARM_STEPS or index == self.last:
+        if index == self.first or index == self.last:
+            settle(self.device)
             self.at[index] = time.perf_counter(), time.thread_time()
         return self.batches[index % 64]
 
     def loader(self) -> Any:
         from torch.utils.data import DataLoader
 
-        return DataLoader(self, batch_size=None)  # type: ignore[arg-type]
+        return DataLoader(self, batch_size=None, pin_memory=self.device == "cuda")  # type: ignore[arg-type]
 
     @property
     def step_us(self) -> list[float]:
         """Wall time and the thread's CPU time per step."""
-        return [(b - a) / (self.last - WARM_STEPS) * 1e6 for a, b in zip(self.at[WARM_STEPS], self.at[self.last], strict=True)]
+        return [(b - a) / (self.last - self.first) * 1e6 for a, b in zip(self.at[self.first], self.at[self.last], strict=True)]
 
 
 def run_bare(data: Batches, watched: bool, folder: Path) -> None:
     import torch.nn.functional as F
 
-    model = make_model()
+    model = make_model().to(data.device)
     optimizer = make_optimizer(model)
     for x, y in data.loader():
+        x, y = x.to(data.device, non_blocking=True), y.to(data.device, non_blocking=True)
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
@@ -126,7 +136,7 @@ def run_echelon(data: Batches, watched: bool, folder: Path) -> None:
     run = ech.RunDir.create(folder, None)
     if watched:
         os.environ.update(run.to_env())
-    ech.train(Unit(module=make_model()), data.loader(), max_epochs=1)
+    ech.train(Unit(module=make_model(), device=torch.device(data.device)), data.loader(), max_epochs=1)
     if watched:
         written = run.metrics.read_text().count("\n")
         if written != len(data):
@@ -139,7 +149,7 @@ def run_fabric(data: Batches, watched: bool, folder: Path) -> None:
     from lightning.pytorch.loggers import TensorBoardLogger
 
     loggers = [TensorBoardLogger(str(folder))] if watched else []
-    fabric = Fabric(accelerator="cpu", devices=1, loggers=loggers)
+    fabric = Fabric(accelerator=data.device, devices=1, loggers=loggers)
     fabric.launch()
     model = make_model()
     model, optimizer = fabric.setup(model, make_optimizer(model))
@@ -159,7 +169,7 @@ def run_accelerate(data: Batches, watched: bool, folder: Path) -> None:
     from accelerate import Accelerator
     from accelerate.utils import tqdm
 
-    accelerator = Accelerator(cpu=True, log_with="tensorboard" if watched else None, project_dir=str(folder))
+    accelerator = Accelerator(cpu=data.device == "cpu", log_with="tensorboard" if watched else None, project_dir=str(folder))
     if watched:
         accelerator.init_trackers("bench")
     model = make_model()
@@ -199,7 +209,7 @@ def run_torchtnt(data: Batches, watched: bool, folder: Path) -> None:
             if logger is not None and step % LOG_EVERY == 0:
                 logger.log("loss", results.loss.item(), step)
 
-    unit = Unit(module=make_model(), device=torch.device("cpu"))
+    unit = Unit(module=make_model(), device=torch.device(data.device))
     train(unit, data.loader(), max_epochs=1, callbacks=[TQDMProgressBar()] if watched else [])
     if logger is not None:
         logger.close()
@@ -226,7 +236,7 @@ def run_lightning(data: Batches, watched: bool, folder: Path) -> None:
             return make_optimizer(self.model)
 
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=data.device,
         devices=1,
         max_epochs=1,
         logger=TensorBoardLogger(str(folder)) if watched else False,

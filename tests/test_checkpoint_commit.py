@@ -337,10 +337,10 @@ def test_torch_is_not_needed_to_list_and_to_verify() -> None:
 
 
 def test_blocks_cover_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from echelon.checkpoint import tensorfile
+    from echelon.checkpoint import checksum, tensorfile
 
     monkeypatch.setattr(manifest, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(tensorfile, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(checksum, "BLOCK_BYTES", 1000)
     values = torch.arange(2000, dtype=torch.int32)
     entry = tensorfile.write(tmp_path / "f", [("a", values.dtype, values.shape, lambda: values)])
     assert len(entry["crc32"]) == 9 and entry["size"] == (tmp_path / "f").stat().st_size

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +21,11 @@ import torch.distributed as dist
 from echelon.contracts.errors import LauncherEnvironmentError, UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.functions.run import launch
-from echelon.world.device import copy_data_to_device, device_of, set_threads
+from echelon.world.device import copy_data_to_device, device_of, set_threads, use
 from echelon.world.init import World, ensure_group, init_from_env
+from echelon.world.meeting import Facts, meet
+from echelon.world.mesh import ParallelDims
+from echelon.world.timeout import inherit_timeout, timeout_of_default_group
 from tests.conftest import clean_environment
 
 LAUNCHERS = ("torchrun", "by hand", "srun", "Open MPI", "PMI", "Dragon")
@@ -158,6 +163,23 @@ def test_a_half_set_environment_is_refused_before_anything_starts(monkeypatch: p
     assert not dist.is_initialized()
 
 
+def _timeouts() -> list[timedelta | None]:
+    """Of the default group, of both axes of a mesh, and as the hang itself shows it."""
+    init_from_env(timeout=timedelta(seconds=37))
+    root = ParallelDims.of(2, dp_replicate=2, dp_shard=1).data_mesh(torch.device("cpu"))
+    groups = [dist.group.WORLD, root.get_group("dp_replicate"), root.get_group("dp_shard")]
+    found = [g._get_backend(torch.device("cpu")).options._timeout for g in groups]  # type: ignore[union-attr]
+    inherit_timeout(beside := dist.new_group([0, 1]))
+    found += [timeout_of_default_group(), beside._get_backend(torch.device("cpu")).options._timeout]
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_groups_of_a_mesh_wait_as_long_as_the_default_group() -> None:
+    assert launch(_timeouts, ranks=2, timeout_s=60) == [[timedelta(seconds=37)] * 5] * 2
+
+
 # ---- the device -------------------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +237,118 @@ def _threads_of(ranks: int, omp: str | None) -> int:
 )
 def test_ranks_of_a_node_share_its_cores(ranks: int, omp: str | None, want: int) -> None:
     assert launch(_threads_of, ranks=1, args=(ranks, omp)) == [want]
+
+
+# ---- ranks that cannot compute together ---------------------------------------------------------------------------------------
+
+
+def _refused(*, gpus: int, uuid: str = "one", **options: Any) -> str:
+    """What joining says on a rank with so many pretended GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        _pretend_devices(patch, gpus)
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{uuid}"))
+        patch.setattr(socket, "gethostname", lambda: f"host-{os.environ['RANK']}")
+        with pytest.raises(UsageError) as caught:
+            init_from_env(timeout=timedelta(seconds=30), **options)
+    return str(caught.value)
+
+
+def _meet_badly() -> dict[str, str]:
+    rank = int(os.environ["RANK"])
+    found = {
+        "lost": _refused(gpus=0 if rank == 2 else 8, uuid=str(rank)),
+        "shared": _refused(gpus=8, uuid="same" if rank else "other"),
+        "absent": _refused(gpus=0 if rank == 1 else 8, uuid=str(rank), device_type="cuda"),
+        "too few": _refused(gpus=2, uuid=str(rank)),
+    }
+    init_from_env("cpu")
+    found["then"] = f"{init_from_env()} {dist.get_world_size()}"
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_ranks_that_cannot_compute_together_are_refused_by_name_on_all_of_them() -> None:
+    every = launch(_meet_badly, ranks=3, timeout_s=60)
+    for said in every:
+        got = "got cuda on ranks 0-1 and cpu on rank 2. On rank 2 (host-2): "
+        assert said["lost"].startswith(f"ranks must compute on one type of device, {got}")
+        assert said["shared"].startswith(
+            "ranks 1-2 compute on one GPU, GPU-same of host-1, which NCCL refuses. Start fewer ranks"
+        )
+        assert "pg_backend='gloo'" in said["shared"] and said["then"] == "cpu 3"
+    own = "device_type is 'cuda', but torch finds no CUDA device here."
+    assert [said["absent"].startswith(own) for said in every] == [False, True, False]
+    assert every[0]["absent"].startswith(f"rank 1 (host-1) cannot join: {own}")
+    assert every[0]["too few"].startswith("rank 2 (host-2) cannot join: rank 2 has local rank 2, but its node has 2 CUDA devices")
+
+
+def _met(store: dist.Store, rank: int, facts: Facts, *, fresh: bool) -> str:
+    try:
+        meet(store, RankInfo(rank=rank, world_size=3), facts, timedelta(seconds=2), fresh=fresh)
+    except LauncherEnvironmentError as error:
+        return str(error)
+    return ""
+
+
+def _together(store: dist.Store, every: dict[int, Facts], *, fresh: bool) -> dict[int, str]:
+    with ThreadPoolExecutor(len(every)) as pool:
+        asked = {rank: pool.submit(_met, store, rank, facts, fresh=fresh) for rank, facts in every.items()}
+        return {rank: answer.result() for rank, answer in asked.items()}
+
+
+def test_a_store_with_words_of_an_earlier_attempt_misleads_nobody() -> None:
+    store, gpus = dist.HashStore(), {rank: Facts("cuda", gpu=str(rank), nccl=True) for rank in range(3)}
+    assert _together(store, gpus, fresh=False) == {0: "", 1: "", 2: ""}
+    again = _together(store, {**gpus, 1: Facts("cpu", why="its torch finds no GPU")}, fresh=False)
+    assert "cpu on rank 1" in again[1]  # the others may have read what it said before
+
+
+def test_ranks_that_never_come_are_named() -> None:
+    said = _together(dist.HashStore(), {0: Facts(), 2: Facts()}, fresh=True)
+    assert said[0] == said[2] == "rank 1 of 3 did not come within 2 s. Does every rank run?"
+
+
+def test_what_a_store_holds_is_not_believed_blindly() -> None:
+    for text in (b"", b"\xff", b"[]", b'{"device": 3, "nccl": "yes", "host": null}'):
+        assert Facts.read(text) == Facts()
+
+
+def test_one_gpu_may_be_shared_by_gloo_and_by_the_users_own_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_devices(monkeypatch, 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert device_of(RankInfo(rank=1, world_size=2), shared=True) == torch.device("cuda", 0)
+    same = dict.fromkeys(range(2), Facts("cuda", gpu="GPU-x", nccl=True))
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert _together(dist.HashStore(), {**same, 2: Facts("cuda", gpu="GPU-y", nccl=True)}, fresh=True) == {0: "", 1: "", 2: ""}
+
+
+def test_segments_of_a_gpus_memory_may_grow_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append({n: os.environ.get(n) for n in names}))
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that both are put back
+    for said in ({}, {"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": ""}):
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(said)
+        use(torch.device("cuda", 0))
+        want = said or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        assert seen.pop() == {name: want.get(name) for name in names}
+    os.environ.pop("PYTORCH_ALLOC_CONF", None)
+    use(torch.device("cpu"))
+    assert not seen and "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+def test_echelon_device_decides_before_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_devices(monkeypatch, 1)
+    monkeypatch.setenv("ECHELON_DEVICE", "cpu")
+    assert device_of(RankInfo(rank=1, world_size=2), "cuda") == torch.device("cpu")
+    monkeypatch.setenv("ECHELON_DEVICE", "tpu")
+    with pytest.raises(UsageError, match=r"ECHELON_DEVICE must be 'cpu' or 'cuda', got 'tpu'"):
+        device_of(RankInfo(rank=0, world_size=1))
 
 
 # ---- the world --------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,15 @@ from echelon.contracts.run_dir import RunDir
 from echelon.launcher.functions import run as function
 from echelon.launcher.job import JobSpec
 from echelon.launcher.local import placement
-from echelon.launcher.local.placement import bound, cores_of_rank, interfaces, numa_nodes, parse_cpu_list
+from echelon.launcher.local.placement import (
+    bound,
+    cores_near,
+    cores_of_gpus,
+    cores_of_rank,
+    interfaces,
+    numa_nodes,
+    parse_cpu_list,
+)
 from echelon.launcher.local.relay import SilentScreen
 from echelon.launcher.local.run import run_local
 from echelon.world import device
@@ -223,3 +231,48 @@ def test_a_task_of_slurms_has_threads_for_its_own_cores(
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+# ---- near a rank's GPU ---------------------------------------------------------------------------------------------------------
+
+
+def _machine(folder: Path, gpus: list[tuple[str, int, str]]) -> dict[str, Path]:
+    """A pretended machine with GPUs: (PCI address, NUMA node, the cores nearby)."""
+    for number, (address, node, cores) in enumerate(gpus):
+        for where in ("driver", "devices"):
+            (folder / where / address).mkdir(parents=True)
+        (folder / "driver" / address / "information").write_text(
+            f"Model: \t X\nGPU UUID: \t GPU-{number}abc-def\nDevice Minor: 9\n"
+        )
+        (folder / "devices" / address / "numa_node").write_text(f"{node}\n")
+        (folder / "devices" / address / "local_cpulist").write_text(f"{cores}\n")
+    return {"driver": folder / "driver", "devices": folder / "devices"}
+
+
+def test_cores_are_those_of_the_gpus_numa_node_and_not_of_the_ranks_number(tmp_path: Path) -> None:
+    """GPUs 0 and 1 hang on the second socket, as on many machines."""
+    gpus = [("0000:17:00.0", 1, "4-7"), ("0000:65:00.0", 1, "4-7"), ("0000:ca:00.0", 0, "0-3"), ("0000:e3:00.0", 0, "0-3")]
+    where = _machine(tmp_path, gpus)
+    near = cores_of_gpus(["0", "1", "2", "3"], **where)
+    assert [cores_near(range(8), near, rank, 4) for rank in range(4)] == [[4, 5], [6, 7], [0, 1], [2, 3]]
+    chosen = cores_of_gpus(["3", "GPU-0abc"], **where)
+    assert [cores_near(range(8), chosen, rank, 2) for rank in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [cores_near([1, 2, 5], chosen, rank, 2) for rank in range(2)] == [[1, 2], [5]]
+
+
+def test_without_knowledge_of_every_gpu_the_ranks_number_decides(tmp_path: Path) -> None:
+    where = _machine(tmp_path, [("0000:17:00.0", -1, "0-7"), ("0000:65:00.0", 1, "4-7")])
+    assert cores_of_gpus(["0", "1", "MIG-1", "7"], **where) == [[], [4, 5, 6, 7], [], []]
+    assert cores_of_gpus(["0"], tmp_path / "no", tmp_path / "no") == [[]]
+    for near in ([], [[0, 1], []], [[0, 1], [1, 2]], [[0, 1], [0, 1]], [[0], [0], [1, 2]]):
+        assert cores_near(range(4), near, 0, max(2, len(near))) == []
+
+
+def test_bind_cores_asks_for_the_gpus_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = sorted(os.sched_getaffinity(0))
+    if len(every) < 2:
+        pytest.skip("one core")
+    monkeypatch.setattr(placement, "visible_devices", lambda env: ["1", "0"])
+    monkeypatch.setattr(placement, "cores_of_gpus", lambda names: [every[1:] if name == "1" else every[:1] for name in names])
+    assert bound(0, 2, {}, cores=True)[0] == every[1:] and bound(1, 2, {}, cores=True)[0] == every[:1]
+    assert bound(0, 2, {"ECHELON_DEVICE": "cpu"}, cores=True)[0] == cores_of_rank(every, 0, 2, numa_nodes())

@@ -59,6 +59,18 @@ def _prove(script: str, strategies: list[str], ranks: list[int], updates: int = 
     return prove_target(Target(script=str(PLANTED / f"{script}.py")), rows, updates, False)
 
 
+def test_bf16_is_compared_with_one_process_in_bf16() -> None:
+    """A right script agrees under every kind of strategy; a weight of a rank's own differs there, too."""
+    rows = [row for row in matrix(["fsdp"], [1, 2], [1], sgd=False, bf16=True) if row.precision]
+    assert [row.label for row in rows] == ["noop, bf16", "fsdp, bf16"]
+    right, wrong = (
+        prove_target(Target(script=str(PLANTED / f"{script}.py")), rows[1:], 2, False).results
+        for script in ("right_auto", "weight_of_a_rank")
+    )
+    assert right[0].is_equal and right[0].verdict != IN_FLOAT64, right
+    assert wrong[0].verdict == "DIFFERS" and wrong[0].first is not None and wrong[0].first.tolerance > 1e-3, wrong
+
+
 def test_every_cause_of_the_catalogue_is_planted() -> None:
     assert {cause for cause, _ in MISTAKES.values()} == CAUSES.keys()
 

@@ -129,11 +129,22 @@ def test_no_value_of_the_environment_is_in_the_script(monkeypatch: pytest.Monkey
         "TORCH_PASSWORD": "canary",
         "X": "1",
     }
+    fabric = ["FI_PROVIDER", "UCX_TLS", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"]
+    assert exported([*fabric, "FINE", "UCX"]) == tuple(sorted(fabric))
     names = exported(list(environment), ["HF_TOKEN"])
     assert names == ("HF_TOKEN", "NCCL_DEBUG", "PATH")  # a secret by its name, if it was named
     script = text(SlurmOptions(export=names))
     assert not [value for value in ("canary", "/bin:", "INFO", "value-of-a", "secret-argument") if value in script]
     assert "--export=NIL" in text(SlurmOptions())  # else all that is set would go with the job
+
+
+def test_a_rank_with_a_gpu_has_four_cores_unless_somebody_says_otherwise() -> None:
+    for options, cores in (
+        (SlurmOptions(), 1),
+        (SlurmOptions(gpus_per_node=4), 4),
+        (SlurmOptions(gpus_per_node=4, cpus_per_rank=2), 2),
+    ):
+        assert f"--cpus-per-task={4 * cores}\n" in text(options)
 
 
 def test_what_cannot_be_is_refused() -> None:

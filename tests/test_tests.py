@@ -35,8 +35,11 @@ OF_OTHERS = {
     "_flatten",
     "_forward_hooks",
     "_forward_pre_hooks",
+    "_get_backend",
     "_module_classes_to_ignore",
+    "_schema",
     "_shared_state",
+    "_timeout",
 }
 
 

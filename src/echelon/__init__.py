@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from echelon.parallel.dp import DPStrategy
     from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
     from echelon.parallel.fsdp2 import FSDP2Strategy
+    from echelon.parallel.linear_cross_entropy import linear_cross_entropy
     from echelon.parallel.parallelize import prepare_ddp, prepare_fsdp, prepare_fsdp2, prepare_module
     from echelon.parallel.precision import Precision
     from echelon.parallel.recipe import TorchCompileParams
@@ -121,6 +122,7 @@ __all__ = [
     "fit",
     "init_from_env",
     "launch",
+    "linear_cross_entropy",
     "on_meta",
     "predict",
     "prepare_ddp",
@@ -176,6 +178,7 @@ _NAMES = {
     "parallel.dp": ["DPStrategy"],
     "parallel.fsdp": ["FSDPStrategy", "HSDPStrategy"],
     "parallel.fsdp2": ["FSDP2Strategy"],
+    "parallel.linear_cross_entropy": ["linear_cross_entropy"],
     "parallel.parallelize": ["prepare_ddp", "prepare_fsdp", "prepare_fsdp2", "prepare_module"],
     "parallel.precision": ["Precision"],
     "parallel.recipe": ["TorchCompileParams"],

@@ -18,6 +18,7 @@ from echelon.checkpoint.snapshot import Snapshot
 from echelon.checkpoint.strict import Wrong
 from echelon.contracts.errors import CheckpointCorruptError
 from echelon.world import agree
+from echelon.world.device import in_thread
 
 __all__ = ["Background", "SaveFailure"]
 
@@ -70,7 +71,7 @@ class Background:
             finally:
                 self._written.set()
 
-        self._thread = threading.Thread(target=work, name=f"echelon-save-{step}", daemon=True)
+        self._thread = threading.Thread(target=in_thread(work), name=f"echelon-save-{step}", daemon=True)
         self._thread.start()
 
     def _await_others(self, staged: Location, ranks: int) -> dict[str, Any] | None:

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from echelon.checkpoint import checksum, structure
 from echelon.checkpoint import manifest as manifests
-from echelon.checkpoint import structure
 from echelon.checkpoint.layout import this_rank
 from echelon.checkpoint.location import (
     Location,
@@ -241,7 +241,7 @@ def verify(folder: Location) -> dict[str, Any]:
     unreadable = None
     wrong: list[str] = []
     try:
-        wrong = manifests.problems(folder, manifest, rank, size, threads=1 if size > 1 else min(4, os.cpu_count() or 1))
+        wrong = manifests.problems(folder, manifest, rank, size, threads=checksum.threads())
         wrong += structure.problems(folder, manifest, rank, size)
     except errors.CheckpointUnreadableError as error:
         unreadable = str(error)

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from echelon.checkpoint import strict
+from echelon.checkpoint.checksum import BLOCK_BYTES, crc32
 from echelon.checkpoint.location import Location, is_there, open_file, read_file, size_of
 from echelon.checkpoint.strict import Wrong, short
 from echelon.contracts.errors import (
@@ -49,8 +50,6 @@ MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.safetensors"
 # Under which a tensor file with a nested state has it among its metadata.
 STATE_KEY = "state"
 FORMAT = 2
-# Of a file that one checksum covers: ranks and threads share the verification of a file by blocks.
-BLOCK_BYTES = 64 << 20
 # Of a manifest: 300 TB of files. What a run says of itself is cut down to a small part of it.
 _MANIFEST_BYTES = 128 << 20
 _NAME = re.compile(r"step-([0-9]{8,18})")
@@ -275,11 +274,11 @@ def _pieces(file: Any, limit: int) -> Iterator[bytes]:
 def _checksum(pieces: Iterator[bytes]) -> int:
     total = 0
     for piece in pieces:
-        total = zlib.crc32(piece, total)
+        total = crc32(piece, total)
     return total
 
 
 def checksums(data: bytes | mmap.mmap) -> list[str]:
     """Those of a whole file that is in memory, or mapped, block by block."""
     whole = memoryview(data)
-    return [f"{zlib.crc32(whole[at : at + BLOCK_BYTES]):08x}" for at in range(0, len(whole), BLOCK_BYTES)]
+    return [f"{crc32(whole[at : at + BLOCK_BYTES]):08x}" for at in range(0, len(whole), BLOCK_BYTES)]

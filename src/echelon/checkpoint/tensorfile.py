@@ -11,7 +11,6 @@ import math
 import mmap
 import os
 import struct
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,14 +19,15 @@ import torch
 
 from echelon.checkpoint import header as headers
 from echelon.checkpoint import strict
+from echelon.checkpoint.checksum import Sums, threads
 from echelon.checkpoint.header import Entry
 from echelon.checkpoint.location import Location, create, open_file
-from echelon.checkpoint.manifest import BLOCK_BYTES, checksums
+from echelon.checkpoint.manifest import checksums
 from echelon.checkpoint.plain import dtype_of
 from echelon.checkpoint.strict import Wrong
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError
 
-__all__ = ["Source", "Span", "Sums", "TensorFile", "as_bytes", "assemble", "write", "write_text"]
+__all__ = ["Source", "Span", "TensorFile", "as_bytes", "assemble", "write", "write_text"]
 
 _PIECE_BYTES = 8 << 20
 
@@ -73,8 +73,8 @@ def write(path: Location, sources: Iterable[Source], metadata: dict[str, str] | 
 @contextlib.contextmanager
 def _summed(path: Location) -> Iterator[tuple[Callable[[memoryview], None], dict[str, Any]]]:
     """Context with a function that writes into a new file, and with its entry in the manifest, which is filled at the end."""
-    sums, entry = Sums(), dict[str, Any]()
-    with create(path) if isinstance(path, Path) else path.open("wb") as file:
+    entry = dict[str, Any]()
+    with create(path) if isinstance(path, Path) else path.open("wb") as file, Sums(threads()) as sums:
 
         def put(data: memoryview) -> None:
             file.write(data)
@@ -84,7 +84,7 @@ def _summed(path: Location) -> Iterator[tuple[Callable[[memoryview], None], dict
         file.flush()
         if isinstance(path, Path):
             os.fsync(file.fileno())
-    entry |= sums.entry()
+        entry |= sums.entry()
 
 
 def assemble(path: Path, sources: Iterable[Source], metadata: dict[str, str] | None = None) -> None:
@@ -144,27 +144,6 @@ def write_text(path: Location, text: str) -> dict[str, Any]:
     with _summed(path) as (put, entry):
         put(memoryview(text.encode()))
     return entry
-
-
-class Sums:
-    """The checksums of a stream's blocks."""
-
-    def __init__(self) -> None:
-        self.size, self._now, self._done = 0, 0, list[str]()
-
-    def add(self, data: memoryview) -> None:
-        while len(data):
-            room = BLOCK_BYTES - self.size % BLOCK_BYTES
-            part, data = data[:room], data[room:]
-            self._now = zlib.crc32(part, self._now)
-            self.size += len(part)
-            if self.size % BLOCK_BYTES == 0:
-                self._done.append(f"{self._now:08x}")
-                self._now = 0
-
-    def entry(self) -> dict[str, Any]:
-        """What a manifest says of a file that holds the stream."""
-        return {"size": self.size, "crc32": [*self._done, f"{self._now:08x}"] if self.size % BLOCK_BYTES else self._done}
 
 
 class TensorFile:

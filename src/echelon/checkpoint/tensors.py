@@ -15,11 +15,12 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from echelon.checkpoint import manifest as manifests
 from echelon.checkpoint import plain, renamed, structure
+from echelon.checkpoint.checksum import Sums
 from echelon.checkpoint.layout import INDEX, in_file
 from echelon.checkpoint.location import Location, Remote, create, open_file
 from echelon.checkpoint.renamed import Naming
 from echelon.checkpoint.strict import Wrong
-from echelon.checkpoint.tensorfile import Span, Sums, TensorFile
+from echelon.checkpoint.tensorfile import Span, TensorFile
 from echelon.contracts.errors import CheckpointCorruptError
 
 __all__ = ["Files", "Tensors", "local_files"]

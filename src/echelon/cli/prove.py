@@ -21,10 +21,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", default="1,2,4", metavar="N,N", help="numbers of processes (default: 1,2,4)")
     parser.add_argument("--accumulation", default="1,2", metavar="N,N", help="micro-batches per update on a rank (default: 1,2)")
     parser.add_argument("--updates", type=int, default=5, metavar="N", help="optimizer updates that are compared (default: 5)")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="what every rank computes on (default: a GPU each if there are enough for the largest of --ranks, else the CPU)",
+    )
     parser.add_argument("--float64", action="store_true", help="compare in float64, to 1e-11")
     parser.add_argument("--no-sgd", action="store_true", help="leave out the rows with SGD in place of the script's optimizer")
     parser.add_argument("--bitwise", action="store_true", help="also prove the bit-equal mode")
     parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
+    parser.add_argument("--bf16", action="store_true", help="also compare in bf16, with one process under autocast")
     parser.add_argument("--seed", type=int, default=0, help="of every process before the script begins (default: 0)")
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="seconds after which a row is stopped and failed (default: 600)"
@@ -51,7 +57,8 @@ def execute(arguments: argparse.Namespace) -> int:
     from echelon.prover.target import Target
 
     strategies = arguments.strategies.split(",") if arguments.strategies else None
-    rows = matrix(strategies, ranks, accumulation, sgd=not arguments.no_sgd, parts=arguments.parts if arguments.bitwise else None)
+    parts = arguments.parts if arguments.bitwise else None
+    rows = matrix(strategies, ranks, accumulation, sgd=not arguments.no_sgd, parts=parts, bf16=arguments.bf16)
 
     def shown(result: Result) -> None:
         print(show.line(result), flush=True)
@@ -62,7 +69,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         print(show.HEADER, flush=True)
     proof = prove_target(
-        Target(script=arguments.script, args=tuple(arguments.args)),
+        Target(script=arguments.script, args=tuple(arguments.args), device=arguments.device),
         rows,
         arguments.updates,
         arguments.float64,

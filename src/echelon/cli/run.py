@@ -20,6 +20,7 @@ from typing import Any
 
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.events import read_lines
+from echelon.contracts.machine import DEVICE_VARIABLE
 from echelon.contracts.overrides import Overrides
 from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir, write_json
@@ -27,7 +28,17 @@ from echelon.contracts.stopping import REQUEUE
 from echelon.contracts.terminal import printable
 from echelon.launcher.job import JobSpec, parse_duration, parse_rank_range
 
-__all__ = ["add_arguments", "add_shared", "check_module", "check_script", "decided", "describe", "execute", "stem_of"]
+__all__ = [
+    "add_arguments",
+    "add_shared",
+    "check_module",
+    "check_script",
+    "decided",
+    "describe",
+    "device_in_env",
+    "execute",
+    "stem_of",
+]
 
 _NEVER = {f"__name__ == {name!r}" for name in ("main", "_main_", "__main", "main__")}
 
@@ -44,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="none",
         metavar="cores|devices|both|none",
         choices=("cores", "devices", "both", "none"),
-        help="cores: each rank has cores of its own, of one NUMA node, for a machine that no other job uses; devices: each sees "
-        "one GPU only, by CUDA_VISIBLE_DEVICES (default: none: it sees all, and LOCAL_RANK picks one)",
+        help="cores: each rank has cores of its own, of its GPU's NUMA node, for a machine that no other job uses; devices: each "
+        "sees one GPU only, by CUDA_VISIBLE_DEVICES (default: none: it sees all, and LOCAL_RANK picks one)",
     )
     parser.add_argument("--name", metavar="NAME", help="the run's folder below runs/; an existing one gets one more attempt")
     parser.add_argument(
@@ -74,6 +85,12 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bitwise", action="store_true", help="the same bits in every parameter on any number of ranks that divides --parts"
     )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="what every rank computes on, whatever the script asks for (default: the script's choice, else a GPU each where "
+        "there are any)",
+    )
     parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
@@ -87,6 +104,7 @@ def stem_of(arguments: argparse.Namespace) -> str:
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    os.environ.update(device_in_env(arguments.device))
     least, ranks = parse_rank_range(arguments.ranks)
     if arguments.max_restarts < 0:
         raise UsageError(f"--max-restarts must be at least 0, got {arguments.max_restarts}.")
@@ -167,6 +185,11 @@ def decided(arguments: argparse.Namespace, planned_ranks: int | None = None) -> 
     if arguments.bitwise and (arguments.parts < 1 or arguments.parts & (arguments.parts - 1)):
         raise UsageError(f"--parts must be a power of two, such as 4, got {arguments.parts}.")
     return Overrides(parts=arguments.parts if arguments.bitwise else None, planned_ranks=planned_ranks)
+
+
+def device_in_env(device: str | None) -> dict[str, str]:
+    """The variable by which --device reaches the ranks."""
+    return {} if device is None else {DEVICE_VARIABLE: device}
 
 
 def check_script(script: str) -> None:

@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.cli.run import add_shared, check_module, check_script, decided, describe, stem_of
+from echelon.cli.run import add_shared, check_module, check_script, decided, describe, device_in_env, stem_of
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.files import private_folder
 from echelon.contracts.redact import redacted_words
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default: 1)")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="processes on each (default: one per GPU, else 1)")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="devices of each node")
-    parser.add_argument("--cpus-per-rank", type=int, default=1, metavar="N", help="cores of each process (default: 1)")
+    parser.add_argument("--cpus-per-rank", type=int, metavar="N", help="cores of each process (default: 4 with GPUs, else 1)")
     parser.add_argument("--time", metavar="TIME", help="limit of each start, such as 2h or 1d12h; afterwards it is started again")
     parser.add_argument("--warn", default="2m", metavar="TIME", help="save so long before the limit (default: 2m)")
     parser.add_argument("--no-requeue", action="store_true", help="do not start again after the limit, preemption, a lost node")
@@ -100,7 +100,7 @@ def execute(arguments: argparse.Namespace) -> int:
         export=exported(list(os.environ), arguments.env),
     )
     options.check()
-    spec = _spec(arguments, arguments.script if arguments.module else str(Path(arguments.script).absolute()))
+    spec = job_spec(arguments, arguments.script if arguments.module else str(Path(arguments.script).absolute()))
     if arguments.to in ("local", "dragon"):
         return _submit_here(spec, arguments)
     sweep = parse_sweep(arguments.sweep)
@@ -121,7 +121,7 @@ def execute(arguments: argparse.Namespace) -> int:
     return _say_where(run, jobs, arguments)
 
 
-def _spec(arguments: argparse.Namespace, target: str) -> JobSpec:
+def job_spec(arguments: argparse.Namespace, target: str) -> JobSpec:
     ranks = arguments.ranks_per_node if arguments.ranks_per_node is not None else arguments.gpus_per_node or 1
     for name, value in (("--nodes", arguments.nodes), ("--ranks-per-node", ranks)):
         if value < 1:
@@ -133,7 +133,7 @@ def _spec(arguments: argparse.Namespace, target: str) -> JobSpec:
         "module" if arguments.module else "script",
         args=tuple(arguments.args),
         ranks=ranks,
-        env=decided(arguments).to_env() if arguments.bitwise else {},
+        env={**(decided(arguments).to_env() if arguments.bitwise else {}), **device_in_env(arguments.device)},
         nodes=arguments.nodes,
         max_restarts=arguments.max_restarts,
         stall_after_s=parse_duration(arguments.stall_after) if arguments.stall_after is not None else None,
@@ -154,7 +154,7 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
     other = [n for n in (*_SLURM, "time", "exclusive", "env", "sweep") if n != "mem" and getattr(arguments, n)]
     if other:
         raise UsageError(f"--{other[0]} is for Slurm only. Add what Kubernetes has for it to the manifest that is printed.")
-    spec, mem = _spec(arguments, arguments.script), arguments.mem
+    spec, mem = job_spec(arguments, arguments.script), arguments.mem
     shape = {"cpus_per_rank": arguments.cpus_per_rank, "gpus": arguments.gpus_per_node, "mem": mem}
     if redacted_words(spec.args) != list(spec.args):
         say("an argument looks like a secret, and everyone who can read the manifest will see it. Use a Kubernetes Secret")

@@ -2,7 +2,9 @@
 
 Two kinds of files use the form. `events.rankN.jsonl` holds what happened (`{"event": "train_start", "time": ..., ...}`).
 `metrics.jsonl` holds numbers: training records `{"step", "update", "loss", "lr", "grad_norm", "<unit>_per_s", "time"}` and
-evaluation records `{"step", "eval_loss", "time"}`. `time` is seconds since the epoch.
+evaluation records `{"step", "eval_loss", "time"}`. `time` is seconds since the epoch. A training record also has
+`"<unit>_per_s_per_device"` with several ranks, `"mfu"` from 0 to 1 where the device's peak and the model's FLOPs are known, and
+on a GPU once a second `"memory_peak_bytes", "memory_reserved_bytes", "alloc_retries"` of rank 0.
 """
 
 from __future__ import annotations

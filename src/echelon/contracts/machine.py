@@ -8,7 +8,10 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["boot_id", "process_stat", "started_at", "usable_cores", "visible_devices"]
+__all__ = ["DEVICE_VARIABLE", "boot_id", "process_stat", "started_at", "usable_cores", "visible_devices"]
+
+# "cpu" or "cuda": on what ranks compute, whatever the script says. Set by `--device`, or by hand.
+DEVICE_VARIABLE = "ECHELON_DEVICE"
 
 
 def boot_id() -> str:

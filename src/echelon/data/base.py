@@ -49,14 +49,15 @@ class BaseLoader(ABC):
         tail: str,
         num_workers: int,
         collate_fn: Any,
-        pin_memory: bool,
+        pin_memory: bool | None,
         options: LoaderOptions | None,
     ) -> None:
         self.options = options = options_of(LoaderOptions, "options", options)
         require(tail in ("keep", "drop"), "tail", "'keep' or 'drop'", tail)
         accumulation = whole("accumulation", accumulation, at_least=1)
         global_batch = whole("global_batch", global_batch, at_least=1)
-        flags(pin_memory=pin_memory)
+        if pin_memory is not None:
+            flags(pin_memory=pin_memory)
         require(collate_fn is None or callable(collate_fn), "collate_fn", "a function of a list of samples, or None", collate_fn)
         num_workers = whole("num_workers", num_workers, at_least=0)
         self.global_batch, self.tail = global_batch, tail

@@ -25,6 +25,7 @@ from echelon.data.base import BaseLoader
 from echelon.data.fingerprint import fingerprint as fingerprint_of
 from echelon.data.options import LoaderOptions
 from echelon.data.order import FORMULA, Order, SampleOrder
+from echelon.data.page_locked import Locking, locks
 from echelon.data.parts import Padding, share
 from echelon.data.reader import Reader, ReadFailure
 from echelon.data.views import Ordered
@@ -48,7 +49,7 @@ class Loader(BaseLoader):
         tail: "keep" the short last global batch, weighted by its size, or "drop" it.
         num_workers: processes that load batches; 0 loads in this one.
         collate_fn: list of samples -> batch.
-        pin_memory: page-locked host memory, for faster copies to a GPU.
+        pin_memory: page-locked host memory, for copies to a GPU that nothing waits for. None locks where this process uses CUDA.
         options: what else: a LoaderOptions.
     Raises:
         UsageError: a global batch that cannot be divided, or a dataset that cannot fill one.
@@ -66,7 +67,7 @@ class Loader(BaseLoader):
         tail: Literal["keep", "drop"] = "keep",
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        pin_memory: bool = False,
+        pin_memory: bool | None = None,
         options: LoaderOptions | None = None,
     ) -> None:
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
@@ -164,12 +165,13 @@ class Loader(BaseLoader):
         words = (self.order.seed, self.epoch, dp_rank)
         board = Board(self.num_workers, self._where) if self.num_workers else None
         reader = Reader(self.dataset, self.collate_fn, self._where, words, board, pieces)
+        locking = locks(self.pin_memory)
         loader: DataLoader[Any] = DataLoader(
             reader,  # type: ignore[arg-type]
             batch_sampler=shares,  # type: ignore[arg-type]
             num_workers=self.num_workers,
-            collate_fn=reader.collate,
-            pin_memory=self.pin_memory,
+            collate_fn=Locking(reader.collate) if locking else reader.collate,
+            pin_memory=locking or bool(self.pin_memory),
             worker_init_fn=board.begin if board else None,
             # A generator of its own: the workers' seed must not be drawn from the stream that dropout uses.
             generator=torch.Generator(),
@@ -178,6 +180,8 @@ class Loader(BaseLoader):
         batches = board.started(loader) if board else iter(loader)
         try:
             for micro, batch in enumerate(batches, first):
+                if locking:
+                    batch = batch.data
                 if type(batch) is ReadFailure:
                     raise DataError(batch.text)
                 self._position = micro + 1

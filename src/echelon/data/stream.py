@@ -23,6 +23,7 @@ from echelon.contracts.errors import DataError, UsageError
 from echelon.data.base import BaseLoader
 from echelon.data.lossy import shuffle_buffer
 from echelon.data.options import LoaderOptions
+from echelon.data.page_locked import Lockable, locked, locks
 from echelon.data.reader import ReadFailure
 from echelon.data.streaming import Share, Stand, Streams
 from echelon.data.workers import Board, named
@@ -66,7 +67,7 @@ class StreamLoader(BaseLoader):
         shards: Literal["set_place", "stride", "itself"] | None = None,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        pin_memory: bool = False,
+        pin_memory: bool | None = None,
         options: LoaderOptions | None = None,
     ) -> None:
         super().__init__(global_batch, accumulation, tail, num_workers, collate_fn, pin_memory, options)
@@ -129,10 +130,13 @@ class StreamLoader(BaseLoader):
         states, turn, position, ended = list(begin.streams), begin.turn, begin.position, 0
         board = Board(self.num_workers, self._where) if self.num_workers else None
         made = Streams(self._share(), begin, board)
-        batches = iter(made) if board is None else board.started(self._in_workers(made, board))
+        locking = locks(self.pin_memory)
+        batches = iter(made) if board is None else board.started(self._in_workers(made, board, locking))
         try:
             while ended < streams:  # one round in which every stream passes
                 item = next(batches)
+                if locking:
+                    item = item.data if board is not None else locked(item)
                 if isinstance(item, ReadFailure):
                     raise DataError(item.text)
                 given, batch, states[turn % streams] = item
@@ -190,13 +194,13 @@ class StreamLoader(BaseLoader):
         if begin.position and (buffer := shuffle_buffer(self.dataset)):
             logger.warning("%s", _loses(kind, buffer))
 
-    def _in_workers(self, made: Streams, board: Board) -> DataLoader[Any]:
+    def _in_workers(self, made: Streams, board: Board, locking: bool) -> DataLoader[Any]:
         return DataLoader(
             made,
             batch_size=None,
             num_workers=self.num_workers,
-            collate_fn=_as_it_is,
-            pin_memory=self.pin_memory,
+            collate_fn=Lockable if locking else _as_it_is,
+            pin_memory=locking or bool(self.pin_memory),
             worker_init_fn=board.begin,
             generator=torch.Generator(),  # nothing is drawn from the stream that dropout uses
             timeout=self.options.timeout_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.errors import UsageError
-from echelon.contracts.machine import usable_cores, visible_devices
+from echelon.contracts.machine import DEVICE_VARIABLE, usable_cores, visible_devices
 
-__all__ = ["Failure", "JobSpec", "Outcome", "auto_ranks", "parse_duration", "parse_rank_range", "parse_ranks", "spec_of"]
+__all__ = [
+    "Failure",
+    "JobSpec",
+    "Outcome",
+    "auto_ranks",
+    "cores_of_a_rank",
+    "parse_duration",
+    "parse_rank_range",
+    "parse_ranks",
+    "spec_of",
+]
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
 # What a survivor of a peer's death reports: gloo's and NCCL's words for a connection that went away.
 _PEER_LOST = re.compile(
     r"Connection (closed|reset) by (peer|remote)|Connection refused|Broken pipe|remote process exited|NCCL.*(remote|abort)"
-    r"|Socket closed|gloo/transport|Software caused connection abort",
+    r"|Socket closed|gloo/transport|Software caused connection abort|dump signal due to a collective timeout",
     re.IGNORECASE,
 )
 # And for one that is there, and did not come: gloo's words, those of its store, and ours for both.
@@ -205,8 +216,17 @@ class Outcome:
 
 
 def auto_ranks() -> int:
-    """One rank per visible NVIDIA device, else one per core this process may use."""
-    return len(visible_devices()) or usable_cores()
+    """One rank per visible NVIDIA device, else, or if ranks are told to compute on the CPU, one per core this process may use."""
+    return (0 if os.environ.get(DEVICE_VARIABLE) == "cpu" else len(visible_devices())) or usable_cores()
+
+
+def cores_of_a_rank(gpus_per_node: int | None) -> int:
+    """What a rank is given when nobody says how many: four with a GPU, else one.
+
+    One core is too few for a GPU's rank: besides launching kernels it reads data, pins memory and writes checkpoints. Four are
+    what the smallest nodes with GPUs have for each.
+    """
+    return 4 if gpus_per_node else 1
 
 
 def parse_ranks(text: str | int) -> int:

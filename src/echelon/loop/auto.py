@@ -24,15 +24,15 @@ from echelon.loop.auto_train import AutoTrainUnit, TrainStepResults
 from echelon.loop.averaged import AveragedWeights, SWAParams, swa_scheduler
 from echelon.loop.bitwise import BitEqual
 from echelon.loop.finite import FiniteWatch
-from echelon.loop.metrics import Mean
+from echelon.loop.metrics import MeanOfAPhase
 from echelon.loop.optimizer_checks import check_holds, look_at_first_update, not_the_modules
 from echelon.loop.pieces import pieces_for
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit
 from echelon.loop.window import Window
-from echelon.parallel.activation import ActivationCheckpointParams
+from echelon.parallel.activation import Preset
 from echelon.parallel.precision import Precision, Shards, check_scaler
 from echelon.parallel.prepared import NO_CONTEXT
-from echelon.parallel.recipe import TorchCompileParams
+from echelon.parallel.recipe import Compile, TorchCompileParams
 from echelon.parallel.strategy import Strategy
 from echelon.world import agree, rng
 
@@ -72,14 +72,16 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         strategy: a Strategy, its name, or None for a module that is wrapped already or stays as it is.
         step_lr_interval: call the scheduler after every "step" (that is, update) or every "epoch".
         precision: "fp32", "bf16", "fp16" (with a gradient scaler), a torch dtype, or a Precision with the scaler's options.
-            Parameters stay float32.
+            Parameters, their gradients and optimizer state stay float32; a sharded strategy gathers parameters in this type.
         gradient_accumulation_steps: micro-batches per update. A shorter last window of an epoch keeps its full weight.
         detect_anomaly: stop with the rank and the value at the first loss that is inf or nan, before it reaches the
             parameters, and trace what produced it (`torch.autograd.set_detect_anomaly`; slow).
         clip_grad_norm: largest norm of the whole model's gradient; inf only measures it.
         clip_grad_value: largest absolute value of a gradient element.
         swa_params: average the weights along training; `swa_model` then holds the averages.
-        torch_compile_params, activation_checkpoint_params: compile, and recompute activations.
+        compile: "blocks" compiles the repeated blocks one by one, True the whole module; or a TorchCompileParams, which
+            `torch_compile_params` takes, too.
+        activation_checkpoint_params: "blocks", "selective" or an ActivationCheckpointParams: recompute activations.
         training: False builds no optimizer.
         loss_backward_retain_graph: passed to `backward`.
         enable_prefetch: copy the next batch to a GPU while this one computes.
@@ -115,8 +117,9 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         clip_grad_norm: float | None = None,
         clip_grad_value: float | None = None,
         swa_params: SWAParams | None = None,
+        compile: Compile = None,
         torch_compile_params: TorchCompileParams | None = None,
-        activation_checkpoint_params: ActivationCheckpointParams | None = None,
+        activation_checkpoint_params: Preset = None,
         training: bool = True,
         loss_backward_retain_graph: bool | None = None,
         enable_prefetch: bool = True,
@@ -134,6 +137,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
             clip_grad_norm=clip_grad_norm,
             clip_grad_value=clip_grad_value,
             swa_params=swa_params,
+            compile=compile,
             torch_compile_params=torch_compile_params,
             activation_checkpoint_params=activation_checkpoint_params,
             training=training,
@@ -172,7 +176,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         self.latest_update = (None, None)
         self.eval_loss = self.test_loss = float("nan")  # of the latest evaluation and test, over all ranks
         self._around_window, self._held = ExitStack(), []
-        self._evaluation = _EvalLoss()
+        self._evaluation = MeanOfAPhase()
         self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")
 
     @property
@@ -217,7 +221,8 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
 
     @property
     def agrees_to_stop(self) -> bool:
-        return self._reduces and not self._reports_step and not _overrides(self, AutoUnit, "train_step")
+        own_hook = self._reports_step and self.may_stop
+        return self._reduces and not own_hook and not _overrides(self, AutoUnit, "train_step")
 
     @property
     def steps_by_itself(self) -> bool:
@@ -249,8 +254,8 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
             self._finite.forget()
         if self._plateau:
             check_plateau(state)
+        check_scaler(self.grad_scaler, self.precision, self.prepared)
         if self.grad_scaler is not None:
-            check_scaler(self.grad_scaler, self.prepared)
             self._shards = Shards(self.optimizer, self.module.parameters())
         loader: Any = getattr(state.train_state, "dataloader", None)
         if self._bitwise is None:
@@ -337,13 +342,6 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         if self.eval_progress.latest_loss is not None:
             self.eval_loss = self.eval_progress.latest_loss
         self._finite.forget()
-
-
-class _EvalLoss:
-    """Holds the running mean outside the unit's saved state: it is finished before a checkpoint can be taken."""
-
-    def __init__(self) -> None:
-        self.mean = Mean()
 
 
 def _overrides(unit: object, base: type, name: str) -> bool:

@@ -11,9 +11,9 @@ from echelon.contracts.arguments import flags_of
 from echelon.contracts.errors import require
 from echelon.contracts.numbers import number, whole
 from echelon.loop.averaged import SWAParams
-from echelon.parallel.activation import ActivationCheckpointParams
+from echelon.parallel.activation import Preset
 from echelon.parallel.precision import Precision
-from echelon.parallel.recipe import TorchCompileParams
+from echelon.parallel.recipe import Compile, TorchCompileParams, recipe_of
 from echelon.parallel.strategy import Strategy, resolve
 
 __all__ = ["AutoOptions"]
@@ -21,7 +21,6 @@ __all__ = ["AutoOptions"]
 _VALUES: dict[str, type] = {
     "swa_params": SWAParams,
     "torch_compile_params": TorchCompileParams,
-    "activation_checkpoint_params": ActivationCheckpointParams,
 }
 
 
@@ -42,8 +41,9 @@ class AutoOptions:
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
     swa_params: SWAParams | None = None
+    compile: Compile = None
     torch_compile_params: TorchCompileParams | None = None
-    activation_checkpoint_params: ActivationCheckpointParams | None = None
+    activation_checkpoint_params: Preset = None
     training: bool = True
     loss_backward_retain_graph: bool | None = None
     enable_prefetch: bool = True
@@ -66,5 +66,9 @@ class AutoOptions:
         for name, kind in _VALUES.items():
             value = getattr(self, name)
             require(isinstance(value, kind | None), name, f"{kind.__name__}(...) or None", value)
+        compiled, recomputed = recipe_of(self.compile, self.torch_compile_params, self.activation_checkpoint_params)
+        object.__setattr__(self, "compile", None)
+        object.__setattr__(self, "torch_compile_params", compiled)
+        object.__setattr__(self, "activation_checkpoint_params", recomputed)
         Precision.of(self.precision)
         resolve(self.strategy)

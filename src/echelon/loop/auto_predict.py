@@ -10,11 +10,11 @@ from torch import nn
 from echelon.contracts.overrides import overrides
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.unit import PredictUnit
-from echelon.parallel.activation import ActivationCheckpointParams
+from echelon.parallel.activation import Preset
 from echelon.parallel.parallelize import check_module, parallelize
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
-from echelon.parallel.recipe import Recipe, TorchCompileParams
+from echelon.parallel.recipe import Compile, Recipe, TorchCompileParams
 from echelon.parallel.strategy import Strategy
 from echelon.world.device import copy_data_to_device
 from echelon.world.init import init_from_env
@@ -43,8 +43,9 @@ class AutoPredictUnit(PredictUnit[T]):
         device: torch.device | None = None,
         strategy: Strategy | str | None = None,
         precision: str | torch.dtype | Precision | None = None,
+        compile: Compile = None,
         torch_compile_params: TorchCompileParams | None = None,
-        activation_checkpoint_params: ActivationCheckpointParams | None = None,
+        activation_checkpoint_params: Preset = None,
         detect_anomaly: bool | None = None,
         enable_prefetch: bool = False,
     ) -> None:
@@ -53,6 +54,7 @@ class AutoPredictUnit(PredictUnit[T]):
             device=device,
             strategy=strategy,
             precision=precision,
+            compile=compile,
             torch_compile_params=torch_compile_params,
             activation_checkpoint_params=activation_checkpoint_params,
             detect_anomaly=detect_anomaly,
@@ -66,9 +68,12 @@ class AutoPredictUnit(PredictUnit[T]):
         decided = overrides()
         self.device = options.device or init_from_env()
         self.precision = Precision.of(decided.precision or options.precision)
+        self.precision.look_at(self.device)
         self.detect_anomaly, self.enable_prefetch = bool(options.detect_anomaly), options.enable_prefetch
         compiled = options.torch_compile_params if decided.compile is not False else None
-        recipe = Recipe(options.activation_checkpoint_params, compiled)
+        recomputed = options.activation_checkpoint_params
+        assert not isinstance(recomputed, str), "AutoOptions has made a value of a preset's name"
+        recipe = Recipe(recomputed, compiled, self.precision)
         self.prepared = parallelize(module, options.strategy, self.device, recipe, overridden=decided.strategy)
         self.module: nn.Module = self.prepared.module
         self._copies = torch.cuda.Stream(self.device) if self.enable_prefetch and self.device.type == "cuda" else None
@@ -88,7 +93,8 @@ class AutoPredictUnit(PredictUnit[T]):
 
     def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
         """Put a batch on `self.device`; override for batches of a kind of your own."""
-        return copy_data_to_device(data, self.device, non_blocking=non_blocking)
+        # To a GPU always: what is not page-locked is copied before this returns. From one, a reader would have to wait.
+        return copy_data_to_device(data, self.device, non_blocking=non_blocking or self.device.type == "cuda")
 
     def placement(self, phase: str) -> tuple[Any, Any]:
         if self.device.type == "cpu" and type(self).move_data_to_device is AutoPredictUnit.move_data_to_device:

@@ -30,6 +30,7 @@ from echelon.loop.finite import FiniteWatch
 from echelon.loop.loss import pass_zeros, problem_with, rows
 from echelon.loop.pieces import in_order, mean_loss
 from echelon.loop.unit import TrainUnit
+from echelon.loop.utilization import Utilization
 from echelon.loop.window import Window
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.precision import Shards
@@ -37,6 +38,7 @@ from echelon.parallel.prepared import NO_CONTEXT
 from echelon.world import agree
 
 if TYPE_CHECKING:
+    from echelon.loop.record import Recorder
     from echelon.loop.state import State
 
 __all__ = ["AutoTrainUnit", "TrainStepResults"]
@@ -62,6 +64,7 @@ class TrainStepResults:
 class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
     """What AutoUnit does in a training step, and what its user writes for it. AutoUnit's constructor sets the attributes."""
 
+    peak_flops: float | None = None  # FLOP/s of this device; None looks its name up
     window: Window
     optimizer: torch.optim.Optimizer
     lr_scheduler: Any
@@ -106,6 +109,14 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         """
         return rows(data)
 
+    def flops(self, data: T) -> float | None:
+        """FLOPs of a micro-batch, forward and backward, without what is computed again: for `mfu` in metrics.jsonl.
+
+        None takes the formula for a language model (`loop/utilization.py`), and leaves `mfu` out for another. Yours must tell it
+        from shapes, as nothing here may wait for a device.
+        """
+        return None
+
     def on_train_step_end(self, state: State, data: T, step: int, results: TrainStepResults) -> None:
         """After a step; `step` counts from 0."""
 
@@ -140,6 +151,8 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         if window.reference is None:
             whole = sum(each.weight for each in micro_batches)
             window.estimate(0 if self.prepared.is_replica else whole, over_ranks=self._reduces)
+        if state.recorder is not None:
+            self._count_flops(state.recorder, micro_batches)
         if self.zero_grad_at_train_step_start and window.count == 1:
             self.zero_grad(state)
         if self.prepared.takes_windows:
@@ -188,11 +201,18 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
                 self.on_train_step_end(state, data, number - back, TrainStepResults(loss, None if back else norm, outputs))
         return results[-1][1:]
 
+    def _count_flops(self, recorder: Recorder, micro_batches: list[MicroBatch[T]]) -> None:
+        if recorder.utilization is None:
+            recorder.utilization = Utilization(self)
+        for each in micro_batches:
+            recorder.utilization.count(each.data)
+
     def _leave_window(self) -> None:
         """Forget an unfinished window."""
         self.window.discard()
         self._held.clear()
         self._around_window.close()
+        self.prepared.discard_window()
         if self._bitwise is not None:
             self._bitwise.discard()
 
@@ -261,8 +281,9 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         if isinstance(scale, float) and scale == 1.0:
             loss.backward(retain_graph=self.retain_graph)
         else:
-            # As the first gradient of the chain rule: the weight costs no operation of its own.
-            start = scale.to(loss) if isinstance(scale, torch.Tensor) else loss.new_tensor(scale)
+            # As the first gradient of the chain rule: the weight costs no operation of its own. It is filled in on the device:
+            # a copy from the host, as `new_tensor` makes it, would wait for all kernels before.
+            start = scale.to(loss) if isinstance(scale, torch.Tensor) else loss.new_full((), scale)
             loss.backward(gradient=start.reshape(()), retain_graph=self.retain_graph)
 
     def _update(self, state: State) -> torch.Tensor | None:

@@ -19,7 +19,8 @@ class Callback:
     keep it in the unit if a resumed run needs it.
 
     Attributes:
-        may_stop: False promises never to call `state.stop()` in a hook of a training step; then ranks need not agree after each.
+        may_stop: whether a hook of a training step may call `state.stop()`, so that several ranks wait for one another after
+            each step, and all stop after that very one. With False nothing waits, and a stop comes one step later.
         saves: True if it leaves a checkpoint at the end of training.
         meets_in_steps: True if its step hooks of an evaluation, prediction or test are collective. Then all ranks must have
             equally many batches of it, and are told at once if they do not.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class Run:
                 "%s ranks were launched, but this process has not joined them and runs alone: call echelon.init_from_env()",
                 launched,
             )
-        self._agree_each_step = False
+        self._agree_after_step: Callable[[], None] | None = None
 
     # --- the whole run
 
@@ -136,7 +137,7 @@ class Run:
         if progress.num_steps_completed_in_epoch == 0:
             stage.call(stage.hooks.epoch_start)
         between = Between(
-            agree_to_stop=self._agree_to_stop if self._agree_each_step else None,
+            agree_to_stop=self._agree_after_step,
             evaluate=self._evaluate_if_due if fits else None,
         )
         whole = Steps(stage, between).run()
@@ -212,12 +213,21 @@ class Run:
     # --- what ranks agree on
 
     def _agree_on_agreeing(self) -> None:
-        """Find out once whether a stop can come from a hook; only then do the ranks agree after every step."""
-        if not self.state.alone:
-            stoppers = any(
-                getattr(c, "may_stop", True) and any(has_hook(c, hook) for hook in _STEP_HOOKS) for c in self.callbacks
-            )
-            self._agree_each_step = agree.any_rank(stoppers or not self._inner.agrees_to_stop)
+        """Find out once how ranks learn of a stop: where a hook may ask for one, they wait for each other after every step; else
+        by the messages of the unit's own windows; or, where it sends none, by one that is read a step later.
+        """
+        if self.state.alone:
+            return
+        stoppers = any(getattr(c, "may_stop", True) and any(has_hook(c, hook) for hook in _STEP_HOOKS) for c in self.callbacks)
+        sends = self._inner.agrees_to_stop
+        if agree.any_rank(stoppers or (not sends and getattr(self.unit, "may_stop", True))):
+            self._agree_after_step = self._agree_to_stop
+        elif agree.any_rank(not sends):
+            self._agree_after_step = partial(self._agree_later, agree.AnyRankLater())
+
+    def _agree_later(self, any_rank: agree.AnyRankLater) -> None:
+        if any_rank(self.state.stop_requested):
+            self.state.agree_to_stop()
 
     def _agree_to_stop(self) -> None:
         if not self.state.alone and agree.any_rank(self.state.stop_requested):

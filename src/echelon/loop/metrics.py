@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from echelon.world.agree import control_group, is_joined
 
-__all__ = ["Mean", "load_share", "share_of"]
+__all__ = ["Mean", "MeanOfAPhase", "load_share", "share_of"]
 
 
 class Mean:
@@ -67,3 +67,10 @@ def load_share(metric: Any, state: dict[str, Any]) -> None:
     if callable(getattr(metric, "persistent", None)):
         metric.reset()  # torchmetrics keep the value that they computed last
     metric.load_state_dict(state)
+
+
+class MeanOfAPhase:
+    """Holds a mean outside of a unit's saved state: it is finished before a checkpoint can be taken."""
+
+    def __init__(self) -> None:
+        self.mean = Mean()

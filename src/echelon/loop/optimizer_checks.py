@@ -37,6 +37,7 @@ def check_holds(unit: AutoPredictUnit[Any], optimizer: Any) -> None:
     Raises:
         UsageError: it holds parameters that the module had before it was sharded, or none of the module's.
     """
+    unit.prepared.reshard()  # an evaluation leaves whole parameters in the place of those that the optimizer has
     if overrides().observes or not isinstance(optimizer, torch.optim.Optimizer):
         return
     what = f"{type(unit).__name__}: the {type(optimizer).__name__}"

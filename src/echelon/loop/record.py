@@ -10,12 +10,14 @@ import torch
 from echelon.world.device import to_host
 
 if TYPE_CHECKING:
+    from echelon.loop.utilization import Utilization
     from echelon.observe.sinks.folder import Sink
 
 __all__ = ["Recorder"]
 
 # Often enough for a live line, seldom enough to cost nothing: at a thousand updates a second a batch holds two hundred.
 _FLUSH_S = 0.2
+_MEMORY_S = 1.0  # between two looks at the allocator's counters, which take a fraction of a millisecond
 
 
 class Recorder:
@@ -28,7 +30,9 @@ class Recorder:
     def __init__(self, sinks: list[Sink], weight_unit: str) -> None:
         self._sinks = sinks
         self._rate_key = f"{weight_unit}_per_s"
-        self._pending: list[tuple[int, int, Any, Any, Any, Any, float, Any]] = []
+        self._pending: list[tuple[int, int, Any, Any, Any, Any, float, float, Any]] = []
+        self.utilization: Utilization | None = None  # set at the first step that can tell
+        self._looked_at = 0.0
         self._flushed_at = self._last_at = time.perf_counter()
         self._wall_offset = time.time() - self._flushed_at
 
@@ -37,11 +41,12 @@ class Recorder:
         now = time.perf_counter()
         arrival = None
         if isinstance(loss, torch.Tensor):
-            if loss.is_cuda:
+            if _is_elsewhere(loss):
                 loss, weight, grad_norm, arrival = _to_host(loss, weight, grad_norm)
             else:  # a number at once: hundreds of tensors kept until the flush would push the model's out of the cache
                 loss = loss.item()
-        self._pending.append((step, update, loss, weight, lr, grad_norm, now, arrival))
+        flops = 0.0 if self.utilization is None else self.utilization.take()
+        self._pending.append((step, update, loss, weight, lr, grad_norm, now, flops, arrival))
         if now - self._flushed_at >= _FLUSH_S:
             self._write_arrived()
             self._flushed_at = now
@@ -74,22 +79,37 @@ class Recorder:
         records = [self._read(*row) for row in self._pending[:arrived]]
         del self._pending[:arrived]
         if records:
+            self._add_memory(records[-1])
             for sink in self._sinks:
                 sink.records(records)
 
+    def _add_memory(self, record: dict[str, Any]) -> None:
+        now = time.perf_counter()
+        if self.utilization is not None and now - self._looked_at >= _MEMORY_S:
+            self._looked_at = now
+            record |= self.utilization.memory()
+
     def _read(
-        self, step: int, update: int, loss: Any, weight: Any, lr: Any, grad_norm: Any, at: float, arrival: Any
+        self, step: int, update: int, loss: Any, weight: Any, lr: Any, grad_norm: Any, at: float, flops: float, arrival: Any
     ) -> dict[str, Any]:
         elapsed, self._last_at = at - self._last_at, max(at, self._last_at)
-        return {
+        rate = float(weight) / elapsed if elapsed > 0 else None
+        record = {
             "step": step,
             "update": update,
             "loss": float(loss),
             "lr": float(lr),
             "grad_norm": None if grad_norm is None else float(grad_norm),
-            self._rate_key: float(weight) / elapsed if elapsed > 0 else None,
+            self._rate_key: rate,
             "time": at + self._wall_offset,
         }
+        used = self.utilization
+        if used is not None and rate is not None:
+            if used.devices > 1:
+                record[f"{self._rate_key}_per_device"] = rate / used.devices
+            if (mfu := used.mfu(flops, elapsed)) is not None:
+                record["mfu"] = mfu
+        return record
 
     def close(self) -> None:
         self.flush()
@@ -97,10 +117,14 @@ class Recorder:
             sink.close()
 
 
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+
+
 def _to_host(loss: torch.Tensor, weight: Any, grad_norm: Any) -> tuple[Any, Any, Any, torch.cuda.Event | None]:
-    """Start copying what is on the device; the event tells when it is there."""
+    """Start copying what is on the device; the event tells when it is there. The norm of offloaded gradients is not."""
     given = [loss, weight, grad_norm]
-    here, arrival = to_host(torch.stack([v.detach().double() for v in given if isinstance(v, torch.Tensor)]))
+    here, arrival = to_host(torch.stack([v.detach().double() for v in given if _is_elsewhere(v)]))
     values = iter(here)
-    loss_, weight_, norm_ = (next(values) if isinstance(v, torch.Tensor) else v for v in given)
+    loss_, weight_, norm_ = (next(values) if _is_elsewhere(v) else v for v in given)
     return loss_, weight_, norm_, arrival

@@ -27,7 +27,7 @@ class Between:
     """What the run does between two steps.
 
     Args:
-        agree_to_stop: after every step at which an accumulation window ends; None where the ranks need not agree so often.
+        agree_to_stop: after every step at which an accumulation window ends; None where the unit's own messages say it.
         evaluate: runs an evaluation when one is due; None outside `fit`.
     """
 

@@ -283,5 +283,5 @@ def shared(loader: Any, data_size: int, accumulation: int) -> Any:
         tail="drop" if loader.drop_last else "keep",
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
+        pin_memory=loader.pin_memory or None,
     )

@@ -183,7 +183,14 @@ def wants_iterator(step: Any) -> bool:
 
 
 class TrainUnit(Unit, Generic[T], ABC):
-    """Training: write `train_step`. `on_train_*` hooks run before the callbacks' hooks of the same name."""
+    """Training: write `train_step`. `on_train_*` hooks run before the callbacks' hooks of the same name.
+
+    Attributes:
+        may_stop: whether a step may call `state.stop()`, so that several ranks wait for one another after each, and all stop
+            after that very step. With False (write it in your class) nothing waits, and a stop comes one step later.
+    """
+
+    may_stop = True
 
     def __init__(self) -> None:
         super().__init__()

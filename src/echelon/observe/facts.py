@@ -7,8 +7,10 @@ ask about. So a value of the wrong type counts as unknown, and `Facts.notes` say
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +19,9 @@ from echelon.contracts.files import parse_object, read_bytes
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 
-__all__ = ["Attempt", "Facts", "FirstFailure", "Status", "children", "get", "number", "read", "word"]
+__all__ = ["Attempt", "Facts", "FirstFailure", "Status", "children", "get", "number", "read", "size_bytes", "word"]
 
+_MOST_FOLDERS = 10_000  # in one checkpoint, which has a handful
 _INTERRUPTED = (130, 143)  # 128 + SIGINT, 128 + SIGTERM
 
 
@@ -192,6 +195,18 @@ def children(folder: Path) -> list[Path]:
         return sorted(p for p in folder.iterdir() if p.is_dir())
     except OSError:
         return []
+
+
+def size_bytes(folder: Path) -> int:
+    """Of the files in a folder and its folders, as far as they can be seen."""
+    total = 0
+    for place, _, names in islice(os.walk(folder), _MOST_FOLDERS):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(place, name)).st_size
+            except OSError:  # a run that still trains may delete an old checkpoint meanwhile
+                continue
+    return total
 
 
 def get(value: object, *keys: str) -> Any:

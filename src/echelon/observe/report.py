@@ -7,13 +7,12 @@ an error: a report is wanted most for the run that went wrong. All text from fil
 from __future__ import annotations
 
 import math
-import os
 import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import islice, takewhile
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 
@@ -22,7 +21,7 @@ from echelon.contracts.files import write_whole
 from echelon.contracts.redact import redacted, redacted_words
 from echelon.contracts.run_dir import RunDir
 from echelon.observe import chart, chart_page
-from echelon.observe.facts import Attempt, Facts, children, get, number, read, word
+from echelon.observe.facts import Attempt, Facts, children, get, number, read, size_bytes, word
 
 __all__ = ["render", "write"]
 
@@ -31,7 +30,7 @@ _ROWS = 50  # rows of a table, at most
 _TAIL = 10  # records in the final loss
 _SINGLE = 40  # records that are drawn one by one; more have noise worth smoothing
 _NONE = "\N{EN DASH}"
-_MOST_FOLDERS = 10_000  # in one checkpoint, which has a handful
+_BINARY = (" B", " KiB", " MiB", " GiB", " TiB")
 
 # Also what would turn the direction of the text around it.
 _UNPRINTABLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -123,6 +122,7 @@ def _figures(facts: Facts) -> str:
     for key in facts.rates()[:1]:
         values = [v for _, v in facts.points(key) if math.isfinite(v)]
         cards.append(("Throughput", _quantity(median(values)) if values else _NONE, f"{_unit(key)}, median"))
+    cards += _device_figures(facts)
     ranks, launcher = word(facts.about.get("ranks")), word(facts.about.get("launcher"))
     partly = "of the attempts that are known" if len(known) < len(spans) else ""
     cards += [
@@ -132,6 +132,19 @@ def _figures(facts: Facts) -> str:
     ]
     items = (f'<div><dt>{name}</dt><dd>{_text(v, 40)}</dd><dd class="under">{_text(u, 60)}</dd></div>' for name, v, u in cards)
     return f'<dl class="figures">{"".join(items)}</dl>'
+
+
+def _device_figures(facts: Facts) -> list[tuple[str, object, str]]:
+    """What rank 0 said of its device; nothing of a CPU."""
+    cards: list[tuple[str, object, str]] = []
+    if mfu := [v for _, v in facts.points("mfu") if math.isfinite(v)]:
+        cards.append(("MFU", f"{median(mfu):.1%}", "of the device's peak, median"))
+    if peak := [v for _, v in facts.points("memory_peak_bytes") if math.isfinite(v)]:
+        reserved = max((v for _, v in facts.points("memory_reserved_bytes") if math.isfinite(v)), default=0.0)
+        retries = max((v for _, v in facts.points("alloc_retries") if math.isfinite(v)), default=0.0)
+        under = f"peak on rank 0; {_quantity(reserved, 1024, _BINARY)} reserved"
+        cards.append(("Memory", _quantity(max(peak), 1024, _BINARY), f"{under}, {retries:.0f} retries" if retries else under))
+    return cards
 
 
 def _train_figure(loss: Sequence[chart.Point]) -> tuple[str, object, str]:
@@ -180,6 +193,8 @@ def _charts(facts: Facts) -> str:
     for key in facts.rates()[:_RATES]:
         if rate := _lines(_unit(key), facts.points(key)):
             figures.append(chart.figure("Throughput", _unit(key), rate, across, from_zero=True))
+    if mfu := _lines("mfu", facts.points("mfu")):
+        figures.append(chart.figure("Model FLOPs utilization", "of the peak", mfu, across, from_zero=True))
     if not figures:
         return '<section><h2>Charts</h2><p class="none">No record in metrics.jsonl has a number to draw.</p></section>'
     return f'<section class="charts">{"".join(figures)}</section>'
@@ -231,22 +246,10 @@ def _checkpoints_table(run: RunDir, facts: Facts) -> str:
             step, shown = math.nan, _NONE  # nan equals nothing: no event and no evaluation is taken for this folder's
         number_, at = saved.get(step, (_NONE, None))
         # A link may lead anywhere, to the root of a file system too.
-        units = (" B", " KiB", " MiB", " GiB", " TiB")
-        size = _NONE if folder.is_symlink() else _quantity(_size_bytes(folder), 1024, units)
+        size = _NONE if folder.is_symlink() else _quantity(size_bytes(folder), 1024, _BINARY)
         rows.append([shown, folder.name, size, _when(at), number_, f"{losses[step]:.4g}" if step in losses else _NONE])
     head = ["step", "folder", "size", "saved", "in attempt", "eval loss"]
     return _table("Checkpoints", head, rows, "There is none in checkpoints/.")
-
-
-def _size_bytes(folder: Path) -> int:
-    total = 0
-    for place, _, names in islice(os.walk(folder), _MOST_FOLDERS):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(place, name)).st_size
-            except OSError:  # a run that still trains may delete an old checkpoint meanwhile
-                continue
-    return total
 
 
 def _run_table(run: RunDir, about: Mapping[str, object]) -> str:

@@ -12,9 +12,9 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from echelon.contracts.arguments import flags, flags_of, several
 from echelon.contracts.errors import UsageError, require
-from echelon.contracts.numbers import whole
+from echelon.contracts.numbers import number, whole
 from echelon.parallel.blocks import blocks_by_policy, blocks_to_shard
 from echelon.parallel.prepared import NO_CONTEXT
 
-__all__ = ["ActivationCheckpointParams", "Recompute", "checkpoint_activations", "checkpoint_wrapper"]
+__all__ = ["ActivationCheckpointParams", "Preset", "Recompute", "checkpoint_activations", "checkpoint_wrapper"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,9 @@ class ActivationCheckpointParams:
         context_fn: as in `torch.utils.checkpoint.checkpoint`, to decide operator by operator what is kept.
         every: recompute only each `every`-th of the chosen, for half or a third of the price.
         save_ops: keep what these operators computed, for example `[torch.ops.aten.mm.default]`, and recompute the rest.
+        memory_budget: from 0 to 1: of each compiled graph keep at most this part of the activations, those that are dearest to
+            compute, as torch's partitioner solves it (`torch._functorch.config.activation_memory_budget`; torchtitan's word). It
+            takes the place of the other options, and needs `compile`.
         offload_to_cpu: keep the inputs of the recomputed modules in host memory.
     """
 
@@ -53,9 +56,14 @@ class ActivationCheckpointParams:
     every: int = 1
     save_ops: Sequence[Any] = ()
     offload_to_cpu: bool = False
+    memory_budget: float | None = None
 
     def __post_init__(self) -> None:
         flags_of(self)
+        if self.memory_budget is not None:
+            number("memory_budget", self.memory_budget, "from 0 to 1", lambda part: 0 <= part <= 1)
+            if replace(self, memory_budget=None) != ActivationCheckpointParams():
+                raise UsageError("memory_budget leaves torch.compile to choose what is kept. Give it alone.")
         object.__setattr__(self, "every", whole("every", self.every, at_least=1))
         for name, function in (("check_fn", self.check_fn), ("context_fn", self.context_fn)):
             require(function is None or callable(function), name, "a function or None", function)
@@ -69,6 +77,20 @@ class ActivationCheckpointParams:
             create_selective_checkpoint_contexts(list(self.save_ops))
         except ValueError as error:
             raise UsageError(f"save_ops must be {operators}; torch says: {error}") from error
+
+    @classmethod
+    def of(cls, value: Any, option: str) -> ActivationCheckpointParams | None:
+        """From a preset, or itself: "none" or None; "blocks" recomputes the repeated blocks; "selective" too, but keeps what
+        matrix multiplications, attention and collectives computed, so that only what is cheap is computed again.
+
+        Raises:
+            UsageError: anything else. `option` is named.
+        """
+        if isinstance(value, cls) or value is None or value == "none":
+            return None if isinstance(value, str) else value
+        presets = "'none', 'blocks', 'selective' or ActivationCheckpointParams(...), such as (memory_budget=0.6)"
+        require(value in ("blocks", "selective"), option, presets, value)
+        return cls(save_ops=_dear()) if value == "selective" else cls()
 
     def chosen(self, module: nn.Module) -> list[nn.Module]:
         """The modules to recompute, in the order of the model."""
@@ -86,13 +108,34 @@ class ActivationCheckpointParams:
         return partial(create_selective_checkpoint_contexts, list(self.save_ops)) if self.save_ops else self.context_fn
 
 
+Preset = ActivationCheckpointParams | Literal["none", "blocks", "selective"] | None
+
+# What "selective" keeps: the results of few operators, which take most of a block's time.
+_DEAR = {
+    "aten": (
+        *("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm"),
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    ),
+    "_c10d_functional": ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"),
+}
+
+
+def _dear() -> list[Any]:
+    """Those operators of `_DEAR` that this torch has."""
+    found = [getattr(getattr(torch.ops, library), name, None) for library, names in _DEAR.items() for name in names]
+    return [operator.default for operator in found if operator is not None]
+
+
 def checkpoint_activations(module: nn.Module, params: ActivationCheckpointParams | None) -> nn.Module:
     """Make the chosen submodules recompute, in place; those that do already are left alone.
 
     Raises:
         UsageError: nothing was chosen.
     """
-    if params is None:
+    if params is None or params.memory_budget is not None:
         return module
     chosen = params.chosen(module)
     if not chosen:

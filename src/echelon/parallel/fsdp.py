@@ -23,7 +23,7 @@ from echelon.parallel.blocks import Blocks, blocks_by_policy, chosen_blocks
 from echelon.parallel.fsdp1 import precision_policies, sharding_named
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
-from echelon.parallel.sharding import Sharding, flat_mesh, offloads, replica_mesh, shard
+from echelon.parallel.sharding import Reduction, Sharding, flat_mesh, offloads, replica_mesh, shard
 from echelon.parallel.strategy import Strategy
 from echelon.world.init import World, ensure_group
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import ShardingStrategy as TorchShardingStrategy
 
 __all__ = ["FSDPStrategy", "HSDPStrategy"]
+
+_REDUCTION = ("requires_gradient_sync", "requires_all_reduce")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ class FSDPStrategy(Strategy):
         blocks: names or classes of the submodules to shard one by one; by default the repeated blocks of the model.
         reshard_after_forward: free a block's whole parameters after its forward and gather them again for the backward.
             False keeps them (less traffic, more memory). By default as `sharding_strategy` says.
+        requires_gradient_sync: reduce-scatter gradients in every micro-batch of an accumulation window, so that a rank keeps its
+            shards of them only. False waits for the last one: less traffic, and whole float32 gradients on every rank meanwhile.
+        requires_all_reduce: with several copies, also all-reduce over these in every micro-batch. By default in the last one.
     """
 
     name = "fsdp"
@@ -73,6 +78,8 @@ class FSDPStrategy(Strategy):
     device_mesh: DeviceMesh | None = None
     blocks: Sequence[str | type[nn.Module]] | None = None
     reshard_after_forward: bool | int | None = None
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,6 +120,7 @@ class FSDPStrategy(Strategy):
             from_rank0=self.sync_module_states,
             forward_prefetch=self.forward_prefetch,
             init=self.param_init_fn,
+            reduction=Reduction(self.requires_gradient_sync, self.requires_all_reduce),
         )
         return shard(module, world, recipe, how)
 
@@ -169,8 +177,8 @@ class HSDPStrategy(Strategy):
         shard_size: ranks that split one copy; by default those of one machine, and on one machine the most that leave
             two copies (half of the ranks, if their number is even).
         replicate_size: copies; by default what shard_size leaves. The two must multiply to the world size.
-        blocks, reshard_after_forward, mixed_precision, cpu_offload, sync_module_states, forward_prefetch, param_init_fn:
-            as in FSDPStrategy.
+        blocks, reshard_after_forward, mixed_precision, cpu_offload, sync_module_states, forward_prefetch, param_init_fn,
+            requires_gradient_sync, requires_all_reduce: as in FSDPStrategy.
     """
 
     name = "hsdp"
@@ -184,6 +192,8 @@ class HSDPStrategy(Strategy):
     sync_module_states: bool = True
     forward_prefetch: bool = False
     param_init_fn: Callable[[nn.Module], None] | None = None
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -195,5 +205,5 @@ class HSDPStrategy(Strategy):
         local_size = RankInfo.from_env().local_world_size
         mesh = replica_mesh(world, self.replicate_size, self.shard_size, local_size=local_size)
         same = ("blocks", "reshard_after_forward", "mixed_precision", "cpu_offload", "sync_module_states", "forward_prefetch")
-        options: dict[str, Any] = {name: getattr(self, name) for name in (*same, "param_init_fn")}
+        options: dict[str, Any] = {name: getattr(self, name) for name in (*same, "param_init_fn", *_REDUCTION)}
         return FSDPStrategy(device_mesh=mesh, **options).prepare(module, world, recipe)

@@ -15,7 +15,7 @@ from echelon.parallel.blocks import Blocks, chosen_blocks, innermost_first
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
-from echelon.parallel.sharding import Sharding, flat_mesh, offloads, shard
+from echelon.parallel.sharding import Reduction, Sharding, flat_mesh, offloads, shard
 from echelon.parallel.strategy import Strategy
 from echelon.world.init import World
 
@@ -44,6 +44,7 @@ class FSDP2Strategy(Strategy):
         sync_module_states: start from rank 0's values on every rank.
         forward_prefetch: gather the next block's parameters while one computes.
         param_init_fn: fills the own parameters of a submodule that is on the meta device.
+        requires_gradient_sync, requires_all_reduce: as in FSDPStrategy.
     """
 
     name = "fsdp2"
@@ -59,6 +60,8 @@ class FSDP2Strategy(Strategy):
     sync_module_states: bool = True
     forward_prefetch: bool = False
     param_init_fn: Callable[[nn.Module], None] | None = None
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,6 +93,7 @@ class FSDP2Strategy(Strategy):
             from_rank0=self.sync_module_states,
             forward_prefetch=self.forward_prefetch,
             init=self.param_init_fn,
+            reduction=Reduction(self.requires_gradient_sync, self.requires_all_reduce),
         )
         return shard(module, world, recipe, how)
 

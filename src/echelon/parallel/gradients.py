@@ -32,8 +32,7 @@ def scale_(parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> 
     if not isinstance(factor, torch.Tensor):
         torch._foreach_mul_(grads, factor)
         return
-    for device, same in _by_device(grads).items():  # offloaded gradients lie in host memory
-        torch._foreach_mul_(same, factor.to(device))
+    _multiply(grads, factor)
 
 
 def clip_by_value_(parameters: Iterable[torch.Tensor], max_value: float) -> None:
@@ -84,8 +83,7 @@ def clip_by_norm_(
     grads = [part for parts in kinds.values() for part in parts]
     if grads and max_norm != math.inf:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for device, same in _by_device(grads).items():
-            torch._foreach_mul_(same, factor.to(device))
+        _multiply(grads, factor)
     return norm
 
 
@@ -130,8 +128,12 @@ def _zero(device: torch.device) -> torch.Tensor:
     return torch.zeros((), device=device, dtype=torch.float64)
 
 
-def _by_device(grads: list[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
-    devices: dict[torch.device, list[torch.Tensor]] = {}
-    for grad in grads:
-        devices.setdefault(grad.device, []).append(grad)
-    return devices
+def _multiply(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """By a 0-dim tensor of any type and device, in one operation for all gradients of one type and device."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for grad in grads:  # offloaded gradients lie in host memory
+        kinds.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, dtype), same in kinds.items():
+        # A factor of another type is multiplied tensor by tensor. One of half precision would itself be rounded.
+        own = dtype if dtype in (torch.float32, torch.float64) else factor.dtype
+        torch._foreach_mul_(same, factor.to(device, own))

@@ -18,6 +18,7 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.after_backward import after_backward
 from echelon.parallel.fixed_order import tree_sum
 from echelon.world import agree
+from echelon.world.device import from_host
 
 __all__ = ["AfterEachBackward", "average_", "check_equal"]
 
@@ -41,7 +42,7 @@ def average_(parameters: Sequence[nn.Parameter], groups: Groups, *, in_order: bo
     for same in kinds.values():
         parts = [p.new_zeros(p.numel()) if p.grad is None else _dense(p.grad).reshape(-1) for p in same]
         # Whether a rank has one: a gradient that nobody has stays None, and the optimizer leaves its parameter alone.
-        flags = same[0].new_tensor([float(p.grad is not None) for p in same])
+        flags = from_host([float(p.grad is not None) for p in same], same[0])
         flat = torch.cat([*parts, flags])
         flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
         for group in groups:

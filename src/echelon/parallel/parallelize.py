@@ -16,12 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.overrides import overrides
-from echelon.parallel.activation import ActivationCheckpointParams
+from echelon.parallel.activation import Preset
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
+from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
-from echelon.parallel.recipe import Recipe, TorchCompileParams
+from echelon.parallel.recipe import Compile, Recipe, TorchCompileParams, recipe_of
 from echelon.parallel.registry import kind_of, wrapper_of
 from echelon.parallel.replaced import note
 from echelon.parallel.strategy import NOOPStrategy, Strategy, resolve
@@ -71,6 +72,7 @@ def parallelize(
     check_module(module)
     require(isinstance(device, torch.device), "device", "a torch.device", device, "init_from_env() gives this rank's.")
     chosen, world, recipe = resolve(strategy), World.current(device), recipe or Recipe()
+    recipe.check(device)
     kind = kind_of(module)
     is_plain = chosen is None or isinstance(chosen, NOOPStrategy)
     if kind is None or (kind.by_parameters and not is_plain):
@@ -106,12 +108,22 @@ def prepare_module(
     device: torch.device,
     *,
     strategy: Strategy | str | None = None,
+    compile: Compile = None,
     torch_compile_params: TorchCompileParams | None = None,
-    activation_checkpoint_params: ActivationCheckpointParams | None = None,
+    activation_checkpoint_params: Preset = None,
+    precision: str | torch.dtype | Precision | None = None,
 ) -> nn.Module:
-    """The module moved to `device` and made parallel, for those who write their own unit."""
+    """The module moved to `device` and made parallel, for those who write their own unit.
+
+    Args:
+        precision: what a sharded strategy gathers parameters in. The forward passes are yours, and so is the autocast around
+            them: `with echelon.Precision.of("bf16").autocast(device):`.
+    """
     decided = overrides()
-    recipe = Recipe(activation_checkpoint_params, torch_compile_params if decided.compile is not False else None)
+    chosen = decided.precision or precision
+    compiled, recomputed = recipe_of(compile, torch_compile_params, activation_checkpoint_params)
+    compiled = compiled if decided.compile is not False else None
+    recipe = Recipe(recomputed, compiled, Precision.of(chosen) if chosen is not None else None)
     prepared = parallelize(module, strategy, device, recipe, overridden=decided.strategy)
     if prepared.divides_optimizer:
         logger.warning(

@@ -1,6 +1,7 @@
 """Compute precision: autocast's type, and the loss scaling that fp16 needs, with one verdict over all ranks.
 
-Parameters, gradients and optimizer state stay in float32, sharded or not. In fp16 an update goes
+Parameters, gradients and optimizer state stay in float32, sharded or not; `compute_type` says what a sharded module
+gathers. In fp16 an update goes
 
     backward of loss x scale  ->  unscale all gradients, look for inf and nan  ->  the ranks agree  ->  update, or skip it
 
@@ -10,6 +11,7 @@ some of them, and a rank has only some of the elements; so they are shown `Shard
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -24,7 +26,9 @@ from echelon.parallel.prepared import NO_CONTEXT, Prepared
 from echelon.parallel.shards import is_split, local
 from echelon.world import agree
 
-__all__ = ["Precision", "Shards"]
+__all__ = ["Precision", "Shards", "check_scaler"]
+
+logger = logging.getLogger(__name__)
 
 _NAMES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -77,6 +81,17 @@ class Precision:
             return NO_CONTEXT
         return torch.autocast(device.type, dtype=self.dtype)
 
+    def look_at(self, device: torch.device) -> None:
+        """Warn of a device that only emulates this type."""
+        if self.dtype is not torch.bfloat16 or device.type != "cuda" or torch.version.hip is not None:
+            return
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            logger.warning(
+                "precision 'bf16': %s has no units for bfloat16 and emulates it, slower than float32. Take precision='fp16', "
+                "which brings its gradient scaler.",
+                torch.cuda.get_device_name(device),
+            )
+
     def scaler(self, device: torch.device, prepared: Prepared[Any]) -> torch.amp.GradScaler | None:
         """fp16's small gradients would vanish without a scaler; bf16 has float32's range and needs none."""
         if self.dtype is not torch.float16:
@@ -95,11 +110,19 @@ class Precision:
         return ShardedGradScaler(device.type, process_group=None, **options)
 
 
-def check_scaler(scaler: torch.amp.GradScaler, prepared: Prepared[Any]) -> None:
-    """
+def check_scaler(scaler: torch.amp.GradScaler | None, precision: Precision, prepared: Prepared[Any]) -> None:
+    """Before training; warns of float16 without a scaler.
+
     Raises:
         UsageError: a scaler of the user's own that would see this rank's shards only, so that ranks part ways.
     """
+    if scaler is None:
+        if torch.float16 in (precision.dtype, prepared.computes_in):
+            logger.warning(
+                "the forward pass computes in float16 and there is no gradient scaler: gradients below 6e-8 become 0. Give the "
+                "unit precision='fp16', which brings one, or compute in bfloat16."
+            )
+        return
     if agree.is_joined() and _is_sharded(prepared):
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 

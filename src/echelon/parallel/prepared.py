@@ -53,6 +53,7 @@ class Prepared(Generic[M]):
         takes_windows: `forward_backward_window` takes the micro-batches of an update at once, in an order of its own.
         stages: groups of ranks that hold other parameters altogether, over which norms are summed up; as a pipeline's stages.
         others: what the optimizer trains besides the module, such as a learned weight of a loss.
+        computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
     """
 
     forward_is_collective = False
@@ -63,6 +64,7 @@ class Prepared(Generic[M]):
     flattens_parameters = False
     takes_windows = False
     stages: Sequence[dist.ProcessGroup | None] = ()
+    computes_in: torch.dtype | None = None
 
     def __init__(self, module: M, averaged: Sequence[Axis] = ()) -> None:
         self.module, self.averaged = module, list(averaged)
@@ -208,6 +210,9 @@ class Prepared(Generic[M]):
         """Context of one micro-batch's forward and backward: no gradient traffic before the window's last."""
         self._reduces = last
         return NO_CONTEXT
+
+    def discard_window(self) -> None:
+        """The micro-batches since the last update are given up; the optimizer's gradients are cleared by the caller."""
 
     def forward_backward(
         self,

@@ -1,18 +1,26 @@
-"""What happens to a module besides being made parallel: activation checkpointing and compilation."""
+"""What happens to a module besides being made parallel: activation checkpointing, compilation, the precision it computes in."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from echelon.contracts.arguments import flags_of, several
 from echelon.contracts.errors import UsageError, require
-from echelon.parallel.activation import ActivationCheckpointParams, checkpoint_activations
+from echelon.parallel.activation import ActivationCheckpointParams, Preset, checkpoint_activations
+from echelon.parallel.blocks import blocks_to_shard
+from echelon.parallel.compilation import check_backend, compile_forward, within_budget
+from echelon.parallel.precision import Precision
 
-__all__ = ["Recipe", "TorchCompileParams"]
+__all__ = ["Compile", "Recipe", "TorchCompileParams", "recipe_of"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -22,6 +30,7 @@ class TorchCompileParams:
     Args:
         recursive_module_types: compile the submodules of these classes, or class names, one by one instead of the whole;
             faster to compile when a block is repeated.
+        blocks: compile the repeated blocks of the model, each by its forward; the whole if none repeat.
     """
 
     fullgraph: bool = False
@@ -31,6 +40,7 @@ class TorchCompileParams:
     options: dict[str, Any] | None = None
     disable: bool = False
     recursive_module_types: Collection[str | type[nn.Module]] = field(default_factory=tuple)
+    blocks: bool = False
 
     def __post_init__(self) -> None:
         flags_of(self)
@@ -40,14 +50,51 @@ class TorchCompileParams:
         kinds, what = self.recursive_module_types, "a list of classes or their names"
         kinds = several("recursive_module_types", kinds, what, lambda kind: isinstance(kind, str | type))
         object.__setattr__(self, "recursive_module_types", kinds)
+        if self.blocks and kinds:
+            raise UsageError("blocks and recursive_module_types both choose what is compiled. Give one of them.")
+
+    @classmethod
+    def of(cls, value: Any, option: str) -> TorchCompileParams | None:
+        """From "blocks", True (the whole module), False or None (nothing), or itself.
+
+        Raises:
+            UsageError: anything else. `option` is named.
+        """
+        if isinstance(value, cls) or value is None or value is False:
+            return value or None
+        require(value is True or value == "blocks", option, "'blocks', True, False or TorchCompileParams(...)", value)
+        return cls(blocks=value == "blocks")
+
+
+Compile = TorchCompileParams | bool | Literal["blocks"] | None
+
+
+def recipe_of(
+    compile: Compile, torch_compile_params: TorchCompileParams | None, activation_checkpoint_params: Preset
+) -> tuple[TorchCompileParams | None, ActivationCheckpointParams | None]:
+    """What these arguments of a unit ask for. `torch_compile_params` is TorchTNT's name for `compile`.
+
+    Raises:
+        UsageError: a value that is none; both names at once.
+    """
+    if compile is not None and torch_compile_params is not None:
+        raise UsageError("compile and torch_compile_params are the same option. Give one of them.")
+    compiled = torch_compile_params if torch_compile_params is not None else TorchCompileParams.of(compile, "compile")
+    return compiled, ActivationCheckpointParams.of(activation_checkpoint_params, "activation_checkpoint_params")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What happens to a module besides being made parallel."""
+    """What happens to a module besides being made parallel.
+
+    Args:
+        precision: a strategy that gathers parameters gathers them in it (`compute_type`); autocast is the caller's, under every
+            strategy. None: the strategy's own options decide.
+    """
 
     activation_checkpoint: ActivationCheckpointParams | None = None
     torch_compile: TorchCompileParams | None = None
+    precision: Precision | None = None
 
     def checkpoint_activations(self, module: nn.Module) -> nn.Module:
         compiled = self.torch_compile
@@ -58,20 +105,36 @@ class Recipe:
             )
         return checkpoint_activations(module, self.activation_checkpoint)
 
+    def check(self, device: torch.device) -> None:
+        """
+        Raises:
+            UsageError: what is asked for is not installed, or has no effect.
+        """
+        compiled, recomputed = self.torch_compile, self.activation_checkpoint
+        if compiled is not None and not compiled.disable:
+            check_backend(compiled.backend, device)
+        elif recomputed is not None and recomputed.memory_budget is not None:
+            logger.warning(
+                "memory_budget=%g has no effect: it is about compiled graphs. Give compile='blocks'", recomputed.memory_budget
+            )
+
     def compile(self, module: nn.Module) -> nn.Module:
         params = self.torch_compile
         if params is None or params.disable:
+            return module
+        options: dict[str, Any] = {name: getattr(params, name) for name in ("fullgraph", "dynamic", "backend", "mode", "options")}
+        recomputed = self.activation_checkpoint
+        options = within_budget(options, None if recomputed is None else recomputed.memory_budget)
+        blocks = [block for _, block in blocks_to_shard(module)] if params.blocks else []
+        if blocks:
+            counted = Counter(type(block).__name__ for block in blocks).items()
+            logger.info("compiling %s, one by one", ", ".join(f"{n} {kind}" for kind, n in counted))
+            compile_forward(blocks, options)
             return module
         kinds = params.recursive_module_types
         names = {k for k in kinds if isinstance(k, str)}
         classes = tuple(k for k in kinds if isinstance(k, type))
         targets = [m for m in module.modules() if type(m).__name__ in names or isinstance(m, classes)] if kinds else [module]
         for target in targets:
-            target.compile(
-                fullgraph=params.fullgraph,
-                dynamic=params.dynamic,
-                backend=params.backend,
-                mode=params.mode,
-                options=params.options,
-            )
+            target.compile(**options)
         return module

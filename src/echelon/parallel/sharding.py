@@ -1,35 +1,39 @@
 """Split a module over ranks with torch's `fully_shard`: the one place that calls it, for every strategy built on it.
 
 Communication, per block of layers: an all-gather of its parameters before the forward and again before the backward,
-a reduce-scatter of its gradients after the backward (of a window's last micro-batch); with replicas of the shards, an
-all-reduce over these.
+a reduce-scatter of its gradients after the backward; with replicas of the shards, an all-reduce over these after the backward of
+a window's last micro-batch.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.axes import Axis, axes_of, sharded_axes, split_axes
-from echelon.parallel.blocks import Blocks, blocks_to_shard, without_shared
+from echelon.parallel.blocks import Blocks
 from echelon.parallel.buffers import Buffers
+from echelon.parallel.compute_type import policy_for
+from echelon.parallel.edges import keep_readable
 from echelon.parallel.fixed_order import TreeReduceScatter
+from echelon.parallel.given_up import forget_gradients
 from echelon.parallel.loose import AfterEachBackward
 from echelon.parallel.materialize import materialize, remember
+from echelon.parallel.micro_batch import MicroBatch
+from echelon.parallel.place import place
 from echelon.parallel.prepared import NO_CONTEXT, Prepared
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.registry import Kind, register
-from echelon.parallel.shards import is_fully_sharded, is_split, local, reshard
+from echelon.parallel.same_gradients import SameGradients
+from echelon.parallel.shards import is_fully_sharded, is_split, reshard
+from echelon.parallel.units import Unit, units_of
 from echelon.world.init import World, ensure_group
 from echelon.world.mesh import ParallelDims
 
@@ -37,15 +41,17 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-__all__ = ["FSDPPrepared", "Sharding", "flat_mesh", "offloads", "replica_mesh", "replicas_default", "shard"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["FSDPPrepared", "Reduction", "Sharding", "flat_mesh", "offloads", "replica_mesh", "replicas_default", "shard"]
 
 O = TypeVar("O")  # noqa: E741
 
 
 class FSDPPrepared(Prepared[nn.Module]):
-    """A module that `fully_shard` has split, by us or by the user. Its parameters are DTensors."""
+    """A module that `fully_shard` has split, by us or by the user. Its parameters are DTensors.
+
+    Attributes:
+        reduction: what travels in an accumulation window.
+    """
 
     forward_is_collective = True
     replaces_parameters = True
@@ -53,6 +59,8 @@ class FSDPPrepared(Prepared[nn.Module]):
     def __init__(self, module: nn.Module, world: World, averaged: Sequence[Axis] | None = None) -> None:
         reshard(module)
         super().__init__(module, sharded_axes(module) if averaged is None else averaged)
+        self.reduction = Reduction()
+        self._same: SameGradients | None = None
         _refuse_copies(module)
 
     def adopt(self) -> None:
@@ -73,11 +81,32 @@ class FSDPPrepared(Prepared[nn.Module]):
         return [p for p in self.module.parameters() if p.requires_grad and not is_split(p)]
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        if last != self._reduces:
-            sharded: FSDPModule = self.module  # type: ignore[assignment]
+        if last == self._reduces:
+            return NO_CONTEXT
+        sharded: FSDPModule = self.module  # type: ignore[assignment]
+        self._reduces = last
+        if not self.reduction.requires_gradient_sync:
             sharded.set_requires_gradient_sync(last)
-            self._reduces = last
+        elif not self.reduction.requires_all_reduce and len(self.averaged) > 1:
+            sharded.set_requires_all_reduce(last)
+            if self._same is None:
+                self._same = SameGradients(self.module)
         return NO_CONTEXT
+
+    def forward_backward(
+        self,
+        micro_batch: MicroBatch[Any],
+        forward: Callable[[MicroBatch[Any]], tuple[torch.Tensor, Any]],
+        backward: Callable[[torch.Tensor, MicroBatch[Any]], None],
+    ) -> tuple[torch.Tensor, Any]:
+        made = super().forward_backward(micro_batch, forward, backward)
+        if self._same is not None:
+            self._same.check(last=self._reduces)
+        return made
+
+    def discard_window(self) -> None:
+        if not self._reduces:  # what it kept would join the next window
+            forget_gradients(self.module)
 
     def fix_order(self) -> None:
         if any(p.device_mesh.ndim > 1 for p in self.module.parameters() if is_split(p)):  # type: ignore[attr-defined]
@@ -125,13 +154,28 @@ def _refuse_copies(module: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
+class Reduction:
+    """Which gradients travel after a micro-batch that is not its window's last, by the names of FSDPModule's setters.
+
+    Args:
+        requires_gradient_sync: reduce-scatter: a rank keeps its shards of the gradients. False waits for the last: one in a
+            window instead of one in a micro-batch, and meanwhile whole gradients in float32 on every rank.
+        requires_all_reduce: with copies of the shards, also over the copies. False waits for the last; it costs no memory.
+    """
+
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = False
+
+
+@dataclass(frozen=True)
 class Sharding:
     """What `shard` is told, in `fully_shard`'s words.
 
     Args:
         mesh: the data-parallel ranks: 1-D, or 2-D (replicas, shards).
         blocks: submodules to split one by one, innermost first; None chooses the repeated ones and reports them.
-        root_policy: the root's mixed precision; None is the blocks'.
+        policy: mixed precision, as the user gives it; what it leaves open is the recipe's.
+        root_policy: the root's; None is the blocks'.
         offload: shards and optimizer state live in host memory; they visit the device block by block.
         ignored: parameters that stay whole.
         init: fills a submodule's own parameters, if they are on the meta device.
@@ -149,6 +193,7 @@ class Sharding:
     from_rank0: bool = True
     forward_prefetch: bool = False
     init: Callable[[nn.Module], None] | None = None
+    reduction: Reduction = field(default_factory=Reduction)
 
 
 def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSDPPrepared:
@@ -170,9 +215,11 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
     _refuse_split(module, ranks)
     _refuse_loose(module, ignored, len(ranks))
     ignored |= (whole := _unsplittable(module))
-    blocks = _blocks(module, how.blocks, world)
+    reports, precision = world.rank == 0, recipe.precision
+    units = units_of(module, how.blocks, precision, how.policy, how.reshard_after_forward, world.device, reports=reports)
+    root_policy = policy_for(module, precision, how.root_policy or how.policy)
     module = recipe.compile(recipe.checkpoint_activations(module))
-    _split(module, blocks, ignored, world, how)
+    _split(module, units, root_policy, ignored, world, how)
     materialize(module, torch.device("cpu") if how.offload else world.device, buffers=world.device)
     for parameter in whole:  # is never offloaded
         parameter.data = parameter.data.to(world.device)
@@ -181,33 +228,39 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
     if trained and len(ranks) > 1:
         AfterEachBackward(module, trained, groups)
     Buffers.keep_equal(module, groups)
-    return FSDPPrepared(module, world, axes_of(how.mesh))
+    prepared = FSDPPrepared(module, world, axes_of(how.mesh))
+    prepared.computes_in, prepared.reduction = root_policy.param_dtype, how.reduction
+    return prepared
 
 
-def _split(module: nn.Module, blocks: Blocks, ignored: set[nn.Parameter], world: World, how: Sharding) -> None:
-    """The blocks in turn, then the rest."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+def _split(
+    module: nn.Module,
+    units: list[Unit],
+    root_policy: MixedPrecisionPolicy,
+    ignored: set[nn.Parameter],
+    world: World,
+    how: Sharding,
+) -> None:
+    """The units in turn, then the rest."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    options: dict[str, Any] = {
-        "mesh": how.mesh,
-        "reshard_after_forward": how.reshard_after_forward,
-        "shard_placement_fn": how.placement,
-        "ignored_params": ignored or None,
-    }
+    options: dict[str, Any] = {"mesh": how.mesh, "shard_placement_fn": how.placement, "ignored_params": ignored or None}
     if how.offload:  # pinned memory makes copies to a GPU asynchronous; without a GPU there is none
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=how.pin_memory and world.device.type == "cuda")
-    policy = how.policy or MixedPrecisionPolicy()
     done: set[nn.Module] = set()
-    for name, block in blocks:
-        _place(block, done, world, how, f"{type(module).__name__}.{name}")
-        fully_shard(block, **options, mp_policy=policy)
-    _place(module, done, world, how, type(module).__name__)
-    if how.reshard_after_forward is True:  # torch's own choice for the root: its backward begins where its forward ended
-        options["reshard_after_forward"] = None
-    fully_shard(module, **options, mp_policy=how.root_policy or policy)
+    kind = type(module).__name__
+    # None is torch's own choice for the root: its backward begins where its forward ended.
+    rest = Unit("", (module,), root_policy, None if how.reshard_after_forward is True else how.reshard_after_forward)
+    for unit in (*units, rest):
+        for part in unit.modules:
+            name = f"{kind}.{unit.name}" if unit.name else kind
+            place(part, done, world, how.mesh, from_rank0=how.from_rank0, init=how.init, name=name)
+        together = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
+        fully_shard(together, **options, reshard_after_forward=unit.reshard, mp_policy=unit.policy)
+    keep_readable(module, [part for unit in units if unit.is_edge for part in unit.modules])
     if how.forward_prefetch:
-        for (_, block), (_, following) in itertools.pairwise(blocks):
-            block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+        for before, following in itertools.pairwise(unit for unit in units if unit.in_order):
+            before.modules[0].set_modules_to_forward_prefetch([following.modules[0]])  # type: ignore[operator]
 
 
 def _unsplittable(module: nn.Module) -> set[nn.Parameter]:
@@ -215,19 +268,6 @@ def _unsplittable(module: nn.Module) -> set[nn.Parameter]:
     averaged by `parallel/loose`.
     """
     return {p for p in module.parameters() if p.dim() == 0 or p.numel() == 0}
-
-
-def _blocks(module: nn.Module, chosen: Blocks | None, world: World) -> Blocks:
-    blocks, shared = without_shared(module, blocks_to_shard(module) if chosen is None else chosen)
-    if world.rank == 0:
-        if shared:
-            logger.warning("blocks that share parameters with others are split with the root: %s", ", ".join(shared))
-        if chosen is None:
-            kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(type(b).__name__ for _, b in blocks).items())
-            logger.info(
-                "sharding %s", f"{kinds} one by one, then the rest" if blocks else "the whole module at once: no blocks repeat"
-            )
-    return blocks
 
 
 def _refuse_split(module: nn.Module, ranks: list[int]) -> None:
@@ -243,55 +283,6 @@ def _refuse_loose(module: nn.Module, ignored: set[nn.Parameter], ranks: int) -> 
     loose = [n for n, p in module.named_parameters() if p in ignored and p.requires_grad]
     if loose and ranks > 1:
         raise UsageError(f"ignored_modules, ignored_states: {loose[0]} would not be reduced over the ranks. Freeze it first.")
-
-
-def _place(module: nn.Module, done: set[nn.Module], world: World, how: Sharding, name: str) -> None:
-    """Values for all that is not split yet, on the device and equal on all ranks, as DistributedDataParallel makes them."""
-    todo = [m for m in module.modules() if m not in done]
-    done.update(todo)
-    if how.init is not None:
-        _fill(module, todo, how.init, name)
-    tensors = {id(t): t for m in todo for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
-    with torch.no_grad():
-        for tensor in tensors.values():
-            if tensor.is_meta:  # until all is split
-                continue
-            if tensor.device != world.device:
-                tensor.data = tensor.data.to(world.device)
-            if how.from_rank0 and world.size > 1:
-                _broadcast(tensor.detach(), how.mesh)
-
-
-def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """From the mesh's first rank to all of them, axis by axis."""
-    for axis in range(mesh.ndim):
-        dist.broadcast(local(tensor), group_src=0, group=mesh.get_group(axis))
-
-
-def _fill(root: nn.Module, parts: list[nn.Module], init: Callable[[nn.Module], None], root_name: str) -> None:
-    """Give values to what is on the meta device. What was tied is tied again: filling makes new parameters."""
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for part in parts:
-        for name, parameter in part.named_parameters(recurse=False):
-            places.setdefault(parameter, []).append((part, name))
-    for part in parts:
-        before = _on_meta(part)
-        if not before:
-            continue
-        name = next((f".{n}" for n, m in root.named_modules() if n and m is part), "")
-        first = f"{root_name}{name}.{before[0]}"
-        init(part)
-        if _on_meta(part):
-            raise UsageError(
-                f"{first} must have a value after param_init_fn({type(part).__name__}), but it is still on the meta device."
-            )
-    for (holder, name), *others in places.values():
-        for other, other_name in others:
-            setattr(other, other_name, getattr(holder, name))
-
-
-def _on_meta(part: nn.Module) -> list[str]:
-    return [n for n, t in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)) if t.is_meta]
 
 
 def offloads(value: Any, option: str) -> tuple[bool, bool]:

@@ -17,6 +17,10 @@ rounding noise, which Adam turns into steps of full length: its parameter has no
 element is excused if its gradient is within tolerance of zero in every reference, and if what the difference could do to the
 loss (gradient times difference) is a rounding of the loss, or little beside what the update does to it. They are counted.
 
+A row in bf16 is compared with a reference in bf16, of which the float64 one is a sample. A rounding is a hundredth there, so that
+32 of them would hide a gradient of half the size: `HALF_FACTOR` is less (on right scripts the largest was 2.7), and where more
+than `HALF_RESOLUTION` would be allowed, float64 has to decide, in which nothing is cast.
+
 In float64 a single reference can do, as there is nothing wider: the tolerance is then 1e-11 of the largest value of its kind;
 plain torch reaches 4e-13 after twenty updates.
 """
@@ -38,13 +42,21 @@ __all__ = ["compare", "mean_loss"]
 
 FACTOR = 32.0
 FLOAT64_TOLERANCE = 1e-11
+HALF_FACTOR = 8.0
 RESOLUTION = 5e-3
+HALF_RESOLUTION = 0.25
 HARMLESS = 1e-4  # of what an update does to the loss
 DIGITS = 1e-2  # a tensor whose samples lie within this of each other is no noise, however small it is
 
 
 def compare(
-    row: Path, reference: Path, records: list[dict[str, Any]], dtype: torch.dtype, narrowest: torch.dtype | None = None
+    row: Path,
+    reference: Path,
+    records: list[dict[str, Any]],
+    dtype: torch.dtype,
+    narrowest: torch.dtype | None = None,
+    *,
+    half: bool = False,
 ) -> Verdict:
     """Compare the files of a row with those of the reference on the same micro-batches.
 
@@ -53,13 +65,15 @@ def compare(
             computed again.
         records: of all ranks of the row.
         narrowest: a floating-point type with fewer digits than `dtype` in which the forward pass computes, if there is one.
+        half: row and reference compute in half precision.
     """
     verdict = Verdict()
     epsilon = torch.finfo(dtype).eps
     # Types with few digits round by as much as RESOLUTION: that is not to be taken for chaos.
-    resolution = max(RESOLUTION, 2 * FACTOR * torch.finfo(narrowest or dtype).eps)
+    resolution = HALF_RESOLUTION if half else max(RESOLUTION, 2 * FACTOR * torch.finfo(narrowest or dtype).eps)
     again = sorted(p for p in reference.glob(f"{AGAIN}*") if (p / "update-000.pt").exists())
     comparison = _Comparison(verdict, epsilon, resolution, dtype is torch.float64 and not again, records[0]["flattened"])
+    comparison.factor = HALF_FACTOR if half else FACTOR
     before, reference_before = _load(row / "initial.pt"), _load(reference / "initial.pt")
     comparison.initial(before["parameters"], reference_before["parameters"])
     for k, micros in enumerate(micros_in_order(records)):
@@ -79,17 +93,18 @@ def compare(
         samples = [_Sample(_load(p / file), "wide" in p.name) for p in again if (p / file).exists()]
         comparison.update(k, mine, right, samples, reference_before["parameters"])
         if verdict.first is not None and verdict.first.update == k and not verdict.unmoved:
-            trained = right["parameters"].keys() & mine["parameters"].keys() & right["gradients"].keys()
-            verdict.unmoved = [
-                n
-                for n in trained
-                if torch.equal(mine["parameters"][n], before["parameters"][n])
-                and not torch.equal(right["parameters"][n], reference_before["parameters"][n])
-            ]
+            verdict.unmoved = _unmoved(mine, right, before["parameters"], reference_before["parameters"])
         before, reference_before = mine, right
     verdict.bit_equal = verdict.bit_equal and verdict.first is None and verdict.updates > 0
     verdict.exact = verdict.exact and verdict.bit_equal
     return verdict
+
+
+def _unmoved(mine: dict[str, Any], right: dict[str, Any], before: Values, right_before: Values) -> list[str]:
+    """The parameters that this update of the reference changed, and the row's did not."""
+    values, rights = mine["parameters"], right["parameters"]
+    trained = rights.keys() & values.keys() & right["gradients"].keys()
+    return [n for n in trained if torch.equal(values[n], before[n]) and not torch.equal(rights[n], right_before[n])]
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -133,6 +148,7 @@ class _Comparison:
         self.verdict, self.epsilon, self.resolution = verdict, epsilon, resolution
         self.alone = alone  # one reference in float64
         self.without_gradients = without_gradients
+        self.factor = FACTOR
         self.undetermined: Values = {}
         self.roundings: dict[str, dict[str, float]] = {}  # by kind and name: the largest relative error so far
         self.loss = 0.0  # the largest so far
@@ -168,7 +184,7 @@ class _Comparison:
         is_zero = any(wide and abs(other) <= DIGITS * abs(other - value) for other, wide in others)
         known = self.roundings.setdefault(name, {})
         known[name] = max(error / scale, 0.0 if is_zero else known.get(name, 0.0), self.epsilon)
-        allowed = scale * (FLOAT64_TOLERANCE if self.alone else max(FACTOR * known[name], self._least))
+        allowed = scale * (FLOAT64_TOLERANCE if self.alone else max(self.factor * known[name], self._least))
         if allowed > self.resolution * scale and not is_zero:
             self.verdict.blind.append(Blind(k, phase, name, allowed / scale, 0.0))
         difference = abs(mine[key] - value)
@@ -193,12 +209,12 @@ class _Comparison:
         """
         own = {n: _largest(v) for n, v in values.items()}
         largest, count = max(own.values(), default=0.0), sum(v.numel() for v in values.values())
-        roundings = FACTOR * self.epsilon * largest
+        roundings = self.factor * self.epsilon * largest
         zero, relative = self._measure(kind, values, own, samples, excused, roundings)
         usual = median(relative.values()) if relative else 0.0
         allowed = {}
         for name, scale in own.items():
-            allowed[name] = max(FACTOR * max(relative[name], usual), self._least) * scale
+            allowed[name] = max(self.factor * max(relative[name], usual), self._least) * scale
             if self.alone:
                 allowed[name] = FLOAT64_TOLERANCE * largest
             elif name in zero or not scale:
@@ -246,7 +262,7 @@ class _Comparison:
             self._check(k, "gradient", name, difference, allowed, scale)
         largest = max(map(_largest, right.values()), default=0.0)
         for name in mine.keys() - right.keys():
-            self._check(k, "gradient", name, _largest(mine[name]), FACTOR * self.epsilon * largest, largest or 1.0)
+            self._check(k, "gradient", name, _largest(mine[name]), self.factor * self.epsilon * largest, largest or 1.0)
 
     def _parameters(self, k: int, mine: Values, right: dict[str, Any], samples: list[_Sample], before: Values) -> None:
         values, gradients = right["parameters"], right["gradients"]
@@ -254,7 +270,7 @@ class _Comparison:
         moved = sum(
             float((gradients[n].double() * (values[n] - before[n]).double()).abs().sum()) for n in gradients if n in before
         )
-        harmless = max(FACTOR * self.epsilon * self.loss, HARMLESS * moved)
+        harmless = max(self.factor * self.epsilon * self.loss, HARMLESS * moved)
         excused = 0
         for name, value in values.items():
             if name not in mine:

@@ -33,6 +33,7 @@ class Row:
         accumulation: micro-batches per update on each rank; None leaves what the script says.
         optimizer: "script", or "sgd" in place of the script's.
         parts: with bit-equal numbers: micro-batches of a global batch over all ranks.
+        precision: "bf16" compares with one process under autocast; None is float32.
         needs_plan: left out, without a word, where the model brings no `tp_plan`.
     """
 
@@ -43,12 +44,14 @@ class Row:
     optimizer: str = "script"
     parts: int | None = None
     needs_plan: bool = False
+    precision: str | None = None
 
     @property
     def label(self) -> str:
         extra = [f"accumulation {self.accumulation}"] if self.accumulation not in (None, 1) else []
         extra += [self.optimizer] if self.optimizer != "script" else []
         extra += ["bitwise"] if self.parts else []
+        extra += [self.precision] if self.precision else []
         return ", ".join([self.name, *extra])
 
 
@@ -59,11 +62,12 @@ def matrix(
     *,
     sgd: bool,
     parts: int | None = None,
+    bf16: bool = False,
 ) -> list[Row]:
-    """Every strategy at every number of ranks above one; accumulation splits and SGD at the smallest of them.
+    """Every strategy at every number of ranks above one; accumulation splits, SGD and bf16 at the smallest of them.
 
-    A strategy on one rank is compared once, with `noop`. Splits and SGD do not depend on how many ranks there are beyond one,
-    so they are not multiplied with them.
+    A strategy on one rank is compared once, with `noop`. Splits, SGD and bf16 do not depend on how many ranks there are beyond
+    one, so they are not multiplied with them.
 
     Args:
         strategies: names, or Strategies by the names to show; None is `DEFAULT`, with tp only where a model has a plan.
@@ -79,6 +83,7 @@ def matrix(
     rows = [Row("noop", 1, "noop", a) for a in accumulation if a > 1] if 1 in ranks else []
     if 1 in ranks:
         rows.insert(0, Row("noop", 1, "noop", 1))
+        rows += [Row("noop", 1, "noop", 1, precision="bf16")] if bf16 else []
     for name, strategy in named.items():
         if name == "noop":
             continue
@@ -89,6 +94,7 @@ def matrix(
             first = Row(name, sizes[0], strategy, 1)
             rows += [replace(first, accumulation=a) for a in accumulation if a > 1]
             rows += [replace(first, optimizer="sgd")] if sgd else []
+            rows += [replace(first, precision="bf16", accumulation=max(accumulation))] if bf16 else []
         if name == "tp" and strategy == "tp" and 4 in several:
             rows.append(Row("tp x fsdp", 4, TPStrategy(size=2), 1))
     if strategies is None:

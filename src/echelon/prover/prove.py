@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from echelon.contracts.arguments import flags
 from echelon.contracts.errors import require
+from echelon.contracts.machine import DEVICE_VARIABLE, visible_devices
 from echelon.contracts.numbers import number, whole
 from echelon.prover.matrix import Row, matrix
 from echelon.prover.proof import Proof, Result
@@ -31,8 +34,10 @@ def prove(
     float64: bool = False,
     sgd: bool = True,
     parts: int | None = None,
+    bf16: bool = False,
     seed: int = 0,
     timeout_s: float | None = 600.0,
+    device: str | None = None,
     on_result: Callable[[Result], None] | None = None,
 ) -> Proof:
     """Train what two functions make under every strategy, and compare each step with one process in plain PyTorch.
@@ -50,17 +55,22 @@ def prove(
         float64: compare in float64, to 1e-11.
         sgd: each strategy once with SGD in place of the unit's optimizer.
         parts: also the bit-equal mode, with global batches in so many micro-batches.
+        bf16: each strategy once in bf16, compared with one process under autocast.
         seed: of every process before `make_unit`.
         timeout_s: a row that takes longer is stopped and failed, with the stacks of its ranks; None waits for ever.
+        device: "cpu" or "cuda"; by default a GPU for each rank if there are enough for the largest of `ranks`, else the CPU.
         on_result: called with each row as it is ready.
     Raises:
         UsageError: there is nothing to compare, or the reference cannot be computed.
     """
     require(callable(make_unit), "make_unit", "a function that builds the unit", make_unit, "Write make_unit=lambda: ...")
     require(callable(make_data), "make_data", "a function that builds the loader", make_data, "Write make_data=lambda: ...")
-    flags(float64=float64, sgd=sgd)
-    rows = matrix(strategies, ranks, accumulation, sgd=sgd, parts=parts)
-    return prove_target(Target(make_unit=make_unit, make_data=make_data), rows, updates, float64, seed, on_result, timeout_s)
+    require(device in (None, "cpu", "cuda"), "device", "'cpu', 'cuda' or None", device)
+    flags(float64=float64, sgd=sgd, bf16=bf16)
+    rows = matrix(strategies, ranks, accumulation, sgd=sgd, parts=parts, bf16=bf16)
+    return prove_target(
+        Target(make_unit=make_unit, make_data=make_data, device=device), rows, updates, float64, seed, on_result, timeout_s
+    )
 
 
 def prove_target(
@@ -82,7 +92,15 @@ def prove_target(
     if timeout_s is not None:
         number("timeout_s", timeout_s, "above 0 seconds", lambda seconds: seconds > 0)
     with tempfile.TemporaryDirectory(prefix="echelon-prove-", ignore_cleanup_errors=True) as folder:
+        most, gpus = max((row.ranks for row in rows), default=1), len(visible_devices())
+        lacks = target.device is None and DEVICE_VARIABLE not in os.environ and 0 < gpus < most
+        target = replace(target, device="cpu") if lacks else target
         run = Proving(target, Path(folder), updates, torch.float64 if float64 else torch.float32, seed, timeout_s, logs)
+        if lacks:
+            run.proof.notes.append(
+                f"{most} ranks have {gpus} GPU{'s' if gpus > 1 else ''} here: everything ran on the CPU. `--device cuda --ranks "
+                f"{gpus}` proves as much as fits on the GPU{'s' if gpus > 1 else ''}."
+            )
         for row in run.fitting(rows):
             result = run.row(row)
             run.proof.results.append(result)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from echelon.contracts.errors import RankFailedError
+from echelon.parallel.precision import Precision
 from echelon.prover import causes
 from echelon.prover.judge import compare, mean_loss
 from echelon.prover.matrix import AS_WRITTEN, Row
@@ -71,7 +72,8 @@ class Proving:
             yield from (
                 row
                 for row in rest
-                if (self.has_plan or not row.needs_plan) and not (own and (row.optimizer == "sgd" or (row.accumulation or 1) > 1))
+                if (self.has_plan or not row.needs_plan)
+                and not (own and (row.optimizer == "sgd" or (row.accumulation or 1) > 1 or row.precision))
             )
             return
         self.proof.notes.append(
@@ -125,7 +127,8 @@ class Proving:
                     return reference
             for other in folder.glob("again-wide-*"):
                 shutil.rmtree(other)
-        self._shake(ran, reference, 1, None)
+        half = Precision.of(ran.row.precision).dtype
+        self._shake(ran, reference, 1 if half is None else _SHAKES, half)
         return reference
 
     def _shake(self, ran: Ran, reference: Computed, samples: int, narrowest: torch.dtype | None) -> None:
@@ -191,7 +194,7 @@ class Proving:
         result.step_s = median(times) if times else None
         result.peak_bytes = max((r["peak_bytes"] for r in records if r["peak_bytes"] is not None), default=None)
         reference = self._reference(ran)
-        seen = Judged(ran, reference, compare(ran.folder, reference.folder, records, ran.dtype))
+        seen = Judged(ran, reference, compare(ran.folder, reference.folder, records, ran.dtype, half=row.precision is not None))
         if seen.verdict.meaningless is not None:
             fill(result, seen.verdict)
             result.verdict, result.message = "failed", seen.verdict.meaningless
@@ -205,7 +208,8 @@ class Proving:
     def _decide(self, result: Result, seen: Judged) -> None:
         """The verdict, with causes if it is a bad one."""
         final, unconfirmed = seen, ""
-        if not seen.verdict.clear and not result.causes:  # what the records show is no rounding
+        # What the records show is no rounding. Nor can float64, which nothing casts, say what casting does wrong.
+        if not seen.verdict.clear and not result.causes and not (seen.ran.row.precision and seen.verdict.first):
             final, unconfirmed = self._closer(seen)
         verdict = final.verdict
         limit = _MOST_EXCUSED if final.ran.dtype is torch.float64 else SMALL_SHARE

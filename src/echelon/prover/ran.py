@@ -65,11 +65,11 @@ def fill(result: Result, verdict: Verdict) -> None:
 
 
 def in_words(seen: Judged) -> str:
-    """What float32 showed, where float64 decided."""
-    first = seen.verdict.first
+    """What the row's own precision showed, where float64 decided."""
+    first, own = seen.verdict.first, seen.ran.row.precision or "float32"
     if first is not None:
-        return f"float32: update {first.update}, {first.phase}, {first.tensor} differs by {first.relative:.1e}"
-    return f"float32: {blindness(seen)}"
+        return f"{own}: update {first.update}, {first.phase}, {first.tensor} differs by {first.relative:.1e}"
+    return f"{own}: {blindness(seen)}"
 
 
 def blindness(judged: Judged) -> str:
@@ -91,14 +91,14 @@ def data_of(row: Row, records: list[dict[str, Any]]) -> tuple[Any, ...]:
     As a rule the samples of each update alone. Dropped units depend on the micro-batches and on the RNGs in front of
     them; a step of one's own, which may accumulate, on which micro-batches came at the same time.
     """
-    updates = range(len(micros_in_order(records)))
+    updates, how = range(len(micros_in_order(records))), (row.optimizer, row.precision)
     epochs = tuple(records[0]["updates"][k][0].epoch for k in updates)
     if records[0]["kind"] == "TrainUnit":
-        return row.optimizer, epochs, tuple(tuple(map(_digest_of_samples, by_index(records, k))) for k in updates)
+        return how, epochs, tuple(tuple(map(_digest_of_samples, by_index(records, k))) for k in updates)
     merged = micros_in_order(records)
     if any(m.streams for u in merged for m in u):
-        return row.optimizer, epochs, tuple(tuple((digest(m.plain), digest(m.streams)) for m in u) for u in merged)
-    return row.optimizer, epochs, tuple(map(_digest_of_samples, merged))
+        return how, epochs, tuple(tuple((digest(m.plain), digest(m.streams)) for m in u) for u in merged)
+    return how, epochs, tuple(map(_digest_of_samples, merged))
 
 
 def _digest_of_samples(micros: list[Micro]) -> Any:

@@ -38,7 +38,7 @@ _EPOCH_S = 10.0  # for counting what one process sees in an epoch
 def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dtype, seed: int, every: int = 1) -> dict[str, Any]:
     """Run the target as `row` says, on this rank, and leave what it did in `folder`."""
     chosen = RowStrategy(row) if row.strategy is not None else None
-    decided = Overrides(chosen, "fp32", row.accumulation, False, row.parts, observes=True)
+    decided = Overrides(chosen, row.precision or "fp32", row.accumulation, False, row.parts, observes=True)
     recorder = StepRecorder(Path(folder), updates, dtype, every)
 
     def watch(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
@@ -97,7 +97,7 @@ class Replay:
             found.update(work(unit, dataloader))
             raise Enough
 
-        decided = Overrides("noop", "fp32", 1, False, None, observes=True)
+        decided = Overrides("noop", self.row.precision or "fp32", 1, False, None, observes=True)
         with _deciding(decided, dtype, self.seed), observing(work_and_end):
             try:
                 self.target.run()
@@ -155,7 +155,7 @@ def _deciding(decided: Overrides, dtype: torch.dtype, seed: int) -> Iterator[set
     torch.manual_seed(_torch_seed(seed))
     seeded: set[str] = set()
     try:
-        with noting_seeds(seeded), without_autocast():
+        with noting_seeds(seeded), without_autocast() if decided.precision == "fp32" else contextlib.nullcontext():
             yield seeded
     finally:
         torch.set_default_dtype(before)

@@ -258,7 +258,8 @@ class AutoReference(Reference):
         mean = 0.0
         for data, share, streams in pieces:
             self.sources.restore(streams)
-            loss, _ = self.unit.compute_loss(self.state, widened(data, self.dtype, self.device))
+            with self.unit.precision.autocast(self.device):
+                loss, _ = self.unit.compute_loss(self.state, widened(data, self.dtype, self.device))
             if streams:
                 after = self.sources.states()
                 self.draws.append(digest({name: after.get(name) for name in streams}))

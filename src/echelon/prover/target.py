@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+from echelon.contracts.machine import DEVICE_VARIABLE
 from echelon.loop.run import train
 from echelon.world.init import init_from_env
 
@@ -25,14 +27,18 @@ class Target:
         script: path of a Python file that calls `train` or `fit`.
         args: its command line.
         make_unit, make_data: in place of a script.
+        device: "cpu" or "cuda", whatever the script says; None leaves it its choice.
     """
 
     script: str = ""
     args: Sequence[str] = ()
     make_unit: Callable[[], Any] | None = None
     make_data: Callable[[], Any] | None = None
+    device: str | None = None
 
     def run(self) -> None:
+        if self.device is not None:
+            os.environ[DEVICE_VARIABLE] = self.device
         if self.make_unit is not None and self.make_data is not None:
             init_from_env()
             train(self.make_unit(), self.make_data(), max_epochs=10**6)

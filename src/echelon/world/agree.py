@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.contracts.errors import EchelonError, RanksDisagreeError
+from echelon.world.timeout import timeout_of_default_group
 
 __all__ = ["AnyRankLater", "any_rank", "channel", "control_group", "from_rank0", "gather", "is_rank0", "same_on_all"]
 
@@ -44,7 +45,7 @@ def control_group() -> dist.ProcessGroup | None:
     if "gloo" in str(dist.get_backend_config()):
         return default
     if default not in _side_groups:
-        made = dist.new_group(backend="gloo")
+        made = dist.new_group(backend="gloo", timeout=timeout_of_default_group())
         assert made is not None
         _side_groups[default] = made
     return _side_groups[default]
@@ -107,7 +108,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     padded[: data.numel()] = data
     parts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(size)]
     dist.all_gather(parts, padded, group=group)
-    return [json.loads(bytes(p[: int(n.item())].tolist())) for p, n in zip(parts, lengths, strict=True)]
+    return [json.loads(p[: int(n.item())].cpu().numpy().tobytes()) for p, n in zip(parts, lengths, strict=True)]
 
 
 def same_on_all(name: str, value: T, remedy: str, group: dist.ProcessGroup | None = None) -> T:

@@ -5,41 +5,91 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from echelon.contracts.errors import UsageError
-from echelon.contracts.machine import usable_cores
+from echelon.contracts.machine import DEVICE_VARIABLE, usable_cores
 from echelon.contracts.rank import RankInfo
 
-__all__ = ["copy_data_to_device", "device_of", "record_stream", "same_kernels", "set_threads", "to_host"]
+__all__ = [
+    "copy_data_to_device",
+    "device_of",
+    "from_host",
+    "in_thread",
+    "map_tensors",
+    "record_stream",
+    "same_kernels",
+    "set_threads",
+    "to_host",
+    "use",
+]
 
 T = TypeVar("T")
 
+# By which torch's allocator is configured: since 2.9, and before. 2.11 to 2.13 read both.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
-def device_of(info: RankInfo, device_type: str | None = None) -> torch.device:
-    """The device of a rank: cuda:LOCAL_RANK if there is CUDA, else the CPU.
 
+def device_of(info: RankInfo, device_type: str | None = None, *, shared: bool = False) -> torch.device:
+    """The device of a rank: cuda:LOCAL_RANK if there is CUDA, else the CPU. $ECHELON_DEVICE, set by `--device`, decides first.
+
+    Args:
+        shared: with more ranks than devices, ranks take turns, as gloo allows it and NCCL does not.
     Raises:
         UsageError: an unknown or absent device type, or fewer devices than ranks on this node.
     """
-    if device_type not in (None, "cpu", "cuda"):
-        raise UsageError(f"device_type must be 'cpu' or 'cuda', got {device_type!r}.")
-    if device_type == "cpu" or (device_type is None and not torch.cuda.is_available()):
+    said, chosen = ("device_type", device_type)
+    if imposed := os.environ.get(DEVICE_VARIABLE):
+        said, chosen = DEVICE_VARIABLE, imposed
+    if chosen not in (None, "cpu", "cuda"):
+        raise UsageError(f"{said} must be 'cpu' or 'cuda', got {chosen!r}.")
+    if chosen == "cpu" or (chosen is None and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 0:
-        raise UsageError("device_type is 'cuda', but torch finds no CUDA device here. Use device_type='cpu'.")
+        raise UsageError(f"{said} is 'cuda', but torch finds no CUDA device here. Use {said}='cpu'.")
     # A launcher that shows every rank one device only (CUDA_VISIBLE_DEVICES per rank) leaves index 0.
     index = 0 if count == 1 and info.local_world_size > 1 and "CUDA_VISIBLE_DEVICES" in os.environ else info.local_rank
-    if index >= count:
+    if index >= count and not shared:
         raise UsageError(
             f"rank {info.rank} has local rank {info.local_rank}, but its node has {count} CUDA devices. "
-            f"Start at most {count} ranks a node."
+            f"Start at most {count} ranks a node, compute on the CPU (`--device cpu`, or {DEVICE_VARIABLE}=cpu), or let ranks "
+            "share a device by init_from_env(pg_backend='gloo')."
         )
-    return torch.device("cuda", index)
+    return torch.device("cuda", index % count)
+
+
+def use(device: torch.device) -> None:
+    """Make a GPU this process's current one, before anything is allocated there.
+
+    Segments of its memory may grow, unless the user configures the allocator: a step whose sizes vary, or a whole evaluation
+    between two steps, then leaves no holes that nothing fits into. torch reads either variable once, at the first allocation.
+    """
+    if device.type != "cuda":
+        return
+    if not any(name in os.environ for name in _ALLOCATOR):
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+    torch.cuda.set_device(device)
+
+
+def in_thread(work: Callable[[], None]) -> Callable[[], None]:
+    """The same work, for another thread of this rank that may touch CUDA.
+
+    A thread begins with device 0 as its current one, whatever its process has chosen. Without this each rank of a node would
+    open a context there, half a gigabyte each, by waiting for an event or asking for page-locked memory.
+    """
+    if not torch.cuda.is_initialized():
+        return work
+    device = torch.cuda.current_device()
+
+    def with_device() -> None:
+        torch.cuda.set_device(device)
+        work()
+
+    return with_device
 
 
 def set_threads(info: RankInfo) -> None:
@@ -72,7 +122,7 @@ def copy_data_to_device(data: T, device: torch.device, *args: Any, **options: An
     Args:
         args, options: more of what `Tensor.to` takes, such as `non_blocking=True`.
     """
-    return _map(data, lambda t: t.to(device, *args, **options))  # type: ignore[no-any-return]
+    return map_tensors(data, lambda t: t.to(device, *args, **options))  # type: ignore[no-any-return]
 
 
 def record_stream(data: Any, stream: torch.cuda.Stream) -> None:
@@ -86,7 +136,13 @@ def record_stream(data: Any, stream: torch.cuda.Stream) -> None:
             value.record_stream(stream)
         return value
 
-    _map(data, record)
+    map_tensors(data, record)
+
+
+def from_host(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    """`like.new_tensor(values)`, without waiting for the device: only page-locked memory is copied beside its kernels."""
+    here = torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)
+    return here.to(like.device, non_blocking=True)
 
 
 def to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
@@ -100,11 +156,12 @@ def to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None
     return here, arrival
 
 
-def _map(data: Any, fn: Any) -> Any:
+def map_tensors(data: Any, fn: Any) -> Any:
+    """The same structure with `fn(value)` for each tensor, and for each other object that has a method `to`."""
     if isinstance(data, torch.Tensor):
         return fn(data)
     if isinstance(data, Mapping):
-        items = {k: _map(v, fn) for k, v in data.items()}
+        items = {k: map_tensors(v, fn) for k, v in data.items()}
         if type(data) is dict:
             return items
         if dataclasses.is_dataclass(data):  # as the outputs of transformers, which let nobody call their `update`
@@ -116,14 +173,14 @@ def _map(data: Any, fn: Any) -> Any:
         copied.update(items)
         return copied
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(_map(v, fn) for v in data))
+        return type(data)(*(map_tensors(v, fn) for v in data))
     if isinstance(data, (list, tuple)):
-        return type(data)(_map(v, fn) for v in data)
+        return type(data)(map_tensors(v, fn) for v in data)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         # Fields are set on a copy: a constructor may do more than store what it is given.
         twin: Any = copy.copy(data)
         for field in dataclasses.fields(data):
-            object.__setattr__(twin, field.name, _map(getattr(data, field.name), fn))
+            object.__setattr__(twin, field.name, map_tensors(getattr(data, field.name), fn))
         return twin
     if hasattr(data, "to") and callable(data.to):
         return fn(data)

@@ -7,12 +7,13 @@ world of one). It holds nothing that could disagree with torch.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
-import logging
 import os
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,19 +21,21 @@ import torch
 import torch.distributed as dist
 
 from echelon.contracts.asked import Asked
-from echelon.contracts.errors import LauncherEnvironmentError, require
+from echelon.contracts.errors import LauncherEnvironmentError, UsageError, require
+from echelon.contracts.machine import DEVICE_VARIABLE
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.world import stop
-from echelon.world.device import device_of, set_threads
+from echelon.world.device import device_of, set_threads, use
+from echelon.world.meeting import Facts, meet, refusal
 
 __all__ = ["World", "ensure_group", "init_from_env"]
 
-logger = logging.getLogger(__name__)
 
 # torch's default is 30 minutes, which is what a hang then costs. A collective that takes ten has gone wrong.
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _LAST_WORK_S = 0.05
 _joins = itertools.count()
+_device: torch.device | None = None  # that this process computes on, once `init_from_env` has chosen
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class World:
             rank, size = dist.get_rank(), dist.get_world_size()
         else:
             rank, size = 0, 1
-        return cls(rank, size, device or device_of(RankInfo()))
+        return cls(rank, size, device or _device_of(RankInfo()))
 
 
 def init_from_env(
@@ -73,15 +76,16 @@ def init_from_env(
     exit code 75, where the program has no handlers of its own; while a loop trains, it saves first (docs/checkpoints.md).
 
     Args:
-        device_type: "cpu" or "cuda"; by default cuda if there is a device, else cpu.
-        pg_backend: by default gloo on CPU, and on CUDA nccl for its tensors with gloo for those in host memory.
+        device_type: "cpu" or "cuda"; by default cuda if there is a device, else cpu. `--device` and $ECHELON_DEVICE go before it.
+        pg_backend: by default gloo on CPU, and on CUDA nccl for its tensors with gloo for those in host memory. By "gloo" alone
+            several ranks may compute on one GPU.
         timeout: after which a collective fails. `pg_timeout` is TorchTNT's name for it.
         float32_matmul_precision: torch's setting of that name; left alone by default.
     Returns:
         The device.
     Raises:
-        LauncherEnvironmentError: variables are missing or contradict each other, or the port is taken; or a launch command
-            started another number of ranks than the job asked of it.
+        LauncherEnvironmentError: variables are missing or contradict each other, or the port is taken; a launch command started
+            another number of ranks than the job asked of it; or, on all ranks, some cannot compute together (`meeting`).
         UsageError: the device type does not exist here.
     """
     wait = pg_timeout if pg_timeout is not None else timeout
@@ -92,45 +96,87 @@ def init_from_env(
     info = RankInfo.from_env()
     if (asked := Asked.from_env()) is not None:
         asked.check(info)
-    device = device_of(info, device_type)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    joins = dist.is_available() and not dist.is_initialized() and (info.world_size > 1 or "RANK" in os.environ)
+    device = _device_of(info, device_type, pg_backend, wait if joins else None)
+    use(device)
     if float32_matmul_precision is not None:
         torch.set_float32_matmul_precision(float32_matmul_precision)
-    if dist.is_available() and not dist.is_initialized():
+    if joins:
         set_threads(info)
-        if info.world_size == 1 and "RANK" not in os.environ:
-            logger.debug("no launcher: a world of one, without a process group")
-        else:
-            backend = pg_backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-            _join(info, backend, wait, device)
+        named = device_type is not None or DEVICE_VARIABLE in os.environ
+        _join(info, pg_backend or _backend_of(device), wait, device, named=named)
+    global _device
+    _device = device
     # Not before: who waits for others inside torch cannot run a handler, and would not end.
     stop.hear_from_now_on()
     return device
 
 
-def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device) -> None:
+def _device_of(
+    info: RankInfo, device_type: str | None = None, backend: str | None = None, joining: timedelta | None = None
+) -> torch.device:
+    """That of an earlier call, unless this one names another kind. If there is none, others that would wait are told."""
+    if _device is not None and device_type is None and DEVICE_VARIABLE not in os.environ:
+        return _device
+    if backend is None and dist.is_available() and dist.is_initialized():
+        backend = str(dist.get_backend_config())
+    try:
+        return device_of(info, device_type, shared=backend is not None and "nccl" not in backend)
+    except UsageError as error:
+        if joining is not None and info.world_size > 1:
+            with contextlib.suppress(LauncherEnvironmentError):
+                _meet(info, refusal(error), joining)
+        raise
+
+
+def _backend_of(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device, *, named: bool) -> None:
     _end_calmly()
     device_id = device if device.type == "cuda" else None
     if info.world_size == 1:  # nobody to meet: no port that another process could have taken
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id)
         return
+    with _naming_the_address(info, timeout):
+        store = _meet(info, Facts.here(device, asked=named, backend=backend), timeout)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("default_pg", store),  # as torch's own env:// has it
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timeout,
+            device_id=device_id,
+        )
+
+
+def _meet(info: RankInfo, facts: Facts, timeout: timedelta) -> dist.Store:
+    """The ranks' store, in which they have agreed that they can join."""
     # torch's env:// reads exactly these; other launchers' facts are given to it under torchrun's names.
     for name, value in info.to_env().items():
         os.environ.setdefault(name, value)
-    if info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if info.rank == 0 and not of_launcher:
         _check_port(info)
-    prefix = os.environ.get(STORE_PREFIX_VARIABLE)
-    try:
-        if prefix and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    prefix, number = os.environ.get(STORE_PREFIX_VARIABLE), next(_joins)
+    store: dist.Store
+    with _naming_the_address(info, timeout):
+        if prefix and of_launcher:
             served = dist.TCPStore(info.master_addr, info.master_port, is_master=False, wait_for_workers=False, timeout=timeout)
             # The launcher's store outlives a group: ranks that join again must not read where the last one's were.
-            store = dist.PrefixStore(f"{prefix}/{next(_joins)}", served)
-            dist.init_process_group(
-                backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout, device_id=device_id
-            )
+            store = dist.PrefixStore(f"{prefix}/{number}", served)
         else:
-            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+            store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
+            store.set_timeout(timeout)
+        meet(dist.PrefixStore(f"echelon/{number}", store), info, facts, timeout, fresh=bool(prefix) or not of_launcher)
+    return store
+
+
+@contextlib.contextmanager
+def _naming_the_address(info: RankInfo, timeout: timedelta) -> Iterator[None]:
+    try:
+        yield
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise LauncherEnvironmentError(
             f"rank {info.rank} of {info.world_size} could not join at MASTER_ADDR={info.master_addr} "
@@ -178,5 +224,4 @@ def ensure_group(device: torch.device) -> None:
                 "Call echelon.init_from_env() first."
             )
         _end_calmly()
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(_backend_of(device), store=dist.HashStore(), rank=0, world_size=1)

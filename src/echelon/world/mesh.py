@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from echelon.contracts.errors import UsageError
 from echelon.world.init import ensure_group
+from echelon.world.timeout import inherit_timeout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -97,7 +98,9 @@ class ParallelDims:
             sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
             # `fully_shard` wants an axis to shard over, even of one rank; the others are left out if they have no peers.
             names = tuple(n for n, s in sizes.items() if s > 1 or n == "dp_shard")
-            _meshes[key] = init_device_mesh(device.type, tuple(sizes[n] for n in names), mesh_dim_names=names)
+            mesh = _meshes[key] = init_device_mesh(device.type, tuple(sizes[n] for n in names), mesh_dim_names=names)
+            for name in names:
+                inherit_timeout(mesh.get_group(name))
         return _meshes[key]
 
 

@@ -25,7 +25,7 @@ from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.terminal import say
 from echelon.launcher.cluster.conclude import conclude, refuse
 from echelon.launcher.cluster.node import run_node, start_of
-from echelon.launcher.job import JobSpec
+from echelon.launcher.job import JobSpec, cores_of_a_rank
 from echelon.launcher.local.output import forgive_output
 from echelon.launcher.protocol import FolderJob, JobState, write_spec
 from echelon.launcher.records import exit_record
@@ -39,7 +39,14 @@ _NAME = re.compile(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?")  # of a Service, and with
 
 
 def render(
-    spec: JobSpec, name: str, *, image: str, volume: str, cpus_per_rank: int = 1, gpus: int | None = None, mem: str | None = None
+    spec: JobSpec,
+    name: str,
+    *,
+    image: str,
+    volume: str,
+    cpus_per_rank: int | None = None,
+    gpus: int | None = None,
+    mem: str | None = None,
 ) -> str:
     """The Service and the Job, as YAML documents that are JSON.
 
@@ -62,7 +69,7 @@ def render(
             f"--volume must be CLAIM:PATH, a claim that all pods can write and its absolute path there, got {volume!r}."
         )
     run, label = str(PurePosixPath(path) / "runs" / name), "batch.kubernetes.io/"
-    resources = _resources(cpus_per_rank * spec.ranks, gpus, mem)
+    resources = _resources((cpus_per_rank or cores_of_a_rank(gpus)) * spec.ranks, gpus, mem)
     pod = {
         "subdomain": name,
         "restartPolicy": "Never",

@@ -105,7 +105,7 @@ def launch(
         ranks: how many processes; "auto" is one per GPU, else one per core.
         max_restarts: how often the group is started again after a rank failed.
         timeout_s: after so long the job is stopped and the stacks of all ranks are shown.
-        env: more environment variables for the ranks.
+        env: more environment variables for the ranks, such as {"ECHELON_DEVICE": "cpu"} for more ranks than GPUs.
         quiet: rank 0's output goes to its log only.
         run_dir: where logs go. By default a temporary folder, which is kept only if a rank fails.
     Raises:

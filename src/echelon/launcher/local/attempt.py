@@ -13,6 +13,7 @@ from echelon.contracts.run_dir import write_json
 from echelon.contracts.stopping import REQUEUE, signal_name
 from echelon.contracts.terminal import say
 from echelon.launcher.job import Failure
+from echelon.launcher.local.aborted import last_words
 from echelon.launcher.records import rank_record
 
 __all__ = ["Attempt", "Requests", "write_exit"]
@@ -79,6 +80,10 @@ class Attempt:
             return None
         if code < 0:
             name = signal_name(-code)
+            if -code == signal.SIGABRT and (words := last_words(self.log_path(rank))):
+                said = f"killed by {name}: NCCL's watchdog ended it\n{words}"
+                log = self.log_path(rank)
+                return Failure(rank, 128 - code, time_ns, name, said, traceback=words, log=log, reported=False)
             hint = " (the OOM killer? `dmesg` tells)" if -code == signal.SIGKILL else ""
             return Failure(rank, 128 - code, time_ns, name, f"killed by {name}{hint}", log=self.log_path(rank), reported=False)
         return Failure.from_record(rank, code, time_ns, record, self.log_path(rank))

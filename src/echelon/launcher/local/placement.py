@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from echelon.contracts.errors import UsageError
-from echelon.contracts.machine import visible_devices
+from echelon.contracts.machine import DEVICE_VARIABLE, visible_devices
 
-__all__ = ["bound", "cores_of_rank", "interfaces", "numa_nodes", "parse_cpu_list"]
+__all__ = ["bound", "cores_near", "cores_of_gpus", "cores_of_rank", "interfaces", "numa_nodes", "parse_cpu_list"]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -90,7 +90,7 @@ def bound(
 
     Args:
         env: the rank's environment; a thread count in it stays.
-        cores: the rank has cores of its own, and as many threads.
+        cores: the rank has cores of its own, on the NUMA node of its GPU if it has one, and as many threads.
         devices: it sees one GPU only. By default all see all, which NCCL's direct copies between devices need.
     Raises:
         UsageError: fewer GPUs than ranks.
@@ -99,7 +99,7 @@ def bound(
     variables = {}
     if cores:
         every = sorted(os.sched_getaffinity(0))
-        own = cores_of_rank(every, local_rank, local_ranks, numa_nodes())
+        own = _near_its_gpu(every, local_rank, local_ranks, env) or cores_of_rank(every, local_rank, local_ranks, numa_nodes())
         threads = len(own) if local_ranks <= len(every) else 1  # more ranks than cores share them all
         variables = {} if "OMP_NUM_THREADS" in env else {"OMP_NUM_THREADS": str(threads)}
     if devices:
@@ -109,6 +109,63 @@ def bound(
             raise UsageError(f"{local_ranks} ranks need a GPU each, but {len(visible)} are visible here{said}.")
         variables[_VISIBLE] = visible[local_rank]
     return own, variables
+
+
+def _near_its_gpu(cores: Sequence[int], local_rank: int, local_ranks: int, env: Mapping[str, str]) -> list[int]:
+    """A share of the cores on the NUMA node of this rank's GPU; none if that is not known of every rank's."""
+    if env.get(DEVICE_VARIABLE) == "cpu":
+        return []
+    return cores_near(cores, cores_of_gpus(visible_devices(env))[:local_ranks], local_rank, local_ranks)
+
+
+def cores_near(cores: Sequence[int], near: Sequence[Sequence[int]], local_rank: int, local_ranks: int) -> list[int]:
+    """A rank's share of the cores near its GPU, which it has with the ranks whose GPUs are on the same NUMA node.
+
+    Args:
+        cores: that the ranks may use.
+        near: of each local rank's GPU, the cores on its NUMA node.
+    Returns:
+        none where a GPU has no cores nearby, or fewer than ranks want of them, or GPUs' nodes overlap in part; nor where all
+        are near to all, so that `cores_of_rank` knows as much.
+    """
+    homes = [tuple(core for core in sorted(set(cores)) if core in set(every)) for every in near]
+    kinds = set(homes)
+    if len(homes) < local_ranks or len(kinds) == 1 or sum(map(len, kinds)) != len({core for home in kinds for core in home}):
+        return []
+    if any(homes.count(home) > len(home) for home in kinds):
+        return []
+    mine = homes[local_rank]
+    return _share(mine, homes[:local_rank].count(mine), homes.count(mine))
+
+
+def cores_of_gpus(
+    names: Sequence[str],
+    driver: str | os.PathLike[str] = "/proc/driver/nvidia/gpus",
+    devices: str | os.PathLike[str] = "/sys/bus/pci/devices",
+) -> list[list[int]]:
+    """The cores on the NUMA node of each GPU that CUDA_VISIBLE_DEVICES names so; none of one that is not found.
+
+    Numbers count in the order of PCI addresses, as CUDA counts GPUs of one kind.
+
+    Args:
+        driver: where NVIDIA's driver has a folder for each GPU, named by its PCI address.
+        devices: where Linux says of a PCI device which cores are near.
+    """
+    found: dict[str, list[int]] = {}
+    for number, folder in enumerate(sorted(Path(driver).glob("*:*"))):
+        try:
+            node = int((Path(devices) / folder.name / "numa_node").read_text())
+            near = parse_cpu_list((Path(devices) / folder.name / "local_cpulist").read_text()) if node >= 0 else []
+            uuid = re.search(r"GPU UUID:\s*(GPU-\S+)", (folder / "information").read_text())
+        except (OSError, ValueError):
+            continue
+        found[str(number)] = near
+        if uuid is not None:
+            found[uuid[1]] = near
+    # A UUID may be cut short, as long as it names one GPU.
+    return [
+        found.get(name) or next((found[k] for k in found if name.startswith("GPU-") and k.startswith(name)), []) for name in names
+    ]
 
 
 def interfaces(way: str | None, network: str | os.PathLike[str] = "/sys/class/net") -> dict[str, str]:

@@ -137,8 +137,10 @@ def blame(failures: Sequence[Failure], seen: Mapping[int, Seen]) -> list[Failure
     running = {rank: s for rank, s in seen.items() if rank not in failed}
     behind = _behind(seen)
     guilty = [rank for rank, s in running.items() if s.stopped] or (list(behind) if set(behind) <= set(running) else [])
+    if not running:  # NCCL's watchdog ends also those that were not waiting, once it hears of the others
+        guilty = [rank for rank in behind if not any(f.rank == rank for f in waited)]
     if guilty:
-        return [*failures, *(_culprit(rank, running[rank], first) for rank in guilty)]
+        return [*failures, *(_culprit(rank, seen[rank], first) for rank in guilty)]
     if not running:
         return list(failures)
     hint = "; ".join(f"rank {rank} still ran{f', {s}' if str(s) else ''}" for rank, s in sorted(running.items()))

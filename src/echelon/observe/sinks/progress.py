@@ -41,6 +41,7 @@ class ProgressModel:
         self.rate: float | None = None
         self.rate_unit = self._rate_key = ""
         self.eval_loss: float | None = None
+        self.mfu: float | None = None
         self._origin: tuple[float, int] | None = None
         self._seconds_per_step: float | None = None
         self._shown_step = -1
@@ -65,6 +66,9 @@ class ProgressModel:
         if self._rate_key not in record:
             self._rate_key = next((k for k in record if k.endswith("_per_s")), "")
             self.rate_unit = printable(self._rate_key.removesuffix("_per_s")[:40])
+        mfu = _number(record.get("mfu"))
+        if mfu is not None:
+            self.mfu = mfu if self.mfu is None else 0.9 * self.mfu + 0.1 * mfu
         rate = _number(record.get(self._rate_key))
         if rate is not None:
             self.rate = rate if self.rate is None else 0.9 * self.rate + 0.1 * rate
@@ -105,6 +109,8 @@ class ProgressModel:
             parts.append(f"lr {self.lr:.3g}")
         if self.rate is not None:
             parts.append(f"{_count(self.rate)} {self.rate_unit}/s")
+        if self.mfu is not None:
+            parts.append(f"MFU {self.mfu:.0%}")
         if self.left_s is not None:
             parts.append(f"{_duration(self.left_s)} left")
         if self.phase == "evaluate":

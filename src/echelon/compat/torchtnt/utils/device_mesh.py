@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from echelon.world.init import ensure_group
 from echelon.world.mesh import ParallelDims
+from echelon.world.timeout import inherit_timeout
 
 __all__ = ["GlobalMeshCoordinator", "create_device_mesh", "get_dp_local_rank", "get_dp_mesh", "get_dp_mesh_size"]
 
@@ -38,7 +39,10 @@ def create_device_mesh(
     dims = _layout(dp_shard, dp_replicate, tp)
     ensure_group(torch.device(kind))
     sizes = {"dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard, **({} if tp is None else {"tp": tp})}
-    return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name in sizes:
+        inherit_timeout(mesh.get_group(name))
+    return mesh
 
 
 class GlobalMeshCoordinator:

@@ -25,6 +25,7 @@ from echelon.launcher.functions.run import launch
 from echelon.parallel import sync_batchnorm
 from echelon.world import agree
 from echelon.world.init import init_from_env
+from echelon.world.timeout import timeout_of_default_group
 
 __all__ = [
     "PGWrapper",
@@ -137,7 +138,7 @@ def get_or_create_gloo_pg(candidate_pg: Group = None) -> Iterator[Group]:
         yield candidate_pg
         return
     members = dist.get_process_group_ranks(candidate_pg)
-    made = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    made = dist.new_group(members, timeout_of_default_group(), backend="gloo", use_local_synchronization=True)
     try:
         yield made
     finally:

@@ -11,13 +11,26 @@ from pathlib import Path
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.stopping import REQUEUE
-from echelon.launcher.job import JobSpec
+from echelon.launcher.job import JobSpec, cores_of_a_rank
 
 __all__ = ["SlurmOptions", "exported", "render"]
 
 # What a job needs of the login node's environment to find the same programs and libraries. Names only: Slurm carries the values.
 _USUAL = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH")
-_PREFIXES = ("OMP_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "CONDA_", "MODULE")
+_PREFIXES = (
+    "OMP_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "PYTORCH_",
+    "CUDA_",
+    "TRITON_",
+    "TORCHINDUCTOR_",
+    "FI_",
+    "UCX_",
+    "CONDA_",
+    "MODULE",
+)
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 # Slurm's names, lists of nodes, features with their operators, sizes of memory. No blank, quote, control character or dollar.
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+=/&|()\[\]*-]*")
@@ -47,7 +60,7 @@ class SlurmOptions:
         time_s: the limit of each start, in seconds; Slurm counts whole minutes.
         warn_s: how long before the limit the ranks are asked to save and end. Enough for a save, and for the half minute by
             which Slurm may be late.
-        cpus_per_rank: cores.
+        cpus_per_rank: cores; by default `cores_of_a_rank`.
         gpus_per_node: devices.
         mem: memory per node in Slurm's words, such as "64G".
         requeue: start again after the time limit, a preemption or the loss of a node.
@@ -69,7 +82,7 @@ class SlurmOptions:
     reservation: str | None = None
     time_s: float | None = None
     warn_s: float = 120.0
-    cpus_per_rank: int = 1
+    cpus_per_rank: int | None = None
     gpus_per_node: int | None = None
     mem: str | None = None
     requeue: bool = True
@@ -174,7 +187,7 @@ def render(
 
 
 def _cpus(spec: JobSpec, options: SlurmOptions) -> int:
-    return options.cpus_per_node or options.cpus_per_rank * spec.ranks
+    return options.cpus_per_node or (options.cpus_per_rank or cores_of_a_rank(options.gpus_per_node)) * spec.ranks
 
 
 def _header(spec: JobSpec, options: SlurmOptions, run: Path, cwd: Path, tasks: int | None) -> list[str]:

@@ -1,0 +1,91 @@
+"""Two ranks that share one GPU, over gloo: their numbers must be those of plain PyTorch in one process on the CPU.
+
+NCCL refuses two ranks on one device; gloo carries CUDA tensors through host memory, which shows that the library's part of
+each strategy is right on CUDA, not what it costs.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import Any
+
+import torch
+from bench.gpu.llama import SIZES
+from bench.gpu.rows import Notes
+from bench.gpu.runner import Setting
+from bench.gpu.work import Fit, adamw, tiny
+
+import echelon as ech
+
+STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "hsdp", "tp")
+GLOBAL_BATCH, UPDATES, CLIP, LR = 8, 3, 0.5, 1e-2
+LIMIT = 1e-8  # float64; Adam's division makes small differences larger
+LAUNCH_LIMIT_S = 30.0
+
+
+def run(setting: Setting, notes: Notes) -> None:
+    want = _by_hand()
+    # Each rank sees one device: then both take it.
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    for strategy in ("ddp", "fsdp") if setting.small else STRATEGIES:
+        try:
+            found = ech.launch(
+                _train,
+                ranks=2,
+                args=(strategy, setting.device),
+                env={"CUDA_VISIBLE_DEVICES": shown},
+                timeout_s=LAUNCH_LIMIT_S,
+                run_dir=setting.folder / strategy,
+                quiet=True,
+            )
+        except Exception as error:
+            traceback.print_exc()
+            notes(strategy, remark=_last(error), status="failed")
+            continue
+        difference = max(float((ours[name] - want[name]).abs().max()) for ours in found for name in want)
+        status = "ok" if difference < LIMIT else "failed"
+        notes(strategy, difference, remark=f"largest difference of parameters in float64, at most {LIMIT:g}", status=status)
+
+
+def _last(error: BaseException) -> str:
+    """Of a rank's traceback, its last line says what was wrong."""
+    lines = [line.strip(" │|") for line in str(error).splitlines() if line.strip(" │|")]
+    raised = [line for line in lines if "Error" in line.split(":")[0]]
+    return f"{type(error).__name__}: {(raised or lines or [''])[-1]}"
+
+
+def _data() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    size = SIZES["tiny"]
+    rows = torch.randint(
+        0, size.vocabulary, (GLOBAL_BATCH * UPDATES, size.context + 1), generator=torch.Generator().manual_seed(1)
+    )
+    return [(row[:-1], row[1:]) for row in rows]
+
+
+def _by_hand() -> dict[str, torch.Tensor]:
+    module = tiny(dtype=torch.float64)
+    optimizer = adamw(module, LR)
+    rows = _data()
+    for i in range(0, len(rows), GLOBAL_BATCH):
+        tokens, targets = (torch.stack(parts) for parts in zip(*rows[i : i + GLOBAL_BATCH], strict=True))
+        module(tokens, targets).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in module.named_parameters()}
+
+
+def _train(strategy: str, device_type: str) -> dict[str, torch.Tensor]:
+    device = ech.init_from_env(device_type, pg_backend="gloo")
+    unit = Fit(module=tiny(dtype=torch.float64), device=device, strategy=_strategy(strategy), clip_grad_norm=CLIP, lr=LR)
+    ech.train(unit, ech.Loader(_data(), GLOBAL_BATCH, shuffle=False), max_epochs=1)
+    return {name.removeprefix("module."): _whole(p).cpu() for name, p in unit.module.named_parameters()}
+
+
+def _strategy(name: str) -> Any:
+    return ech.HSDPStrategy(replicate_size=2, shard_size=1) if name == "hsdp" else name
+
+
+def _whole(p: Any) -> torch.Tensor:
+    return (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()

@@ -1,0 +1,63 @@
+"""Whether the same parameters have gradients in all micro-batches of a window: what deferring an all-reduce relies on.
+
+With copies of the shards, `fully_shard` keeps one flat sum for each unit until its all-reduce, and adds to it by place: where
+another parameter of the unit had a gradient in an earlier micro-batch, it would be added to the wrong one; where none has in the
+last, the sum would be left over for the next window. Seen with torch 2.13; tests/test_accumulation.py has both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.shards import is_fully_sharded, is_split
+
+__all__ = ["SameGradients"]
+
+
+class SameGradients:
+    """Watches the whole parameters of a sharded module, each from the first forward pass on that gathers it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._now: set[str] = set()
+        self._first: set[str] | None = None
+        self._known: set[nn.Parameter] = set()
+        for name, part in module.named_modules():
+            if is_fully_sharded(part):
+                part.register_forward_pre_hook(torch.compiler.disable(self._looking(f"{name}." if name else "")))
+
+    def _looking(self, prefix: str) -> Any:
+        seen: set[nn.Module] = set()
+
+        def look(part: nn.Module, args: Any) -> None:
+            if part in seen or not torch.is_grad_enabled():
+                return
+            seen.add(part)
+            for name, parameter in part.named_parameters():
+                if parameter.requires_grad and not is_split(parameter) and parameter not in self._known:
+                    self._known.add(parameter)
+                    parameter.register_post_accumulate_grad_hook(lambda _, name=prefix + name: self._now.add(name))
+
+        return look
+
+    def check(self, *, last: bool) -> None:
+        """After the backward pass of a micro-batch.
+
+        Raises:
+            UsageError: other parameters had gradients than in the window's first, on every rank.
+        """
+        now, self._now = self._now, set()
+        if self._first is None:
+            self._first = now
+        others = sorted(self._first ^ now)
+        if last or others:
+            self._first = None
+        if others:
+            raise UsageError(
+                f"{others[0]} has a gradient in some micro-batches of an accumulation window and none in others, so the "
+                "all-reduce over the copies of the shards cannot wait for the last of them. Give "
+                "HSDPStrategy(requires_all_reduce=True)."
+            )

@@ -1,0 +1,194 @@
+"""Accumulation under `fully_shard`: what a rank keeps and sends before a window's last micro-batch, and the same numbers."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from tests.conftest import Ranks
+from tests.models import Net, batch, largest_difference, net, plain_training, whole
+from tests.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+WINDOW = 3
+STEPS = 5  # the last window has two
+
+
+class _Sent(TorchDispatchMode):
+    """Bytes that gradients take on their way: the input of each collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduced = self.all_reduced = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d._reduce_scatter_base_.default:
+            self.reduced += args[1].nbytes
+        elif func is torch.ops.c10d.allreduce_.default and args[0][0].numel() > 3:  # not the window's own three numbers
+            self.all_reduced += sum(t.nbytes for t in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _living() -> int:
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        if isinstance(each, torch.Tensor) and not each.is_meta:
+            local = each.to_local() if hasattr(each, "to_local") else each
+            storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+class _Measured(Regression):
+    """Notes what its window keeps after the first micro-batch, and what its first window sends."""
+
+    kept = 0
+    sent: tuple[int, int] = (0, 0)
+
+    def train_step(self, state: ech.State, data: Any) -> Any:
+        step = self.train_progress.num_steps_completed
+        if step == 0:
+            self.before, self.mode = _living(), _Sent()
+            self.mode.__enter__()
+        made = super().train_step(state, data)
+        if step == 0:
+            self.kept = _living() - self.before
+        elif step == WINDOW - 1:
+            self.mode.__exit__(None, None, None)
+            self.sent = self.mode.reduced, self.mode.all_reduced
+        return made
+
+
+def _mine(unit: ech.AutoUnit[Any], steps: int = STEPS, rows: int = 8) -> list[Any]:
+    rank, size = unit.prepared.dp_rank, unit.prepared.dp_size
+    return [tuple(t.chunk(size)[rank] for t in batch(rows, i)) for i in range(steps)]
+
+
+def _measured(strategy: Any) -> dict[str, Any]:
+    unit = _Measured(module=net(width=64), strategy=strategy, gradient_accumulation_steps=WINDOW)
+    ech.train(unit, _mine(unit), max_epochs=1)
+    return {"kept": unit.kept, "sent": unit.sent, "values": whole(unit.module)}
+
+
+def _measure_all() -> dict[str, Any]:
+    later = {"requires_gradient_sync": False}
+    return {
+        name: _measured(strategy)
+        for name, strategy in {
+            "fsdp": "fsdp",
+            "fsdp, later": ech.FSDPStrategy(**later),  # type: ignore[arg-type]
+            "fsdp2, later": ech.FSDP2Strategy(**later),  # type: ignore[arg-type]
+            "zero2": "zero2",
+            "hsdp": "hsdp",
+            "hsdp, later": ech.HSDPStrategy(**later),  # type: ignore[arg-type]
+            "hsdp, at once": ech.HSDPStrategy(requires_all_reduce=True),
+            "tp x fsdp": ech.TPStrategy(size=2),
+        }.items()
+    }
+
+
+def test_a_rank_keeps_its_shards_of_the_gradients_and_the_numbers_are_the_same(ranks: Ranks) -> None:
+    found = ranks(4, _measure_all)
+    size = sum(p.numel() for p in Net(width=64).parameters()) * 8  # float64
+    plain, _, _ = plain_training([[batch(8, i) for i in steps] for steps in (range(3), range(3, 5))], module=net(width=64))
+    for got in found:
+        for name, seen in got.items():
+            assert largest_difference(seen["values"], plain) < 1e-9, name
+    kept = {name: seen["kept"] / size for name, seen in found[0].items()}
+    sent = {name: [round(each / size, 1) for each in seen["sent"]] for name, seen in found[0].items()}
+    for name, share in kept.items():  # of the whole gradients: one where nothing travels yet, else shards, and some small change
+        shards = 1.0 if "later" in name else 0.5 if "hsdp" in name else 0.25
+        assert shards - 0.02 < share < shards + 0.12, (name, kept)
+    micro_batches = {"fsdp": 3.0, "zero2": 3.0, "hsdp": 3.0, "hsdp, at once": 3.0}
+    assert {name: reduced for name, (reduced, _) in sent.items() if name in micro_batches} == micro_batches
+    assert sent["fsdp, later"] == sent["fsdp2, later"] == [1.0, 0.0]
+    assert (sent["hsdp"], sent["hsdp, later"], sent["hsdp, at once"]) == ([3.0, 0.5], [1.0, 0.5], [3.0, 1.5])
+
+
+class _Takes(nn.Module):
+    """Two heads of one shape in the root; a batch says which of them is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+        self.heads = nn.ModuleList(nn.Linear(1, 1) for _ in range(2)).double()
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.heads[which](self.body(x))
+
+
+class _Chooses(Regression):
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        out = self.module(data[0], data[2])
+        return nn.functional.mse_loss(out, data[1]), out
+
+
+def _chosen(strategy: Any, heads: list[int]) -> Any:
+    torch.manual_seed(0)
+    unit = _Chooses(module=_Takes(), strategy=strategy, gradient_accumulation_steps=2)
+    data = [(*rows, head) for rows, head in zip(_mine(unit, len(heads)), heads, strict=True)]
+    try:
+        ech.train(unit, data, max_epochs=1)
+    except UsageError as error:
+        return str(error)
+    return whole(unit.module)
+
+
+def _choose_all(heads: list[int]) -> dict[str, Any]:
+    return {
+        "ddp": _chosen(ech.DDPStrategy(find_unused_parameters=True), heads),
+        "fsdp": _chosen("fsdp", heads),
+        "hsdp": _chosen("hsdp", heads),
+        "at once": _chosen(ech.HSDPStrategy(requires_all_reduce=True), heads),
+        "later": _chosen(ech.HSDPStrategy(requires_gradient_sync=False), heads),
+    }
+
+
+def test_other_parameters_in_each_micro_batch_are_right_or_refused(ranks: Ranks) -> None:
+    """torch adds a unit's deferred gradients by place: a head's would end in the other one's."""
+    for got in ranks(4, _choose_all, [0, 1, 1, 1]):
+        assert "heads.0" in got["hsdp"] and "HSDPStrategy(requires_all_reduce=True)" in got["hsdp"]
+        for name in ("fsdp", "at once", "later"):
+            assert largest_difference(got[name], got["ddp"]) < 1e-9, name
+    for got in ranks(4, _choose_all, [0, 0, 1, 1]):  # the same within each window
+        assert largest_difference(got["hsdp"], got["ddp"]) < 1e-9
+
+
+class _GivesUp(Regression):
+    """Its first epoch has one micro-batch of a window of two; the window is given up."""
+
+    def get_next_train_batch(self, state: ech.State, data_iter: Any) -> Any:
+        if self.train_progress.num_epochs_completed == 0 and self.train_progress.num_steps_completed == 1:
+            raise StopIteration
+        return super().get_next_train_batch(state, data_iter)
+
+
+def _given_up(strategy: Any, half: bool = False) -> dict[str, torch.Tensor]:
+    dtype = torch.float32 if half else torch.float64
+    options = {"module": net(dtype=dtype), "precision": "bf16" if half else None}
+    unit = _GivesUp(strategy=strategy, gradient_accumulation_steps=2, **options)
+    ech.train(unit, [tuple(t.to(dtype) for t in rows) for rows in _mine(unit, 4)], max_epochs=2)
+    return {n: p.double() for n, p in whole(unit.module).items()}
+
+
+def _give_up_all() -> dict[str, Any]:
+    return {
+        "fsdp": _given_up("fsdp"),
+        "hsdp": _given_up("hsdp"),
+        "later": _given_up(ech.FSDPStrategy(requires_gradient_sync=False)),
+        "later, bf16": _given_up(ech.FSDPStrategy(requires_gradient_sync=False), half=True),
+    }
+
+
+def test_a_window_that_is_given_up_leaves_nothing_for_the_next(ranks: Ranks) -> None:
+    plain, _, _ = plain_training([[batch(8, 0), batch(8, 1)], [batch(8, 2), batch(8, 3)]])
+    for name, got in ranks(4, _give_up_all)[0].items():
+        assert largest_difference(got, plain) < (2e-2 if "bf16" in name else 1e-9), name

@@ -1,0 +1,109 @@
+"""Bytes that an update sends and memory that it holds, per rank, against formulas: on 8 and 64 ranks that do not exist.
+
+N is the number of parameters, R of ranks. Seen by tests/tracing.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import echelon as ech
+from tests.tracing import Trace, fake_world
+
+WIDTH = 64
+STEPS = 2  # before those that are looked at: the first sets up, and makes the optimizer's state
+
+
+class Stack(nn.Module):
+    """Equal blocks whose sizes every number of ranks divides; what is before and behind them is small."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(1, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
+            for _ in range(blocks)
+        )
+        self.last = nn.Linear(WIDTH, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, 1) -> (B, 1)
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+class Unit(ech.AutoUnit[Any]):
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        out = self.module(data[0])
+        return nn.functional.mse_loss(out.float(), data[1]), out
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        return torch.optim.AdamW(module.parameters(), foreach=False), None
+
+
+class Looking(ech.Callback):
+    """Traces the last update."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.trace, self.before = Trace(), STEPS * micro_batches
+
+    def on_train_step_start(self, state: ech.State, unit: Any) -> None:
+        if unit.train_progress.num_steps_completed == self.before:
+            self.trace.keeps(*(getattr(p, "to_local", lambda p=p: p)() for p in unit.module.parameters()))
+            self.trace.__enter__()
+
+    def on_train_end(self, state: ech.State, unit: Any) -> None:
+        self.trace.__exit__(None, None, None)
+
+
+def traced(size: int, *, blocks: int, micro_batches: int = 1, **options: Any) -> tuple[Trace, int]:
+    """One update on rank 0 of `size` ranks, and the number of the model's parameters."""
+    with fake_world(size):
+        torch.manual_seed(0)
+        module = Stack(blocks)
+        parameters = sum(p.numel() for p in module.parameters())
+        unit = Unit(module=module, device=torch.device("cpu"), gradient_accumulation_steps=micro_batches, **options)
+        data = [(torch.randn(2, 1), torch.randn(2, 1)) for _ in range((STEPS + 1) * micro_batches)]
+        looking = Looking(micro_batches)
+        ech.train(unit, data, max_epochs=1, callbacks=[looking])
+    return looking.trace, parameters
+
+
+def near(bytes_: int | float, theory: float, within: float = 0.035) -> bool:
+    return abs(bytes_ / theory - 1) <= within
+
+
+@pytest.mark.parametrize(("size", "blocks", "micro_batches"), [(8, 16, 2), (64, 32, 1)])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize(("strategy", "gathers"), [("fsdp", 2), ("zero2", 1)])
+def test_bytes_of_an_update(
+    strategy: str, gathers: int, precision: str | None, size: int, blocks: int, micro_batches: int
+) -> None:
+    """Parameters are gathered for the forward and again for the backward pass, in the type that they are computed in; zero2
+    keeps them in between. Gradients are reduced in float32, after each micro-batch, so that none is ever kept whole.
+    """
+    trace, n = traced(size, blocks=blocks, micro_batches=micro_batches, strategy=strategy, precision=precision)
+    computed, width = (torch.float32, 4) if precision is None else (torch.bfloat16, 2)
+    assert set(trace.gathered) == {computed} and near(trace.gathered[computed], micro_batches * gathers * width * n)
+    assert set(trace.reduced) == {torch.float32} and near(trace.reduced[torch.float32], micro_batches * 4 * n)
+    assert sum(trace.all_reduced.values()) < 100, "losses and weights only"
+    assert sum(trace.cast.values()) < 0.01 * n, "no copies of the parameters in another type"
+
+
+@pytest.mark.parametrize(
+    ("precision", "micro_batches", "recomputes"), [(None, 1, False), (None, 2, True), ("bf16", 1, True), ("bf16", 2, False)]
+)
+def test_memory_of_an_update(precision: str | None, micro_batches: int, recomputes: bool) -> None:
+    """A rank holds its shards of parameters, gradients and two moments, in float32: 16 N / R bytes. Of what is gathered it holds
+    a few blocks, while as many gradients are still missing.
+    """
+    options: dict[str, Any] = {}
+    if recomputes:
+        options["activation_checkpoint_params"] = ech.ActivationCheckpointParams(check_fn=lambda m: isinstance(m, nn.Sequential))
+    trace, n = traced(8, blocks=32, micro_batches=micro_batches, strategy="fsdp", precision=precision, **options)
+    assert near(trace.peak, 16 * n / 8, within=0.05), f"{trace.peak / n:.2f} bytes a parameter"

@@ -1,0 +1,99 @@
+"""What a training step costs on a device that is no CPU: copies to and from the host, and waits. See tests/fake_gpu.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import echelon as ech
+from tests.models import net
+from tests.units import Regression
+
+ROWS = 2
+
+
+class Unwatched(Regression):
+    """Leaves its norms where they are."""
+
+    def on_train_step_end(self, *step: Any) -> None:
+        pass
+
+
+class ByTokens(Unwatched):
+    """Weighs a micro-batch by a number that is known on the device only."""
+
+    def weight(self, data: Any) -> torch.Tensor:
+        return (data[1] == data[1]).sum()
+
+
+class AtSteps(ech.Callback):
+    """Forgets what the device noted before `first`, and keeps what it notes until `last` begins."""
+
+    def __init__(self, gpu: Any, first: int, last: int) -> None:
+        self.gpu, self.first, self.last, self.seen = gpu, first, last, None
+
+    def on_train_get_next_batch_start(self, state: ech.State, unit: Any) -> None:
+        done = unit.train_progress.num_steps_completed
+        if done == self.first:
+            self.gpu.forget()
+        elif done == self.last:
+            self.seen = (dict(self.gpu.to_device), dict(self.gpu.to_host), dict(self.gpu.waits))
+
+
+def _train(gpu: Any, kind: type[Regression], more: list[Any], options: dict[str, Any]) -> Any:
+    """What eight steps in the middle of a run copy and wait for, and the parameters at the end."""
+    made = [(torch.randn(ROWS, 4), torch.randn(ROWS, 1)) for _ in range(16)]
+    unit = kind(module=net(dtype=torch.float32).to(gpu.device), device=gpu.device, lr=0.01, **options)
+    watch = AtSteps(gpu, 4, 12)
+    ech.train(unit, made, max_epochs=1, callbacks=[*more, watch])
+    return watch.seen, {name: p.detach().cpu() for name, p in unit.module.named_parameters()}, made
+
+
+def a_step_copies_the_batch_and_nothing_else(folder: str) -> None:
+    from tests.fake_gpu import FakeGPU
+
+    gpu = FakeGPU()
+    ema = ech.SWAParams(warmup_steps_or_epochs=1, step_or_epoch_update_freq=1, averaging_method="ema", ema_decay=0.9)
+    cases: dict[str, tuple[type[Regression], list[Any], dict[str, Any]]] = {
+        "plain": (Unwatched, [], {}),
+        "clipped by norm and value": (Unwatched, [], {"clip_grad_norm": 1.0, "clip_grad_value": 0.5}),
+        "accumulated": (Unwatched, [], {"gradient_accumulation_steps": 2}),
+        "accumulated, last window short": (Unwatched, [], {"gradient_accumulation_steps": 3}),
+        "weighed on the device": (ByTokens, [], {"gradient_accumulation_steps": 2, "clip_grad_norm": 1.0}),
+        "averaged": (Unwatched, [], {"swa_params": ema}),
+        "AdamW": (Unwatched, [], {"optimizer": "AdamW"}),
+        "scheduled": (Unwatched, [], {"schedule": lambda o: torch.optim.lr_scheduler.StepLR(o, 2)}),
+        "a saver that waits": (Unwatched, [ech.DistributedCheckpointSaver(folder, save_every_n_train_steps=100)], {}),
+    }
+    for name, (kind, more, options) in cases.items():
+        (to_device, to_host, waits), trained, made = _train(gpu, kind, more, options)
+        assert to_device == {(ROWS, 4): 8, (ROWS, 1): 8}, f"{name}: copies to the device {to_device}"
+        assert not to_host and not waits, f"{name}: copies to the host {to_host}, waits {waits}"
+        unit = kind(module=net(dtype=torch.float32), lr=0.01, **options)
+        ech.train(unit, made, max_epochs=1)
+        for parameter, value in unit.module.named_parameters():
+            torch.testing.assert_close(trained[parameter], value.detach(), msg=lambda m: f"{name}: {parameter}: {m}")  # noqa: B023
+
+
+def test_a_step_copies_the_batch_and_nothing_else(ranks: Any, tmp_path: Any) -> None:
+    ranks(1, a_step_copies_the_batch_and_nothing_else, str(tmp_path))
+
+
+def a_copy_and_a_wait_are_noticed() -> None:
+    from tests.fake_gpu import FakeGPU
+
+    gpu = FakeGPU()
+    x = torch.ones(3, device=gpu.device)
+    x + torch.tensor([1.0, 2.0, 3.0]).to(gpu.device)
+    assert dict(gpu.to_device) == {(3,): 1} and not gpu.to_host and not gpu.waits
+    assert float(x.sum()) == 3.0 and dict(gpu.waits) == {"_local_scalar_dense": 1}
+    assert x.cpu().tolist() == [1.0, 1.0, 1.0] and dict(gpu.to_host) == {(3,): 1}
+    layer = nn.Linear(3, 1).to(gpu.device)
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.cpu().tolist() == [[1.0, 1.0, 1.0]]
+
+
+def test_a_copy_and_a_wait_are_noticed(ranks: Any) -> None:
+    ranks(1, a_copy_and_a_wait_are_noticed)
