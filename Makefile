@@ -11,7 +11,8 @@ ARGS ?=
 train: .venv/ready
 	.venv/bin/echelon run --ranks $(RANKS) $(if $(DEVICE),--device $(DEVICE)) examples/gpt.py $(ARGS)
 
-PYTEST = .venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=50
+# Three, so that two cores have work while a test waits for a job, a signal or a disk.
+PYTEST = .venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=50
 
 # Every promise, each with real processes. What only repeats one at a larger size is marked `full`: see docs/promises.md.
 test: .venv/ready

@@ -209,15 +209,15 @@ def echelon_command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess
     def run(
         *args: str, timeout_s: float = 90.0, env: dict[str, str] | None = None, fresh: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        start = subprocess.run if fresh else forked.run
-        return start(
-            [sys.executable, "-m", "echelon", *args],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env={**clean_environment(), **(env or {})},
-        )
+        with forked.anew() if fresh else forked.instead_of_new():
+            return subprocess.run(
+                [sys.executable, "-m", "echelon", *args],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                env={**clean_environment(), **(env or {})},
+            )
 
     return run
 

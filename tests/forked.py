@@ -115,13 +115,19 @@ def _is_near(options: Mapping[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def instead_of_new() -> Iterator[None]:
+def instead_of_new(start: Any = popen) -> Iterator[None]:
     """What is started here by `subprocess.Popen` is forked, if that is possible."""
-    subprocess.Popen = popen  # type: ignore[misc,assignment]
+    before = subprocess.Popen
+    subprocess.Popen = start  # type: ignore[misc]
     try:
         yield
     finally:
-        subprocess.Popen = _NewPython  # type: ignore[misc]
+        subprocess.Popen = before  # type: ignore[misc]
+
+
+def anew() -> contextlib.AbstractContextManager[None]:
+    """What is started here is not forked, whatever is said around it."""
+    return instead_of_new(_NewPython)
 
 
 def run(

@@ -54,8 +54,8 @@ class Started:
         Python starts anew, for tests of how it starts and ends."""
         env = {**clean_environment(), MARK: self.mark, "TMPDIR": str(self.folder), **options.pop("env", {})}
         defaults = {"cwd": self.folder, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        start = subprocess.Popen if fresh else forked.popen
-        process = start(command, env=env, **{**defaults, **options})
+        with forked.anew() if fresh else forked.instead_of_new():
+            process = subprocess.Popen(command, env=env, **{**defaults, **options})
         self.processes.append(process)
         return process
 

@@ -170,9 +170,9 @@ WAYS["tp x fsdp on 4"] = (4, ech.TPStrategy(size=2))
 WAYS["tp x hsdp on 4"] = (4, ech.TPStrategy(size=1, dp_replicate=2))
 
 
-# In `make test` each strategy is on two ranks, and on four those that divide ranks in two ways.
+# In `make test` each strategy is on two ranks, and on four those that divide ranks in two ways; other spellings of fsdp are not.
 FIRST = "ddp on 2"
-MORE = ("fsdp2 on 2", *(f"{name} on 4" for name in ("ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "tp x fsdp")))
+MORE = ("fsdp2 on 2", "zero3 on 2", *(f"{name} on 4" for name in ("ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "tp x fsdp")))
 
 
 @pytest.fixture(scope="module")

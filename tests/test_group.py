@@ -27,6 +27,8 @@ from echelon.contracts.errors import RankFailedError, RankTimeoutError, UsageErr
 from tests.compat.reference import check_dragon_training
 from tests.conftest import clean_environment
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 ROOT = Path(__file__).parents[1]
 
 

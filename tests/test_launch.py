@@ -34,6 +34,8 @@ from echelon.launcher.job import Failure, auto_ranks, parse_ranks
 from echelon.launcher.local.relay import Relay
 from tests.started import Started, wait_until
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 @pytest.fixture(autouse=True)
 def temporary_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

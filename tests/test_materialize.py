@@ -303,9 +303,12 @@ def _plain_sums() -> dict[str, float]:
     return {n: float(t.detach().double().sum()) for n, t in _all(unit.module).items()}
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_strategy_gives_the_values_of_a_plain_build_and_trains(ranks: Ranks, size: int) -> None:
-    strategies: list[Any] = [s for s in STRATEGIES if s != "dp"]
+@pytest.mark.parametrize(
+    ("size", "named"),
+    [(2, [s for s in STRATEGIES if s != "dp"]), (4, ["hsdp"]), pytest.param(4, [*STRATEGIES], marks=pytest.mark.full)],
+)
+def test_every_strategy_gives_the_values_of_a_plain_build_and_trains(ranks: Ranks, size: int, named: list[str]) -> None:
+    strategies: list[Any] = [s for s in named if s != "dp"]
     strategies += [ech.FSDPStrategy(cpu_offload=True), ech.TPStrategy(size=2)] if size == 4 else []
     results = ranks(size, _under_each, strategies)
     want = _plain_sums()

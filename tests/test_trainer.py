@@ -24,6 +24,8 @@ from tests.conftest import clean_environment
 from tests.models import Batch, batch, largest_difference, net, plain_training, whole
 from tests.units import Regression
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 ROWS = 32
 
 

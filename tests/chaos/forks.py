@@ -118,7 +118,7 @@ def run(fn: Callable[..., Any], *args: Any, ranks: int = 1, timeout_s: float = 3
                 hung = True
                 for left in [p for p, rank in pids.items() if rank not in ended]:
                     os.kill(left, signal.SIGKILL)
-            time.sleep(0.001)
+            time.sleep(0.005)
             continue
         rank = pids[pid]
         code = os.waitstatus_to_exitcode(status)
