@@ -11,9 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from bench.gpu.peaks import peak_flops
 from bench.gpu.rows import Notes
 from bench.gpu.runner import Setting
+
+from echelon.loop.peaks import peak_flops
 
 OPTIONAL = ("triton", "torchao", "accelerate", "lightning", "pytorch-lightning", "liger-kernel", "pytest")
 
@@ -63,7 +64,7 @@ def _card(notes: Notes) -> None:
     notes("driver", _driver())
     notes("NCCL", ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "not in this torch")
     notes("bf16", "yes" if torch.cuda.is_bf16_supported(including_emulation=False) else "no", remark="in hardware")
-    peak = peak_flops(torch.cuda.get_device_name())
+    peak = peak_flops(torch.cuda.get_device_name(), torch.bfloat16)
     if peak is None:
         notes("peak, bf16", remark="not known for this name: no MFU is given", status="left out")
     else:

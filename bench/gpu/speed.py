@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from bench.gpu.llama import SIZES, Llama, Size, flops_per_token
-from bench.gpu.peaks import peak_flops
 from bench.gpu.rows import LeftOut, Notes
 from bench.gpu.runner import Setting
 from bench.gpu.work import Batches, Fit, adamw, settle
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
+from echelon.loop.peaks import peak_flops
 
 WARM, TIMED, ROWS, CLIP = 4, 8, 4, 1.0
 BYTES_PER_PARAMETER = 18  # float32 weights, gradients and two moments, and the low-precision copy for the products
@@ -214,7 +214,7 @@ def _note(notes: Notes, found: dict[str, float], name: str, rows: int, variant: 
     remark = f"{what}, {found['seconds'] * 1e3:.1f} ms a step, loss {found['loss']:.3f} after {WARM + TIMED + 1} steps"
     notes("tokens/s", per_s, remark=remark)
     rate = per_s * flops_per_token(size)
-    peak = peak_flops(torch.cuda.get_device_name()) if device.type == "cuda" else None
+    peak = peak_flops(torch.cuda.get_device_name(), torch.bfloat16) if device.type == "cuda" else None
     mfu = f"MFU {100 * rate / peak:.1f}% of {peak / 1e12:.0f}" if peak else "no MFU: the peak is not known"
     notes("model FLOP/s", rate / 1e12, "TFLOP/s", mfu + (", the peak of bf16" if variant.precision == "float8" else ""))
     if device.type == "cuda":
