@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import random
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from echelon.prover.generators import Sources, drawn_between
 from echelon.prover.judge import compare
 from echelon.prover.micro import Micro
 from echelon.prover.verdict import Verdict
@@ -107,3 +111,28 @@ def test_values_that_are_zero_in_truth_are_not_called_unresolved() -> None:
     mine["loss"], right["loss"], wide["loss"] = 3e-15, 1e-15, 1e-30
     verdict = _judged(mine, right, wide)
     assert not any(b.tensor == "loss" for b in verdict.blind) and verdict.first is None, verdict
+
+
+class _Holder:
+    """Generators in an attribute, containers, a module of torch, a closure, a bound argument and a class."""
+
+    of_class = random.Random(0)
+
+    def __init__(self) -> None:
+        hidden = torch.Generator()
+        self.held, self.inside = np.random.default_rng(0), {"a": [random.Random(1)], "b": (np.random.RandomState(2),)}
+        self.module = torch.nn.Sequential(torch.nn.Linear(1, 1))
+        self.module[0].own = torch.Generator()
+        self.draw, self.bound = lambda: torch.rand(1, generator=hidden), functools.partial(print, random.Random(3))
+
+
+def test_every_generator_that_a_unit_holds_is_found_by_its_path_and_put_back() -> None:
+    unit = _Holder()
+    sources = Sources(unit)
+    before = sources.states()
+    paths = ("held", "inside.a.0", "inside.b.0", "module.0.own", "draw.hidden", "bound.0", "of_class")
+    assert {f"unit.{path}" for path in paths} <= before.keys()
+    drawn = unit.draw(), unit.held.random(), unit.inside["a"][0].random()
+    assert drawn_between(before, sources.states()).keys() == {"unit.draw.hidden", "unit.held", "unit.inside.a.0"}
+    sources.restore(before)
+    assert (unit.draw(), unit.held.random(), unit.inside["a"][0].random()) == drawn
