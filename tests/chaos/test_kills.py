@@ -15,7 +15,10 @@ from tests.chaos.survival import survive
 from tests.models import largest_difference
 
 
-@pytest.mark.parametrize(("strategy", "kills"), [pytest.param("ddp", 10, marks=pytest.mark.full), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "kills"),
+    [pytest.param("ddp", 10, marks=pytest.mark.full), pytest.param("fsdp", 3, marks=pytest.mark.full), ("fsdp", 2)],
+)
 def test_kills_change_no_bit_and_no_sample(crashfs: Path, tmp_path: Path, strategy: str, kills: int) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")
