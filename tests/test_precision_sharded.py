@@ -279,3 +279,41 @@ def test_one_process_computes_as_ever() -> None:
     module = copy.deepcopy(net(dtype=torch.float32))
     prepared = parallelize(module, "noop", CPU, Recipe(precision=ech.Precision.of("bf16")))
     assert prepared.computes_in is None and {p.dtype for p in prepared.module.parameters()} == {torch.float32}
+
+
+class _OwnNorm(nn.Module):
+    """A norm as many programs write it for themselves."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+class _CalledElsewhere(Regression):
+    """Calls its module in a hook, where no autocast of a step is."""
+
+    def on_train_epoch_end(self, state: ech.State) -> None:
+        with torch.no_grad():
+            self.seen = self.module(torch.ones(2, 4)).float()
+
+
+def _called_elsewhere() -> dict[str, Any]:
+    found = {}
+    for strategy in ("ddp", "fsdp", "zero2"):
+        module = net(dtype=torch.float32)
+        for block in module.blocks:
+            block.insert(0, _OwnNorm(8))
+        unit = _CalledElsewhere(module=module, strategy=strategy, precision="bf16", lr=0.01)
+        ech.train(unit, _data(), max_epochs=1)
+        found[strategy] = unit.seen
+        assert not torch.is_autocast_enabled("cpu")
+    return found
+
+
+def test_norms_of_ones_own_and_calls_outside_of_a_step_work(ranks: Ranks) -> None:
+    for found in ranks(2, _called_elsewhere):
+        for strategy in ("fsdp", "zero2"):
+            torch.testing.assert_close(found[strategy], found["ddp"], atol=2e-2, rtol=2e-2)

@@ -23,14 +23,19 @@ def locks(asked: bool | None) -> bool:
 
 
 def locked(data: Any) -> Any:
-    """The same structure with its tensors in page-locked memory."""
-    return map_tensors(data, _lock)
+    """The same structure with its tensors in page-locked memory; as it is where that cannot be made, as of a list with a
+    constructor of its own: only time is lost.
+    """
+    try:
+        return map_tensors(data, _lock)
+    except (TypeError, RuntimeError):
+        return data
 
 
 def _lock(value: Any) -> Any:
     if type(value) is torch.Tensor:
         plain = value.device.type == "cpu" and value.layout is torch.strided and not value.is_nested
-        return value.pin_memory() if plain else value
+        return value.contiguous().pin_memory() if plain else value  # one that is expanded cannot be copied into its like
     return value.pin_memory() if not isinstance(value, torch.Tensor) and hasattr(value, "pin_memory") else value
 
 

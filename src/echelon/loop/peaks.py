@@ -35,18 +35,19 @@ _TFLOPS: tuple[tuple[str, tuple[float, float, float]], ...] = (
     (r"T4$", (65, 0, 8.1)),  # NVIDIA T4; no bfloat16
     (r"MI300X", (1307.4, 653.7, 163.4)),  # AMD Instinct MI300X
 )
+_PART = re.compile(r"\bMIG\b|\bGRID\b|-\d+[A-Z]$")
 _WITHOUT_BF16 = re.compile(r"V100|T4$")
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """FLOP/s of dense matrix products in a type; in float32 those of TF32 where `torch.set_float32_matmul_precision` allows it.
 
-    None for a device or type that is not listed, and for a part of a card (MIG).
+    None for a device or type that is not listed, and for a part of a card (MIG, or a virtual one such as "GRID A100D-1-20C").
     """
-    if "MIG" in device_name.split() or (dtype is torch.bfloat16 and _WITHOUT_BF16.search(device_name)):
+    if _PART.search(device_name) or (dtype is torch.bfloat16 and _WITHOUT_BF16.search(device_name)):
         return None
     kind: torch.dtype | str = dtype
-    if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    if dtype is torch.float32 and _allows_tf32():
         kind = "tf32"
     column = _TYPES.get(kind)
     if column is None:
@@ -55,3 +56,11 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
         if re.search(rf"(?<![A-Z0-9]){pattern}", device_name):
             return tflops[column] * 1e12 or (tflops[2] * 1e12 if kind == "tf32" else 0) or None
     return None
+
+
+def _allows_tf32() -> bool:
+    """By either of torch's settings, which refuse to be read once the other was used."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:
+        return getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee") == "tf32"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from echelon.parallel.precision import Precision
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["decides", "in_full", "policy_for"]
+__all__ = ["always_under_autocast", "decides", "in_full", "policy_for"]
 
 _ALWAYS = (nn.modules.batchnorm._NormBase, nn.PReLU, nn.Bilinear, nn.EmbeddingBag)  # _NormBase: batch and instance norms
 # A GPU's autocast computes these norms in float32, whatever it is given, and its embedding adds up gradients in float32.
@@ -62,6 +62,35 @@ def _can_be_cast(parameters: Iterable[torch.Tensor]) -> bool:
 
 def in_full(module: nn.Module, device: torch.device) -> Blocks:
     """The submodules whose parameters are gathered in float32, innermost first."""
-    kinds = (*_ALWAYS, *_ON_CPU) if device.type == "cpu" else _ALWAYS
-    found = [(n, m) for n, m in module.named_modules() if n and (isinstance(m, kinds) or parametrize.is_parametrized(m))]
-    return sorted([(n, m) for n, m in found if any(True for _ in m.parameters())], key=lambda pair: -pair[0].count("."))
+    on_cpu = device.type == "cpu"
+    kinds = (*_ALWAYS, *_ON_CPU) if on_cpu else _ALWAYS
+
+    def whole(part: nn.Module) -> bool:
+        return isinstance(part, kinds) or parametrize.is_parametrized(part) or (on_cpu and _is_a_norm(part))
+
+    found = [(n, m) for n, m in module.named_modules() if n and whole(m) and any(True for _ in m.parameters())]
+    return sorted(found, key=lambda pair: -pair[0].count("."))
+
+
+def _is_a_norm(part: nn.Module) -> bool:
+    """A norm of whoever's, by `F.layer_norm` perhaps: vectors are all that it has."""
+    return next(part.children(), None) is None and all(p.dim() <= 1 for p in part.parameters(recurse=False))
+
+
+def always_under_autocast(module: nn.Module, precision: Precision, device: torch.device) -> None:
+    """Let a call of the module from a hook, or from a script, be computed as in a step: its weights are in half precision there,
+    too, and its arguments are not.
+    """
+    entered: list[Any] = []
+
+    def before(_: nn.Module, args: Any) -> None:
+        entered.append(None if torch.is_autocast_enabled(device.type) else precision.autocast(device))
+        if entered[-1] is not None:
+            entered[-1].__enter__()
+
+    def after(_: nn.Module, args: Any, made: Any) -> None:
+        if (context := entered.pop()) is not None:
+            context.__exit__(None, None, None)
+
+    module.register_forward_pre_hook(torch.compiler.disable(before))
+    module.register_forward_hook(torch.compiler.disable(after), always_call=True)

@@ -43,6 +43,10 @@ class SameGradients:
 
         return look
 
+    def forget(self) -> None:
+        """An unfinished window was given up."""
+        self._now, self._first = set(), None
+
     def check(self, *, last: bool) -> None:
         """After the backward pass of a micro-batch.
 

@@ -19,7 +19,7 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.axes import Axis, axes_of, sharded_axes, split_axes
 from echelon.parallel.blocks import Blocks
 from echelon.parallel.buffers import Buffers
-from echelon.parallel.compute_type import policy_for
+from echelon.parallel.compute_type import always_under_autocast, decides, policy_for
 from echelon.parallel.edges import keep_readable
 from echelon.parallel.fixed_order import TreeReduceScatter
 from echelon.parallel.given_up import forget_gradients
@@ -115,6 +115,8 @@ class FSDPPrepared(Prepared[nn.Module]):
     def discard_window(self) -> None:
         if not self._reduces:  # what it kept would join the next window
             forget_gradients(self.module)
+        if self._same is not None:
+            self._same.forget()
 
     def fix_order(self) -> None:
         if any(p.device_mesh.ndim > 1 for p in self.module.parameters() if is_split(p)):  # type: ignore[attr-defined]
@@ -238,6 +240,8 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
         AfterEachBackward(module, trained, groups)
     Buffers.keep_equal(module, groups)
     prepared = FSDPPrepared(module, world, axes_of(how.mesh))
+    if precision is not None and decides(precision, how.root_policy or how.policy):
+        always_under_autocast(module, precision, world.device)
     prepared.computes_in, prepared.reduction = root_policy.param_dtype, how.reduction
     return prepared
 
