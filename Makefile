@@ -11,15 +11,17 @@ ARGS ?=
 train: .venv/ready
 	.venv/bin/echelon run --ranks $(RANKS) $(if $(DEVICE),--device $(DEVICE)) examples/gpt.py $(ARGS)
 
-# Three, so that two cores have work while a test waits for a job, a signal or a disk.
-PYTEST = .venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=50
+PYTEST = .venv/bin/python -m pytest -q --dist loadfile --no-loadscope-reorder --durations=50
+
+# Three at once, so that two cores have work while a test waits for a signal or a disk; with real Slurm jobs, which keep the cores
+# busy by themselves, two.
 
 # Every promise, each with real processes. What only repeats one at a larger size is marked `full`: see docs/promises.md.
 test: .venv/ready
-	$(PYTEST) -m "not full"
+	$(PYTEST) -n 3 -m "not full"
 
 test-all: .venv/ready
-	$(PYTEST)
+	$(PYTEST) -n 2
 
 # Not part of the tests: every crash point, 200 kills, 1,000 damages, 200 restarts; about half an hour on two cores.
 soak: .venv/ready

@@ -100,7 +100,7 @@ def execute(arguments: argparse.Namespace) -> int:
         export=exported(list(os.environ), arguments.env),
     )
     options.check()
-    spec = _spec(arguments, arguments.script if arguments.module else str(Path(arguments.script).absolute()))
+    spec = job_spec(arguments, arguments.script if arguments.module else str(Path(arguments.script).absolute()))
     if arguments.to in ("local", "dragon"):
         return _submit_here(spec, arguments)
     sweep = parse_sweep(arguments.sweep)
@@ -121,7 +121,7 @@ def execute(arguments: argparse.Namespace) -> int:
     return _say_where(run, jobs, arguments)
 
 
-def _spec(arguments: argparse.Namespace, target: str) -> JobSpec:
+def job_spec(arguments: argparse.Namespace, target: str) -> JobSpec:
     ranks = arguments.ranks_per_node if arguments.ranks_per_node is not None else arguments.gpus_per_node or 1
     for name, value in (("--nodes", arguments.nodes), ("--ranks-per-node", ranks)):
         if value < 1:
@@ -154,7 +154,7 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
     other = [n for n in (*_SLURM, "time", "exclusive", "env", "sweep") if n != "mem" and getattr(arguments, n)]
     if other:
         raise UsageError(f"--{other[0]} is for Slurm only. Add what Kubernetes has for it to the manifest that is printed.")
-    spec, mem = _spec(arguments, arguments.script), arguments.mem
+    spec, mem = job_spec(arguments, arguments.script), arguments.mem
     shape = {"cpus_per_rank": arguments.cpus_per_rank, "gpus": arguments.gpus_per_node, "mem": mem}
     if redacted_words(spec.args) != list(spec.args):
         say("an argument looks like a secret, and everyone who can read the manifest will see it. Use a Kubernetes Secret")
