@@ -15,7 +15,7 @@ PYTEST = .venv/bin/python -m pytest -q --dist loadfile --no-loadscope-reorder --
 
 # Three at once, so that two cores have work while a test waits for a signal or a disk; with real Slurm jobs, which keep the cores
 # busy by themselves, two.
-
+#
 # Every promise, each with real processes. What only repeats one at a larger size is marked `full`: see docs/promises.md.
 test: .venv/ready
 	$(PYTEST) -n 3 -m "not full"
