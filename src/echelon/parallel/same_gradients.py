@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.shards import is_fully_sharded, is_split
+from echelon.parallel.shards import is_fully_sharded, is_split, reshard
 
 __all__ = ["SameGradients"]
 
@@ -24,7 +24,9 @@ class SameGradients:
     def __init__(self, module: nn.Module) -> None:
         self._now: set[str] = set()
         self._first: set[str] | None = None
-        self._known: set[nn.Parameter] = set()
+        reshard(module)
+        # What `fully_shard` leaves alone, as scalars, is reduced apart.
+        self._known = {p for p in module.parameters() if not is_split(p)}
         for name, part in module.named_modules():
             if is_fully_sharded(part):
                 part.register_forward_pre_hook(torch.compiler.disable(self._looking(f"{name}." if name else "")))
