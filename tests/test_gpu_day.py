@@ -16,7 +16,6 @@ import pytest
 import torch
 from bench.gpu.llama import SIZES, Llama, flops_per_token
 from bench.gpu.parts import PARTS
-from bench.gpu.peaks import peak_flops
 from bench.gpu.table import BEGIN, END, into_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -173,14 +172,6 @@ def test_the_table_is_put_between_its_marks_again_and_again(tmp_path: Path) -> N
     into_file(path, "two")
     assert path.read_text().split("##")[0] == "# Head\n\n" and "one" not in path.read_text()
     assert f"{BEGIN}\ntwo\n{END}\n\n## Tail\n" in path.read_text()
-
-
-def test_a_peak_that_is_not_known_is_not_guessed() -> None:
-    assert peak_flops("NVIDIA H100 80GB HBM3") == peak_flops("NVIDIA H200") == 989e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert peak_flops("NVIDIA H100 PCIe") == 756e12
-    for unknown in ("NVIDIA GeForce RTX 9999", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GH200 480GB", ""):
-        assert peak_flops(unknown) is None
 
 
 def test_parameters_and_flops_of_the_model_are_those_that_torch_counts() -> None:

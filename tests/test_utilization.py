@@ -151,6 +151,20 @@ def test_float32_is_as_fast_as_its_products_may_be(monkeypatch: pytest.MonkeyPat
     assert peak_flops("Tesla T4", torch.float32) == pytest.approx(8.1e12)
 
 
+@pytest.mark.parametrize("part", ["GRID A100D-1-20C", "NVIDIA L40S-12Q", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"])
+def test_a_part_of_a_card_has_no_known_peak(part: str) -> None:
+    assert peak_flops(part, torch.bfloat16) is None
+
+
+def test_the_newer_of_torchs_settings_for_tf32_counts_too() -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert peak_flops("NVIDIA H100 80GB HBM3", torch.float32) == pytest.approx(494.7e12)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
 class _Kept:
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
