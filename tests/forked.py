@@ -80,6 +80,12 @@ _PYTHONS_OWN = ("-P", "-u")  # options
 _servers: dict[tuple[tuple[str, str], ...], tuple[subprocess.Popen[bytes], socket.socket]] = {}
 
 
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
 def can_fork(command: Sequence[str], options: Mapping[str, Any]) -> bool:
     """Whether it is a script or a module, run by this Python, with nothing that only a new process can have."""
     words = _after_options(command)
@@ -196,7 +202,7 @@ class Forked:
             "options": list(command[1 : len(command) - len(words)]),
             "env": env,
             "cwd": os.fspath(cwd or os.getcwd()),
-            "umask": umask,
+            "umask": umask if umask >= 0 else _umask(),  # this process's: its server may be that of one with another
             "group": os.getpgrp() if process_group is None and _nested else process_group,
             "session": start_new_session,
             "pass_fds": list(pass_fds),

@@ -82,9 +82,8 @@ def test_a_target_says_its_device_before_the_script_runs(tmp_path: Path, monkeyp
 
 
 def _train_command(*words: str) -> str:
-    done = subprocess.run(
-        ["make", "-n", *words, "train"], cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=True
-    )
+    command = ["make", "--no-print-directory", "-n", *words, "train"]
+    done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=True)
     return done.stdout.splitlines()[-1]
 
 
