@@ -87,6 +87,19 @@ def test_what_cannot_be_locked_stays_as_it_is(cuda: None) -> None:
     assert made["rest"][0] is there and made["rest"][1] is sparse and made["rest"][2] is subclass
 
 
+class OwnList(list[Any]):
+    def __init__(self) -> None:
+        super().__init__([torch.ones(2)])
+
+
+def test_layouts_are_kept_and_what_cannot_be_rebuilt_goes_unlocked(cuda: None) -> None:
+    images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    positions, mine = torch.arange(3).expand(2, 3), OwnList()
+    made = locked([images, positions])
+    assert made[0].is_contiguous(memory_format=torch.channels_last) and made[1].is_contiguous()
+    assert all(map(_is_locked, made)) and torch.equal(made[1], positions) and locked(mine) is mine
+
+
 def test_a_dataloader_of_the_users_is_left_as_it_is(cuda: None) -> None:
     seen = []
 

@@ -1,9 +1,9 @@
 """CRC-32 of files, block by block: by the fastest implementation that is installed, and on several threads.
 
 Every implementation computes the same polynomial, zlib's, so that any of them reads what another wrote. zlib-ng does it with the
-processor's carry-less multiplication at three times the speed of a good zlib and fifteen times that of a plain build
-(BENCHMARKS.md); it is the extra `echelon[fast]`. Blocks have checksums of their own, so threads need nothing from each other, and
-both libraries let go of the interpreter.
+processor's carry-less multiplication, at three times the speed of zlib where it was measured (BENCHMARKS.md); it is the extra
+`echelon[fast]`. Blocks have checksums of their own, so threads need nothing from each other, and both libraries let go of the
+interpreter.
 """
 
 from __future__ import annotations

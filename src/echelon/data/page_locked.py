@@ -35,7 +35,9 @@ def locked(data: Any) -> Any:
 def _lock(value: Any) -> Any:
     if type(value) is torch.Tensor:
         plain = value.device.type == "cpu" and value.layout is torch.strided and not value.is_nested
-        return value.contiguous().pin_memory() if plain else value  # one that is expanded cannot be copied into its like
+        if plain and 0 in value.stride():  # what is expanded cannot be copied into its like; other layouts are kept
+            value = value.contiguous()
+        return value.pin_memory() if plain else value
     return value.pin_memory() if not isinstance(value, torch.Tensor) and hasattr(value, "pin_memory") else value
 
 

@@ -89,7 +89,8 @@ def always_under_autocast(module: nn.Module, precision: Precision, device: torch
             entered[-1].__enter__()
 
     def after(_: nn.Module, args: Any, made: Any) -> None:
-        if (context := entered.pop()) is not None:
+        # Empty if the call failed before this hook's other half.
+        if entered and (context := entered.pop()) is not None:
             context.__exit__(None, None, None)
 
     module.register_forward_pre_hook(torch.compiler.disable(before))
