@@ -181,7 +181,16 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (ech.DDPStrategy, {"device_mesh": 3}, "a DeviceMesh or None, got 3"),
     (ech.FSDPStrategy, {"process_group": (1, 2)}, r"a ProcessGroup, a pair of them, or None, got \(1, 2\)"),
     (ech.FSDPStrategy, {"ignored_modules": 3}, "a list of modules, got 3"),
-    (ech.FSDPStrategy, {"reshard_after_forward": "no"}, "True, False, a number of ranks, or None, got 'no'"),
+    (
+        ech.HSDPStrategy,
+        {"reshard_after_forward": {"blocks.*": None}},
+        "True, False, a number of ranks, a dict of these by names, or None, got {'blocks.*': None}",
+    ),
+    (
+        ech.FSDPStrategy,
+        {"reshard_after_forward": "no"},
+        "True, False, a number of ranks, a dict of these by names, or None, got 'no'",
+    ),
     (ech.FSDPStrategy, {"sync_module_states": "no"}, "True or False, got 'no'"),
     (ech.FSDP2Strategy, {"shard_predicates": [3]}, r"a list of functions .*got \[3\]"),
     (ech.FSDP2Strategy, {"modules_to_shard": 3}, "'all', or a list of names or classes, got 3"),

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
 from tests.tracing import Trace, fake_world
 
-WIDTH = 64
+WIDTH, BATCH = 64, 1  # activations are to weigh nothing beside parameters
 STEPS = 2  # before those that are looked at: the first sets up, and makes the optimizer's state
 
 
@@ -54,7 +55,8 @@ class Looking(ech.Callback):
 
     def on_train_step_start(self, state: ech.State, unit: Any) -> None:
         if unit.train_progress.num_steps_completed == self.before:
-            self.trace.keeps(*(getattr(p, "to_local", lambda p=p: p)() for p in unit.module.parameters()))
+            states = [v for s in unit.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+            self.trace.keeps(*(getattr(t, "to_local", lambda t=t: t)() for t in (*unit.module.parameters(), *states)))
             self.trace.__enter__()
 
     def on_train_end(self, state: ech.State, unit: Any) -> None:
@@ -68,7 +70,7 @@ def traced(size: int, *, blocks: int, micro_batches: int = 1, **options: Any) ->
         module = Stack(blocks)
         parameters = sum(p.numel() for p in module.parameters())
         unit = Unit(module=module, device=torch.device("cpu"), gradient_accumulation_steps=micro_batches, **options)
-        data = [(torch.randn(2, 1), torch.randn(2, 1)) for _ in range((STEPS + 1) * micro_batches)]
+        data = [(torch.randn(BATCH, 1), torch.randn(BATCH, 1)) for _ in range((STEPS + 1) * micro_batches)]
         looking = Looking(micro_batches)
         ech.train(unit, data, max_epochs=1, callbacks=[looking])
     return looking.trace, parameters
@@ -95,15 +97,67 @@ def test_bytes_of_an_update(
     assert sum(trace.cast.values()) < 0.01 * n, "no copies of the parameters in another type"
 
 
+def of_a_block(precision: str | None) -> int:
+    """Bytes a parameter: as it was gathered and as it is used, its gradient, and what goes into the reduce-scatter."""
+    return 4 + 4 + 4 + 4 if precision is None else 2 + 2 + 2 + 4
+
+
 @pytest.mark.parametrize(
     ("precision", "micro_batches", "recomputes"), [(None, 1, False), (None, 2, True), ("bf16", 1, True), ("bf16", 2, False)]
 )
 def test_memory_of_an_update(precision: str | None, micro_batches: int, recomputes: bool) -> None:
-    """A rank holds its shards of parameters, gradients and two moments, in float32: 16 N / R bytes. Of what is gathered it holds
-    a few blocks, while as many gradients are still missing.
+    """A rank holds its shards of parameters, gradients and two moments, in float32: 16 N / R bytes; beside them what belongs to
+    one of the L blocks at the height of the backward pass.
     """
     options: dict[str, Any] = {}
     if recomputes:
         options["activation_checkpoint_params"] = ech.ActivationCheckpointParams(check_fn=lambda m: isinstance(m, nn.Sequential))
     trace, n = traced(8, blocks=32, micro_batches=micro_batches, strategy="fsdp", precision=precision, **options)
+    theory = 16 * n / 8 + of_a_block(precision) * n / 32
+    assert near(trace.peak, theory, within=0.05), f"{trace.peak / n:.2f} bytes a parameter, {theory / n:.2f} in theory"
+
+
+def _all_reduce(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP does by itself, which cannot wait for ranks that do not exist."""
+    dist.group.WORLD.allreduce([bucket.buffer()])
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_bytes_and_memory_of_ddp_and_zero1(micro_batches: int) -> None:
+    """An all-reduce of the gradients in a window, however many micro-batches it has. zero1 keeps the moments of its part, and
+    gives the others the parameters that it computed. While a window is accumulated, its gradients lie beside DDP's buckets.
+    """
+    ddp = ech.DDPStrategy(comm_hook=lambda _, bucket: _all_reduce(bucket))
+    beside = 4 if micro_batches > 1 else 0
+    for strategy, sent, state in ((ddp, 0, 8), (ech.ZeROStrategy(1, options=ddp), 4, 8 / 8)):
+        trace, n = traced(8, blocks=32, micro_batches=micro_batches, strategy=strategy)
+        assert near(trace.all_reduced[torch.float32], 4 * n) and not trace.gathered and not trace.reduced
+        assert trace.sent[torch.float32] == sent * n
+        assert near(trace.peak, (4 + 4 + state + beside) * n, within=0.05), f"{trace.peak / n:.2f} bytes a parameter"
+
+
+def test_bytes_and_memory_of_hsdp() -> None:
+    """As fsdp on the ranks of one copy; the shards of the gradients are all-reduced over the copies in the last micro-batch."""
+    trace, n = traced(64, blocks=32, micro_batches=2, strategy=ech.HSDPStrategy(shard_size=8))
+    assert near(trace.gathered[torch.float32], 2 * 2 * 4 * n) and near(trace.reduced[torch.float32], 2 * 4 * n)
+    assert near(trace.all_reduced[torch.float32], 4 * n / 8)
+    theory = 16 * n / 8 + of_a_block(None) * n / 32
+    assert near(trace.peak, theory, within=0.05), f"{trace.peak / n:.2f} bytes a parameter, {theory / n:.2f} in theory"
+
+
+def test_bytes_and_memory_of_tensor_parallelism() -> None:
+    """Of a pair of layers the results are added up in the forward pass, and the gradients of its input in the backward pass."""
+    strategy = ech.TPStrategy(plan={"blocks.*.0": "colwise", "blocks.*.2": "rowwise"})
+    trace, n = traced(8, blocks=32, strategy=strategy)
+    assert near(trace.all_reduced[torch.float32], 2 * 32 * BATCH * WIDTH * 4)
+    assert not trace.gathered and not trace.reduced
     assert near(trace.peak, 16 * n / 8, within=0.05), f"{trace.peak / n:.2f} bytes a parameter"
+
+
+def test_blocks_that_are_kept_after_the_forward_are_gathered_once() -> None:
+    half = ech.FSDPStrategy(reshard_after_forward={f"blocks.{i}": False for i in range(8)} | {"blocks.*": True})
+    trace, n = traced(8, blocks=16, strategy=half)
+    assert near(trace.gathered[torch.float32], 1.5 * 4 * n)

@@ -97,6 +97,10 @@ def _refusal(strategy: Any) -> str:
     [
         (ech.FSDPStrategy(blocks=["blocks.7"]), "no submodule named 'blocks.7'"),
         (ech.DDPStrategy(mixed_precision=torch.bfloat16), "AutoUnit(precision='bf16')"),
+        (
+            ech.FSDPStrategy(reshard_after_forward={"block.*": False}),
+            "reshard_after_forward has 'block.*', which matches nothing that is sharded one by one: blocks.0, blocks.1.",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_remedy(ranks: Ranks, strategy: Any, message: str) -> None:
@@ -116,9 +120,10 @@ def _options(strategy: Any) -> dict[str, torch.Tensor]:
         ech.DDPStrategy(static_graph=True, find_unused_parameters=True, bucket_cap_mb=1),
         ech.FSDPStrategy(forward_prefetch=True),
         ech.FSDPStrategy(reshard_after_forward=False),
+        ech.FSDPStrategy(reshard_after_forward={"blocks.1": False}),
         ech.DDPStrategy(device_ids=[CPU.index], output_device=CPU.index),  # as TorchTNT's page has it, on a CPU
     ],
-    ids=["ddp", "ddp static", "fsdp", "fsdp whole parameters", "ddp device_ids"],
+    ids=["ddp", "ddp static", "fsdp", "fsdp whole parameters", "fsdp one block whole", "ddp device_ids"],
 )
 def test_options_change_no_number(ranks: Ranks, strategy: Any) -> None:
     want, _, _ = plain_training([[batch(4, 0), batch(4, 1)]])

@@ -172,6 +172,32 @@ def test_autocast_is_off_and_a_type_that_is_pinned_is_said(tmp_path: Path) -> No
     assert row.agrees, row
 
 
+FULL = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+    def forward(self, x):
+        x = x.to(torch.float32)
+        x = x * x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()
+        return self.down(torch.softmax(self.up(x), -1, dtype=torch.float32).type_as(x))
+class Full(Auto):
+    def compute_loss(self, state, data):
+        return nn.functional.mse_loss(self.module(data[0]).float(), data[1].float()), None
+    def configure_optimizers_and_lr_scheduler(self, module):
+        return torch.optim.AdamW(module.parameters(), fused=True), None
+net = nn.Sequential(Block(), Block(), nn.Linear(4, 1))
+again = ech.ActivationCheckpointParams(check_fn=lambda m: isinstance(m, Block))
+ech.train(Full(module=net, strategy="fsdp", activation_checkpoint_params=again), loader(), max_epochs=1)
+"""
+
+
+def test_casts_to_full_precision_are_to_float64_there(tmp_path: Path) -> None:
+    """As norms and losses of most models have them; a recomputed forward pass, and a fused optimizer, know of it or do not."""
+    (row,) = prove_target(_script(tmp_path, FULL), matrix(["fsdp"], [2], [1], sgd=False), 2, True).results
+    assert row.agrees and row.gradient is not None and row.gradient < 1e-11, row
+
+
 DRAWING = """
 class Drawing(Own):
     def train_step(self, state, data):

@@ -43,7 +43,7 @@ def _values(seed: int, noise: float, **changes: Any) -> dict[str, Any]:
     }
 
 
-def _judged(mine: dict[str, Any], right: dict[str, Any], wide: dict[str, Any]) -> Verdict:
+def _judged(mine: dict[str, Any], right: dict[str, Any], wide: dict[str, Any], *, half: bool = False) -> Verdict:
     with tempfile.TemporaryDirectory() as name:
         folders = Path(name, "row"), Path(name, "right"), Path(name, "right", "again-wide-0")
         start = {"parameters": {n: torch.full((size,), 0.1) for n, size in SIZES.items()}, "buffers": {}}
@@ -52,7 +52,8 @@ def _judged(mine: dict[str, Any], right: dict[str, Any], wide: dict[str, Any]) -
             torch.save(values, folder / "update-000.pt")
             torch.save(start, folder / "initial.pt")
         micro = Micro(None, b"", [], 1.0, mine["loss"], {}, 0)
-        return compare(folders[0], folders[1], [{"updates": [[micro]], "norms": [None], "flattened": False}], torch.float32)
+        records = [{"updates": [[micro]], "norms": [None], "flattened": False}]
+        return compare(folders[0], folders[1], records, torch.float32, half=half)
 
 
 seeds = st.integers(0, 10**6)
@@ -88,6 +89,15 @@ def test_the_loss_is_compared_even_if_nothing_else_differs(seed: int, noise: flo
     wrong = _values(seed, noise, loss=factor)
     verdict = _judged(wrong, _values(seed + 1, noise), _values(seed + 2, noise * 1e-9))
     assert verdict.first is not None and verdict.first.tensor == "loss"
+
+
+def test_in_half_precision_parameters_may_differ_by_as_many_roundings_of_float32() -> None:
+    """After a small first step they are those of float32: so it is by its measure that they are compared."""
+    right, wide = _values(1, 1e-3), _values(1, 1e-3)
+    for roundings, agrees in ((20, True), (100, False)):
+        change = {"weight": lambda value, roundings=roundings: value + roundings * 2**-23 * value.abs().max()}
+        verdict = _judged(_values(1, 1e-3, parameters=change), right, wide, half=True)
+        assert (verdict.first is None) == agrees, (roundings, verdict)
 
 
 def test_the_same_bits_agree_however_far_rounding_reaches() -> None:

@@ -36,6 +36,7 @@ def fake_world(size: int) -> Iterator[None]:
         return _Done() if async_op else None
 
     def all_reduce(value: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        (group or dist.group.WORLD).allreduce([value])  # for a Trace to see; it changes nothing
         if op == dist.ReduceOp.SUM:
             value.mul_(dist.get_world_size(group))
         return _Done() if async_op else None
@@ -49,6 +50,7 @@ def fake_world(size: int) -> Iterator[None]:
             mock.patch("torch.distributed.all_gather", all_gather),
             mock.patch("torch.distributed.all_reduce", all_reduce),
             mock.patch("echelon.world.agree.control_group", lambda: dist.group.WORLD),
+            mock.patch("echelon.world.agree.channel", lambda group: (group, torch.device("cpu"))),
         ):
             yield
     finally:
@@ -66,6 +68,7 @@ class Trace(TorchDispatchMode):
     Attributes:
         gathered, reduced, all_reduced: bytes by dtype: of whole tensors after an all-gather; of those that went into a
             reduce-scatter; of those that an all-reduce adds up.
+        sent: bytes that one rank gave all others, by dtype.
         cast: bytes that changes of dtype made, by the new dtype.
         copied: bytes copied between devices, by (from, to, whether the host's memory was pinned).
         waits: operators whose result the host waits for, with their number.
@@ -77,6 +80,7 @@ class Trace(TorchDispatchMode):
         self.gathered: Counter[torch.dtype] = Counter()
         self.reduced: Counter[torch.dtype] = Counter()
         self.all_reduced: Counter[torch.dtype] = Counter()
+        self.sent: Counter[torch.dtype] = Counter()
         self.cast: Counter[torch.dtype] = Counter()
         self.copied: Counter[tuple[str, str, bool]] = Counter()
         self.waits: Counter[str] = Counter()
@@ -95,7 +99,7 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = op(*args, **(kwargs or {}))
         namespace, _, name = op._schema.name.partition("::")
-        if namespace == "c10d":
+        if namespace in ("c10d", "_c10d_functional"):
             self._communicates(name, args)
         elif name in WAITS:
             self.waits[name] += 1
@@ -107,13 +111,17 @@ class Trace(TorchDispatchMode):
         return made
 
     def _communicates(self, name: str, args: Any) -> None:
-        first = next(_tensors(args))
+        name, first = name.replace("all_reduce", "allreduce").replace("all_gather", "allgather"), next(_tensors(args), None)
+        if first is None:
+            return
         if "allgather" in name:
             self.gathered[first.dtype] += first.nbytes
         elif "reduce_scatter" in name:
             self.reduced[first.dtype] += list(_tensors(args))[1].nbytes
         elif "allreduce" in name:
             self.all_reduced[first.dtype] += first.nbytes
+        elif "broadcast" in name:
+            self.sent[first.dtype] += first.nbytes
 
     def _copies(self, name: str, args: Any, made: torch.Tensor) -> None:
         source = args[1] if name == "copy_" else args[0]

@@ -6,7 +6,7 @@ keeps several copies of the shards. `sharding.py` says what is communicated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.sharding import Reduction, Sharding, flat_mesh, offloads, replica_mesh, shard
 from echelon.parallel.strategy import Strategy
-from echelon.parallel.units import check_prefetch
+from echelon.parallel.units import check_prefetch, check_reshard
 from echelon.world.init import World, ensure_group
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ class FSDPStrategy(Strategy):
             _HYBRID_SHARD_ZERO2 (the same with several copies, see HSDPStrategy); torch's members or their names.
         cpu_offload: shards and optimizer state live in host memory: True, or torch's CPUOffload or CPUOffloadPolicy.
         auto_wrap_policy: which submodules to shard one by one: a set of classes, or a policy of torch's or your own.
-        mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; what it leaves open is the unit's precision.
+        mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; what it leaves open is the unit's precision. So
+            MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) adds up gradients in bfloat16 whatever the precision is.
         ignored_modules, ignored_states: what stays whole. Its gradients are not reduced, so it must be frozen.
         param_init_fn: fills the own parameters of a submodule that is on the meta device.
         sync_module_states: start from rank 0's values on every rank.
@@ -58,7 +59,9 @@ class FSDPStrategy(Strategy):
         device_mesh: instead of a process group: 1-D, or 2-D (ranks with the same shard, ranks of one copy).
         blocks: names or classes of the submodules to shard one by one; by default the repeated blocks of the model.
         reshard_after_forward: free a block's whole parameters after its forward and gather them again for the backward.
-            False keeps them (less traffic, more memory). By default as `sharding_strategy` says.
+            False keeps them (less traffic, more memory). A number frees them but for shards over so many ranks. A dict says it
+            for some blocks, by patterns of their names: {"blocks.0": False, "blocks.*": True}. By default as
+            `sharding_strategy` says.
         requires_gradient_sync: reduce-scatter gradients in every micro-batch of an accumulation window, so that a rank keeps its
             shards of them only. False waits for the last one: less traffic, and whole float32 gradients on every rank meanwhile.
         requires_all_reduce: with several copies, also all-reduce over these in every micro-batch. By default in the last one.
@@ -80,7 +83,7 @@ class FSDPStrategy(Strategy):
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None
     device_mesh: DeviceMesh | None = None
     blocks: Sequence[str | type[nn.Module]] | None = None
-    reshard_after_forward: bool | int | None = None
+    reshard_after_forward: bool | int | Mapping[str, bool | int] | None = None
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = False
 
@@ -93,8 +96,7 @@ class FSDPStrategy(Strategy):
         require(are_groups, "process_group", "a ProcessGroup, a pair of them, or None", group)
         require(mesh is None or hasattr(mesh, "mesh_dim_names"), "device_mesh", "a DeviceMesh or None", mesh)
         require(init is None or callable(init), "param_init_fn", "a function or None", init)
-        kept = isinstance(self.reshard_after_forward, int | None)
-        require(kept, "reshard_after_forward", "True, False, a number of ranks, or None", self.reshard_after_forward)
+        check_reshard(self.reshard_after_forward)
         for name, what, kind in (
             ("ignored_modules", "a list of modules", nn.Module),
             ("ignored_states", "a list of modules or parameters", (nn.Module, torch.Tensor)),
@@ -191,7 +193,7 @@ class HSDPStrategy(Strategy):
     shard_size: int | None = None
     replicate_size: int | None = None
     blocks: Sequence[str | type[nn.Module]] | None = None
-    reshard_after_forward: bool | int | None = None
+    reshard_after_forward: bool | int | Mapping[str, bool | int] | None = None
     mixed_precision: MixedPrecision | MixedPrecisionPolicy | None = None
     cpu_offload: bool | CPUOffload | CPUOffloadPolicy | None = None
     sync_module_states: bool = True
@@ -204,6 +206,7 @@ class HSDPStrategy(Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_prefetch(self.forward_prefetch, self.backward_prefetch)
+        check_reshard(self.reshard_after_forward)
         for name in ("shard_size", "replicate_size"):
             if (size := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole(name, size, at_least=1))

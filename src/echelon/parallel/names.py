@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from typing import TypeVar
 
 import torch
@@ -10,7 +11,16 @@ from torch import nn
 
 from echelon.parallel.registry import wrapper_of
 
-__all__ = ["names_of_each", "plain_buffers", "plain_name", "plain_names", "tied_names", "unwrapped", "without_compile"]
+__all__ = [
+    "matching",
+    "names_of_each",
+    "plain_buffers",
+    "plain_name",
+    "plain_names",
+    "tied_names",
+    "unwrapped",
+    "without_compile",
+]
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -65,3 +75,9 @@ def _plainly(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tupl
         parts = name.split(".")
         kept = [p for i, p in enumerate(parts) if p not in _WRAPPED and inside.get(".".join(parts[:i])) != p]
         yield ".".join(kept), tensor
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The dotted names that a pattern such as "blocks.*.up" describes: its wildcards stand for a part between two dots."""
+    parts = pattern.split(".")
+    return [name for name in names if len(p := name.split(".")) == len(parts) and all(map(fnmatchcase, p, parts))]

@@ -7,7 +7,7 @@ a window's last micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -32,7 +32,7 @@ from echelon.parallel.recipe import Recipe
 from echelon.parallel.registry import Kind, register
 from echelon.parallel.same_gradients import SameGradients
 from echelon.parallel.shards import is_fully_sharded, is_split, reshard
-from echelon.parallel.units import Unit, prefetch, units_of
+from echelon.parallel.units import Unit, prefetch, resharded, units_of
 from echelon.world.init import World, ensure_group
 from echelon.world.mesh import ParallelDims
 
@@ -193,7 +193,7 @@ class Sharding:
 
     mesh: DeviceMesh
     blocks: Blocks | None = None
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: bool | int | Mapping[str, bool | int] = True
     policy: MixedPrecisionPolicy | None = None
     root_policy: MixedPrecisionPolicy | None = None
     offload: bool = False
@@ -227,7 +227,11 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
     _refuse_loose(module, ignored, len(ranks))
     ignored |= (whole := _unsplittable(module))
     reports, precision = world.rank == 0, recipe.precision
-    units = units_of(module, how.blocks, precision, how.policy, how.reshard_after_forward, world.device, reports=reports)
+    said = how.reshard_after_forward
+    reshards = True if isinstance(said, Mapping) else said
+    units = units_of(module, how.blocks, precision, how.policy, reshards, world.device, reports=reports)
+    if isinstance(said, Mapping):
+        units = resharded(units, module, said)
     root_policy = policy_for(module, precision, how.root_policy or how.policy)
     module = recipe.compile(recipe.checkpoint_activations(module))
     _split(module, units, root_policy, ignored, world, how)
@@ -263,7 +267,8 @@ def _split(
     done: set[nn.Module] = set()
     kind = type(module).__name__
     # None is torch's own choice for the root: its backward begins where its forward ended.
-    rest = Unit("", (module,), root_policy, None if how.reshard_after_forward is True else how.reshard_after_forward)
+    said = how.reshard_after_forward
+    rest = Unit("", (module,), root_policy, None if said is True or isinstance(said, Mapping) else said)
     for unit in (*units, rest):
         for part in unit.modules:
             name = f"{kind}.{unit.name}" if unit.name else kind

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from echelon.contracts.numbers import whole
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.materialize import remember
-from echelon.parallel.names import tied_names
+from echelon.parallel.names import matching, tied_names
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.strategy import Strategy
@@ -124,8 +123,7 @@ def _chosen(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
     names = [name for name, _ in module.named_modules() if name]
     chosen: dict[str, Any] = {}
     for pattern, style in plan.items():
-        parts = pattern.split(".")
-        found = [n for n in names if len(p := n.split(".")) == len(parts) and all(map(fnmatchcase, p, parts))]
+        found = matching(pattern, names)
         if not found:
             raise UsageError(f"the tensor-parallel plan has {pattern!r}, which matches no submodule of {type(module).__name__}.")
         if isinstance(style, str):

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from echelon.contracts.arguments import mapping
+from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.parallel.blocks import Blocks, blocks_to_shard, without_shared
 from echelon.parallel.compute_type import decides, in_full, policy_for
 from echelon.parallel.edges import edges_of
+from echelon.parallel.names import matching
 from echelon.parallel.precision import Precision
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["Unit", "check_prefetch", "prefetch", "units_of"]
+__all__ = ["Unit", "check_prefetch", "check_reshard", "prefetch", "resharded", "units_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +84,29 @@ def units_of(
     return units
 
 
+def resharded(units: list[Unit], module: nn.Module, by_name: Mapping[str, bool | int]) -> list[Unit]:
+    """The units with what the user says of them, by patterns of names; where several match, the first of them counts.
+
+    Raises:
+        UsageError: a pattern matches no unit.
+    """
+    names = {part: name for name, part in module.named_modules()}
+    every = {names[part] for unit in units for part in unit.modules}
+    found = {pattern: set(matching(pattern, every)) for pattern in by_name}
+    for pattern, matched in found.items():
+        if not matched:
+            raise UsageError(
+                f"reshard_after_forward has {pattern!r}, which matches nothing that is sharded one by one: "
+                f"{', '.join(sorted(every)) or 'the module is sharded as a whole'}."
+            )
+    made = []
+    for unit in units:
+        mine = {names[part] for part in unit.modules}
+        said = [by_name[pattern] for pattern, matched in found.items() if matched & mine]
+        made.append(replace(unit, reshard=said[0]) if said else unit)
+    return made
+
+
 def prefetch(units: list[Unit], forward: int, backward: int | None) -> None:
     """While one unit is computed, gather so many that follow; in the backward pass so many that were before.
 
@@ -103,6 +130,17 @@ def check_prefetch(forward: Any, backward: Any) -> None:
         whole("forward_prefetch", forward, at_least=0)
     if backward is not None:
         whole("backward_prefetch", backward, at_least=1, or_none="for what fully_shard does")
+
+
+def check_reshard(value: Any) -> None:
+    """
+    Raises:
+        UsageError: reshard_after_forward is nothing that `fully_shard` takes, nor that by names.
+    """
+    each = mapping("reshard_after_forward", value).values() if isinstance(value, Mapping) else (value,)
+    allowed = int if isinstance(value, Mapping) else int | None
+    what = "True, False, a number of ranks, a dict of these by names, or None"
+    require(all(isinstance(one, allowed) for one in each), "reshard_after_forward", what, value)
 
 
 def _report(blocks: Blocks, shared: list[str], around: list[str], *, is_chosen: bool) -> None:

@@ -18,8 +18,8 @@ element is excused if its gradient is within tolerance of zero in every referenc
 loss (gradient times difference) is a rounding of the loss, or little beside what the update does to it. They are counted.
 
 A row in bf16 is compared with a reference in bf16, of which float64 is a sample, and two more whose weights round otherwise. A
-rounding is a hundredth there, so that 32 of them would hide a gradient of half the size: it is `HALF_FACTOR`, and where more than
-`HALF_RESOLUTION` would be allowed, float64 has to decide, in which nothing is cast.
+rounding is a hundredth there, so that 32 of them would hide a gradient of half the size: what is more than `RESOLUTION` is
+`HALF_FACTOR` of them, and where more than `HALF_RESOLUTION` would be allowed, float64 has to decide, in which nothing is cast.
 
 In float64 a single reference can do, as there is nothing wider: the tolerance is then 1e-11 of the largest value of its kind;
 plain torch reaches 4e-13 after twenty updates.
@@ -184,7 +184,7 @@ class _Comparison:
         is_zero = any(wide and abs(other) <= DIGITS * abs(other - value) for other, wide in others)
         known = self.roundings.setdefault(name, {})
         known[name] = max(error / scale, 0.0 if is_zero else known.get(name, 0.0), self.epsilon)
-        allowed = scale * (FLOAT64_TOLERANCE if self.alone else max(self.factor * known[name], self._least))
+        allowed = scale * (FLOAT64_TOLERANCE if self.alone else max(self._allowed(known[name]), self._least))
         if allowed > self.resolution * scale and not is_zero:
             self.verdict.blind.append(Blind(k, phase, name, allowed / scale, 0.0))
         difference = abs(mine[key] - value)
@@ -193,6 +193,10 @@ class _Comparison:
         else:
             self.verdict.norm = larger(self.verdict.norm, difference / scale)
         self._check(k, phase, name, difference, allowed, scale)
+
+    def _allowed(self, sample: float) -> float:
+        """What may differ, where the references differ by so much: both relative."""
+        return max(self.factor * sample, min(FACTOR * sample, RESOLUTION))
 
     @property
     def _least(self) -> float:
@@ -214,7 +218,7 @@ class _Comparison:
         usual = median(relative.values()) if relative else 0.0
         allowed = {}
         for name, scale in own.items():
-            allowed[name] = max(self.factor * max(relative[name], usual), self._least) * scale
+            allowed[name] = max(self._allowed(max(relative[name], usual)), self._least) * scale
             if self.alone:
                 allowed[name] = FLOAT64_TOLERANCE * largest
             elif name in zero or not scale:

@@ -258,7 +258,8 @@ class Proving:
                 return seen, ""
         narrowest = self._probed(seen.ran, seen.reference)["narrowest"]
         self._shake(seen.ran, seen.reference, _SHAKES, narrowest)
-        verdict = compare(seen.ran.folder, seen.reference.folder, seen.ran.records, seen.ran.dtype, narrowest)
+        half = seen.ran.row.precision is not None
+        verdict = compare(seen.ran.folder, seen.reference.folder, seen.ran.records, seen.ran.dtype, narrowest, half=half)
         return Judged(seen.ran, seen.reference, verdict), f"not confirmed in float64 because {why}"
 
     def _settled(self, final: Judged) -> str | None:

@@ -27,6 +27,7 @@ from echelon.prover.reference import How, Reference, Shake, reference_of
 from echelon.prover.row_strategy import RowStrategy
 from echelon.prover.samples import checksums
 from echelon.prover.target import Target
+from echelon.prover.wide import without_narrow_casts
 from echelon.prover.workarounds import noting_seeds, without_autocast
 from echelon.world import rng
 
@@ -155,7 +156,12 @@ def _deciding(decided: Overrides, dtype: torch.dtype, seed: int) -> Iterator[set
     torch.manual_seed(_torch_seed(seed))
     seeded: set[str] = set()
     try:
-        with noting_seeds(seeded), without_autocast() if decided.precision == "fp32" else contextlib.nullcontext():
+        with contextlib.ExitStack() as head:
+            head.enter_context(noting_seeds(seeded))
+            if decided.precision == "fp32":
+                head.enter_context(without_autocast())
+            if dtype is torch.float64:
+                head.enter_context(without_narrow_casts())
             yield seeded
     finally:
         torch.set_default_dtype(before)
