@@ -263,6 +263,9 @@ def test_on_dragon_failures_arrive_groups_close_and_the_example_trains(tmp_path:
         env = [str(rank), str(rank), "2", "127.0.0.1", share, devices]
         assert places[rank] == ((rank, rank, 0, 2, 2), mine, env, 4)
 
+    [computed] = re.findall(r"waited in (\S+) s of computing", said)
+    assert float(computed) < 1.0, "Dragon's thread keeps a core busy while the ranks rest for three seconds"
+
     assert "rank 1 of 2 has trained 24 steps" in said
     monkeypatch.syspath_prepend(ROOT / "examples")
     dragon_train = importlib.import_module("dragon_train")

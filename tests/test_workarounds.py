@@ -207,6 +207,17 @@ def test_dragon_still_raises_a_ranks_failure_instead_of_closing() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("dragon") is None, reason="dragonhpc is not installed")
+def test_dragon_still_looks_for_failures_in_a_loop() -> None:
+    """If not: take `look_for_failures_with_pauses` away. That the loop computes all the time is seen in tests/test_group.py."""
+    spec = importlib.util.find_spec("dragon")
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / "native/process_group.py").read_text())
+    [monitor] = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_exq_monitor"]
+    [loop] = [node for node in monitor.body if isinstance(node, ast.While)]
+    assert "if self._exq.poll(timeout=" in ast.unparse(loop)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("dragon") is None, reason="dragonhpc is not installed")
 def test_dragon_still_takes_its_address_from_a_variable() -> None:
     """If not: take `serve_dragon_on_loopback` away."""
     spec = importlib.util.find_spec("dragon")
