@@ -127,7 +127,7 @@ MOMENTS = [
     ("ddp", "forward", signal.SIGTERM, None),
     pytest.param("ddp", "backward", signal.SIGUSR1, 1, marks=pytest.mark.full),
     pytest.param("ddp", "evaluation", signal.SIGTERM, 1, marks=pytest.mark.full),
-    ("fsdp", "evaluation", signal.SIGUSR1, 0),
+    pytest.param("fsdp", "evaluation", signal.SIGUSR1, 0, marks=pytest.mark.full),
     ("fsdp", "save", signal.SIGTERM, None),
     ("ddp", "any", signal.SIGTERM, None),
     ("ddp", "last step", signal.SIGUSR1, 1),

@@ -99,7 +99,7 @@ def _want(ranks: int, optimizer: str) -> tuple[dict[str, torch.Tensor], list[flo
     return {n: p.detach() for n, p in module.named_parameters()}, norms
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_scalars_are_trained_as_in_one_process(ranks: Ranks, size: int) -> None:
     strategies = PARALLEL if size == 2 else ["fsdp", "hsdp", "zero2"]
     for optimizer in ("SGD", "AdamW") if size == 2 else ("AdamW",):

@@ -196,7 +196,7 @@ def _with_options(names: list[str]) -> dict[str, Any]:
     return done
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_options_change_no_number(ranks: Ranks, size: int) -> None:
     windows = [[batch(4, 10 * i + r) for r in range(size)] for i in range(3)]
     want, _, _ = plain_training(windows, clip=0.3, optimizer="AdamW")

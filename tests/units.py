@@ -16,9 +16,9 @@ from tests.models import Batch, net
 # Strategies over several ranks, each on its own share of the data.
 PARALLEL = [name for name in STRATEGIES if name not in ("noop", "dp", "tp")]
 
-# A test of one strategy each has these in `make test-all` only: they are spellings of `fsdp`.
-SPELLINGS = ("fsdp2", "zero3")
-EACH = [pytest.param(name, marks=pytest.mark.full if name in SPELLINGS else ()) for name in PARALLEL]
+# In `make test` a test of one strategy each has ddp, zero1 and fsdp: whole parameters, with the optimizer whole or divided, and
+# shards. The others are forms of fsdp; that all train the same numbers is tests/test_equivalence.py's.
+EACH = [pytest.param(name, marks=() if name in ("ddp", "zero1", "fsdp") else pytest.mark.full) for name in PARALLEL]
 
 
 def under_each(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
