@@ -117,6 +117,7 @@ def test_a_right_script_passes(script: str, ranks: list[int]) -> None:
     assert {r.ranks for r in proof.results} == set(ranks)
 
 
+@pytest.mark.full
 def test_float64_has_the_last_word_where_rounding_flips_gates() -> None:
     """Both rows are far apart in float32, by more than the mistake in one of them."""
     (right,) = _prove("right_gates", ["ddp"], [2], updates=2).results

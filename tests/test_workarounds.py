@@ -56,6 +56,7 @@ def test_a_function_returns_when_its_destroyed_group_is_kept() -> None:
     ]
 
 
+@pytest.mark.full
 def test_torch_still_hangs_when_a_destroyed_group_is_freed() -> None:
     """If it does not: take `keep_process_groups` away."""
     with pytest.raises(RankFailedError):
@@ -118,6 +119,7 @@ def test_a_function_that_trained_with_ddp_returns_after_it_destroyed_its_groups(
     assert returns(model, 60)
 
 
+@pytest.mark.full
 def test_torch_still_hangs_when_the_reducer_frees_the_group() -> None:
     """If it does not: take `_outlive_reducer` away."""
     assert not returns("bare", 8)
