@@ -234,7 +234,7 @@ def test_hundreds_of_connections_that_say_nothing_do_not_end_a_job(started: Star
 
 def test_a_run_that_cannot_begin_for_a_full_disk_says_so_in_a_line(started: Started) -> None:
     process = started.run("--ranks", "1", started.script("pass"), preexec_fn=_limit_files(10))
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=50)
     assert process.returncode == 1 and b"cannot be written: File too large" in err and b"Traceback" not in err
 
 

@@ -295,11 +295,13 @@ FORKS = """
     from echelon.world import stop
 
     with stop.listening(lambda: None):
+        heard, says = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(says, b"up")
             time.sleep(60)
             os._exit(0)
-        time.sleep(0.3)  # Python forgets what reaches a child before it is set up
+        os.read(heard, 2)  # Python forgets what reaches a child before it is set up
         os.kill(child, signal.SIGUSR1)
         os.kill(child, signal.SIGTERM)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), stop.asked())
