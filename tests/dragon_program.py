@@ -83,6 +83,11 @@ def cases(example: str, page: str) -> None:
     placed.join()
     placed.close()
     print(f"places: {placed.values}", flush=True)
+    resting = group(time.sleep, 3.0)
+    before = time.process_time()
+    resting.join()
+    print(f"waited in {time.process_time() - before:.1f} s of computing", flush=True)
+    resting.close()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -53,6 +53,7 @@ TORCH = (
 )
 LOADED = (
     *TORCH,
+    "torch.distributed.run",
     "echelon.cli.ckpt",
     "echelon.cli.main",
     "echelon.cli.run",
@@ -69,8 +70,12 @@ LOADED = (
 _nested: tuple[str, tuple[tuple[str, str], ...], int] | None = None
 _NewPython = subprocess.Popen
 
-# What Python, its C library or torch's libraries read once, as they start; the two of `_MENDED` can be made true later.
+# What Python, its C library or torch's libraries read once, as they start; the two of `_MENDED` can be made true later, and
+# torchrun's own is read when a group is made.
 _AT_START = ("GLIBC_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH_", "TZ")
+_LATER = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# The module by which torchrun starts its ranks: it has the name `Popen` from `subprocess`.
+_TORCHRUNS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 # Of the third a server has one in any case.
 _PATH, _THREADS, _BLAS = _MENDED = ("PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _OPTIONS = {"stdin", "stdout", "stderr", "cwd", "env", "text", "umask", "process_group", "start_new_session", "pass_fds"}
@@ -334,7 +339,8 @@ def _server(env: Mapping[str, str]) -> socket.socket:
 
 
 def _at_start(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((name, value) for name, value in env.items() if name.startswith(_AT_START) and name not in _MENDED))
+    known = (*_MENDED, _LATER)
+    return tuple(sorted((name, value) for name, value in env.items() if name.startswith(_AT_START) and name not in known))
 
 
 def close() -> None:
@@ -433,7 +439,7 @@ def become(request: dict[str, Any], fds: Sequence[int], path: Sequence[str]) -> 
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # Python's own does so by itself
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    subprocess.Popen = Nested  # type: ignore[misc]
+    subprocess.Popen = sys.modules[_TORCHRUNS].Popen = Nested  # type: ignore[misc, attr-defined]
     code, variables = _program(request["words"])
     if "-P" in request["options"]:
         del sys.path[0]

@@ -18,7 +18,7 @@ from tests.conftest import clean_environment
 from tests.forked import MARK
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
     """Poll until the condition is true; fail by name if that takes too long."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

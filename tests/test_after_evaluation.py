@@ -12,7 +12,7 @@ import torch.distributed as dist
 import echelon as ech
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, whole
-from tests.units import Regression, under_each
+from tests.units import SEVERAL, Regression, under_each
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -34,8 +34,11 @@ def _saved_after_an_evaluation(strategy: str, folder: str) -> tuple[int, float, 
     return len(pairs), different, largest_difference(whole(unit.module), whole(again.module))
 
 
-def test_a_checkpoint_written_after_an_evaluation_holds_the_optimizer(ranks: Ranks, tmp_path: Path) -> None:
-    for rank in ranks(2, under_each, _saved_after_an_evaluation, str(tmp_path)):
+@pytest.mark.parametrize("strategies", SEVERAL)
+def test_a_checkpoint_written_after_an_evaluation_holds_the_optimizer(
+    ranks: Ranks, tmp_path: Path, strategies: list[str]
+) -> None:
+    for rank in ranks(2, under_each, strategies, _saved_after_an_evaluation, str(tmp_path)):
         for strategy, (moments, moment, parameter) in rank.items():
             assert moments > 0 and moment == 0.0 and parameter == 0.0, strategy
 
@@ -59,6 +62,7 @@ def _both(strategy: str) -> Any:
     return largest_difference(_evaluated_before_the_optimizer(strategy), _trained(strategy))
 
 
-def test_an_optimizer_built_after_an_evaluation_trains_the_shards(ranks: Ranks) -> None:
-    for rank in ranks(2, under_each, _both):
+@pytest.mark.parametrize("strategies", SEVERAL)
+def test_an_optimizer_built_after_an_evaluation_trains_the_shards(ranks: Ranks, strategies: list[str]) -> None:
+    for rank in ranks(2, under_each, strategies, _both):
         assert all(difference == 0.0 for difference in rank.values()), rank

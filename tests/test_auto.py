@@ -13,7 +13,7 @@ import echelon as ech
 from echelon.contracts.errors import LossError, NonFiniteError, UsageError
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, plain_training, whole
-from tests.units import Regression, under_each
+from tests.units import PARALLEL, SEVERAL, Regression, under_each
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -146,10 +146,11 @@ def _train_fp32(strategy: str | None, precision: str, updates: int = 3) -> tuple
     return whole(unit.module), seen, scale
 
 
-def test_low_precision_computes_low_and_stays_near_float32(ranks: Ranks) -> None:
-    full = ranks(2, under_each, _train_fp32, "fp32")[0]
+@pytest.mark.parametrize("strategies", SEVERAL)
+def test_low_precision_computes_low_and_stays_near_float32(ranks: Ranks, strategies: list[str]) -> None:
+    full = ranks(2, under_each, strategies, _train_fp32, "fp32")[0]
     for precision, dtype in {"bf16": torch.bfloat16, "fp16": torch.float16}.items():
-        low, low_1 = ranks(2, under_each, _train_fp32, precision)
+        low, low_1 = ranks(2, under_each, strategies, _train_fp32, precision)
         for strategy, (trained, seen, _) in low.items():
             assert seen == {dtype}, strategy
             assert largest_difference(trained, low_1[strategy][0]) == 0, strategy
@@ -174,7 +175,7 @@ def _overflow(strategy: str) -> tuple[dict[str, torch.Tensor], float]:
 
 
 def test_an_overflow_on_one_rank_skips_the_update_on_all(ranks: Ranks) -> None:
-    one, other = ranks(2, under_each, _overflow)
+    one, other = ranks(2, under_each, PARALLEL, _overflow)
     for strategy, (first, scale) in one.items():
         second, scale_1 = other[strategy]
         assert scale == scale_1 == 512, strategy  # halved once
@@ -234,7 +235,7 @@ def test_ranks_start_alike_and_drop_differently(ranks: Ranks) -> None:
     """Accelerate, Lightning and TorchTNT drop the same units on every rank."""
     ech.seed(5)
     alone = _dropout_masks("noop")
-    first, second = ranks(2, under_each, _dropout_masks)
+    first, second = ranks(2, under_each, PARALLEL, _dropout_masks)
     for strategy, (params_1, mask_1) in second.items():
         params_0, mask_0 = first[strategy]
         assert params_0 == params_1, strategy
@@ -249,7 +250,7 @@ def _unequal_start(strategy: str) -> dict[str, torch.Tensor]:
 
 def test_models_that_were_seeded_apart_start_from_rank_0s(ranks: Ranks) -> None:
     want = {n: p.detach() for n, p in net(seed=0).named_parameters()}
-    for started in ranks(2, under_each, _unequal_start):
+    for started in ranks(2, under_each, PARALLEL, _unequal_start):
         assert {s: d for s, got in started.items() if (d := largest_difference(got, want))} == {}
 
 
@@ -342,7 +343,7 @@ def _nan(strategy: str) -> tuple[str, bool]:
 
 
 def test_a_nan_on_one_rank_is_named_on_all_and_reaches_no_parameter(ranks: Ranks) -> None:
-    for said in ranks(2, under_each, _nan):
+    for said in ranks(2, under_each, PARALLEL, _nan):
         for strategy, (text, finite) in said.items():
             assert "step 2" in text and "rank 1: nan" in text and "rank 0" not in text, strategy
             assert finite, strategy

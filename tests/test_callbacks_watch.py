@@ -39,7 +39,7 @@ from echelon.observe.loggers import TensorBoardLogger
 from echelon.parallel import partition
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
-from tests.units import PARALLEL, Numbers, Regression, under_each
+from tests.units import SEVERAL, Numbers, Regression, under_each
 
 tqdm.tqdm.monitor_interval = 0  # no thread that watches progress bars, and stays
 
@@ -388,10 +388,11 @@ def _summary_under(strategy: str) -> tuple[int, int, float]:
     return given[0][0].num_parameters, given[0][0].flops_forward, largest_difference(*trained)
 
 
-def test_a_summary_is_of_the_whole_module_and_changes_nothing_under_any_strategy(ranks: Ranks) -> None:
+@pytest.mark.parametrize("strategies", SEVERAL)
+def test_a_summary_is_of_the_whole_module_and_changes_nothing_under_any_strategy(ranks: Ranks, strategies: list[str]) -> None:
     whole_module = get_module_summary(net(), batch(2, 0)[:1])
-    for found in ranks(2, under_each, _summary_under):
-        assert found == dict.fromkeys(PARALLEL, (whole_module.num_parameters, whole_module.flops_forward, 0.0))
+    for found in ranks(2, under_each, strategies, _summary_under):
+        assert found == dict.fromkeys(strategies, (whole_module.num_parameters, whole_module.flops_forward, 0.0))
 
 
 # --- predictions as a table

@@ -125,8 +125,12 @@ def _fails_behind(folder: Path, end: int) -> tuple[str, int]:
     saver = Saver(folder, save_every_n_train_steps=2, async_checkpoint=True, options=ech.SaveOptions(tolerated_failures=0))
 
     class Wait(ech.Callback):
+        """The rank that fails has failed before its next step."""
+
         def on_train_step_start(self, state: ech.State, unit: Any) -> None:
-            time.sleep(0.1)
+            for thread in threading.enumerate():
+                if dist.get_rank() == 1 and thread.name.startswith("echelon-save"):
+                    thread.join(60)
 
     unit = make_unit("ddp")
     with pytest.raises(CheckpointWriteError) as caught:

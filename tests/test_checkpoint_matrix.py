@@ -351,6 +351,7 @@ def _others(folder: Path, saves: list[str], loads: list[tuple[str, str]]) -> dic
     return found
 
 
+@pytest.mark.full
 def test_the_scaler_and_the_older_fsdp_by_default_and_with_copies(ranks: Ranks, tmp_path: Path) -> None:
     _others(tmp_path, ["noop", "plain"], [])
     ranks(2, _others, tmp_path, ["fsdp"], [])

@@ -164,13 +164,13 @@ def test_a_module_sees_what_python_m_would_show_it(tmp_path: Path, echelon_comma
 
 def test_one_rank_runs_in_the_launchers_own_process(started: Started) -> None:
     process = started.run("--ranks", "1", started.script("import os; print(os.getpid())"))
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=50)
     assert int(out) == process.pid
 
 
 def test_one_rank_can_ask_the_person_at_the_terminal(started: Started) -> None:
     process = started.run("--ranks", "1", started.script("print('hello', input('name? '))"), stdin=subprocess.PIPE)
-    out, _ = process.communicate(b"Ada\n", timeout=30)
+    out, _ = process.communicate(b"Ada\n", timeout=50)
     assert out == b"name? hello Ada\n"
 
 
@@ -178,13 +178,13 @@ def test_a_logger_that_outlives_a_program_of_one_rank_can_still_write(started: S
     script = started.script(
         "import atexit, logging\nlogging.basicConfig(level='INFO')\natexit.register(lambda: logging.info('good' 'bye'))\n"
     )
-    _, err = started.run("--ranks", "1", script, fresh=True).communicate(timeout=30)
+    _, err = started.run("--ranks", "1", script, fresh=True).communicate(timeout=50)
     assert b"INFO:root:goodbye" in err and b"Error" not in err
 
 
 def test_a_child_that_a_program_forks_does_not_end_the_run_twice(started: Started) -> None:
     process = started.run("--ranks", "1", started.script("import os\nif os.fork(): os.wait()"), fresh=True)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=50)
     assert err.count(b"report     ") == 1
 
 
@@ -444,13 +444,13 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(started: Started, e
 )
 def test_the_exit_code_of_one_rank_is_what_python_gives(started: Started, end: str, code: int) -> None:
     launcher = started.run("--ranks", "1", started.script(f"import sys\n{end}"), fresh=True)
-    launcher.communicate(timeout=30)
+    launcher.communicate(timeout=50)
     assert launcher.returncode == code
 
 
 def test_a_failure_shows_the_users_frames_first_and_no_frame_of_ours(started: Started) -> None:
     script = started.script("import json\ndef read():\n    json.loads('{')\nread()\n")
-    _, err = started.run("--ranks", "1", script).communicate(timeout=30)
+    _, err = started.run("--ranks", "1", script).communicate(timeout=50)
     head = err.decode().split("log: ")[0].splitlines()
     assert head[0] == "echelon: rank 0 failed (exit code 1)"
     assert head[1:] == [
@@ -465,7 +465,7 @@ def test_a_failure_shows_the_users_frames_first_and_no_frame_of_ours(started: St
 
 def test_the_whole_traceback_is_in_the_log(started: Started) -> None:
     script = started.script("import json\njson.loads('{')\n")
-    started.run("--ranks", "1", script).communicate(timeout=30)
+    started.run("--ranks", "1", script).communicate(timeout=50)
     (log,) = started.folder.glob("runs/*/attempts/000/rank0.log")
     assert log.read_text().startswith("Traceback") and "json/decoder.py" in log.read_text()
 
@@ -491,7 +491,7 @@ def test_a_killed_server_is_said_and_is_no_usage_error(started: Started) -> None
     _ranks_run(started)
     (server,) = [p for p in started.alive() if p.ppid() == launcher.pid]
     server.kill()
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=50)
     assert launcher.returncode == 1
     assert err.decode().startswith("echelon: the process that forks the ranks is gone"), err.decode()
     started.all_gone()
@@ -535,7 +535,7 @@ def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_time(started: S
     _ranks_run(started)
     began = time.monotonic()
     launcher.send_signal(signal.SIGTERM)
-    launcher.communicate(timeout=30)
+    launcher.communicate(timeout=50)
     assert launcher.returncode == 143
     assert time.monotonic() - began >= 0.5
     started.all_gone()
@@ -557,7 +557,7 @@ def test_a_rank_that_saves_when_it_is_asked_to_stop_keeps_its_data_workers_until
     launcher = started.run("--ranks", "2", script)
     _ranks_run(started)
     launcher.send_signal(signal.SIGTERM)
-    out, err = launcher.communicate(timeout=30)
+    out, err = launcher.communicate(timeout=50)
     assert out == b"saved\n", err.decode()
     started.all_gone()
 
@@ -578,7 +578,7 @@ def test_a_launcher_that_was_told_to_ignore_hang_ups_ignores_them(started: Start
     _ranks_run(started)
     launcher.send_signal(signal.SIGHUP)
     (started.folder / "go").touch()
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=50)
     assert launcher.returncode == 0, err.decode()
 
 
@@ -586,7 +586,7 @@ def test_ctrl_c_while_the_command_still_starts_leaves_no_traceback(started: Star
     launcher = started.run("--ranks", "2", "--name", "early", started.script("import time; time.sleep(600)"), fresh=True)
     wait_until(lambda: (started.folder / "runs/early/run.json").exists(), "the run folder is there")
     launcher.send_signal(signal.SIGINT)
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=50)
     # Python ends itself by the signal if it came while C code ran Python code, such as torch's import; a shell says 130 of both.
     assert launcher.returncode in (130, -signal.SIGINT), err.decode()
     assert b"Traceback" not in err
@@ -722,14 +722,14 @@ def test_without_a_command_the_help_is_shown_and_the_exit_code_says_that_nothing
 
 def test_a_script_of_ours_in_utf_8_with_a_byte_order_mark_runs(started: Started) -> None:
     (started.folder / "bom.py").write_bytes("\ufeff# coding: utf-8\nprint('ä')\n".encode())
-    out, _ = started.run("--ranks", "1", "bom.py").communicate(timeout=30)
+    out, _ = started.run("--ranks", "1", "bom.py").communicate(timeout=50)
     assert out.decode() == "ä\n"
 
 
 def test_a_name_used_again_gets_one_more_attempt(started: Started) -> None:
     script = started.script(OK)
     for _ in range(2):
-        started.run("--ranks", "1", "--name", "twice", script).communicate(timeout=30)
+        started.run("--ranks", "1", "--name", "twice", script).communicate(timeout=50)
     assert sorted(p.name for p in (started.folder / "runs/twice/attempts").iterdir()) == ["000", "001"]
 
 
@@ -739,13 +739,13 @@ def test_a_run_that_is_under_way_has_its_folder_to_itself(started: Started, rank
     first = started.run("--ranks", ranks, "--name", "busy", script)
     wait_until(lambda: list(started.folder.glob("runs/busy/attempts/000/rank0.log")), "it has begun")
     second = started.run("--ranks", ranks, "--name", "busy", script)
-    _, err = second.communicate(timeout=30)
+    _, err = second.communicate(timeout=50)
     assert second.returncode == 2 and f"run busy is under way: process {first.pid} on " in err.decode()
     assert [p.name for p in (started.folder / "runs/busy/attempts").iterdir()] == ["000"]
     (started.folder / "go").touch()
-    first.communicate(timeout=30)
+    first.communicate(timeout=50)
     third = started.run("--ranks", ranks, "--name", "busy", script)
-    third.communicate(timeout=30)
+    third.communicate(timeout=50)
     assert (first.returncode, third.returncode) == (0, 0)
 
 
@@ -804,7 +804,7 @@ def test_help_imports_no_torch(helps: dict[str, tuple[int, bool, str]], argument
 
 def test_a_run_of_one_rank_imports_no_torch_that_the_script_does_not(started: Started) -> None:
     run = started.run("--ranks", "1", started.script("import sys; print('torch' in sys.modules)"), fresh=True)
-    assert run.communicate(timeout=30)[0] == b"False\n"
+    assert run.communicate(timeout=50)[0] == b"False\n"
 
 
 def test_every_verb_is_a_module_that_says_what_it_does() -> None:

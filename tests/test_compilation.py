@@ -94,6 +94,7 @@ def test_no_graph_is_made_after_the_second_shape() -> None:
     assert seen[:4] == [1, 1, 1, 2] and seen[4:] == [seen[4]] * 4 and seen[4] <= 4
 
 
+@pytest.mark.full
 def test_blocks_that_use_their_number_are_all_compiled() -> None:
     """torch gives up after eight graphs of one function and goes on without a word to the user."""
     seen, far = _graphs(numbered=True, evaluates=False)
@@ -121,9 +122,16 @@ def _under(strategies: list[tuple[str, str, Any]]) -> dict[str, float]:
     return found
 
 
-def test_presets_and_strategies_change_no_number(ranks: Ranks) -> None:
-    presets: list[Any] = ["none", "blocks", "selective", 0.5]
-    cases = [*(("fsdp", "fsdp", preset) for preset in presets), ("ddp", "ddp", "none"), ("tp", "tp", 0.5)]
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [("ddp", "ddp", "none"), ("fsdp", "fsdp", "selective")],
+        pytest.param(
+            [*(("fsdp", "fsdp", preset) for preset in ("none", "blocks", 0.5)), ("tp", "tp", 0.5)], marks=pytest.mark.full
+        ),
+    ],
+)
+def test_presets_and_strategies_change_no_number(ranks: Ranks, cases: list[tuple[str, str, Any]]) -> None:
     for found in ranks(2, _under, cases):
         assert {case: far for case, far in found.items() if not far < 1e-12} == {}
 

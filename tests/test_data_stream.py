@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,7 +107,7 @@ def test_epochs_differ_by_what_the_dataset_makes_of_them() -> None:
     assert _all(loader) == [[2000 + i for i in range(8)]]
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("workers", [0, 1, *(pytest.param(workers, marks=pytest.mark.full) for workers in (2, 3))])
 @pytest.mark.parametrize(("kind", "shards"), [(Counted, None), (OwnIterator, "stride")])
 def test_a_stream_goes_on_exactly_wherever_it_was_left(kind: Any, shards: Any, workers: int) -> None:
     """Streams of different lengths, so that some have ended; 61 samples over up to three workers of rank 1."""
@@ -206,6 +208,19 @@ def test_a_run_over_streams_goes_on_exactly_through_checkpoints(ranks: Ranks, tm
     rest = ranks(2, _saved_and_restored, tmp_path / "cut", 11, True, 2)
     assert [a + b for a, b in zip(first, rest, strict=True)] == want
     assert want[0][-1][0] >= 1000 and not set(sum(want[0], [])) & set(sum(want[1], []))
+
+
+def _workers_left() -> int:
+    gc.disable()  # which would end them, too, but with torch's five seconds of patience for each
+    try:
+        ech.train(Sees(), ech.StreamLoader(Counted(), 8, num_workers=2), max_steps=3)
+        return len(multiprocessing.active_children())
+    finally:
+        gc.enable()
+
+
+def test_workers_end_with_a_run_that_ends_within_an_epoch(ranks: Ranks) -> None:
+    assert ranks(2, _workers_left) == [0, 0]
 
 
 def _other_world(folder: Path) -> str:

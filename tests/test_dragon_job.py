@@ -71,6 +71,7 @@ def _output(run: RunDir) -> str:
     return (run.path / "job" / "output.log").read_text()
 
 
+@pytest.mark.full
 def test_a_rank_that_falls_on_dragon_is_named(tmp_path: Path, echelon_command: Callable[..., Any]) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     said = echelon_command("submit", "--to", "dragon", "--ranks-per-node", "2", "--name", "bad", "train.py", "fall")

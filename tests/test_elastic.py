@@ -347,7 +347,7 @@ def test_sigusr1_before_training_ends_the_ranks_with_75(started: Started, count:
     launcher = started.run("--ranks", str(count), *restarts, "--name", "x", started.script(WAITS))
     _ready(started, count)
     launcher.send_signal(signal.SIGUSR1)
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=50)
     assert launcher.returncode == REQUEUE, err.decode()
     assert "echelon: stopped; go on with the same command" in err.decode() and b"failed" not in err
     assert _exit_json(started)["exit_code"] == REQUEUE and _exit_json(started)["first_failure"] is None
@@ -359,7 +359,7 @@ def test_who_does_not_leave_with_the_others_is_stopped_after_the_grace_time(star
     launcher = started.run("--ranks", "2", "--grace", "0.5", "--name", "x", started.script(WAITS), "deaf")
     _ready(started, 2)
     launcher.send_signal(signal.SIGUSR1)
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=50)
     assert launcher.returncode == REQUEUE and "rank 1 did not end within 0.5 s" in err.decode(), err.decode()
     started.all_gone()
 
@@ -368,7 +368,7 @@ def test_ranks_that_save_when_they_are_terminated_make_it_75(started: Started) -
     launcher = started.run("--ranks", "2", "--name", "x", started.script(WAITS), "saves")
     _ready(started, 2)
     launcher.send_signal(signal.SIGTERM)
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=50)
     assert launcher.returncode == REQUEUE, err.decode()  # else it is 143: test_cli has that
     assert _exit_json(started)["exit_code"] == REQUEUE
 
@@ -379,7 +379,7 @@ def test_a_time_limit_ends_the_run_with_75(started: Started, count: int, deaf: b
     script = started.script(WAITS.replace('and rank == "1"', ""))
     arguments = ["--ranks", str(count), "--stop-after", "0.2s", "--grace", "0.2", "--name", "x", script, *(["deaf"] * deaf)]
     launcher = started.run(*arguments)
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=50)
     assert launcher.returncode == REQUEUE and "0.2 s are over" in err.decode(), err.decode()
     assert _exit_json(started)["exit_code"] == REQUEUE
     started.all_gone()
@@ -395,7 +395,7 @@ def test_a_time_limit_ends_the_run_with_75(started: Started, count: int, deaf: b
 )
 def test_bad_input_is_named(started: Started, arguments: list[str], says: str) -> None:
     launcher = started.run(*arguments, started.script("print('ran')"))
-    out, err = launcher.communicate(timeout=30)
+    out, err = launcher.communicate(timeout=50)
     assert launcher.returncode == 2 and says in err.decode() and out == b""
 
 
@@ -549,7 +549,7 @@ def reads(started: Started) -> Iterator[Any]:
 
 
 def test_a_signal_to_the_whole_group_leaves_the_workers_at_work(reads: Any, started: Started) -> None:
-    out, err = reads("all").communicate(timeout=30)
+    out, err = reads("all").communicate(timeout=50)
     assert out == b"99\n", err.decode()
     started.all_gone()
 
@@ -565,6 +565,6 @@ def test_workers_end_with_their_parent(reads: Any, started: Started) -> None:
 
 def test_a_worker_that_is_stuck_does_not_hold_up_the_end(reads: Any, started: Started) -> None:
     process = reads("stuck")
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=50)
     assert process.returncode == 0, err.decode()
     started.all_gone()

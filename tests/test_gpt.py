@@ -57,8 +57,10 @@ def test_two_ranks_train_evaluate_sample_and_leave_everything_behind(
 @pytest.mark.full
 def test_the_strategies_train_the_same_model(echelon_command: Command, tmp_path: Path) -> None:
     losses = {}
+    write_texts(tmp_path / "texts")
     for strategy, ranks in (("noop", "1"), ("ddp", "2"), ("fsdp", "2"), ("tp", "2")):
-        options = ("--steps", "4", "--width", "128", "--strategy", strategy)  # two heads, one for each rank of "tp"
+        # Two heads, one for each rank of "tp".
+        options = ("--steps", "4", "--width", "128", "--strategy", strategy, "--data", "texts")
         run, _ = _run(echelon_command, tmp_path, *options, launcher=("--ranks", ranks))
         losses[strategy] = [r.get("loss", r.get("eval_loss")) for r in _records(run)]
     assert losses["ddp"] == pytest.approx(losses["noop"], abs=2e-5)
@@ -68,15 +70,18 @@ def test_the_strategies_train_the_same_model(echelon_command: Command, tmp_path:
 
 @pytest.mark.full
 def test_resume_goes_on_as_if_nothing_had_happened(echelon_command: Command, tmp_path: Path) -> None:
-    whole, _ = _run(echelon_command, tmp_path, "--steps", "6", launcher=("--ranks", "2", "--runs", "whole"))
+    write_texts(tmp_path / "texts")
+    same = ("--data", "texts", "--strategy", "ddp")
+    whole, _ = _run(echelon_command, tmp_path, *same, "--steps", "6", launcher=("--ranks", "2", "--runs", "whole"))
     # The schedule depends on the number of steps: the first part is the same run, stopped by a failure after step 4.
-    first, _ = _run(echelon_command, tmp_path, "--steps", "6", launcher=("--ranks", "2", "--name", "gpt-part"))
+    first, _ = _run(echelon_command, tmp_path, *same, "--steps", "6", launcher=("--ranks", "2", "--name", "gpt-part"))
     (first / "checkpoints" / "step-00000006" / "manifest.json").unlink()
-    resumed, text = _run(echelon_command, tmp_path, "--steps", "6", "--resume")
+    resumed, text = _run(echelon_command, tmp_path, *same, "--steps", "6", "--resume")
     assert resumed != first and "training from step 4" in text
     want = [r["loss"] for r in _records(whole) if "loss" in r][4:]
     assert [r["loss"] for r in _records(resumed) if "loss" in r] == want
-    again, text = _run(echelon_command, tmp_path, "--steps", "8", "--resume", launcher=("--ranks", "1", "--name", resumed.name))
+    one_rank = ("--ranks", "1", "--name", resumed.name)
+    again, text = _run(echelon_command, tmp_path, *same, "--steps", "8", "--resume", launcher=one_rank)
     assert again == resumed and "training from step 6" in text
     assert [p.name for p in sorted((again / "attempts").iterdir())] == ["000", "001"]
 

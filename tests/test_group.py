@@ -121,10 +121,7 @@ def test_close_ends_ranks_that_still_run_and_the_next_group_works(tmp_path: Path
     with pytest.raises(RankTimeoutError, match=r"not finished after 0\.1 s"):
         group.join(timeout=0.1)
     group.close()
-    until = time.monotonic() + 10
-    while any(psutil.pid_exists(int(p.name)) for p in tmp_path.iterdir()) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not any(psutil.pid_exists(int(p.name)) for p in tmp_path.iterdir())
+    eventually(lambda: not any(psutil.pid_exists(int(p.name)) for p in tmp_path.iterdir()), 60)
     with ech.CollectiveGroup(meet, (1.0,), policies=[ech.Policy()] * 2) as again:
         again.join()
     assert again.values is not None and again.values[0][4] == 3.0
@@ -161,7 +158,7 @@ def test_a_ctrl_c_while_joining_leaves_a_group_that_closes(tmp_path: Path) -> No
         thread.start()
         group.join()
     thread.join()
-    eventually(lambda: not any(psutil.pid_exists(int(p.name)) for p in tmp_path.iterdir()), 10)
+    eventually(lambda: not any(psutil.pid_exists(int(p.name)) for p in tmp_path.iterdir()), 60)
 
 
 def test_calls_that_are_repeated() -> None:
@@ -262,6 +259,9 @@ def test_on_dragon_failures_arrive_groups_close_and_the_example_trains(tmp_path:
     for rank, devices in enumerate([None, "3"]):
         env = [str(rank), str(rank), "2", "127.0.0.1", share, devices]
         assert places[rank] == ((rank, rank, 0, 2, 2), mine, env, 4)
+
+    [computed] = re.findall(r"waited in (\S+) s of computing", said)
+    assert float(computed) < 1.0, "Dragon's thread keeps a core busy while the ranks rest for three seconds"
 
     assert "rank 1 of 2 has trained 24 steps" in said
     monkeypatch.syspath_prepend(ROOT / "examples")

@@ -83,6 +83,7 @@ def _sharded_values(strategies: list[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_sharded_ranks_have_the_values_of_rank_0s_plain_build(ranks: Ranks) -> None:
     for found in ranks(2, _sharded_values, ["ddp", "fsdp"]):
         assert found == {key: [] for key in found} and len(found) == 8

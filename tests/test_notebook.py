@@ -80,6 +80,7 @@ print(counts.steps, bool((unit.module.weight != before).all()), ech.RankInfo().w
 """
 
 
+@pytest.mark.full
 def test_a_trainer_of_a_unit_of_a_cell(cell: Any) -> None:
     assert "4 True 1" in cell(UNIT)
 

@@ -61,7 +61,15 @@ def test_a_run_whose_output_nobody_reads_any_more_goes_on_and_logs_all(started: 
     assert json.loads((started.folder / "runs/a/attempts/000/exit.json").read_text())["exit_code"] == 0
 
 
-@pytest.mark.parametrize(("ranks", "how"), [(1, ">&- 2>&-"), (2, "<&- >&- 2>&-"), (1, "> /dev/full"), (2, "2> /dev/full")])
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (1, ">&- 2>&-"),
+        (2, "<&- >&- 2>&-"),
+        (1, "> /dev/full"),
+        pytest.param(2, "2> /dev/full", marks=pytest.mark.full),
+    ],
+)
 def test_rng_that_are_closed_or_full_do_not_harm_a_run(tmp_path: Path, ranks: int, how: str) -> None:
     (tmp_path / "train.py").write_text(TALKS)
     words = shlex.join([sys.executable, "-m", "echelon", "run", "--ranks", str(ranks), "--name", "a", "train.py"])
@@ -226,11 +234,11 @@ def test_hundreds_of_connections_that_say_nothing_do_not_end_a_job(started: Star
 
 def test_a_run_that_cannot_begin_for_a_full_disk_says_so_in_a_line(started: Started) -> None:
     process = started.run("--ranks", "1", started.script("pass"), preexec_fn=_limit_files(10))
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=50)
     assert process.returncode == 1 and b"cannot be written: File too large" in err and b"Traceback" not in err
 
 
-@pytest.mark.parametrize("verb", [("run", "--ranks", "1"), ("dragon",)])
+@pytest.mark.parametrize("verb", [("run", "--ranks", "1"), pytest.param(("dragon",), marks=pytest.mark.full)])
 def test_a_guard_that_is_never_true_is_said(started: Started, verb: tuple[str, ...]) -> None:
     """Dragon's own page has it: the script ended with 0 and did nothing."""
     body = 'from echelon import CollectiveGroup\nif __name__ == "main":\n    CollectiveGroup(print).start()\n'

@@ -90,18 +90,32 @@ def _looked(strategy: Any, precision: Any = "bf16") -> dict[str, Any]:
     }
 
 
-def _look_all() -> dict[str, Any]:
-    strategies = {"fsdp": "fsdp", "zero2": "zero2", "zero3": "zero3", "hsdp": "hsdp", "tp x fsdp": ech.TPStrategy(size=2)}
-    return {name: _looked(strategy) for name, strategy in strategies.items()} | {
-        "fp16": _looked("fsdp", ech.Precision(torch.float16, init_scale=128.0))
-    }
+HALF: dict[str, Any] = {"bf16": "bf16", "fp16": ech.Precision(torch.float16, init_scale=128.0)}
 
 
-def test_sharded_parameters_are_gathered_in_half_and_stay_float32_otherwise(ranks: Ranks) -> None:
-    found, alone = ranks(4, _look_all)[0], _looked("noop")
+def _look_all(strategies: dict[str, Any], precisions: list[str]) -> dict[str, Any]:
+    return {f"{name}, {half}": _looked(strategies[name], HALF[half]) for name in strategies for half in precisions}
+
+
+@pytest.mark.parametrize(
+    ("size", "strategies", "precisions"),
+    [
+        (2, {"fsdp": "fsdp"}, ["bf16", "fp16"]),
+        pytest.param(
+            4,
+            {"zero2": "zero2", "zero3": "zero3", "hsdp": "hsdp", "tp x fsdp": ech.TPStrategy(size=2)},
+            ["bf16"],
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_sharded_parameters_are_gathered_in_half_and_stay_float32_otherwise(
+    ranks: Ranks, size: int, strategies: dict[str, Any], precisions: list[str]
+) -> None:
+    found, alone = ranks(size, _look_all, strategies, precisions)[0], _looked("noop")
     assert alone["alive"] > 30_000  # autocast's copies of the weights: what is not to be kept under a sharded strategy
     for name, seen in found.items():
-        half = torch.float16 if name == "fp16" else BF16
+        half = torch.float16 if "fp16" in name else BF16
         assert (seen["weight"], seen["output"], seen["loss"]) == (half, half, torch.float32), name
         assert seen["gradients"] == seen["state"] == seen["parameters"] == {torch.float32}, name
         assert seen["alive"] < 3_000, f"{name}: {seen['alive']} bytes of casts live on to the backward pass"

@@ -127,7 +127,7 @@ MOMENTS = [
     ("ddp", "forward", signal.SIGTERM, None),
     pytest.param("ddp", "backward", signal.SIGUSR1, 1, marks=pytest.mark.full),
     pytest.param("ddp", "evaluation", signal.SIGTERM, 1, marks=pytest.mark.full),
-    ("fsdp", "evaluation", signal.SIGUSR1, 0),
+    pytest.param("fsdp", "evaluation", signal.SIGUSR1, 0, marks=pytest.mark.full),
     ("fsdp", "save", signal.SIGTERM, None),
     ("ddp", "any", signal.SIGTERM, None),
     ("ddp", "last step", signal.SIGUSR1, 1),
@@ -295,11 +295,13 @@ FORKS = """
     from echelon.world import stop
 
     with stop.listening(lambda: None):
+        heard, says = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(says, b"up")
             time.sleep(60)
             os._exit(0)
-        time.sleep(0.3)  # Python forgets what reaches a child before it is set up
+        os.read(heard, 2)  # Python forgets what reaches a child before it is set up
         os.kill(child, signal.SIGUSR1)
         os.kill(child, signal.SIGTERM)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), stop.asked())

@@ -14,7 +14,7 @@ import echelon as ech
 from echelon.contracts.errors import UsageError
 from tests.conftest import Ranks
 from tests.models import Batch, Net, batch, largest_difference, whole
-from tests.units import PARALLEL, Regression
+from tests.units import FORMS, KINDS, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -99,9 +99,15 @@ def _want(ranks: int, optimizer: str) -> tuple[dict[str, torch.Tensor], list[flo
     return {n: p.detach() for n, p in module.named_parameters()}, norms
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_scalars_are_trained_as_in_one_process(ranks: Ranks, size: int) -> None:
-    strategies = PARALLEL if size == 2 else ["fsdp", "hsdp", "zero2"]
+@pytest.mark.parametrize(
+    ("size", "strategies"),
+    [
+        (2, KINDS),
+        pytest.param(2, FORMS, marks=pytest.mark.full),
+        pytest.param(4, ["fsdp", "hsdp", "zero2"], marks=pytest.mark.full),
+    ],
+)
+def test_scalars_are_trained_as_in_one_process(ranks: Ranks, size: int, strategies: list[str]) -> None:
     for optimizer in ("SGD", "AdamW") if size == 2 else ("AdamW",):
         want, norms = _want(size, optimizer)
         all_done = ranks(size, _train, strategies, optimizer)

@@ -345,6 +345,7 @@ def other(x):
 """
 
 
+@pytest.mark.full
 def test_a_launch_command_runs_the_script_again_as_far_as_its_own_call(program: Program, tmp_path: Path) -> None:
     body = """
     before = dict(os.environ)
@@ -437,6 +438,7 @@ def main(x):
 """
 
 
+@pytest.mark.full
 def test_a_launch_command_that_starts_another_world_than_was_asked_for_fails_by_name(program: Program, tmp_path: Path) -> None:
     body = """
     two = replace(config, tasks_per_node=2)

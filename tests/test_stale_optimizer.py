@@ -14,7 +14,7 @@ import echelon as ech
 from echelon.contracts.errors import UsageError
 from tests.conftest import Ranks
 from tests.models import Batch, batch, largest_difference, net, plain_training, whole
-from tests.units import PARALLEL, Regression
+from tests.units import PARALLEL, SEVERAL, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -234,8 +234,9 @@ def _wanted(kind: str) -> dict[str, torch.Tensor]:
     return {**{n: p.detach() for n, p in module.named_parameters()}, **{f"~{i}": p.detach() for i, p in enumerate(others)}}
 
 
-def test_what_is_trained_besides_the_module_is_reduced_and_weighed_as_well(ranks: Ranks) -> None:
-    kinds = [(kind, strategy) for kind in ("Head", "Added", "Probe") for strategy in PARALLEL]
+@pytest.mark.parametrize("strategies", SEVERAL)
+def test_what_is_trained_besides_the_module_is_reduced_and_weighed_as_well(ranks: Ranks, strategies: list[str]) -> None:
+    kinds = [(kind, strategy) for kind in ("Head", "Added", "Probe") for strategy in strategies]
     first, second = ranks(2, _heads, kinds)
     for kind, strategy in kinds:
         got = first[f"{kind} {strategy}"]

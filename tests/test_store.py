@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.launcher.cluster.conclude import conclude
 from echelon.launcher.job import JobSpec
@@ -59,6 +61,7 @@ sys.addaudithook(hear)
 """
 
 
+@pytest.mark.full
 def test_two_nodes_share_one_store_by_a_token_and_restart_together(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("sys.exit(3)", "sys.exit(3 * info.rank)"))
     (tmp_path / "site").mkdir()

@@ -16,7 +16,7 @@ from echelon.parallel.blocks import blocks_by_policy, without_shared
 from echelon.parallel.sharding import replicas_default
 from tests.conftest import Ranks
 from tests.models import Batch, batch, largest_difference, net, plain_training, whole
-from tests.units import PARALLEL, Regression
+from tests.units import FORMS, KINDS, PARALLEL, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -94,9 +94,9 @@ def _plain(case: str, ranks: int) -> Trained:
 @pytest.mark.parametrize(
     ("size", "strategies", "cases"),
     [
-        pytest.param(2, PARALLEL, list(CASES), id="2"),
-        pytest.param(4, ["hsdp"], ["tied"], id="copies of shards"),
-        pytest.param(4, [name for name in PARALLEL if name != "hsdp"], ["tied"], id="4", marks=pytest.mark.full),
+        pytest.param(2, KINDS, list(CASES), id="2"),
+        pytest.param(2, FORMS, list(CASES), id="2, other forms", marks=pytest.mark.full),
+        pytest.param(4, PARALLEL, ["tied"], id="4", marks=pytest.mark.full),
     ],
 )
 def test_tied_weights_and_batches_of_ones_own_under_every_strategy(
@@ -196,7 +196,7 @@ def _with_options(names: list[str]) -> dict[str, Any]:
     return done
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_options_change_no_number(ranks: Ranks, size: int) -> None:
     windows = [[batch(4, 10 * i + r) for r in range(size)] for i in range(3)]
     want, _, _ = plain_training(windows, clip=0.3, optimizer="AdamW")

@@ -56,6 +56,7 @@ def test_a_function_returns_when_its_destroyed_group_is_kept() -> None:
     ]
 
 
+@pytest.mark.full
 def test_torch_still_hangs_when_a_destroyed_group_is_freed() -> None:
     """If it does not: take `keep_process_groups` away."""
     with pytest.raises(RankFailedError):
@@ -113,11 +114,12 @@ def returns(model: str, patience_s: float) -> bool:
         return False
 
 
-@pytest.mark.parametrize("model", ["prepared", "inside"])
+@pytest.mark.parametrize("model", ["prepared", pytest.param("inside", marks=pytest.mark.full)])
 def test_a_function_that_trained_with_ddp_returns_after_it_destroyed_its_groups(model: str) -> None:
     assert returns(model, 60)
 
 
+@pytest.mark.full
 def test_torch_still_hangs_when_the_reducer_frees_the_group() -> None:
     """If it does not: take `_outlive_reducer` away."""
     assert not returns("bare", 8)
@@ -204,6 +206,17 @@ def test_dragon_still_raises_a_ranks_failure_instead_of_closing() -> None:
     methods = {node.name: node for node in group.body if isinstance(node, ast.FunctionDef)}
     assert "_close_no_decorator" in methods
     assert [ast.unparse(each) for each in methods["close"].decorator_list] == ["_check_exception"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("dragon") is None, reason="dragonhpc is not installed")
+def test_dragon_still_looks_for_failures_in_a_loop() -> None:
+    """If not: take `look_for_failures_with_pauses` away. That the loop computes all the time is seen in tests/test_group.py."""
+    spec = importlib.util.find_spec("dragon")
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / "native/process_group.py").read_text())
+    [monitor] = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_exq_monitor"]
+    [loop] = [node for node in monitor.body if isinstance(node, ast.While)]
+    assert "if self._exq.poll(timeout=" in ast.unparse(loop)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("dragon") is None, reason="dragonhpc is not installed")

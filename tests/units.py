@@ -16,14 +16,18 @@ from tests.models import Batch, net
 # Strategies over several ranks, each on its own share of the data.
 PARALLEL = [name for name in STRATEGIES if name not in ("noop", "dp", "tp")]
 
-# A test of one strategy each has these in `make test-all` only: they are spellings of `fsdp`.
-SPELLINGS = ("fsdp2", "zero3")
-EACH = [pytest.param(name, marks=pytest.mark.full if name in SPELLINGS else ()) for name in PARALLEL]
+# In `make test` a test of one strategy each has ddp, zero1 and fsdp: whole parameters, with the optimizer whole or divided, and
+# shards. The others are forms of fsdp; that all train the same numbers is tests/test_equivalence.py's.
+KINDS = ["ddp", "zero1", "fsdp"]
+FORMS = [name for name in PARALLEL if name not in KINDS]
+EACH = [pytest.param(name, marks=() if name in KINDS else pytest.mark.full) for name in PARALLEL]
+# Likewise for a test of several strategies in one launch.
+SEVERAL = [pytest.param(KINDS, id="kinds"), pytest.param(FORMS, id="forms", marks=pytest.mark.full)]
 
 
-def under_each(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
+def under_each(strategies: list[str], fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
     """`fn(strategy, *args)` for each of them: all in one launch."""
-    return {strategy: fn(strategy, *args) for strategy in PARALLEL}
+    return {strategy: fn(strategy, *args) for strategy in strategies}
 
 
 class Regression(ech.AutoUnit[Batch]):

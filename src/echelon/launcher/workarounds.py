@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Mapping
 from multiprocessing import spawn
@@ -25,6 +26,7 @@ __all__ = [
     "in_bootstrap",
     "keep_finalizers",
     "keep_process_groups",
+    "look_for_failures_with_pauses",
     "prepare_main",
     "run_exit_functions",
     "serve_dragon_on_loopback",
@@ -124,6 +126,19 @@ def close_failed(group: Any) -> None:
         group._close_no_decorator()
     except Exception:  # whatever is wrong with a runtime whose ranks have failed: the failure has been told
         logger.debug("Dragon's group could not be closed", exc_info=True)
+
+
+def look_for_failures_with_pauses(group: Any) -> None:
+    """While ranks run, Dragon's thread of their group asks its queue for failures, and each of these waits keeps a core busy."""
+    ask = group._exq.poll
+
+    def poll(timeout: float) -> bool:
+        found = bool(ask(0))
+        if not found:
+            time.sleep(timeout)
+        return found
+
+    group._exq.poll = poll
 
 
 def serve_dragon_on_loopback() -> None:

@@ -81,6 +81,8 @@ class Run:
                 if not self._train_epoch(stage):
                     break
             leaves = self._end_training(stage)
+        for each in self._stages.values():  # their loaders' workers end here, and not when somebody collects cycles
+            each.here.feed = None
         if leaves:
             raise SystemExit(REQUEUE)
 

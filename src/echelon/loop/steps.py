@@ -141,6 +141,7 @@ class Steps:
         pulse.at(Phase.BETWEEN, self.trained.num_steps_completed, self.evaluated.num_steps_completed_in_epoch)
         if self.cuts is not None:
             self.cuts.settle()
+        self.fetch = None  # which may be a method of this object: a cycle would keep the loader's workers
         ended = self.stage.state.rolled_back or self.given_up or _ended(self.stage, self.feed, progress)
         if ended:
             here.feed, here.step = None, NO_STEP  # one that was cut short keeps it: a checkpoint at the end wants its position

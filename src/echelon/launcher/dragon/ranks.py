@@ -32,7 +32,7 @@ from echelon.launcher.local.nodes import free_port
 from echelon.launcher.local.raised import describe
 from echelon.launcher.local.worker import leave_value, set_threads
 from echelon.launcher.records import rank_record
-from echelon.launcher.workarounds import close_failed, serve_dragon_on_loopback
+from echelon.launcher.workarounds import close_failed, look_for_failures_with_pauses, serve_dragon_on_loopback
 
 __all__ = ["DragonRanks"]
 
@@ -81,6 +81,7 @@ class DragonRanks:
                 _run_rank, call, None, hide_stderr=placed.hide_stderr, port=port or free_port(), policies=theirs
             )
             self._group.init()
+            look_for_failures_with_pauses(self._group)
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
