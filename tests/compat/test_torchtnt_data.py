@@ -537,7 +537,7 @@ def test_random_datasets() -> None:
 def test_the_prefetcher_is_for_gpus() -> None:
     with pytest.raises(UsageError, match="expects a CUDA device, but got device type cpu"):
         CudaDataPrefetcher([], torch.device("cpu"))
-    with pytest.raises(UsageError, match="`num_prefetch_batches` must be greater than 0. Got 0."):
+    with pytest.raises(UsageError, match=r"`num_prefetch_batches` must be greater than 0. Got 0."):
         CudaDataPrefetcher([], torch.device("cuda"), 0)
 
 
