@@ -221,7 +221,21 @@ def test_stdout_has_a_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     logger.log("b", torch.tensor(2), 1)
     logger.log_dict({"a": 3, "b": 4}, 2)
     logger.close()
-    assert capsys.readouterr().out == "[Step 1] a=0.13 b=2.00\n[Step 2] a=3.00 b=4.00\n"
+    assert capsys.readouterr().out == "\n[Step 1] a=0.13 b=2.00\n[Step 2] a=3.00 b=4.00\n\n"
+
+
+def test_a_rank_without_a_world_is_enough_to_know_who_logs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    logger = StdoutLogger()
+    logger.log("a", 1.0, 1)
+    logger.close()
+    assert capsys.readouterr().out == ""
+    csv = CSVLogger(str(tmp_path / "a.csv"))
+    csv.log("a", 1.0, 1)
+    csv.close()
+    assert not (tmp_path / "a.csv").exists()
 
 
 def test_tensorboard_gets_numbers_texts_and_histograms(tmp_path: Path) -> None:

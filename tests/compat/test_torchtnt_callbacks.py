@@ -120,7 +120,8 @@ def test_savers_save_and_restore(kind: Any, tmp_path: Path) -> None:
     """`restore_with_id` of TorchTNT's TorchSnapshotSaver does nothing, without a word."""
     data, first = [batch(2, i) for i in range(3)], Regression()
     ech.train(first, data, max_epochs=1, callbacks=[kind(str(tmp_path), save_every_n_epochs=1, keep_last_n_checkpoints=2)])
-    (path,) = tmp_path.glob("step-*")
+    assert sorted(each.name for each in tmp_path.glob("e*")) == ["epoch_1_train_step_3"]
+    path = tmp_path / "epoch_1_train_step_3"
     restores = [
         lambda unit: kind.restore(str(path), unit, train_dataloader=data),
         lambda unit: kind.restore_with_id(str(path), unit),
@@ -146,11 +147,11 @@ def test_the_metric_0_is_a_metric(tmp_path: Path) -> None:
 def test_what_has_no_effect_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     TorchSnapshotSaver._told = False
     for _ in range(2):
-        TorchSnapshotSaver(str(tmp_path), replicated=["**"], knob_options=KnobOptions(), save_every_n_predict_steps=2)
+        TorchSnapshotSaver(str(tmp_path), replicated=["**"], knob_options=KnobOptions())
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert sum("torchsnapshot is not maintained" in text for text in said) == 1
     assert "TorchSnapshotSaver: replicated has no effect here" in said
-    assert "saver: save_every_n_predict_steps, knob_options has no effect here" in said
+    assert "saver: knob_options has no effect here" in said
 
 
 def test_a_timer_times_an_event() -> None:

@@ -74,10 +74,84 @@ def test_batches_come_in_the_order_of_the_strategy(strategy: DataIterationStrate
     assert next(loader.current_iterator, None) is None, "it stays at its end"
 
 
-@pytest.mark.parametrize("strategy", [RoundRobin(WRAP), AllDatasetBatches(WRAP), RandomizedBatchSampler(None, WRAP)])
-def test_wrapping_around_never_ends(strategy: DataIterationStrategy) -> None:
-    many = list(itertools.islice(MultiDataLoader(LETTERS, strategy), 60))
+def test_wrapping_around_never_ends() -> None:
+    many = list(itertools.islice(MultiDataLoader(LETTERS, RandomizedBatchSampler(None, WRAP)), 60))
     assert len(many) == 60 and {name for batch in many for name in batch} == set(LETTERS)
+    for strategy in (RoundRobin(WRAP), AllDatasetBatches("WRAP_AROUND_UNTIL_KILLED")):  # type: ignore[arg-type]
+        with pytest.raises(NotImplementedError, match="WRAP_AROUND_UNTIL_KILLED is not implemented for"):
+            iter(MultiDataLoader(LETTERS, strategy))
+
+
+class Counting:
+    """A loader with a state of its own."""
+
+    def __init__(self, name: str, many: int) -> None:
+        self.name, self.many, self.at = name, many, 0
+
+    def __iter__(self) -> Iterator[str]:
+        while self.at < self.many:
+            self.at += 1
+            yield f"{self.name}{self.at - 1}"
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def _theirs(state: dict[str, Any]) -> dict[str, Any]:
+    """Without what only echelon has."""
+    return {name: value for name, value in state.items() if name != "iterator_position"}
+
+
+def test_states_have_torchtnts_form() -> None:
+    loader = MultiDataLoader({"a": Counting("a", 1), "b": ["b0", "b1"]}, RoundRobin())
+    assert loader.state_dict() == {"a": {"at": 0}}
+    seen = []
+    for batch in loader:
+        seen.append((next(iter(batch.values())), _theirs(loader.state_dict())["iterator_state"]))
+    assert seen == [
+        ("a0", {"finished_dataloaders": [], "cur_dataloader": "a"}),
+        ("b0", {"finished_dataloaders": [], "cur_dataloader": "b"}),
+        ("b1", {"finished_dataloaders": ["a"], "cur_dataloader": "b"}),
+    ]
+    loader = MultiDataLoader({"a": Counting("a", 1), "b": ["b0", "b1"]}, InOrder())
+    seen = [(next(iter(batch.values())), _theirs(loader.state_dict())["iterator_state"]) for batch in loader]
+    assert seen == [
+        ("a0", {"iterators_finished": 0, "cur_iterator": "a"}),
+        ("b0", {"iterators_finished": 1, "cur_iterator": "b"}),
+        ("b1", {"iterators_finished": 1, "cur_iterator": "b"}),
+    ]
+    for strategy in (AllDatasetBatches(), RandomizedBatchSampler()):
+        loader = MultiDataLoader({"a": Counting("a", 1), "b": ["b0", "b1"]}, strategy)
+        next(iter(loader))
+        assert set(_theirs(loader.state_dict())) == {"a"}
+
+
+def test_states_that_torchtnt_saved_are_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    def after(strategy: DataIterationStrategy, state: dict[str, Any]) -> str:
+        loader = MultiDataLoader(LETTERS, strategy)
+        loader.load_state_dict({"iterator_state": state})
+        return _text(loader)
+
+    assert after(RoundRobin(), {"finished_dataloaders": ["a"], "cur_dataloader": "b"}) == "c0 b0 b1 b2 b3"
+    assert after(InOrder(), {"iterators_finished": 1, "cur_iterator": "b"}) == "b0 b1 b2 b3 c0"
+    assert after(AllDatasetBatches(), {"other": 1}) == "a0+b0+c0 a1+b1 b2 b3"
+    assert after(InOrder(), {"iterators_finished": 1, "cur_iterator": "d"}) == "a0 a1 b0 b1 b2 b3 c0"
+    assert "Will not restore InOrderIterator state, since expected dataloader was not found" in caplog.text
+    assert after(RoundRobin(), {"finished_dataloaders": [], "cur_dataloader": "d"}) == "a0 b0 c0 a1 b1 b2 b3"
+    assert "Did not find d in ['a', 'b', 'c']. Skipping setting cur_dataloader" in caplog.text
+    counting = Counting("a", 3)
+    loader = MultiDataLoader({"a": counting, "b": Counting("b", 3)}, InOrder())
+    loader.load_state_dict({"a": {"at": 2}})
+    assert counting.at == 2 and "Skipping loading state dict for dataloader b as there is no corresponding entry" in caplog.text
+
+
+def test_a_mechanism_is_its_string() -> None:
+    assert StoppingMechanism.ALL_DATASETS_EXHAUSTED == "ALL_DATASETS_EXHAUSTED"
+    assert _text(MultiDataLoader(LETTERS, AllDatasetBatches("SMALLEST_DATASET_EXHAUSTED"))) == "a0+b0+c0"  # type: ignore[arg-type]
 
 
 def test_random_draws_follow_weights_seed_and_epoch_alone() -> None:
@@ -461,9 +535,9 @@ def test_random_datasets() -> None:
 
 
 def test_the_prefetcher_is_for_gpus() -> None:
-    with pytest.raises(UsageError, match="'cpu'"):
+    with pytest.raises(UsageError, match="expects a CUDA device, but got device type cpu"):
         CudaDataPrefetcher([], torch.device("cpu"))
-    with pytest.raises(UsageError, match="num_prefetch_batches 0"):
+    with pytest.raises(UsageError, match=r"`num_prefetch_batches` must be greater than 0. Got 0."):
         CudaDataPrefetcher([], torch.device("cuda"), 0)
 
 

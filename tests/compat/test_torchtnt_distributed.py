@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.compat.torchtnt import utils
-from echelon.compat.torchtnt.utils import checkpoint, device, distributed, env, rank_zero_log, test_utils
+from echelon.compat.torchtnt.utils import device, distributed, env, rank_zero_log, test_utils
 from echelon.compat.torchtnt.utils.distributed import PGWrapper, rank_zero_read_and_broadcast, sync_bool
 from echelon.contracts.errors import LauncherEnvironmentError, RankFailedError, UsageError
 from echelon.launcher.functions.run import launch
@@ -32,8 +32,6 @@ from tests.conftest import Ranks
 
 def test_the_package_gives_what_its_modules_have() -> None:
     assert utils.init_from_env is env.init_from_env and utils.PGWrapper is distributed.PGWrapper
-    with pytest.raises(UsageError, match=r"CheckpointManager is not part .* DistributedCheckpointSaver\(keep_last_n"):
-        utils.CheckpointManager  # noqa: B018
     with pytest.raises(AttributeError, match="Ghost"):
         utils.Ghost  # noqa: B018
 
@@ -395,25 +393,6 @@ def test_a_synchronised_batch_norm_becomes_an_ordinary_one_again() -> None:
 
 
 # --- checkpoints' folders, and help for tests
-
-
-def test_checkpoint_paths_are_echelons() -> None:
-    path = checkpoint.CheckpointPath("runs/a", 3, {checkpoint.Phase.TRAIN: 500, checkpoint.Phase.EVALUATE: 9})
-    assert str(path) == path.path == "runs/a/step-00000500" and path.epoch == 3
-    again = checkpoint.CheckpointPath.from_str("runs/a/step-00000500/")
-    assert again == path and hash(again) == hash(path) and pickle.loads(pickle.dumps(path)) == path
-    newer = checkpoint.CheckpointPath("runs/a", 0, 501)
-    assert (
-        newer.newer_than(path) and newer > path and not path > newer and not path.newer_than(again) and max(path, newer) is newer
-    )
-    zero, low = (checkpoint.CheckpointPath("a", 0, 1, checkpoint.MetricData("loss/x-y", v)) for v in (0.0, -1.0))
-    assert low.more_optimal_than(zero, "min") and zero.more_optimal_than(low, "max") and not zero.more_optimal_than(zero, "min")
-    with pytest.raises(UsageError, match="no metric in common"):
-        zero.more_optimal_than(path, "min")
-    with pytest.raises(UsageError, match=r"Phase\.TRAIN"):
-        checkpoint.CheckpointPath("a", 1, {checkpoint.Phase.EVALUATE: 9})
-    with pytest.raises(ValueError, match=r"epoch_2_train_step_5\. .*TorchTNT's.*state_dict\(\) there"):
-        checkpoint.CheckpointPath.from_str("a/epoch_2_train_step_5")
 
 
 def test_captured_output_and_other_help_for_tests(capsys: pytest.CaptureFixture[str]) -> None:

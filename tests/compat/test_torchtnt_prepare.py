@@ -18,6 +18,7 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, S
 
 import echelon as ech
 from echelon.checkpoint import manifest
+from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
 from echelon.compat.torchtnt.utils import checkpoint, fsdp_utils, precision, stateful
 from echelon.compat.torchtnt.utils import prepare_module as tnt
 from echelon.compat.torchtnt.utils.device_mesh import (
@@ -182,7 +183,12 @@ def test_modules_prepared_by_hand_train_what_one_process_trains(ranks: Ranks) ->
         assert found["copies"] == (2, ["Replicate", "Shard"], 1.0, (2, 2, rank, None), axes)
         assert found["layers"] == (4, 8) and found["rows"] == (1, 0, 2)
         assert 0 < found["born"] < 1  # TorchTNT leaves what the memory had, up to 1e34
-        wanted = ("TPStrategy needs global_mesh", "here it meets DDPStrategy", "no tensor-parallel axis", "both choose the ranks")
+        wanted = (
+            "TPStrategy expects global_mesh",
+            "here it meets DDPStrategy",
+            "no tensor-parallel axis",
+            "both choose the ranks",
+        )
         for text, want in zip(found["errors"], (*wanted, "but 2 ranks run", "skip_deepcopy=True"), strict=True):
             assert want in text
 
@@ -314,7 +320,7 @@ def test_names_become_strategies_and_types() -> None:
         tnt.convert_str_to_strategy("deepspeed")
     convert = precision.convert_precision_str_to_dtype
     assert [convert(n) for n in ("fp16", "bf16", "fp32")] == [torch.float16, torch.bfloat16, None]
-    with pytest.raises(ValueError, match="'int8'"):
+    with pytest.raises(ValueError, match="Precision int8 not supported"):
         convert("int8")
     scaler = precision.get_grad_scaler_from_precision(torch.float16)
     assert scaler is not None and scaler.is_enabled() and type(scaler) is torch.amp.GradScaler  # TorchTNT's is a GPU's always
@@ -329,7 +335,7 @@ def test_names_become_strategies_and_types() -> None:
     assert (mixed.param_dtype, mixed.reduce_dtype, mixed.buffer_dtype) == (torch.float16, torch.float32, torch.bfloat16)
     made = mixed.to_native_mixed_precision()
     assert vars(made) == vars(mixed) and type(made) is not type(mixed) and mixed._module_classes_to_ignore == (nn.LayerNorm,)
-    with pytest.raises(UsageError, match="'nn' is no type"):
+    with pytest.raises(UsageError, match="Precision nn not supported"):
         fsdp_utils.MixedPrecision("nn")
 
 
@@ -526,20 +532,22 @@ def test_checkpoints_of_a_run_are_found(tmp_path: Path) -> None:
 
     unit = Scored(module=net())
     best = checkpoint.BestCheckpointConfig("loss_at")
-    saver = ech.DistributedCheckpointSaver(folder, save_every_n_train_steps=1, best_checkpoint_config=best)
+    saver = DistributedCheckpointSaver(folder, save_every_n_train_steps=1, best_checkpoint_config=best)
     ech.train(unit, [batch(1, i) for i in range(3)], max_epochs=1, callbacks=[saver])
     found = checkpoint.get_checkpoint_dirpaths(folder, ".metadata", "loss_at")
-    assert [p.step for p in found] == [1, 2, 3] and found[1].metric_data == checkpoint.MetricData("loss_at", 0.0)
+    assert [p.step[checkpoint.Phase.TRAIN] for p in found] == [1, 2, 3, 3] and found[1].metric_data == checkpoint.MetricData(
+        "loss_at", 0.0
+    )
     assert found[1].more_optimal_than(found[0], "min") and checkpoint.get_checkpoint_dirpaths(folder, None, "other") == []
-    assert checkpoint.get_latest_checkpoint_path(folder) == found[2].path == str(max(found))
+    assert checkpoint.get_latest_checkpoint_path(folder) == found[3].path == str(max(found))
     assert checkpoint.get_best_checkpoint_path(folder, "loss_at", "min") == found[1].path
     assert checkpoint.get_best_checkpoint_path(folder, "other", "max") is None
     assert checkpoint.does_checkpoint_exist(found[0].path, [".metadata"])
     (Path(found[0].path) / manifest.MANIFEST).unlink()
-    assert not checkpoint.does_checkpoint_exist(found[0].path) and len(checkpoint.get_checkpoint_dirpaths(folder)) == 2
-    for call in (checkpoint.does_checkpoint_exist, checkpoint.get_latest_checkpoint_path):
-        with pytest.raises(UsageError, match="give the URL"):
-            call(folder, file_system=object())
+    assert not checkpoint.does_checkpoint_exist(found[0].path, ".metadata")
+    assert len(checkpoint.get_checkpoint_dirpaths(folder, ".metadata")) == 3
+    files = pytest.importorskip("fsspec").filesystem("file")
+    assert checkpoint.get_latest_checkpoint_path(folder, ".metadata", file_system=files) == found[3].path
 
 
 def _made_twice() -> int:
@@ -553,6 +561,55 @@ def _made_twice() -> int:
 
 def test_an_optimizer_that_is_divided_is_prepared_by_each_rank_for_itself(ranks: Ranks) -> None:
     assert sorted(ranks(2, _made_twice, timeout_s=30)) == [0, 1]
+
+
+def test_strings_of_an_fsdp_strategy_are_checked_when_it_is_made() -> None:
+    from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+
+    made = tnt.FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")
+    assert made.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP and made.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    for name, kind in (
+        ("sharding_strategy", "ShardingStrategy"),
+        ("backward_prefetch", "BackwardPrefetch"),
+        ("state_dict_type", "StateDictType"),
+    ):
+        with pytest.raises(ValueError, match=f"Invalid {kind} 'other'"):
+            tnt.FSDPStrategy(**{name: "other"})
+
+
+def test_errors_have_torchtnts_kinds_and_words() -> None:
+    device = torch.device("cpu")
+    with pytest.raises(ValueError, match=r"Strategy foo not supported\. Please use one of \['ddp', 'fsdp', 'noop'\]"):
+        tnt.convert_str_to_strategy("foo")
+    with pytest.raises(ValueError, match="Unknown strategy received: 3"):
+        tnt.prepare_module(net(), device, strategy=3)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="Compiled autograd should only be used when the module is compiled"):
+        tnt.prepare_module(net(), device, strategy="noop", enable_compiled_autograd=True)
+
+
+def test_submodules_of_some_kinds_are_compiled() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    tnt.apply_torch_compile(module, tnt.TorchCompileParams(backend="eager", recursive_module_types=["ReLU", nn.Linear]))
+    assert [part._compiled_call_impl is not None for part in module.modules()] == [False, True, False, True, True]
+
+
+def test_a_scaler_for_the_older_fsdp_is_torchs() -> None:
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    scaler = precision.get_grad_scaler_from_precision(torch.float16, is_fsdp1_module=True, grad_scaler_kwargs={"init_scale": 4.0})
+    assert isinstance(scaler, ShardedGradScaler) and scaler._init_scale == 4.0
+    assert precision.get_grad_scaler_from_precision(torch.bfloat16, is_fsdp1_module=True) is None
+
+
+def _dp_axis() -> tuple[Any, ...]:
+    mesh = GlobalMeshCoordinator(dp_replicate=2, dp_shard=1, device_type="cpu")
+    with pytest.raises(ValueError, match=r"World size 2 must be divisible by dp_shard=3 \* dp_replicate=1 \* tp=None"):
+        GlobalMeshCoordinator(dp_shard=3, device_type="cpu")
+    return mesh.device_mesh["dp"].size(), mesh.device_mesh["dp"].get_local_rank(), mesh.device_mesh.mesh_dim_names
+
+
+def test_the_data_parallel_axes_have_a_name_together(ranks: Ranks) -> None:
+    assert ranks(2, _dp_axis) == [(2, rank, ("dp_replicate", "dp_shard")) for rank in (0, 1)]
 
 
 def test_an_option_that_cannot_be_is_refused_when_the_strategy_is_made() -> None:

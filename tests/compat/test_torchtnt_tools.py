@@ -202,9 +202,9 @@ def test_operations_are_counted_by_submodule() -> None:
         assert counter.flop_counts == {}
         out.backward()
         backward = copy.deepcopy(counter.flop_counts)
-    assert forward[""] == {"addmm.default": 2 * (2 * 3 * 4 + 2 * 4 * 5)} and forward["absent"] == {}
-    assert forward["0"] == {"addmm.default": 2 * 2 * 3 * 4} and forward["1"] == forward["1.0"] == {"addmm.default": 2 * 2 * 4 * 5}
-    assert backward[""] == {"mm.default": 2 * (2 * 3 * 4 + 2 * 2 * 4 * 5)}, "of the input, which needs none, no gradient"
+    assert forward[""] == {"addmm.default": 2 * 3 * 4 + 2 * 4 * 5} and forward["absent"] == {}
+    assert forward["0"] == {"addmm.default": 2 * 3 * 4} and forward["1"] == forward["1.0"] == {"addmm.default": 2 * 4 * 5}
+    assert backward[""] == {"mm.default": 2 * 3 * 4 + 2 * 2 * 4 * 5}, "of the input, which needs none, no gradient"
 
 
 class _MakesNan(torch.autograd.Function):

@@ -49,9 +49,16 @@ class Background:
         return self._thread is not None
 
     def start(
-        self, staged: Location, step: int, taken: Snapshot, copied: Callable[[], None], ranks: int, facts: dict[str, Any]
+        self,
+        staged: Location,
+        step: int,
+        taken: Snapshot,
+        copied: Callable[[], None],
+        ranks: int,
+        facts: dict[str, Any],
+        name: str | None = None,
     ) -> None:
-        """Write a snapshot that nothing else changes, once `copied` has returned."""
+        """Write a snapshot that nothing else changes, once `copied` has returned. `name`: as of `commit.stage`."""
         assert not self.busy
         self._written, self._given_up = threading.Event(), threading.Event()
         self._failure, self._staged = None, staged
@@ -65,7 +72,7 @@ class Background:
                 if taken.rank == 0:
                     everyones = self._await_others(staged, ranks)
                     if everyones is not None:
-                        self._committed(commit.commit(staged, step, everyones, facts))
+                        self._committed(commit.commit(staged, step, everyones, facts, name))
             except BaseException as error:  # told to all ranks at the next step
                 self._failure = f"rank {taken.rank}: {explain(error, staged)}"
             finally:

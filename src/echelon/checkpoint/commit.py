@@ -104,26 +104,31 @@ def sweep(dirpath: Location) -> None:
             logger.warning("could not remove %s; it stays: %s", leftover, error)
 
 
-def is_saved(dirpath: Location, step: int) -> bool:
-    """Whether a step is committed already, the same on all ranks. Writes nothing."""
-    return on_rank0(lambda: is_whole(dirpath / named(step)), dirpath)
+def is_saved(dirpath: Location, step: int, name: str | None = None) -> bool:
+    """Whether a step is committed already, the same on all ranks. Writes nothing.
+
+    Args:
+        name: of its folder, here and below; by default it is named after the step.
+    """
+    return on_rank0(lambda: is_whole(dirpath / (name or named(step))), dirpath)
 
 
-def stage(dirpath: Location, step: int) -> Location | None:
+def stage(dirpath: Location, step: int, name: str | None = None) -> Location | None:
     """A fresh folder for the ranks to write to; None if this step is committed already."""
+    called = name or named(step)
 
     def prepare() -> str | None:
         make_folder(dirpath)
-        final = dirpath / named(step)
+        final = dirpath / called
         if is_whole(final):
             return None
         if isinstance(final, Remote):
             final.mkdir()
             return final.name
-        return _fresh(dirpath / f"{_STAGED}{named(step)}").name
+        return _fresh(dirpath / f"{_STAGED}{called}").name
 
-    name = on_rank0(prepare, dirpath)
-    return None if name is None else dirpath / name
+    staged = on_rank0(prepare, dirpath)
+    return None if staged is None else dirpath / staged
 
 
 def _fresh(staged: Location) -> Location:
@@ -141,21 +146,21 @@ def _fresh(staged: Location) -> Location:
     return path
 
 
-def publish(staged: Location, step: int, files: dict[str, Any], facts: dict[str, Any]) -> Location:
+def publish(staged: Location, step: int, files: dict[str, Any], facts: dict[str, Any], name: str | None = None) -> Location:
     """Make a staged folder the checkpoint of its step. All ranks have finished writing when this returns.
 
     Args:
         files: this rank's files, by name: size and checksums.
     """
     everyones = agree.gather(files)
-    joined = {name: entry for each in everyones for name, entry in each.items()}
-    on_rank0(lambda: commit(staged, step, joined, facts) and None, staged)
-    return staged.parent / named(step)
+    joined = {file: entry for each in everyones for file, entry in each.items()}
+    on_rank0(lambda: commit(staged, step, joined, facts, name) and None, staged)
+    return staged.parent / (name or named(step))
 
 
-def commit(staged: Location, step: int, files: dict[str, Any], facts: dict[str, Any]) -> Location:
+def commit(staged: Location, step: int, files: dict[str, Any], facts: dict[str, Any], name: str | None = None) -> Location:
     """The last steps of a save, by rank 0 alone: manifest, sync, rename."""
-    final: Location = staged.parent / named(step)
+    final: Location = staged.parent / (name or named(step))
     text = manifests.render({"step": step, "time": time.time(), **facts, "files": dict(sorted(files.items()))})
     if isinstance(staged, Remote):
         (staged / MANIFEST).write_bytes(text)

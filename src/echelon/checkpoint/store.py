@@ -23,7 +23,7 @@ from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, Ch
 from echelon.contracts.terminal import columns, one_line
 from echelon.world import agree
 
-__all__ = ["Report", "compare", "on_each", "read_rank", "read_states", "table"]
+__all__ = ["Report", "compare", "fill", "on_each", "read_rank", "read_states", "table"]
 
 T = TypeVar("T")
 
@@ -72,13 +72,26 @@ def read_states(
         if rename and naming is not None:
             rest = on_each(folder, lambda: renamed.rename(rest, saved, states, rename, naming))
         over, listed = forgotten(sorted(rest)) if forgotten is not None else ([], [])
-        named = {n: s for n, s in states.items() if isinstance(s, NamedState) and n in rest}
-        values, lacking = on_each(folder, lambda: _targets(folder, named, saved, rest))
-        wanted = {f"{n}.{k}": v for n, state in values.items() for k, v in state.items() if isinstance(v, torch.Tensor)}
-        report = compare(folder, states, rest, wanted, saved, strict, lacking, over)
+        report = fill(folder, states, rest, saved, strict=strict, over=over)
         report.unexpected += listed
-        tensors = {k: v for k, v in wanted.items() if k in saved.index}
-        on_each(folder, lambda: saved.read_into(tensors))
+    return report
+
+
+def fill(
+    folder: Location, states: dict[str, Stateful], rest: dict[str, Any], saved: Tensors, *, strict: bool, over: Sequence[str] = ()
+) -> Report:
+    """Fill states with what was read already, and with tensors that are read now. Collective.
+
+    Args:
+        rest: by state what of it is no tensor.
+        over: saved states that are left over.
+    """
+    named = {n: s for n, s in states.items() if isinstance(s, NamedState) and n in rest}
+    values, lacking = on_each(folder, lambda: _targets(folder, named, saved, rest))
+    wanted = {f"{n}.{k}": v for n, state in values.items() for k, v in state.items() if isinstance(v, torch.Tensor)}
+    report = compare(folder, states, rest, wanted, saved, strict, lacking, over)
+    tensors = {k: v for k, v in wanted.items() if k in saved.index}
+    on_each(folder, lambda: saved.read_into(tensors))
     on_each(folder, lambda: _load(named, values, rest))
     on_each(folder, lambda: _load({n: s for n, s in states.items() if n in rest and n not in named}, {}, rest))
     return report

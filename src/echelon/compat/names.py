@@ -9,7 +9,30 @@ from typing import Any
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["later"]
+__all__ = ["Missing", "later"]
+
+
+class Missing:
+    """Stands for a name that is not here: it can be imported, and any use of it is an error that says what to use instead."""
+
+    def __init__(self, why: str) -> None:
+        self.__dict__["_why"] = why
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(self._why)
+
+    __call__ = __mro_entries__ = __getitem__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by Python itself, as by inspect
+            raise AttributeError(name)
+        return self._refuse()
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"<{self._why}>"
 
 
 def later(system: str, module: str, homes: Mapping[str, str], successors: Mapping[str, str]) -> Callable[[str], Any]:
@@ -19,7 +42,7 @@ def later(system: str, module: str, homes: Mapping[str, str], successors: Mappin
         system: the package below `echelon.compat`.
         module: its name below `system`.
         homes: name -> the module below `system` that has it: what is slow to import.
-        successors: name -> what to use in its place, since it is not here.
+        successors: name -> what to use in its place, since it is not here. Importing it is no error; using it is.
     """
     here = f"echelon.compat.{system}"
 
@@ -29,7 +52,7 @@ def later(system: str, module: str, homes: Mapping[str, str], successors: Mappin
             setattr(sys.modules[f"{here}.{module}"], name, value)
             return value
         if name in successors:
-            raise UsageError(f"{system}.{module}.{name} is not part of echelon.compat. Instead: {successors[name]}")
+            return Missing(f"{system}.{module}.{name} is not part of echelon.compat. Instead: {successors[name]}")
         raise AttributeError(f"module '{here}.{module}' has no attribute {name!r}")
 
     return getattr_

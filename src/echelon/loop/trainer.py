@@ -106,7 +106,7 @@ class Trainer:
         self.callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks_of(callbacks)
         require(run_dir is None or is_path(run_dir), "run_dir", "a folder or None", run_dir)
         self.run_dir = Path(run_dir).absolute() if run_dir is not None else None
-        self.has_saver = any(isinstance(c, DistributedCheckpointSaver) for c in self.callbacks)
+        self.has_saver = any(getattr(c, "saves", False) is True for c in self.callbacks)
         self.saves = self.run_dir is not None and not self.has_saver
         self.callback_metrics: dict[str, float] = {}
 

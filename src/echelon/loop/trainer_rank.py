@@ -143,8 +143,9 @@ def work_in_rank(plan: Plan, work: Work) -> Done:
         divided = isinstance(work.loaders[0], (BaseLoader, DataLoader))  # other iterables give every rank the same
         return Done(metrics, data_rank, outputs if divided else [])
     attributes = {**metrics, **own_attributes(unit, progress=work.phase != "fit")} if isinstance(unit, AutoUnit) else {}
-    savers = DistributedCheckpointSaver  # whose folder and lease are the rank's
-    callbacks = [remembered({} if isinstance(c, savers) else vars(c)) for c in plan.callbacks]
+    savers = DistributedCheckpointSaver  # whose folder and lease are the rank's, also if it is within a callback
+    own = [{} if isinstance(c, savers) else vars(c) for c in plan.callbacks]
+    callbacks = [remembered({k: v for k, v in each.items() if not isinstance(v, savers)}) for each in own]
     return Done(metrics, data_rank, outputs, remembered(attributes), callbacks)
 
 

@@ -80,6 +80,10 @@ class OptimizerState:
         numbers = agree.gather({k: v for k, v in own.items() if not isinstance(v, torch.Tensor)})
         return {k: v for each in (*numbers, own, options) for k, v in each.items()}
 
+    def names_by_group(self) -> list[list[str]]:
+        """The parameters' names here, in the order in which torch counts them."""
+        return [[self._names[parameter] for parameter in group] for group in self._groups]
+
     def full_names(self) -> dict[str, str]:
         """By a parameter's name here, its name in the checkpoint."""
         return {name: self._values[parameter] for parameter, name in self._names.items() if parameter in self._values}

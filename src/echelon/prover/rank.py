@@ -15,7 +15,6 @@ import torch
 from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.loop.callback import Callback
-from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.observer import observing
 from echelon.prover.generators import GLOBAL
 from echelon.prover.matrix import Row
@@ -48,7 +47,7 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
         recorder.record.overridable = chosen is not None and chosen.used
         recorder.record.has_plan |= chosen is not None and chosen.has_plan
         # A few updates: there is nothing to keep.
-        return [*(c for c in callbacks if not isinstance(c, DistributedCheckpointSaver)), recorder]
+        return [*(c for c in callbacks if getattr(c, "saves", False) is not True), recorder]
 
     with _deciding(decided, dtype, seed) as seeded, observing(watch):
         try:

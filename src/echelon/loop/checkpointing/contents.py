@@ -35,7 +35,12 @@ logger = logging.getLogger(__name__)
 
 
 def take(
-    state: State, unit: TrainUnit[Any], planned: Planned, best: BestCheckpointConfig | None, frozen: Frozen | None = None
+    state: State,
+    unit: TrainUnit[Any],
+    planned: Planned,
+    best: BestCheckpointConfig | None,
+    frozen: Frozen | None = None,
+    more: dict[str, Any] | None = None,
 ) -> tuple[Snapshot, dict[str, Any]]:
     """The whole state, and what the manifest says of it. Collective.
 
@@ -43,6 +48,7 @@ def take(
         planned: who writes what, from the save before.
         best: names the number that decides which checkpoints stay.
         frozen: leaves out what is frozen.
+        more: what else each rank writes for itself.
     """
     metrics = unit.tracked_metrics()
     for module in unit.tracked_modules().values():
@@ -52,6 +58,7 @@ def take(
     own: dict[str, Any] = {
         "streams": rng.states(),
         "metrics": {name: share_of(metric) for name, metric in metrics.items()},
+        **(more or {}),
     }
     for name, prepared in unit.prepared_modules().items():
         for key, value in prepared.extras().items():

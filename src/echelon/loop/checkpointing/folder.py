@@ -84,17 +84,24 @@ class RunFolder:
             self.take()
         except CheckpointWriteError as error:
             here = state.train_state
-            if here is None or not here.is_complete(unit.train_progress) or not commit.is_saved(self.path, step):
+            if here is None or not here.is_complete(unit.train_progress) or not self._is_saved(step):
                 raise
             logger.info("the run is complete, and its folder is left as it is: %s", error)
         restart = self.restart or anew
-        for path in commit.candidates(self.path):
+        for path, saved in self._found():
             # Another run's beginning is not this one's.
-            if commit.step_of(path) > step or (restart and step == 0):
+            if saved > step or (restart and step == 0):
                 self._meet_newer(path, step, restart)
         if anew:
             commit.on_rank0(note_begun, self.path)
             _begun.add(str(self.path))
+
+    def _found(self) -> list[tuple[Location, int]]:
+        """What is named like a checkpoint, and its step, newest first. Collective."""
+        return [(path, commit.step_of(path)) for path in commit.candidates(self.path)]
+
+    def _is_saved(self, step: int) -> bool:
+        return commit.is_saved(self.path, step)
 
     def _meet_newer(self, path: Location, step: int, restart: bool) -> None:
         """What is ahead of this run would be mistaken for its newest. A corrupt one was passed over when the run was restored."""

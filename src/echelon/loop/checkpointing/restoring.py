@@ -24,12 +24,12 @@ from echelon.parallel.filling import fill_rest
 from echelon.parallel.state import states_by_name
 from echelon.world import agree, rng
 
-__all__ = ["BY_RANK", "differs_by_rank", "restore", "restore_first"]
+__all__ = ["BY_RANK", "chosen_of", "differs_by_rank", "restore", "restore_first"]
 
 logger = logging.getLogger(__name__)
 
 # Of what a rank writes for itself: what is not a strategy's.
-_OWN = ("streams", "metrics", "train_dataloader")
+_OWN = ("streams", "metrics", "train_dataloader", "eval_dataloader", "predict_dataloader")
 
 
 def restore_first(
@@ -97,7 +97,7 @@ def restore(path: Location, unit: Unit, loader: Iterable[Any] | None, options: R
 
 
 def _restore(path: Location, manifest: dict[str, Any], unit: Unit, loader: Any, options: RestoreOptions) -> Report:
-    chosen = _chosen(unit, options)
+    chosen = chosen_of(unit, options)
     allowed = options.allow_changes
     seeks = loader is not None and hasattr(loader, "load_state_dict")
     config = changes.renamed(manifest.get("config", {}), options.rename)
@@ -182,7 +182,8 @@ def _load_streams(path: Location, saved: dict[str, Any]) -> None:
         raise CheckpointCorruptError(f"{path} holds RNG states that are not valid: {error!r}.") from None
 
 
-def _chosen(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
+def chosen_of(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
+    """Of a unit's app state, what is to be restored; metrics aside."""
     state = unit.app_state()  # first: it builds what is built at first use
     dropped: set[str] = set()
     if not options.restore_modules:

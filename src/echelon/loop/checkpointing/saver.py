@@ -14,7 +14,7 @@ from echelon.checkpoint.buffers import Buffers
 from echelon.checkpoint.layout import raise_on_all
 from echelon.checkpoint.location import Location, Remote, explain, location
 from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
-from echelon.checkpoint.snapshot import Planned
+from echelon.checkpoint.snapshot import Planned, Snapshot
 from echelon.checkpoint.store import Report
 from echelon.contracts import pulse
 from echelon.contracts.arguments import flags, options_of
@@ -80,14 +80,13 @@ class DistributedCheckpointSaver(Callback):
         self.best, self.async_checkpoint = best_checkpoint_config, async_checkpoint
         keep = Keep(keep_last_n_checkpoints, options.keep_every_n_train_steps, best_checkpoint_config)
         self.folder = RunFolder(location(dirpath), keep, restart=options.restart)
-        self.failures = 0  # in a row
-        self.stall_s = 0.0  # for which the loop stopped for the latest asynchronous save
+        self.failures, self.stall_s = 0, 0.0  # in a row; for which the loop stopped for the latest asynchronous save
         self._due, self._looked_at = False, 0  # a save, and the step at which it was last asked
         self._planned = Planned()
         self._frozen = Frozen() if options.only_trained else None
         self._background = Background(self.folder.retire)
         self._buffers = Buffers()
-        self._pending = (0, 0.0)  # of the save under way: its step, and when it began
+        self._pending = (0, "", 0.0)  # of the save under way: its step, its folder's name, and when it began
 
     @property
     def dirpath(self) -> Location:
@@ -154,12 +153,12 @@ class DistributedCheckpointSaver(Callback):
     @pulse.during(Phase.CHECKPOINT)
     def _save(self, state: State, unit: TrainUnit[Any]) -> None:
         """Save in the middle of training; if the storage fails, training continues without."""
-        self._due = self.best is not None and _is_evaluated_next(state, unit)
+        self._due = self.best is not None and not state.should_stop and contents.is_unevaluated(state, unit)
         if self._due:
             return  # so that the number that is written down is of these weights
         if self._background.busy:
             if self.options.on_busy == "skip":
-                logger.warning("step %s is not saved: the save before it is still being written", _step(unit))
+                logger.warning("step %s is not saved: the save before it is still being written", self._place(unit)[0])
                 return
             self._look_after(state, wait=True)
         try:
@@ -168,7 +167,7 @@ class DistributedCheckpointSaver(Callback):
             elif self.save(state, unit) is not None:
                 self.failures = 0
         except CheckpointWriteError as error:
-            self._failed(state, _step(unit), str(error), error)
+            self._failed(state, self._place(unit)[0], str(error), error)
 
     @pulse.during(Phase.CHECKPOINT)
     def save(self, state: State, unit: TrainUnit[Any]) -> Location | None:
@@ -179,16 +178,16 @@ class DistributedCheckpointSaver(Callback):
         """
         self._due = False
         self._look_after(state, wait=True)
-        began, step, held = time.perf_counter(), _step(unit), self.folder.held
-        if not held and commit.is_saved(self.dirpath, step):
+        began, held, (step, name) = time.perf_counter(), self.folder.held, self._place(unit)
+        if not held and commit.is_saved(self.dirpath, step, name):
             return None
         self.folder.take()
         try:
-            staged = commit.stage(self.dirpath, step)
+            staged = commit.stage(self.dirpath, step, name)
             if staged is None:
                 self._note_metrics(state, unit, step)
                 return None
-            taken, facts = contents.take(state, unit, self._planned, self.best, self._frozen)
+            taken, facts = self._take(state, unit)
             problem, files = None, {}
             try:
                 files = taken.write(staged)
@@ -196,7 +195,7 @@ class DistributedCheckpointSaver(Callback):
                 problem = f"rank {taken.rank}: {explain(error, self.dirpath)}"
             try:
                 raise_on_all(problem, CheckpointWriteError)
-                path = commit.publish(staged, step, files, facts)
+                path = commit.publish(staged, step, files, facts, name)
             except CheckpointWriteError:
                 commit.on_rank0(lambda: commit.discard(staged))
                 raise
@@ -204,26 +203,31 @@ class DistributedCheckpointSaver(Callback):
         finally:
             if not held:
                 self._release()
-        self._saved(state, step, time.perf_counter() - began)
+        self._saved(state, step, name, time.perf_counter() - began)
         return path
+
+    def _place(self, unit: TrainUnit[Any]) -> tuple[int, str]:  # the step, and the name of its folder
+        return (step := _step(unit)), manifest.named(step)
+
+    def _take(self, state: State, unit: TrainUnit[Any]) -> tuple[Snapshot, dict[str, Any]]:
+        return contents.take(state, unit, self._planned, self.best, self._frozen)
 
     def _note_metrics(self, state: State, unit: TrainUnit[Any], step: int) -> None:
         """A step was saved as a signal came, and its evaluation was made by the run that resumed: now the number is known."""
         if self.best is None or contents.is_unevaluated(state, unit):
             return
-        metrics = contents.monitored(self.best.monitored_metric, state, unit)
-        if metrics:
+        if metrics := contents.monitored(self.best.monitored_metric, state, unit):
             commit.on_rank0(lambda: commit.note_metrics(self.dirpath / manifest.named(step), metrics), self.dirpath)
 
     def _start(self, state: State, unit: TrainUnit[Any]) -> None:
         """The part of an asynchronous save for which the loop stops."""
-        began, step = time.perf_counter(), _step(unit)
-        staged = commit.stage(self.dirpath, step)
+        began, (step, name) = time.perf_counter(), self._place(unit)
+        staged = commit.stage(self.dirpath, step, name)
         if staged is None:
             return
-        taken, facts = contents.take(state, unit, self._planned, self.best, self._frozen)
-        self._pending = (step, began)
-        self._background.start(staged, step, taken, taken.copy(self._buffers), facts["config"]["world_size"], facts)
+        taken, facts = self._take(state, unit)
+        self._pending = (step, name, began)
+        self._background.start(staged, step, taken, taken.copy(self._buffers), facts["config"]["world_size"], facts, name)
         self.stall_s = time.perf_counter() - began
         if state.recorder is not None:
             state.recorder.event("checkpoint_started", step=step, stall_s=self.stall_s)
@@ -243,12 +247,12 @@ class DistributedCheckpointSaver(Callback):
         ended, failure = (True, self._background.wait()) if wait else self._background.poll()
         if not ended:
             return
-        step, began = self._pending
+        step, name, began = self._pending
         if failure is not None:
             self._failed(state, step, failure, None)
         else:
             self.failures = 0
-            self._saved(state, step, time.perf_counter() - began, pause=False)
+            self._saved(state, step, name, time.perf_counter() - began, pause=False)
 
     def _failed(self, state: State, step: int, text: str, cause: BaseException | None) -> None:
         """Report a failed save on every rank and continue; too many in a row end the run."""
@@ -261,9 +265,9 @@ class DistributedCheckpointSaver(Callback):
             ) from cause
         logger.error("step %s could not be saved, training goes on: %s. Older checkpoints are as they were.", step, text)
 
-    def _saved(self, state: State, step: int, seconds: float, pause: bool = True) -> None:
+    def _saved(self, state: State, step: int, name: str, seconds: float, pause: bool = True) -> None:
         if state.recorder is not None:
-            state.recorder.event("checkpoint_saved", path=str(self.dirpath / manifest.named(step)), step=step, seconds=seconds)
+            state.recorder.event("checkpoint_saved", path=str(self.dirpath / name), step=step, seconds=seconds)
             if pause:
                 state.recorder.pause_clock()
 
@@ -344,7 +348,3 @@ def _ends_epoch(state: State, unit: TrainUnit[Any]) -> bool:
 
 def _step(unit: TrainUnit[Any]) -> int:
     return unit.train_progress.num_steps_completed
-
-
-def _is_evaluated_next(state: State, unit: TrainUnit[Any]) -> bool:
-    return state.eval_state is not None and unit.train_progress.evaluation_due and not state.should_stop

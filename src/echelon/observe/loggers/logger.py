@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LauncherEnvironmentError, UsageError
 from echelon.contracts.rank import RankInfo
 
 __all__ = ["MetricLogger", "Scalar", "hold", "rank", "scalar_to_float"]
@@ -55,4 +56,10 @@ def rank() -> int:
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_rank())
-    return RankInfo().rank
+    try:
+        return RankInfo().rank
+    except LauncherEnvironmentError:
+        alone = os.environ.get("RANK", "")  # whoever joins ranks says what is missing; to watch, this is enough
+        if not alone.isdigit():
+            raise
+        return int(alone)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from echelon.contracts.errors import UsageError
 from echelon.world.init import ensure_group
 from echelon.world.mesh import ParallelDims
 from echelon.world.timeout import inherit_timeout
@@ -25,7 +26,7 @@ def _layout(dp_shard: int, dp_replicate: int, tp: int | None) -> ParallelDims:
 def create_device_mesh(
     dp_shard: int = -1, dp_replicate: int = 1, tp: int | None = None, device_type: str | None = None
 ) -> DeviceMesh:
-    """A mesh with the axes "dp_replicate", "dp_shard" and, if it is given, "tp". Collective.
+    """A mesh with the axes "dp_replicate", "dp_shard" and, if it is given, "tp"; "dp" is the first two as one. Collective.
 
     Args:
         dp_shard: ranks that split the parameters of one copy; -1 is what the others leave.
@@ -36,12 +37,19 @@ def create_device_mesh(
         UsageError: the sizes do not multiply to the number of ranks.
     """
     kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    dims = _layout(dp_shard, dp_replicate, tp)
+    try:
+        dims = _layout(dp_shard, dp_replicate, tp)
+    except UsageError as error:
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        given = f"dp_shard={dp_shard} * dp_replicate={dp_replicate} * tp={tp}"
+        raise UsageError(f"World size {size} must be divisible by {given}: {error}") from None
     ensure_group(torch.device(kind))
     sizes = {"dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard, **({} if tp is None else {"tp": tp})}
     mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for name in sizes:
         inherit_timeout(mesh.get_group(name))
+    # torch has no public name for it; used with torch 2.13, and tests/compat/test_torchtnt_prepare.py notices a change.
+    inherit_timeout(mesh[("dp_replicate", "dp_shard")]._flatten("dp").get_group())
     return mesh
 
 

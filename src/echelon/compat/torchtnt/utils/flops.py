@@ -13,7 +13,7 @@ __all__ = ["FlopTensorDispatchMode"]
 
 class FlopTensorDispatchMode:
     """Context that counts the floating-point operations of a module's passes, by submodule; products and convolutions, a
-    multiplication and an addition as two.
+    multiplication and its addition as one, as there. (torch's own counter says two.)
 
     Args:
         module: whose submodules' names are used.
@@ -42,7 +42,7 @@ class FlopTensorDispatchMode:
             else:  # the module itself, which "" is; or another
                 continue
             for operation, count in counts.items():
-                found[name][f"{operation.__name__}.default"] += count
+                found[name][f"{operation.__name__}.default"] += count // 2
         return found
 
     def reset(self) -> None:

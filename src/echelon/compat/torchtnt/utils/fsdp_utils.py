@@ -20,7 +20,7 @@ _SHORT = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 def _member(kind: Any, value: str) -> Any:
     if value not in kind.__members__:
-        raise UsageError(f"{kind.__name__} {value!r}: known are {', '.join(kind.__members__)}.")
+        raise UsageError(f"Invalid {kind.__name__} {value!r}. Known are {', '.join(kind.__members__)}.")
     return kind[value]
 
 
@@ -81,7 +81,7 @@ def _dtype(value: str | torch.dtype | None) -> torch.dtype | None:
         return value
     found = _SHORT.get(value, getattr(torch, value.removeprefix("torch."), None))
     if not isinstance(found, torch.dtype):
-        raise UsageError(f"MixedPrecision: {value!r} is no type; 'fp16', 'bf16', 'fp32', or a name of torch's such as 'float16'.")
+        raise UsageError(f"Precision {value} not supported. Use 'fp16', 'bf16', 'fp32', or a name of torch's such as 'float16'.")
     return found
 
 
@@ -90,5 +90,8 @@ def _class(value: str | type) -> type:
     if isinstance(value, type):
         return value
     module, _, name = value.rpartition(".")
-    found: type = getattr(importlib.import_module(module), name)
+    try:
+        found: type = getattr(importlib.import_module(module), name)
+    except (AttributeError, ModuleNotFoundError, ValueError) as error:
+        raise UsageError(f"Invalid module class '{value}': {error}") from None
     return found

@@ -1,21 +1,21 @@
 """What a module consists of: parameters, bytes, and for an example input operations, shapes and time, by submodule.
 
-Operations are counted by torch's FlopCounterMode.
+Operations are counted by torch's FlopCounterMode, and given as TorchTNT counts them: a multiplication and its addition are one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import time
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.flop_counter import FlopCounterMode
 
 from echelon.contracts.errors import UsageError
@@ -26,16 +26,15 @@ __all__ = ["ModuleSummary", "get_module_summary", "get_summary_table", "prune_mo
 _UNKNOWN = "?"
 
 
-@dataclass
+@dataclass(repr=False)
 class ModuleSummary:
     """Of one module, its submodules included. "?" is what only an example input would tell.
 
     Attributes:
         module_name, module_type: its path from the root, whose own is empty, and its class.
         num_parameters, num_trainable_parameters, size_bytes: a shared parameter counts once; of one split over ranks, all.
-        has_uninitialized_param: lazy parameters, which count nothing yet.
-        flops_forward, flops_backward: floating-point operations of products and convolutions; a multiplication and an addition
-            are two.
+        has_uninitialized_param: lazy parameters, which count nothing yet; whoever reads a number of them is warned.
+        flops_forward, flops_backward: of products and convolutions; a multiplication and its addition are one.
         in_size, out_size: shape of the tensor, or a list of shapes.
         forward_elapsed_time_ms: of a single pass; on a GPU until it is done.
         submodule_summaries: by path.
@@ -57,6 +56,34 @@ class ModuleSummary:
     def __str__(self) -> str:
         return get_summary_table(self)
 
+    __repr__ = __str__
+
+
+def _warns(name: str, what: str) -> property:
+    """A number that is too small while parameters are lazy."""
+
+    def read(self: ModuleSummary) -> Any:
+        if self.has_uninitialized_param:
+            warnings.warn(
+                f"A layer with UninitializedParameter was found. Thus, the total {what} detected may be inaccurate.", stacklevel=2
+            )
+        return vars(self)[name]
+
+    def write(self: ModuleSummary, value: Any) -> None:
+        vars(self)[name] = value
+
+    return property(read, write)
+
+
+for _name, _what in (
+    ("num_parameters", "number of parameters"),
+    ("num_trainable_parameters", "number of parameters"),
+    ("size_bytes", "byte sizes"),
+    ("flops_forward", "number of FLOPs"),
+    ("flops_backward", "number of FLOPs"),
+):
+    setattr(ModuleSummary, _name, _warns(_name, _what))
+
 
 def get_module_summary(
     module: nn.Module, module_args: tuple[Any, ...] | None = None, module_kwargs: Mapping[str, Any] | None = None
@@ -69,10 +96,11 @@ def get_module_summary(
 
     Args:
         module: any module.
-        module_args, module_kwargs: the example input.
+        module_args, module_kwargs: the example input, with a tensor in it. A lazy module is not run.
     """
     observed: dict[str, ModuleSummary] = {}
-    if module_args is not None or module_kwargs is not None:
+    lazy = any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters())
+    if not lazy and (_has_tensor(module_args) or _has_tensor(module_kwargs)):
         observed = _observe(module, module_args or (), dict(module_kwargs or {}))
     return _summary("", module, observed)
 
@@ -80,15 +108,12 @@ def get_module_summary(
 def _summary(name: str, module: nn.Module, observed: Mapping[str, ModuleSummary]) -> ModuleSummary:
     found = copy.copy(observed.get(name)) or ModuleSummary()
     found.module_name, found.module_type = name, type(module).__name__
-    for parameter in module.parameters():
-        if isinstance(parameter, UninitializedParameter):
-            found.has_uninitialized_param = True
-            continue
-        count = parameter.numel()
-        found.num_parameters += count
-        found.num_trainable_parameters += count if parameter.requires_grad else 0
-        found.size_bytes += count * parameter.element_size()
-    found.size_bytes += sum(b.numel() * b.element_size() for b in module.buffers() if not isinstance(b, UninitializedParameter))
+    known = [p for p in module.parameters() if not isinstance(p, UninitializedParameter)]
+    buffers = [b for b in module.buffers() if not isinstance(b, UninitializedBuffer)]
+    found.num_parameters = sum(p.numel() for p in known)
+    found.num_trainable_parameters = sum(p.numel() for p in known if p.requires_grad)
+    found.size_bytes = sum(each.numel() * each.element_size() for each in (*known, *buffers))
+    found.has_uninitialized_param = len(known) < len(list(module.parameters()))
     found.submodule_summaries = {
         path: _summary(path, child, observed)
         for path, child in ((f"{name}.{n}" if name else n, c) for n, c in module.named_children())
@@ -120,6 +145,8 @@ def _observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             differentiable = isinstance(output, torch.Tensor) and output.requires_grad
             if differentiable:
                 output.mean().backward()
+            elif not isinstance(output, torch.Tensor):
+                warnings.warn("Backward FLOPs are only computed if the module's forward returns a tensor.", stacklevel=3)
         total = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
         with _watching(module) as found, torch.no_grad():  # a pass of its own: the counter takes longer than the work
             module(*args, **kwargs)
@@ -127,10 +154,10 @@ def _observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     for path, summary in found.items():
         # The counter's name of the root is its class's.
         key = f"{root}.{path}" if path else "Global"
-        summary.flops_forward = forward.get(key, 0)
+        summary.flops_forward = forward.get(key, 0) // 2  # torch counts multiplications and additions
         if differentiable:
             # The counter gives a part that returns its own input, such as a dropout of 0, the operations of what follows it.
-            summary.flops_backward = total.get(key, 0) - forward.get(key, 0) if summary.flops_forward else 0
+            summary.flops_backward = (total.get(key, 0) - forward.get(key, 0)) // 2 if summary.flops_forward else 0
     return found
 
 
@@ -147,9 +174,11 @@ def _watching(module: nn.Module) -> Iterator[dict[str, ModuleSummary]]:
 
         def after(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
             if path not in found:
-                milliseconds = (_now() - started[path]) * 1e3
+                milliseconds, given = (_now() - started[path]) * 1e3, [*inputs, *named.values()]
                 found[path] = ModuleSummary(
-                    in_size=_shapes([*inputs, *named.values()]), out_size=_shapes(output), forward_elapsed_time_ms=milliseconds
+                    in_size=_shapes(given[0] if len(given) == 1 else given),
+                    out_size=_shapes(output),
+                    forward_elapsed_time_ms=milliseconds,
                 )
 
         handles.append(part.register_forward_pre_hook(before))
@@ -193,14 +222,15 @@ def _now() -> float:
 
 
 def _shapes(value: Any) -> list[Any] | str:
-    if isinstance(value, torch.Tensor):
+    if hasattr(value, "shape"):
         return list(value.shape)
+    return [_shapes(each) for each in value] if isinstance(value, (list, tuple)) else _UNKNOWN
+
+
+def _has_tensor(value: Any) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        shapes = [shape for shape in map(_shapes, value) if shape != _UNKNOWN]
-        return _UNKNOWN if not shapes else shapes[0] if len(shapes) == 1 else shapes
-    return _UNKNOWN
+    return any(map(_has_tensor, value)) if isinstance(value, (list, tuple)) else isinstance(value, torch.Tensor)
 
 
 # --- to read
@@ -213,52 +243,47 @@ def prune_module_summary(module_summary: ModuleSummary, *, max_depth: int) -> No
         UsageError: `max_depth` is less than 1.
     """
     if max_depth < 1:
-        raise UsageError(f"max_depth {max_depth}: at least 1, which is the module itself.")
+        raise UsageError(f"`max_depth` must be an int greater than 0. Got {max_depth}.")
     if max_depth == 1:
         module_summary.submodule_summaries = {}
     for each in module_summary.submodule_summaries.values():
         prune_module_summary(each, max_depth=max_depth - 1)
 
 
+_COLUMNS = {
+    "module_name": "Name",
+    "module_type": "Type",
+    "num_parameters": "# Parameters",
+    "num_trainable_parameters": "# Trainable Parameters",
+    "size_bytes": "Size (bytes)",
+    "has_uninitialized_param": "Contains Uninitialized Parameters?",
+    "flops_forward": "Forward FLOPs",
+    "flops_backward": "Backward FLOPs",
+    "in_size": "In size",
+    "out_size": "Out size",
+    "forward_elapsed_time_ms": "Forward Elapsed Times (ms)",
+}
+_REMARK = (
+    "Remark for FLOPs calculation: products and convolutions are counted, a multiplication and its addition as one; the backward "
+    "pass is that of the output's mean.\n"
+)
+
+
 def get_summary_table(module_summary: ModuleSummary, human_readable_nums: bool = True) -> str:
-    """A table, one line for the module and each submodule, with the columns of which something is known.
+    """A table, one line for the module and each submodule, with the columns of which something is known of the module.
 
     Args:
         module_summary: of `get_module_summary`.
         human_readable_nums: 1.2 M instead of 1234567.
     """
-    from rich.console import Console
-    from rich.table import Table
-
-    rows = list(_walk(module_summary))
-    exact: Callable[[Any], str] = lambda n: f"{n:,}" if isinstance(n, int) else str(n)  # noqa: E731
-    number = _short if human_readable_nums else exact
-    columns: dict[str, Callable[[ModuleSummary], str]] = {
-        "Name": lambda s: s.module_name,
-        "Type": lambda s: s.module_type,
-        "# Parameters": lambda s: number(s.num_parameters),
-        "# Trainable Parameters": lambda s: number(s.num_trainable_parameters),
-        "Size (bytes)": lambda s: number(s.size_bytes),
-        "Contains Uninitialized Parameters?": lambda s: "Yes" if s.has_uninitialized_param else "No",
-    }
-    if any(s.in_size != _UNKNOWN or s.flops_forward != _UNKNOWN for s in rows):
-        columns |= {
-            "Forward FLOPs": lambda s: number(s.flops_forward),
-            "Backward FLOPs": lambda s: number(s.flops_backward),
-            "In size": lambda s: str(s.in_size),
-            "Out size": lambda s: str(s.out_size),
-            "Forward Elapsed Times (ms)": lambda s: (
-                f"{s.forward_elapsed_time_ms:.3f}" if isinstance(s.forward_elapsed_time_ms, float) else _UNKNOWN
-            ),
-        }
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=True, justify="right" if "#" in column or "(" in column or "FLOPs" in column else "left")
-    for row in rows:
-        table.add_row(*(show(row) for show in columns.values()))
-    text = io.StringIO()
-    Console(file=text, width=1000, color_system=None, markup=False).print(table)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+    names = [name for name in _COLUMNS if getattr(module_summary, name) != _UNKNOWN]
+    rows = [[_shown(getattr(each, name), name, human_readable_nums) for name in names] for each in _walk(module_summary)]
+    head = [_COLUMNS[name] for name in names]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+    lines.insert(1, "-" * (sum(widths) + 3 * (len(widths) - 1)))
+    counted = any(name.startswith("flops") for name in names)
+    return "".join(f"{line}\n" for line in lines) + (_REMARK if counted else "")
 
 
 def _walk(summary: ModuleSummary) -> Iterator[ModuleSummary]:
@@ -267,12 +292,17 @@ def _walk(summary: ModuleSummary) -> Iterator[ModuleSummary]:
         yield from _walk(each)
 
 
-def _short(number: Any) -> str:
-    if not isinstance(number, (int, float)):
-        return str(number)
-    value = float(number)
-    for unit in ("", " k", " M", " G", " T", " P"):
-        if value < 1000:
-            return f"{value:.1f}{unit}" if unit else f"{number}"
-        value /= 1000
-    return f"{value:.1f} E"
+def _shown(value: Any, name: str, short: bool) -> str:
+    if isinstance(value, bool):
+        return "Yes" if value else "No"
+    if isinstance(value, int):
+        units = " kMGTPEZY" if name.startswith("flops") else " KMBT"
+        return _short(value, units) if short else str(value)
+    return f"{value:.10f}" if isinstance(value, float) else str(value)
+
+
+def _short(number: int, units: str) -> str:
+    """Three digits and a unit of thousands: "999  ", "1.2 K", "123 M"."""
+    group = min((len(str(number)) - 1) // 3, len(units) - 1)
+    value = number * 10 ** (-3 * group)
+    return f"{int(value):,d} {units[group]}" if not group or value >= 100 else f"{value:,.1f} {units[group]}"

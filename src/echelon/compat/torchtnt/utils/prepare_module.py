@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from echelon.compat.older_options import ActivationCheckpointParams, FSDPStrategy
+from echelon.compat import older_options
+from echelon.compat.older_options import ActivationCheckpointParams
 from echelon.compat.torchtnt.utils.distributed import get_global_rank
+from echelon.compat.torchtnt.utils.fsdp_utils import BackwardPrefetch, MixedPrecision, ShardingStrategy, StateDictType
 from echelon.compat.torchtnt.utils.optimizer import init_optim_state
 from echelon.contracts.errors import UsageError
 from echelon.parallel import fsdp, parallelize, tensor
@@ -56,6 +59,42 @@ __all__ = [
 ]
 
 
+# What a string may mean there.
+_OF_STRINGS: dict[str, Any] = {
+    "sharding_strategy": ShardingStrategy.to_native_sharding_strategy,
+    "backward_prefetch": BackwardPrefetch.to_native_backward_prefetch,
+    "state_dict_type": StateDictType.to_native_state_dict_type,
+}
+
+
+class FSDPStrategy(older_options.FSDPStrategy):
+    """`echelon.FSDPStrategy` with the older FullyShardedDataParallel's other options. Strings are torch's own values then.
+
+    Raises:
+        UsageError, a ValueError: a string that is none of their names.
+    """
+
+    def __init__(self, process_group: Any = None, sharding_strategy: Any = None, *others: Any, **options: Any) -> None:
+        names = list(inspect.signature(older_options.FSDPStrategy).parameters)
+        given = {**dict(zip(names, (process_group, sharding_strategy, *others), strict=False)), **options}
+        for name, native in _OF_STRINGS.items():
+            if isinstance(value := given.get(name), str):
+                given[name] = native(value)
+        if isinstance(mixed := given.get("mixed_precision"), MixedPrecision):
+            given["mixed_precision"] = mixed.to_native_mixed_precision()
+        super().__init__(**given)
+        older = {"limit_all_gathers": True, "use_orig_params": False, "backward_prefetch": _BACKWARD_PRE}
+        for name in ("state_dict_type", "state_dict_config", "optim_state_dict_config", *older):
+            object.__setattr__(self, name, given.get(name, older.get(name)))
+
+    def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
+        options = {field.name: getattr(self, field.name) for field in fields(fsdp.FSDPStrategy)}
+        return fsdp.FSDPStrategy(**{**options, "backward_prefetch": None}).prepare(module, world, recipe)
+
+
+_BACKWARD_PRE = BackwardPrefetch.to_native_backward_prefetch("BACKWARD_PRE")
+
+
 @dataclass(frozen=True)
 class TPStrategy(Strategy):
     """Tensor parallelism with TorchTNT's arguments; `echelon.TPStrategy` has more.
@@ -88,13 +127,20 @@ class TPStrategy(Strategy):
         )
 
 
+class NotCompiledError(UsageError, RuntimeError):
+    """What only a compiled module has was asked of another."""
+
+
 def convert_str_to_strategy(strategy: str) -> Strategy:
     """A strategy with its defaults: "ddp", "fsdp", "fsdp2", "noop", and echelon's other names.
 
     Raises:
         UsageError, a ValueError: an unknown name.
     """
-    found = resolve(strategy)
+    try:
+        found = resolve(strategy)
+    except UsageError as error:
+        raise UsageError(f"Strategy {strategy} not supported. Please use one of ['ddp', 'fsdp', 'noop']. {error}") from None
     assert found is not None
     return FSDPStrategy() if type(found) is fsdp.FSDPStrategy else found
 
@@ -120,7 +166,13 @@ def prepare_module(
     if enable_compiled_autograd:
         compile_backward(torch_compile_params)
     if isinstance(strategy, TPStrategy) and global_mesh is None:
-        raise UsageError("TPStrategy needs global_mesh=GlobalMeshCoordinator(tp=...), for how many ranks split a layer.")
+        raise UsageError("TPStrategy expects global_mesh (GlobalMeshCoordinator) to be defined. Got None.")
+    if isinstance(strategy, str):
+        strategy = convert_str_to_strategy(strategy)
+    elif strategy is not None and not isinstance(strategy, Strategy):
+        raise UsageError(
+            f"Unknown strategy received: {strategy}. Expect either str (one of 'ddp', 'fsdp', or 'noop') or Strategy dataclass"
+        )
     chosen = on_mesh(strategy, global_mesh)
     made = parallelize.prepare_module(
         module,
@@ -171,7 +223,7 @@ def compile_backward(torch_compile_params: TorchCompileParams | None) -> None:
         UsageError: the module is not compiled.
     """
     if torch_compile_params is None:
-        raise UsageError("enable_compiled_autograd: only a compiled module's backward is compiled. Give torch_compile_params.")
+        raise NotCompiledError("Compiled autograd should only be used when the module is compiled. Give torch_compile_params.")
     import torch._dynamo  # its config has no other door
 
     torch._dynamo.config.compiled_autograd = True

@@ -1,5 +1,318 @@
-"""torchtnt.framework.callbacks.base_checkpointer: here the one saver there is."""
+"""torchtnt.framework.callbacks.base_checkpointer: when to save, under which name, and what stays; a subclass writes."""
 
-from echelon.compat.torchtnt.framework.callbacks.dcp_saver import DistributedCheckpointSaver as BaseCheckpointer
+from __future__ import annotations
+
+import inspect
+import logging
+from abc import ABCMeta, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from echelon.checkpoint.policy import BestCheckpointConfig
+from echelon.compat.torchtnt.framework.callbacks import checkpoint_naming as naming
+from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import RestoreOptions
+from echelon.compat.torchtnt.utils.checkpoint import get_best_checkpoint_path, get_latest_checkpoint_path
+from echelon.compat.torchtnt.utils.checkpoint_manager import CheckpointManager
+from echelon.compat.torchtnt.utils.checkpoint_path import CheckpointPath, MetricData, Phase
+from echelon.compat.torchtnt.utils.distributed import get_world_size
+from echelon.contracts.errors import UsageError
+from echelon.loop.callback import Callback
+from echelon.loop.checkpointing.contents import is_unevaluated
+from echelon.loop.state import EntryPoint, State
+from echelon.world import agree, stop
 
 __all__ = ["BaseCheckpointer"]
+
+logger = logging.getLogger(__name__)
+
+
+class BaseCheckpointer(Callback, metaclass=ABCMeta):
+    """Base of savers: a subclass has `_checkpoint_impl`, which writes, and `restore`.
+
+    Folders are called `epoch_E_train_step_S`, in `fit` with `_eval_step_V`, in `evaluate` and `predict` with the step of these
+    alone; with a metric, `_metric=value`. The end of training and of a prediction is always saved. In the middle of an
+    accumulation window a save waits for its end.
+
+    Args:
+        dirpath: a folder, the same on all ranks; rank 0's counts.
+        save_every_n_train_steps, save_every_n_epochs, save_every_n_eval_epochs, save_every_n_eval_steps,
+            save_every_n_predict_steps: None is never.
+        keep_last_n_checkpoints: how many stay: the newest, or with `best_checkpoint_config` the best; None keeps all. Of
+            `evaluate` and `predict` all stay.
+        best_checkpoint_config: which attribute of the unit is the metric. Within `fit`, what is due before an evaluation is
+            saved after it, so that the number is that of these weights.
+        process_group: None or a group of all ranks, over which they agree.
+    Raises:
+        RuntimeError: several ranks were launched, and have not joined each other.
+    Attributes:
+        metadata_fnames: files of which a whole checkpoint has one; without them, each folder of that name is one.
+    """
+
+    metadata_fnames: Sequence[str] = ()
+    may_stop, saves = False, True
+
+    def __init__(
+        self,
+        dirpath: str,
+        *,
+        save_every_n_train_steps: int | None = None,
+        save_every_n_epochs: int | None = None,
+        save_every_n_eval_epochs: int | None = None,
+        save_every_n_eval_steps: int | None = None,
+        save_every_n_predict_steps: int | None = None,
+        keep_last_n_checkpoints: int | None = None,
+        best_checkpoint_config: BestCheckpointConfig | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if get_world_size() > 1 and not dist.is_initialized():
+            raise RuntimeError(
+                "Running in a distributed environment without default process group initialized. "
+                "Call `torch.distributed.init_process_group` before initializing this callback. "
+                "Using `AutoUnit` will do this automatically."
+            )
+        counts = {
+            "save_every_n_train_steps": save_every_n_train_steps,
+            "save_every_n_epochs": save_every_n_epochs,
+            "save_every_n_eval_steps": save_every_n_eval_steps,
+            "save_every_n_eval_epochs": save_every_n_eval_epochs,
+            "save_every_n_predict_steps": save_every_n_predict_steps,
+            "keep_last_n_checkpoints": keep_last_n_checkpoints,
+        }
+        for name, count in counts.items():
+            if count is not None and (isinstance(count, bool) or not count > 0):
+                raise UsageError(
+                    f"Invalid value passed for {name}. Expected to receive either None or positive number, but received {count}"
+                )
+            setattr(self, f"_{name}", count)
+        if best_checkpoint_config is not None and best_checkpoint_config.mode not in ("min", "max"):
+            raise UsageError(
+                "Invalid value passed for best_checkpoint_config.mode. Expected to receive 'min' or 'max', but received "
+                f"{best_checkpoint_config.mode}"
+            )
+        self._best_checkpoint_config = best_checkpoint_config
+        self._keep_last_n_checkpoints = keep_last_n_checkpoints
+        self._process_group = naming.group_of(process_group)
+        self.meets_in_steps = save_every_n_eval_steps is not None or save_every_n_predict_steps is not None
+        self._waiting: str | None = None  # the hook of a save that waits for the end of a window, or for an evaluation
+        self._last: CheckpointPath | None = None
+        self._checkpoint_manager = CheckpointManager(
+            dirpath, best_checkpoint_config, keep_last_n_checkpoints, self._metadata(), self._process_group
+        )
+
+    @classmethod
+    def _metadata(cls) -> list[str]:
+        older = getattr(cls, "metadata_fname", None)  # of release 0.2.4
+        return [older] if older is not None and not cls.metadata_fnames else list(cls.metadata_fnames)
+
+    @property
+    def dirpath(self) -> str:
+        return self._checkpoint_manager.dirpath
+
+    # --- when
+
+    def on_train_start(self, state: State, unit: Any) -> None:
+        self._checkpoint_manager.prune_surplus_checkpoints()
+
+    def on_train_step_end(self, state: State, unit: Any) -> None:
+        if self._waiting is not None or self._is_due("train_steps", unit.train_progress.num_steps_completed):
+            self._generate_checkpoint_and_upkeep(state, unit, hook="on_train_step_end")
+
+    def on_train_epoch_end(self, state: State, unit: Any) -> None:
+        if self._waiting is not None or self._is_due("epochs", unit.train_progress.num_epochs_completed):
+            self._generate_checkpoint_and_upkeep(state, unit, hook="on_train_epoch_end")
+
+    def on_train_end(self, state: State, unit: Any) -> None:
+        self._generate_checkpoint_and_upkeep(state, unit, hook="on_train_end")
+
+    def on_eval_start(self, state: State, unit: Any) -> None:
+        if state.entry_point == EntryPoint.EVALUATE:
+            self._disable_ckpt_optimality_tracking()
+
+    def on_eval_step_end(self, state: State, unit: Any) -> None:
+        if self._is_due("eval_steps", unit.eval_progress.num_steps_completed):
+            self._generate_checkpoint_and_upkeep(state, unit, hook="on_eval_step_end")
+
+    def on_eval_epoch_end(self, state: State, unit: Any) -> None:
+        if self._is_due("eval_epochs", unit.eval_progress.num_epochs_completed):
+            self._generate_checkpoint_and_upkeep(state, unit, hook="on_eval_epoch_end")
+
+    def on_eval_end(self, state: State, unit: Any) -> None:
+        if self._waiting is not None and state.entry_point == EntryPoint.FIT:
+            self._generate_checkpoint_and_upkeep(state, unit, hook="on_eval_end")
+
+    def on_predict_start(self, state: State, unit: Any) -> None:
+        self._disable_ckpt_optimality_tracking()
+
+    def on_predict_step_end(self, state: State, unit: Any) -> None:
+        if self._is_due("predict_steps", unit.predict_progress.num_steps_completed):
+            self._generate_checkpoint_and_upkeep(state, unit, hook="on_predict_step_end")
+
+    def on_predict_end(self, state: State, unit: Any) -> None:
+        self._generate_checkpoint_and_upkeep(state, unit, hook="on_predict_end")
+
+    def _is_due(self, what: str, completed: int) -> bool:
+        every = getattr(self, f"_save_every_n_{what}")
+        return bool(every) and completed % every == 0
+
+    def _disable_ckpt_optimality_tracking(self) -> None:
+        """Checkpoints of these entry points hold no weights, so none is better than another."""
+        told = {"best_checkpoint_config": "it is", "keep_last_n_checkpoints": "is"}
+        for name, verb in told.items():
+            if getattr(self, f"_{name}") is not None:
+                logger.warning("Disabling %s, since %s not supported for eval or predict entrypoints.", name, verb)
+                setattr(self, f"_{name}", None)
+                setattr(self._checkpoint_manager, f"_{name}", None)
+
+    # --- saving
+
+    def _generate_checkpoint_and_upkeep(self, state: State, unit: Any, hook: str) -> bool:
+        """Save, if it would stay; True if it was saved. Collective."""
+        best, ends = self._best_checkpoint_config is not None, hook == "on_train_end"
+        self._waiting = hook if not ends and self._must_wait(state, unit, hook) else None
+        if self._waiting is not None:
+            return False
+        metric = self._metric(state, unit) if best else None
+        path = self._checkpoint_manager.generate_checkpoint_path(
+            naming.epoch_of(state, unit), naming.steps_of(state, unit), metric, process_group=self._process_group
+        )
+        # A run that is to go on elsewhere leaves where it stopped, be it good or bad.
+        leaves = ends and best and agree.any_rank(stop.asked() is not None)
+        if not (leaves or self._checkpoint_manager.should_save_checkpoint(path)):
+            return False
+        if ends and self._is_there(state, unit, path):
+            return False
+        at = "checkpoint_path" if "checkpoint_path" in inspect.signature(self._checkpoint_impl).parameters else "checkpoint_id"
+        if not self._checkpoint_impl(state, unit, hook=hook, **{at: path.path}):
+            return False
+        self._last = path
+        if not leaves:
+            self._checkpoint_manager.append_checkpoint(path)
+        self._tell_unit(state, unit, path)
+        return True
+
+    def _must_wait(self, state: State, unit: Any, hook: str) -> bool:
+        """Whether what would be saved now is not what its name says."""
+        if state.entry_point not in (EntryPoint.TRAIN, EntryPoint.FIT):
+            return False
+        if not getattr(unit, "at_boundary", True):  # gradients are not saved
+            return True
+        if "_eval_" in hook and hook != "on_eval_end":  # averaged weights may be in the module's place
+            averages = getattr(getattr(unit, "swa_model", None), "params", None)
+            return bool(getattr(averages, "use_in_evaluation", False))
+        evaluated = self._best_checkpoint_config is None or state.should_stop or not is_unevaluated(state, unit)
+        return not evaluated
+
+    def _tell_unit(self, state: State, unit: Any, path: CheckpointPath) -> None:
+        """Tell the unit of a save."""
+        if callable(tell := getattr(unit, "on_checkpoint_save", None)):
+            tell(state, checkpoint_id=path.path)
+
+    def _is_there(self, state: State, unit: Any, path: CheckpointPath) -> bool:
+        """Whether the end of training is saved already."""
+        if self._checkpoint_manager.does_checkpoint_exist(path, self._process_group):
+            if agree.is_rank0():
+                logger.warning("Final checkpoint already exists, skipping.")
+            return True
+        latest = self._last or self._checkpoint_manager.get_last_checkpoint()
+        step = latest.step.get(Phase.TRAIN) if latest is not None else None
+        same = step == unit.train_progress.num_steps_completed
+        if state.entry_point == EntryPoint.FIT and getattr(self, "_save_every_n_eval_epochs", None) is None and same:
+            if agree.is_rank0():
+                logger.info(
+                    "Omitting final checkpoint since train progress is unchanged, and eval checkpointing is not configured."
+                )
+            return True
+        return False
+
+    def _metric(self, state: State, unit: Any) -> MetricData | None:
+        assert self._best_checkpoint_config is not None
+        name = self._best_checkpoint_config.monitored_metric
+        if state.entry_point == EntryPoint.FIT and is_unevaluated(state, unit):
+            logger.warning("the checkpoint is kept without its %s: the run ends before the evaluation of these weights", name)
+            return None
+        value = self._get_tracked_metric_value(unit)
+        return MetricData(name, value) if value is not None else None
+
+    def _get_tracked_metric_value(self, unit: Any) -> float | None:
+        """The unit's metric as a number; None, and a line in the log, if it has none. 0.0 is a number."""
+        if self._best_checkpoint_config is None:
+            return None
+        return naming.metric_of(unit, self._best_checkpoint_config.monitored_metric)
+
+    @abstractmethod
+    def _checkpoint_impl(self, state: State, unit: Any, *, checkpoint_id: str, hook: str) -> bool:
+        """Write a checkpoint; True if it was written. `checkpoint_path` may be its parameter instead, as in 0.2.4.
+
+        Args:
+            checkpoint_id: the folder.
+            hook: in which it is written.
+        """
+
+    # --- restoring
+
+    @staticmethod
+    @abstractmethod
+    def restore(
+        path: str,
+        unit: Any,
+        *,
+        train_dataloader: Iterable[Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        restore_options: RestoreOptions | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Put a unit back to a checkpoint."""
+
+    @classmethod
+    def restore_with_id(cls, checkpoint_id: int | str, unit: Any, **options: Any) -> Any:
+        """As `restore`; the id is the path."""
+        return cls.restore(str(checkpoint_id), unit, **options)
+
+    @classmethod
+    def restore_from_latest(
+        cls,
+        dirpath: str,
+        unit: Any,
+        *,
+        train_dataloader: Iterable[Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        restore_options: RestoreOptions | None = None,
+        file_system: Any = None,
+        **kwargs: Any,
+    ) -> bool:
+        """Restore the newest checkpoint in a folder; False if there is none."""
+        path = get_latest_checkpoint_path(dirpath, cls._metadata(), file_system, process_group)
+        if path is None:
+            return False
+        logger.info("Restoring from path: %s", path)
+        given: dict[str, Any] = {"train_dataloader": train_dataloader, "process_group": process_group}
+        cls.restore(path, unit, **given, restore_options=restore_options, **kwargs)
+        return True
+
+    @classmethod
+    def restore_from_best(
+        cls,
+        dirpath: str,
+        unit: Any,
+        metric_name: str,
+        mode: Literal["min", "max"] = "min",
+        *,
+        train_dataloader: Iterable[Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        restore_options: RestoreOptions | None = None,
+        file_system: Any = None,
+        **kwargs: Any,
+    ) -> bool:
+        """Restore the checkpoint with the best metric in a folder; False if none has it."""
+        path = get_best_checkpoint_path(dirpath, metric_name, mode, cls._metadata(), file_system, process_group)
+        if path is None:
+            if agree.is_rank0():
+                logger.warning(
+                    "No checkpoints with metric name %s were found in %s. Not loading any checkpoint.", metric_name, dirpath
+                )
+            return False
+        given: dict[str, Any] = {"train_dataloader": train_dataloader, "process_group": process_group}
+        cls.restore(path, unit, **given, restore_options=restore_options, **kwargs)
+        return True

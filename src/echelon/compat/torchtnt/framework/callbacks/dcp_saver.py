@@ -1,15 +1,24 @@
-"""torchtnt.framework.callbacks.dcp_saver: echelon's saver, with TorchTNT's further arguments."""
+"""torchtnt.framework.callbacks.dcp_saver: echelon's checkpoints, at TorchTNT's times and under its names."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
+
+from echelon.checkpoint.location import location
+from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.checkpoint.store import Report
+from echelon.compat.torchtnt.framework.callbacks import checkpoint_restoring as restoring
+from echelon.compat.torchtnt.framework.callbacks.base_checkpointer import BaseCheckpointer
+from echelon.compat.torchtnt.framework.callbacks.checkpoint_writer import Manager, Writer
 from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import KnobOptions, RestoreOptions
-from echelon.loop.checkpointing import saver
+from echelon.compat.torchtnt.utils.checkpoint_path import CheckpointPath
+from echelon.loop.checkpointing.options import SaveOptions, check_group
+from echelon.loop.state import State
 from echelon.loop.unit import Unit
 from echelon.world import agree
 
@@ -25,82 +34,150 @@ def without_effect(what: str, **given: Any) -> None:
         logger.warning("%s: %s has no effect here", what, ", ".join(names))
 
 
-class DistributedCheckpointSaver(saver.DistributedCheckpointSaver):
-    """As `echelon.DistributedCheckpointSaver`; arguments that only TorchTNT's storage has are accepted, and a warning says so.
+class DistributedCheckpointSaver(BaseCheckpointer):
+    """Saves as `echelon.DistributedCheckpointSaver` does: complete or not at all, by parameter name, without pickle; when and
+    under which names as BaseCheckpointer says. Checkpoints of `evaluate` and `predict` hold no weights.
 
-    `predict` writes no checkpoints, so `save_every_n_predict_steps` has no effect either; nor has `process_group`, since ranks
-    agree over the group that all of them are in.
+    Args:
+        async_checkpoint: the loop stops only to copy the state to host memory; a thread writes.
+        knob_options: of TorchTNT's storage, without effect.
+        options: what else echelon's saver can be told: a SaveOptions.
     """
+
+    metadata_fnames: Sequence[str] = (".metadata",)
 
     def __init__(
         self,
         dirpath: str | Path,
         *,
+        save_every_n_train_steps: int | None = None,
+        save_every_n_epochs: int | None = None,
+        save_every_n_eval_steps: int | None = None,
+        save_every_n_eval_epochs: int | None = None,
         save_every_n_predict_steps: int | None = None,
+        keep_last_n_checkpoints: int | None = None,
+        best_checkpoint_config: BestCheckpointConfig | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        async_checkpoint: bool = False,
         knob_options: KnobOptions | None = None,
-        process_group: Any = None,
-        **options: Any,
+        options: SaveOptions | None = None,
     ) -> None:
-        given = {"save_every_n_predict_steps": save_every_n_predict_steps, "knob_options": knob_options}
-        without_effect("saver", **given, process_group=process_group)
-        super().__init__(dirpath, **options)
+        check_group(process_group)
+        without_effect("saver", knob_options=knob_options)
+        super().__init__(
+            str(dirpath),
+            save_every_n_train_steps=save_every_n_train_steps,
+            save_every_n_epochs=save_every_n_epochs,
+            save_every_n_eval_epochs=save_every_n_eval_epochs,
+            save_every_n_eval_steps=save_every_n_eval_steps,
+            save_every_n_predict_steps=save_every_n_predict_steps,
+            keep_last_n_checkpoints=keep_last_n_checkpoints,
+            best_checkpoint_config=best_checkpoint_config,
+            process_group=process_group,
+        )
+        manager = self._checkpoint_manager = Manager.of(self._checkpoint_manager)
+        self._writer = Writer(self.dirpath, async_checkpoint, options, manager)
+
+    # --- when
+
+    def on_train_start(self, state: State, unit: Any) -> None:
+        self._writer.begin(state, unit)
+        super().on_train_start(state, unit)
+
+    def on_train_step_end(self, state: State, unit: Any) -> None:
+        self._writer.look(state, unit)
+        super().on_train_step_end(state, unit)
+
+    def on_train_end(self, state: State, unit: Any) -> None:
+        with self._writer.ending(state):
+            super().on_train_end(state, unit)
+
+    def on_eval_end(self, state: State, unit: Any) -> None:
+        if state.train_state is not None:
+            super().on_eval_end(state, unit)
+            return
+        with self._writer.ending(state):
+            super().on_eval_end(state, unit)
+
+    def on_predict_end(self, state: State, unit: Any) -> None:
+        with self._writer.ending(state):
+            super().on_predict_end(state, unit)
+
+    def on_exception(self, state: State, unit: Unit, exc: BaseException) -> None:
+        self._writer.on_exception(state, unit, exc)
+
+    def _checkpoint_impl(self, state: State, unit: Any, *, checkpoint_id: str, hook: str) -> bool:
+        return self._writer.write(state, unit, CheckpointPath.from_str(checkpoint_id), hook)
+
+    def _tell_unit(self, state: State, unit: Any, path: CheckpointPath) -> None:
+        self._writer.when_whole(lambda: super(DistributedCheckpointSaver, self)._tell_unit(state, unit, path))
+
+    # --- restoring
 
     @staticmethod
-    def restore(  # type: ignore[override]
+    def restore(
         path: str | Path,
         unit: Unit,
         *,
         train_dataloader: Iterable[Any] | None = None,
+        eval_dataloader: Iterable[Any] | None = None,
+        predict_dataloader: Iterable[Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
         restore_options: RestoreOptions | None = None,
         **other: Any,
     ) -> Report:
-        """As `echelon.DistributedCheckpointSaver.restore`. Only training has a position in its loader."""
-        without_effect("restore", **other)
-        return saver.DistributedCheckpointSaver.restore(
-            path, unit, train_dataloader=train_dataloader, restore_options=restore_options
-        )
+        """As `echelon.DistributedCheckpointSaver.restore`; also what TorchTNT's DistributedCheckpointSaver wrote, whose pickles
+        are read without running any code.
 
-    @staticmethod
-    def restore_with_id(checkpoint_id: int | str, unit: Unit, **options: Any) -> Report:
-        """As `restore`; the id is the path."""
-        return DistributedCheckpointSaver.restore(str(checkpoint_id), unit, **options)
+        Weights, optimizers and schedulers are left alone by a checkpoint of `evaluate` or `predict`, which has none.
 
-    @staticmethod
-    def restore_from_latest(  # type: ignore[override]
+        Args:
+            other: of TorchTNT's storage, without effect, as `process_group`.
+        """
+        without_effect("restore", process_group=process_group, **other)
+        loaders = {"train": train_dataloader, "eval": eval_dataloader, "predict": predict_dataloader}
+        return restoring.restore(location(path, "path"), unit, loaders, restore_options)
+
+    @classmethod
+    def restore_from_latest(
+        cls,
         dirpath: str | Path,
         unit: Unit,
         *,
         train_dataloader: Iterable[Any] | None = None,
+        eval_dataloader: Iterable[Any] | None = None,
+        predict_dataloader: Iterable[Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
         restore_options: RestoreOptions | None = None,
+        file_system: Any = None,
         fall_back: bool = True,
         **other: Any,
     ) -> bool:
-        """As `echelon.DistributedCheckpointSaver.restore_from_latest`."""
+        """Restore the newest valid checkpoint in a folder, as `echelon.DistributedCheckpointSaver.restore_from_latest`."""
         without_effect("restore_from_latest", **other)
-        return saver.DistributedCheckpointSaver.restore_from_latest(
-            dirpath, unit, train_dataloader=train_dataloader, restore_options=restore_options, fall_back=fall_back
-        )
+        loaders = {"train": train_dataloader, "eval": eval_dataloader, "predict": predict_dataloader}
+        ordered = restoring.newest_first(str(dirpath), cls._metadata(), file_system, process_group)
+        return restoring.restore_first(str(dirpath), ordered, unit, loaders, restore_options, fall_back)
 
-    @staticmethod
-    def restore_from_best(  # type: ignore[override]
+    @classmethod
+    def restore_from_best(
+        cls,
         dirpath: str | Path,
         unit: Unit,
         metric_name: str,
         mode: Literal["min", "max"] = "min",
         *,
         train_dataloader: Iterable[Any] | None = None,
+        eval_dataloader: Iterable[Any] | None = None,
+        predict_dataloader: Iterable[Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
         restore_options: RestoreOptions | None = None,
+        file_system: Any = None,
         fall_back: bool = True,
         **other: Any,
     ) -> bool:
-        """As `echelon.DistributedCheckpointSaver.restore_from_best`."""
+        """As `restore_from_latest`, of the checkpoints that have the metric the best; False if none has it."""
         without_effect("restore_from_best", **other)
-        return saver.DistributedCheckpointSaver.restore_from_best(
-            dirpath,
-            unit,
-            metric_name,
-            mode,
-            train_dataloader=train_dataloader,
-            restore_options=restore_options,
-            fall_back=fall_back,
-        )
+        loaders = {"train": train_dataloader, "eval": eval_dataloader, "predict": predict_dataloader}
+        ordered = restoring.best_first(str(dirpath), cls._metadata(), metric_name, mode, file_system, process_group)
+        return restoring.restore_first(str(dirpath), ordered, unit, loaders, restore_options, fall_back)

@@ -7,14 +7,15 @@ iterator stands is a few numbers.
 
 from __future__ import annotations
 
+import logging
 import math
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
-from echelon.compat.torchtnt.utils.data.source import END, Source
+from echelon.compat.torchtnt.utils.data.source import END
+from echelon.compat.torchtnt.utils.data.sources_iterator import MultiIterator, SourcesIterator
 from echelon.compat.torchtnt.utils.data.strategies import (
     AllDatasetBatches,
     DataIterationStrategy,
@@ -25,7 +26,6 @@ from echelon.compat.torchtnt.utils.data.strategies import (
 )
 from echelon.contracts.errors import UsageError
 from echelon.data.order import key_of, mix64
-from echelon.data.parts import Padding
 from echelon.world import agree
 
 __all__ = [
@@ -44,144 +44,15 @@ __all__ = [
     "StoppingMechanism",
 ]
 
-_RESTARTING = (StoppingMechanism.RESTART_UNTIL_ALL_DATASETS_EXHAUSTED, StoppingMechanism.WRAP_AROUND_UNTIL_KILLED)
+logger = logging.getLogger(__name__)
 
 
-class MultiIterator(Iterator[dict[str, Any]]):
-    """Base of what iterates over several loaders for one epoch.
-
-    Attributes:
-        epoch: which one; decides random choices.
-    """
-
-    def __init__(
-        self,
-        individual_dataloaders: Mapping[str, Iterable[Any]],
-        iteration_strategy: DataIterationStrategy,
-    ) -> None:
-        self.individual_dataloaders = individual_dataloaders
-        self.iteration_strategy = iteration_strategy
-        self.epoch = 0
-
-    def __str__(self) -> str:
-        return str(self.iteration_strategy)
-
-    @abstractmethod
-    def __next__(self) -> dict[str, Any]:
-        """The next batch or batches, by their loaders' names."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its position, besides the states of the loaders."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there; called before the first batch."""
+class NoIteratorError(UsageError, NotImplementedError):
+    """Nothing carries out a strategy."""
 
 
-class SourcesIterator(MultiIterator):
-    """What our iterators share: the loaders' passes, and what the end of one means.
-
-    Attributes:
-        mechanism: when the epoch ends.
-        ended: whether it has.
-    """
-
-    together = False  # whether a loader that ends on one rank ends on all
-
-    def __init__(
-        self,
-        individual_dataloaders: Mapping[str, Iterable[Any]],
-        iteration_strategy: DataIterationStrategy,
-        mechanism: StoppingMechanism,
-    ) -> None:
-        super().__init__(individual_dataloaders, iteration_strategy)
-        if not individual_dataloaders:
-            raise UsageError("individual_dataloaders must hold at least one loader, got none.")
-        if not isinstance(mechanism, StoppingMechanism):
-            raise UsageError(f"stopping_mechanism must be a StoppingMechanism, got {mechanism!r}.")
-        self.mechanism = mechanism
-        self.sources = {name: Source(name, loader) for name, loader in individual_dataloaders.items()}
-        self.ended = False
-
-    @abstractmethod
-    def draw(self) -> dict[str, Any] | None:
-        """The next batches; None at the epoch's end."""
-
-    def __next__(self) -> dict[str, Any]:
-        found = None if self.ended else self.draw()
-        if found is None:
-            self.ended = True
-            raise StopIteration
-        padded = [isinstance(batch, Padding) for batch in found.values()]
-        if not any(padded):
-            return found
-        if not all(padded):
-            raise UsageError(
-                "some loaders have a sample for this rank in this step and others do not; batches are used together, or "
-                "left out together. Give the loaders tail='drop'."
-            )
-        return Padding({name: batch.batch for name, batch in found.items()})  # type: ignore[return-value]
-
-    def order_of(self, names: list[str] | None) -> list[str]:
-        order = list(self.sources) if names is None else list(names)
-        unknown = sorted(set(order) - set(self.sources))
-        if unknown or not order:
-            raise UsageError(f"iteration_order must name loaders among {', '.join(map(repr, self.sources))}, got {order}.")
-        return order
-
-    def prepare(self, epoch: int, *, told: bool, allow_empty: bool) -> None:
-        """Before the first batch: which epoch it is, whether samplers are told, whether a loader may have no batch."""
-        self.epoch = epoch
-        for source in self.sources.values():
-            source.epoch, source.allow_empty = epoch if told else None, allow_empty
-
-    def gone(self, name: str) -> bool:
-        """Whether a loader gives nothing more in this epoch."""
-        return self.sources[name].over
-
-    def take(self, name: str, counting: Iterable[str]) -> Any:
-        """A batch of one loader; END if it has none. Sets `ended` if the epoch ends with it.
-
-        Args:
-            counting: the loaders whose ends count.
-        """
-        source = self.sources[name]
-        batch = self.read(source)
-        if batch is not END or source.is_empty:
-            return batch
-        if self.mechanism is StoppingMechanism.SMALLEST_DATASET_EXHAUSTED:
-            self.ended = True
-        elif self.mechanism is StoppingMechanism.RESTART_UNTIL_ALL_DATASETS_EXHAUSTED:
-            self.ended = all(self.sources[each].finished for each in counting)
-        if self.ended or self.mechanism not in _RESTARTING:
-            return END
-        source.restart()
-        return self.read(source)
-
-    def read(self, source: Source) -> Any:
-        batch = source.read()
-        ends = batch is END
-        nothing = ends and not source.used
-        if self.together:  # what is left elsewhere of a loader that ends here is left out
-            ends = agree.any_rank(ends)
-            nothing = ends and agree.any_rank(nothing)
-        if not ends:
-            return batch
-        if nothing:
-            source.gave_nothing()
-        source.end(left_off=batch is not END)
-        return END
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sources": {name: source.state() for name, source in self.sources.items()}, "ended": self.ended}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = state_dict["sources"]
-        if set(saved) != set(self.sources):
-            raise UsageError(f"the loaders must be those of the saved run, {sorted(saved)}, got {sorted(self.sources)}.")
-        for name, source in self.sources.items():
-            source.go_on(saved[name])
-        self.ended = bool(state_dict["ended"])
+class WeightsError(UsageError, AssertionError):
+    """Weights that do not belong to the loaders."""
 
 
 class RoundRobinIterator(SourcesIterator):
@@ -189,8 +60,15 @@ class RoundRobinIterator(SourcesIterator):
 
     def __init__(self, individual_dataloaders: Mapping[str, Iterable[Any]], iteration_strategy: RoundRobin) -> None:
         super().__init__(individual_dataloaders, iteration_strategy, iteration_strategy.stopping_mechanism)
+        _refuse_wrapping(self.mechanism, "RoundRobin")
         self._order = self.order_of(iteration_strategy.iteration_order)
         self._turn = 0
+        self.finished_dataloaders: list[str] = []
+
+    @property
+    def cur_dataloader(self) -> str:
+        """The loader whose turn it was last, or that has the first turn."""
+        return self._order[(self._turn - 1) % len(self._order) if self._turn else 0]
 
     def draw(self) -> dict[str, Any] | None:
         while not self.ended and not all(map(self.gone, self._order)):
@@ -201,14 +79,35 @@ class RoundRobinIterator(SourcesIterator):
             batch = self.take(name, self._order)
             if batch is not END:
                 return {name: batch}
+            if not self.ended or all(map(self.gone, self._order)):
+                self.finished_dataloaders.append(name)
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "turn": self._turn}
+        return {"finished_dataloaders": list(self.finished_dataloaders), "cur_dataloader": self.cur_dataloader}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._turn = int(state_dict["turn"])
+        self.finished_dataloaders = [name for name in state_dict["finished_dataloaders"] if name in self.sources]
+        for name in self.finished_dataloaders:
+            self.sources[name].end(left_off=False)
+        current = state_dict["cur_dataloader"]
+        if current not in self._order:
+            logger.warning("Did not find %s in %s. Skipping setting cur_dataloader", current, self._order)
+            return
+        self._turn = self._order.index(current) + 1
+
+    def position(self) -> dict[str, Any]:
+        return {**super().position(), "turn": self._turn}
+
+    def go_to(self, position: dict[str, Any]) -> None:
+        super().go_to(position)
+        self._turn = int(position["turn"])
+        self.finished_dataloaders = [name for name in dict.fromkeys(self._order) if self.gone(name)]
+
+
+def _refuse_wrapping(mechanism: StoppingMechanism, strategy: str) -> None:
+    if mechanism is StoppingMechanism.WRAP_AROUND_UNTIL_KILLED:
+        raise NoIteratorError(f"{mechanism.value} is not implemented for {strategy}. RandomizedBatchSampler has it.")
 
 
 class AllDatasetBatchesIterator(SourcesIterator):
@@ -216,6 +115,7 @@ class AllDatasetBatchesIterator(SourcesIterator):
 
     def __init__(self, individual_dataloaders: Mapping[str, Iterable[Any]], iteration_strategy: AllDatasetBatches) -> None:
         super().__init__(individual_dataloaders, iteration_strategy, iteration_strategy.stopping_mechanism)
+        _refuse_wrapping(self.mechanism, "AllDatasetBatches")
 
     def draw(self) -> dict[str, Any] | None:
         found: dict[str, Any] = {}
@@ -268,12 +168,12 @@ class RandomizedBatchSamplerIterator(SourcesIterator):
                 return name
         return names[-1]  # rounding
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "draws": self._draws}
+    def position(self) -> dict[str, Any]:
+        return {**super().position(), "draws": self._draws}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._draws = int(state_dict["draws"])
+    def go_to(self, position: dict[str, Any]) -> None:
+        super().go_to(position)
+        self._draws = int(position["draws"])
 
 
 _STEP, _MASK = 0x9E3779B97F4A7C15, 0xFFFFFFFFFFFFFFFF
@@ -284,7 +184,10 @@ def _weights(given: Mapping[str, float] | None, names: list[str]) -> dict[str, f
     weights = dict.fromkeys(names, 1.0) if given is None else dict(given)
     missing = [name for name in names if name not in weights]
     if missing:
-        raise UsageError(f"weights must have one for each loader, got none for {', '.join(map(repr, missing))}.")
+        shown = ", ".join(map(repr, missing))
+        raise WeightsError(
+            f"Weight keys must match dataloader keys: weights must have one for each loader, got none for {shown}."
+        )
     for name in names:
         if not math.isfinite(weights[name]) or weights[name] < 0:
             raise UsageError(f"the weight of {name!r} must be finite and at least 0, got {weights[name]}.")
@@ -302,6 +205,27 @@ class InOrderIterator(SourcesIterator):
         self._order = self.order_of(iteration_strategy.iteration_order)
         self._at = 0
 
+    @property
+    def iterators_finished(self) -> int:
+        return self._at
+
+    @property
+    def cur_iterator(self) -> str:
+        return self._order[min(self._at, len(self._order) - 1)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"iterators_finished": self.iterators_finished, "cur_iterator": self.cur_iterator}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        finished, current = state_dict["iterators_finished"], state_dict["cur_iterator"]
+        if current not in self._order or not 0 <= finished <= len(self._order):
+            logger.warning(
+                "Will not restore InOrderIterator state, since expected dataloader was not found in available iterators: %s",
+                current,
+            )
+            return
+        self._at = finished
+
     def draw(self) -> dict[str, Any] | None:
         while self._at < len(self._order):
             source = self.sources[self._order[self._at]]
@@ -313,12 +237,12 @@ class InOrderIterator(SourcesIterator):
                 again.restart()
         return None
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "at": self._at}
+    def position(self) -> dict[str, Any]:
+        return {**super().position(), "at": self._at}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._at = int(state_dict["at"])
+    def go_to(self, position: dict[str, Any]) -> None:
+        super().go_to(position)
+        self._at = int(position["at"])
 
 
 class DataIterationStrategyRegistry:
@@ -339,8 +263,8 @@ class DataIterationStrategyRegistry:
         """
         found = cls.REGISTRY.get(type(iteration_strategy))
         if found is None:
-            raise UsageError(
-                f"{iteration_strategy!r} has no iterator: give the loader an iterator_cls, or register one in "
-                f"{cls.__name__}.REGISTRY."
+            raise NoIteratorError(
+                f"No iterator implementation for {iteration_strategy}: it has no iterator. Give the loader an iterator_cls, or "
+                f"register one in {cls.__name__}.REGISTRY."
             )
         return found

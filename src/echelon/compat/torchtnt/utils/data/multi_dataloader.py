@@ -19,7 +19,8 @@ __all__ = ["MultiDataLoader"]
 
 logger = logging.getLogger(__name__)
 
-_OWN = "iterator_state"
+# What TorchTNT says of the iterator, and what is needed beside it to go on exactly.
+_ITERATOR, _OWN = "iterator_state", "iterator_position"
 
 
 class MultiDataLoader(Combined):
@@ -47,9 +48,10 @@ class MultiDataLoader(Combined):
         iterator_cls: type[MultiIterator] | None = None,
         ignore_empty_data: bool = False,
     ) -> None:
-        if not individual_dataloaders or _OWN in individual_dataloaders:
+        if not individual_dataloaders or {_OWN, _ITERATOR} & set(individual_dataloaders):
             raise UsageError(
-                f"individual_dataloaders must hold at least one loader, none named {_OWN!r}, got {list(individual_dataloaders)}."
+                f"individual_dataloaders must hold at least one loader, none named {_OWN!r} or {_ITERATOR!r}, got "
+                f"{list(individual_dataloaders)}."
             )
         self.individual_dataloaders, self.iteration_strategy = individual_dataloaders, iteration_strategy
         self.iterator_cls, self.ignore_empty_data = iterator_cls, ignore_empty_data
@@ -58,9 +60,10 @@ class MultiDataLoader(Combined):
         self._count = self._next = 0  # of iterations: the present one's number, and the next one's
         self._loaded: dict[str, Any] | None = None
         self._sources: dict[str, Source] = {}  # of the latest iteration
-        for name, loader in individual_dataloaders.items():
-            if not ignore_empty_data and _surely_empty(loader):
-                raise UsageError(f"the loader {name!r} contains no data.")
+        for name in [name for name, loader in individual_dataloaders.items() if _surely_empty(loader)]:
+            if not ignore_empty_data:
+                raise UsageError(f"Dataloader '{name}' contains no data.")
+            logger.warning("Dataloader '%s' which contains no data. You might have empty dataloaders in the input dict.", name)
 
     @property
     def meets_in_steps(self) -> bool:
@@ -86,54 +89,63 @@ class MultiDataLoader(Combined):
         iterator: MultiIterator = make(
             individual_dataloaders=self.individual_dataloaders, iteration_strategy=self.iteration_strategy
         )
-        saved = self._loaded[_OWN] if self._loaded is not None else None
-        self._loaded = None
+        loaded, self._loaded = self._loaded or {}, None
         self._count, self._next = self._next, self._next + 1
         iterator.epoch = self._count if self._epoch is None else self._epoch
+        own = isinstance(iterator, SourcesIterator)
         if isinstance(iterator, SourcesIterator):
             iterator.prepare(iterator.epoch, told=self._epoch is not None, allow_empty=self.ignore_empty_data)
             for name, source in iterator.sources.items():
                 if name in self._sources:
                     source.follow(self._sources[name])
             self._sources = iterator.sources
-        if saved is not None and saved["own"] is not None:
-            iterator.load_state_dict(saved["own"])
+            if (position := loaded.get(_OWN, {}).get("position")) is not None:
+                iterator.go_to(position)
+        if _ITERATOR in loaded and not (own and _OWN in loaded):
+            iterator.load_state_dict(loaded[_ITERATOR])
         self.current_iterator = iterator
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the latest iteration, and the states of the loaders that have one, by name."""
+        """The states of the loaders that have one, by name; once it is iterated over, "iterator_state" as TorchTNT has it, for
+        strategies that have one there, and under "iterator_position" what else it takes to go on exactly."""
         if self._loaded is not None:
             return self._loaded
         loaders: dict[str, Any] = dict(self.individual_dataloaders)
         states = {name: each.state_dict() for name, each in loaders.items() if _has_state(each)}
         now = self.current_iterator
+        if now is None and not self._next:
+            return states
         over = getattr(now, "ended", False) and self._epoch is None  # the user's own loop continues with the next epoch
         begins = now is None or over
-        own = None if begins or now is None else now.state_dict()
+        if now is not None and (theirs := now.state_dict()):
+            states[_ITERATOR] = theirs
+        position = now.position() if isinstance(now, SourcesIterator) and not begins else None
         left_off = sorted(name for name, source in self._sources.items() if source.is_left_off)
         count = self._next if begins else self._count
-        return {**states, _OWN: {"epoch": self._epoch, "count": count, "own": own, "left_off": left_off}}
+        return {**states, _OWN: {"epoch": self._epoch, "count": count, "position": position, "left_off": left_off}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there with the next iteration.
+        """Go on from there with the next iteration; also from a state that TorchTNT saved, as exactly as that is.
 
         Raises:
-            UsageError: when that begins: other loaders than were saved.
+            UsageError: a state of something else; when the iteration begins: other loaders than were saved.
         """
-        if _OWN not in state_dict:
-            raise UsageError(f"state_dict must be that of a MultiDataLoader, with {_OWN!r}, got one with {sorted(state_dict)}.")
-        saved = state_dict[_OWN]
-        sources = (saved["own"] or {}).get("sources", {})
-        self._sources = {name: Source(name, loader) for name, loader in self.individual_dataloaders.items()}
         loaders: dict[str, Any] = dict(self.individual_dataloaders)
+        if state_dict and not {_OWN, _ITERATOR, *loaders} & set(state_dict):
+            raise UsageError(f"state_dict must be that of a MultiDataLoader, got one with {sorted(state_dict)}.")
+        saved = state_dict.get(_OWN, {"epoch": self._epoch, "count": self._next, "position": None, "left_off": []})
+        sources = (saved["position"] or {}).get("sources", {})
+        self._sources = {name: Source(name, loader) for name, loader in self.individual_dataloaders.items()}
         for name, loader in loaders.items():
             if not _has_state(loader):
                 continue
             at = sources.get(name, {"used": 0, "over": True})
             if name not in state_dict:
-                logger.warning("the saved state has no loader %r; it starts from the beginning", name)
-            elif isinstance(loader, BaseLoader) and (at["over"] or not at["used"]):
+                logger.warning(
+                    "Skipping loading state dict for dataloader %s as there is no corresponding entry in the state dict", name
+                )
+            elif _OWN in state_dict and isinstance(loader, BaseLoader) and (at["over"] or not at["used"]):
                 loader.set_epoch(state_dict[name]["epoch"])  # its next pass begins at its start, and it remembers another
             else:
                 loader.load_state_dict(state_dict[name])

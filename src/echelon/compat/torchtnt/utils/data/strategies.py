@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 __all__ = [
     "AllDatasetBatches",
@@ -15,13 +15,13 @@ __all__ = [
 ]
 
 
-class StoppingMechanism(Enum):
+class StoppingMechanism(StrEnum):
     """When the epoch ends.
 
     ALL_DATASETS_EXHAUSTED: when every loader is; one that is exhausted gives nothing more.
     SMALLEST_DATASET_EXHAUSTED: when the first one is.
     RESTART_UNTIL_ALL_DATASETS_EXHAUSTED: when every loader was exhausted once; until then each begins again.
-    WRAP_AROUND_UNTIL_KILLED: never; each begins again.
+    WRAP_AROUND_UNTIL_KILLED: never; each begins again. Of RandomizedBatchSampler alone.
     """
 
     ALL_DATASETS_EXHAUSTED = "ALL_DATASETS_EXHAUSTED"

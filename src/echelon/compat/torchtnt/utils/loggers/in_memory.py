@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 
 from echelon.observe.loggers.logger import Scalar, scalar_to_float
@@ -14,18 +15,18 @@ class InMemoryLogger:
     """Keeps the numbers of this rank by step.
 
     Attributes:
-        log_buffer: {step: {"step", "time", and each name: number}}, in the order in which steps came.
+        log_buffer: {step: {each name: number, "step", "time"}}, in the order in which steps came.
     """
 
     def __init__(self) -> None:
-        self.log_buffer: dict[int, dict[str, float]] = {}
+        self.log_buffer: OrderedDict[int, dict[str, float]] = OrderedDict()
 
     def log(self, name: str, data: Scalar, step: int) -> None:
         self.log_dict({name: data}, step)
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        row = self.log_buffer.setdefault(step, {"step": step})
-        row.update({name: scalar_to_float(data) for name, data in payload.items()}, time=time.time())
+        for name, data in payload.items():
+            self.log_buffer.setdefault(step, {}).update({name: scalar_to_float(data), "step": step, "time": time.time()})
 
     def flush(self) -> None:
         """Show what is kept."""

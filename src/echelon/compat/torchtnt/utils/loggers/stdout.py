@@ -11,7 +11,7 @@ __all__ = ["StdoutLogger"]
 
 
 class StdoutLogger:
-    """Rank 0 prints "[Step 3] loss=0.1234 accuracy=0.9000": a line a step, however many calls give its numbers.
+    """Rank 0 prints "[Step 3] loss=0.1234 accuracy=0.9000": a line a step, which it begins, however many calls give its numbers.
 
     Args:
         precision: digits after the point.
@@ -31,12 +31,11 @@ class StdoutLogger:
             return
         numbers = "".join(f" {name}={scalar_to_float(data):.{self._precision}f}" for name, data in payload.items())
         if step != self._step:
-            print("" if self._step is None else "\n", f"[Step {step}]", sep="", end="")
+            print(f"\n[Step {step}]", end="")
             self._step = step
         print(numbers, end="", flush=True)
 
     def close(self) -> None:
-        """End the line."""
-        if self._step is not None:
-            print(flush=True)
-            self._step = None
+        """End the line, and leave one empty."""
+        if self._prints:
+            print("\n", flush=True)

@@ -26,6 +26,10 @@ class TensorBoardLogger(tensorboard.TensorBoardLogger, AnomalyLogger):
         AnomalyLogger.__init__(self, tracked_metrics)
         tensorboard.TensorBoardLogger.__init__(self, path, *args, **kwargs)
 
+    def close(self) -> None:
+        super().close()
+        self.writer = None
+
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Several numbers, a chart each; `log_scalars` puts several into one."""
         tensorboard.TensorBoardLogger.log_dict(self, payload, step)

@@ -1,0 +1,527 @@
+"""Checkpoints by TorchTNT's names, at its times; those that it wrote. What is expected was seen in TorchTNT."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from echelon.compat.torchtnt.framework import EvalUnit, PredictUnit, TrainUnit, evaluate, fit, predict, train
+from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
+from echelon.compat.torchtnt.framework.callbacks.base_checkpointer import BaseCheckpointer
+from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import RestoreOptions
+from echelon.compat.torchtnt.utils import checkpoint
+from echelon.compat.torchtnt.utils.checkpoint import BestCheckpointConfig, CheckpointManager, CheckpointPath, MetricData, Phase
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointError
+from tests.conftest import Ranks
+from tests.models import largest_difference, whole
+from tests.units import Regression
+
+DATA = [torch.randn(2, 2) for _ in range(5)]
+
+
+class Saver(BaseCheckpointer):
+    """A user's own: an empty file is enough."""
+
+    metadata_fnames = (".metadata",)
+
+    def __init__(self, dirpath: Any, **options: Any) -> None:
+        super().__init__(str(dirpath), **options)
+        self.hooks: list[str] = []
+
+    def _checkpoint_impl(self, state: Any, unit: Any, *, checkpoint_id: str, hook: str) -> bool:
+        os.makedirs(checkpoint_id, exist_ok=True)
+        Path(checkpoint_id, ".metadata").touch()
+        self.hooks.append(hook)
+        return True
+
+    @staticmethod
+    def restore(path: str, unit: Any, **options: Any) -> None:
+        unit.restored_from = Path(path).name
+
+
+class Unit(TrainUnit[Any], EvalUnit[Any], PredictUnit[Any]):
+    def __init__(self, losses: list[float | None] | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.linear.parameters(), lr=0.1)
+        self.losses, self.loss, self.saved = losses or [None], None, []  # type: ignore[var-annotated]
+        self.seen = Counter()
+
+    def train_step(self, state: Any, data: torch.Tensor) -> None:
+        self.loss = self.losses[self.train_progress.num_steps_completed % len(self.losses)]
+        self.optimizer.zero_grad()
+        self.linear(data).mean().backward()
+        self.optimizer.step()
+
+    def eval_step(self, state: Any, data: torch.Tensor) -> None:
+        self.seen.n += 1
+        self.loss = float(self.eval_progress.num_steps_completed)
+
+    def predict_step(self, state: Any, data: torch.Tensor) -> None:
+        self.seen.n += 1
+
+    def on_checkpoint_save(self, state: Any, checkpoint_id: str) -> None:
+        assert Path(checkpoint_id).is_dir()
+        self.saved.append(Path(checkpoint_id).name)
+
+
+class Counter:
+    n = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.n = state["n"]
+
+
+def _train(unit: Any, saver: Any, epochs: int = 2) -> None:
+    train(unit, DATA, max_epochs=epochs, callbacks=[saver])
+
+
+def _fit(unit: Any, saver: Any, **options: Any) -> None:
+    fit(unit, DATA, DATA[:2], max_epochs=2, callbacks=[saver], **options)
+
+
+T, F = "epoch_{}_train_step_{}", "epoch_{}_train_step_{}_eval_step_{}"
+WHEN: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
+    "steps": (_train, {"save_every_n_train_steps": 2}, ["0_2", "0_4", "1_6", "1_8", "1_10", "2_10"]),
+    "epochs": (_train, {"save_every_n_epochs": 1}, ["1_5", "2_10"]),
+    "the end": (_train, {}, ["2_10"]),
+    "the last two": (_train, {"save_every_n_train_steps": 2, "keep_last_n_checkpoints": 2}, ["1_10", "2_10"]),
+    "fit": (_fit, {"save_every_n_train_steps": 2}, ["0_2_0", "0_4_0", "1_6_2", "1_8_2", "1_10_2"]),
+    "evaluations": (_fit, {"save_every_n_eval_epochs": 1}, ["1_5_2", "2_10_4"]),
+    "steps of evaluations": (_fit, {"save_every_n_eval_steps": 1}, ["1_5_1", "1_5_2", "2_10_3", "2_10_4"]),
+}
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.name.startswith("epoch")}
+
+
+@pytest.mark.parametrize("kind", [Saver, DistributedCheckpointSaver])
+@pytest.mark.parametrize("case", WHEN)
+def test_names_and_times_are_torchtnts(tmp_path: Path, case: str, kind: Any) -> None:
+    run, options, names = WHEN[case]
+    unit = Unit()
+    run(unit, kind(str(tmp_path), **options))
+    parts = [name.split("_") for name in names]
+    assert _names(tmp_path) == {(T if len(each) == 2 else F).format(*each) for each in parts}
+    assert set(unit.saved) >= _names(tmp_path)
+
+
+def test_evaluations_and_predictions_are_saved_without_weights(tmp_path: Path) -> None:
+    unit = Unit()
+    options = {"save_every_n_eval_steps": 2, "save_every_n_predict_steps": 2, "keep_last_n_checkpoints": 1}
+    evaluate(unit, DATA, callbacks=[DistributedCheckpointSaver(tmp_path / "e", save_every_n_eval_epochs=1, **options)])
+    predict(unit, DATA, callbacks=[DistributedCheckpointSaver(tmp_path / "p", **options)])
+    assert _names(tmp_path / "e") == {"epoch_0_eval_step_2", "epoch_0_eval_step_4", "epoch_1_eval_step_5"}, "all stay"
+    assert _names(tmp_path / "p") == {"epoch_0_predict_step_2", "epoch_0_predict_step_4", "epoch_1_predict_step_5"}
+    other = Unit()
+    before = [p.detach().clone() for p in other.linear.parameters()]
+    assert DistributedCheckpointSaver.restore_from_latest(str(tmp_path / "p"), other)
+    assert (other.predict_progress.num_steps_completed, other.eval_progress.num_steps_completed, other.seen.n) == (5, 5, 10)
+    assert all(torch.equal(a, b) for a, b in zip(before, other.linear.parameters(), strict=True))
+    DistributedCheckpointSaver.restore(str(tmp_path / "e" / "epoch_0_eval_step_2"), other)
+    assert (other.eval_progress.num_steps_completed, other.seen.n) == (2, 2)
+
+
+class Batches:
+    """A loader with a state of its own."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        while self.at < len(DATA):
+            self.at += 1
+            yield DATA[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_the_position_of_every_loader_is_restored(tmp_path: Path) -> None:
+    saver = DistributedCheckpointSaver(tmp_path, save_every_n_eval_steps=2, save_every_n_predict_steps=3)
+    evaluate(Unit(), Batches(), callbacks=[saver])
+    predict(Unit(), Batches(), callbacks=[saver])
+    loader = Batches()
+    DistributedCheckpointSaver.restore(str(tmp_path / "epoch_0_eval_step_2"), Unit(), eval_dataloader=loader)
+    assert loader.at == 2
+    DistributedCheckpointSaver.restore(str(tmp_path / "epoch_0_predict_step_3"), Unit(), predict_dataloader=loader)
+    assert loader.at == 3
+
+
+# By losses, what stays of the best two, and what of the best one.
+BEST: list[tuple[str, list[float | None], list[str], list[str]]] = [
+    ("min", [3.0, 1.0, 2.0, 5.0, 4.0], ["2_loss=1.0", "3_loss=2.0"], ["2_loss=1.0"]),
+    ("max", [3.0, 1.0, 2.0, 5.0, 4.0], ["4_loss=5.0", "5_loss=4.0"], ["4_loss=5.0"]),
+    ("min", [1.0, 1.0, 1.0, 1.0, 1.0], ["1_loss=1.0", "2_loss=1.0"], ["1_loss=1.0"]),
+    ("min", [float("nan"), 0.5, 0.0, 0.25, 0.75], ["1", "3_loss=0.0", "4_loss=0.25"], ["1", "3_loss=0.0"]),
+]
+
+
+@pytest.mark.parametrize(("mode", "losses", "two", "one"), BEST)
+def test_the_best_stay(tmp_path: Path, mode: Any, losses: list[float | None], two: list[str], one: list[str]) -> None:
+    """One without the metric is saved while there is room, and not counted."""
+    best = BestCheckpointConfig("loss", mode)
+    for count, names in ((2, two), (1, one)):
+        for kind in (Saver, DistributedCheckpointSaver):
+            folder = tmp_path / f"{kind.__name__}{count}"
+            saver = kind(folder, save_every_n_train_steps=1, keep_last_n_checkpoints=count, best_checkpoint_config=best)
+            train(Unit(losses), DATA, max_steps=5, callbacks=[saver])
+            assert _names(folder) == {f"epoch_0_train_step_{name}" for name in names}
+
+
+def test_what_is_due_before_an_evaluation_has_the_number_of_these_weights(tmp_path: Path) -> None:
+    """TorchTNT saves before, and writes down the number of older ones."""
+    saver = Saver(tmp_path, save_every_n_epochs=1, best_checkpoint_config=BestCheckpointConfig("loss"))
+    _fit(Unit(), saver)
+    assert _names(tmp_path) == {"epoch_1_train_step_5_eval_step_2_loss=1.0", "epoch_2_train_step_10_eval_step_4_loss=3.0"}
+
+
+def test_a_save_waits_for_the_end_of_a_window(tmp_path: Path) -> None:
+    data = [(torch.randn(4, 4), torch.randn(4, 2)) for _ in range(6)]
+    unit = Regression(gradient_accumulation_steps=3, module=nn.Linear(4, 2))
+    train(unit, data, max_epochs=1, callbacks=[DistributedCheckpointSaver(tmp_path, save_every_n_train_steps=2)])
+    assert _names(tmp_path) == {T.format(0, 3), T.format(0, 6), T.format(1, 6)}
+
+
+def test_asynchronous_saves_remove_the_old_when_the_new_is_whole(tmp_path: Path) -> None:
+    unit = Unit()
+    saver = DistributedCheckpointSaver(tmp_path, save_every_n_train_steps=1, keep_last_n_checkpoints=2, async_checkpoint=True)
+    _train(unit, saver)
+    assert _names(tmp_path) == {T.format(1, 10), T.format(2, 10)} and unit.saved[-1] == T.format(2, 10)
+
+
+def test_wrong_options_are_refused_in_torchtnts_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = "Invalid value passed for save_every_n_{}. Expected to receive either None or positive number, but received {}"
+    for what in ("train_steps", "epochs", "eval_epochs", "eval_steps", "predict_steps"):
+        with pytest.raises(ValueError, match=steps.format(what, -2)):
+            Saver(tmp_path, **{f"save_every_n_{what}": -2})
+    with pytest.raises(ValueError, match=r"passed for keep_last_n_checkpoints\. .* positive number, but received 0"):
+        Saver(tmp_path, keep_last_n_checkpoints=0)
+    with pytest.raises(ValueError, match=r"best_checkpoint_config.mode\. Expected to receive 'min' or 'max', but received foo"):
+        Saver(tmp_path, best_checkpoint_config=BestCheckpointConfig("loss", "foo"))  # type: ignore[arg-type]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="distributed environment without default process group initialized"):
+        Saver(tmp_path)
+
+
+def test_base_classes_restore_the_latest_and_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    unit = Unit()
+    assert not Saver.restore_from_latest(str(tmp_path / "no"), unit)
+    assert f"Input dirpath doesn't exist: {tmp_path / 'no'}" in caplog.text
+    for name in ("epoch_0_train_step_3", "epoch_1_train_step_9_l=0.5", "epoch_0_train_step_3_l=0.25", "epoch_7_step_1", "other"):
+        (tmp_path / name).mkdir()
+        if "7" not in name:
+            (tmp_path / name / ".metadata").touch()
+    assert Saver.restore_from_latest(str(tmp_path), unit) and unit.restored_from == "epoch_1_train_step_9_l=0.5"
+    assert Saver.restore_from_best(str(tmp_path), unit, "l", "min") and unit.restored_from == "epoch_0_train_step_3_l=0.25"
+    assert not Saver.restore_from_best(str(tmp_path), unit, "accuracy", "min")
+    assert f"No checkpoints with metric name accuracy were found in {tmp_path}." in caplog.text
+    latest = checkpoint.get_latest_checkpoint_path(str(tmp_path))
+    assert latest == f"{tmp_path}/epoch_7_step_1" and isinstance(latest, str)
+    assert checkpoint.get_latest_checkpoint_path(str(tmp_path), ["x", ".metadata"]) == f"{tmp_path}/epoch_1_train_step_9_l=0.5"
+    assert checkpoint.get_best_checkpoint_path(str(tmp_path), "l", "max") == f"{tmp_path}/epoch_1_train_step_9_l=0.5"
+    assert len(checkpoint.get_checkpoint_dirpaths(str(tmp_path))) == 4
+    assert [p.metric_data for p in checkpoint.get_checkpoint_dirpaths(str(tmp_path), None, "l")] == [
+        MetricData("l", 0.25),
+        MetricData("l", 0.5),
+    ]
+    exists = checkpoint.does_checkpoint_exist
+    assert exists(f"{tmp_path}/epoch_0_train_step_3", [".metadata"]) and not exists(f"{tmp_path}/epoch_7_step_1", ".metadata")
+    assert not exists(f"{tmp_path}/epoch_0_train_step_3", None)
+
+
+def test_savers_of_release_0_2_4_run(tmp_path: Path) -> None:
+    class Older(Saver):
+        metadata_fnames = ()
+        metadata_fname = ".metadata"
+
+        def _checkpoint_impl(self, state: Any, unit: Any, *, checkpoint_path: str, hook: str) -> bool:  # type: ignore[override]
+            return super()._checkpoint_impl(state, unit, checkpoint_id=checkpoint_path, hook=hook)
+
+    unit = Unit()
+    _train(unit, Older(tmp_path, save_every_n_epochs=2))
+    assert Older.restore_from_latest(str(tmp_path), unit) and unit.restored_from == T.format(2, 10)
+
+
+# --- paths
+
+
+def test_paths_are_parsed_and_compared() -> None:
+    path = CheckpointPath("runs/a/", 3, {Phase.TRAIN: 500, Phase.EVALUATE: 9}, MetricData("val_loss", 0.25))
+    assert str(path) == path.path == "runs/a/epoch_3_train_step_500_eval_step_9_val_loss=0.25"
+    again = CheckpointPath.from_str(path.path + "/")
+    assert again == path and hash(again) == hash(path) and pickle.loads(pickle.dumps(path)) == path
+    assert CheckpointPath.from_str("a/epoch_1_step_2_l=1e-05").metric_data == MetricData("l", 1e-05)
+    for odd in (
+        "foo",
+        "foo/epoch_1",
+        "epoch_1_step_2",
+        "foo/epoch_1_train_step_x",
+        "foo/epoch_1_step_2_l=",
+        "foo/epoch_1_step_2/x",
+    ):
+        with pytest.raises(ValueError, match=f"^Attempted to parse malformed checkpoint path: {odd}.$"):
+            CheckpointPath.from_str(odd)
+    for value, kind in ((float("nan"), "NaN"), (float("inf"), "inf")):
+        with pytest.raises(ValueError, match=f"Value of monitored metric 'l' can't be {kind} in CheckpointPath."):
+            CheckpointPath("a", 0, 1, MetricData("l", value))
+    oldest_first = [
+        "epoch_0_train_step_9",
+        "epoch_1_step_2",
+        "epoch_1_train_step_2",
+        "epoch_1_train_step_3",
+        "epoch_1_train_step_2_eval_step_1",
+        "epoch_1_train_step_3_eval_step_1",
+    ]
+    paths = [CheckpointPath.from_str(f"a/{name}") for name in oldest_first]
+    assert sorted([*paths[3:], *paths[:3]]) == paths and max(paths) is paths[-1] and not paths[0].newer_than(paths[0])
+
+
+def test_odd_metrics_are_one_part_of_a_name() -> None:
+    path = CheckpointPath("a", 1, 2, MetricData("val/loss 100%_x=y", -0.5))
+    assert "/" not in path.path.removeprefix("a/") and CheckpointPath.from_str(path.path) == path
+
+
+def test_paths_are_compared_by_their_metric() -> None:
+    low, high = (CheckpointPath("a", 0, 1, MetricData("l", value)) for value in (0.0, 1.0))
+    older, newer = (CheckpointPath("a", 0, step) for step in (1, 2))
+    assert low.more_optimal_than(high, "min") and high.more_optimal_than(low, "max") and not low.more_optimal_than(low, "min")
+    assert low.more_optimal_than(newer, "min") and not newer.more_optimal_than(high, "min")
+    assert newer.more_optimal_than(older, "min") and not older.more_optimal_than(newer, "max")
+    with pytest.raises(AssertionError, match="compare optimality of checkpoints tracking different metrics"):
+        low.more_optimal_than(CheckpointPath("a", 0, 1, MetricData("k", 0.0)), "min")
+
+
+def test_managers_keep_the_best(tmp_path: Path) -> None:
+    for mode, kept, then in (("min", [3.0, 2.0, 2.0], [2.0, 2.0, 1.0]), ("max", [3.0, 3.0, 5.0], [3.0, 5.0, 9.0])):
+        folder = tmp_path / mode
+        manager = CheckpointManager(str(folder), BestCheckpointConfig("l", mode), 3)  # type: ignore[arg-type]
+        for step, value in enumerate((5.0, 2.0, 2.0, 3.0, 3.0, 1.0, 9.0)):
+            path = manager.generate_checkpoint_path(0, step, MetricData("l", value))
+            if not manager.should_save_checkpoint(path):
+                continue
+            Path(path.path).mkdir(parents=True)
+            manager.append_checkpoint(path)
+            if step == 4:
+                assert [p.metric_data.value for p in manager._ckpt_paths if p.metric_data] == kept
+        assert [p.metric_data.value for p in manager._ckpt_paths if p.metric_data] == then
+        assert _names(folder) == {Path(p.path).name for p in manager._ckpt_paths}
+    with pytest.raises(AssertionError, match="but best checkpoint config is for 'l'"):
+        manager.generate_checkpoint_path(0, 1, MetricData("k", 1.0))
+    with pytest.raises(AssertionError, match="best checkpoint config is not set"):
+        CheckpointManager(str(tmp_path)).generate_checkpoint_path(0, 1, MetricData("k", 1.0))
+
+
+def test_managers_prune_what_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in range(4):
+        (tmp_path / f"epoch_0_step_{step}").mkdir()
+    (tmp_path / "mine").mkdir()
+    manager = CheckpointManager(str(tmp_path), keep_last_n_checkpoints=2)
+    assert len(_names(tmp_path)) == 4
+    manager.prune_surplus_checkpoints()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch_0_step_2", "epoch_0_step_3", "mine"]
+    assert "4 checkpoints found in" in caplog.text and "Deleting 2 oldest checkpoints" in caplog.text
+    shutil.rmtree(tmp_path / "epoch_0_step_2")
+    manager.remove_checkpoint()
+    assert "Failed to remove checkpoint" in caplog.text and manager.get_last_checkpoint() == CheckpointPath(str(tmp_path), 0, 3)
+
+
+# --- of echelon's promises, what holds here too
+
+
+def test_a_run_from_the_beginning_does_not_mix_with_another(tmp_path: Path) -> None:
+    _train(Unit(), DistributedCheckpointSaver(tmp_path))
+    with pytest.raises(CheckpointError, match=r"epoch_2_train_step_10 is ahead of this run, which is at step 0"):
+        _train(Unit(), DistributedCheckpointSaver(tmp_path))
+    unit = Unit()
+    assert DistributedCheckpointSaver.restore_from_latest(tmp_path, unit)
+    train(unit, DATA, max_epochs=3, callbacks=[DistributedCheckpointSaver(tmp_path)])
+    assert _names(tmp_path) == {T.format(2, 10), T.format(3, 15)}
+    data = tmp_path / T.format(3, 15) / "state.safetensors"
+    data.write_bytes(data.read_bytes()[:-1])
+    assert DistributedCheckpointSaver.restore_from_latest(tmp_path, unit) and unit.train_progress.num_steps_completed == 10
+
+
+def _on_two_ranks(folder: Path, strategy: str) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    data = [(torch.randn(4, 4), torch.randn(4, 2)) for _ in range(4)]
+    unit = Regression(module=nn.Linear(4, 2), strategy=strategy)
+    mine = folder if dist.get_rank() == 0 else folder / "elsewhere"
+    saver = DistributedCheckpointSaver(
+        folder, save_every_n_train_steps=3, save_every_n_predict_steps=2, keep_last_n_checkpoints=1
+    )
+    train(unit, data, max_epochs=1, callbacks=[saver])
+    predict(unit, [x for x, _ in data], callbacks=[DistributedCheckpointSaver(folder / "p", save_every_n_predict_steps=2)])
+    found = [path.path for path in checkpoint.get_checkpoint_dirpaths(str(mine), ".metadata")]
+    again = Regression(module=nn.Linear(4, 2), strategy=strategy)
+    assert DistributedCheckpointSaver.restore_from_latest(str(folder), again)
+    return found, largest_difference(whole(again.module), whole(unit.module)), sorted(_names(folder / "p"))
+
+
+def test_two_ranks_save_and_agree(ranks: Ranks, tmp_path: Path) -> None:
+    for strategy in ("ddp", "fsdp"):
+        folder = tmp_path / strategy
+        for found, difference, predictions in ranks(2, _on_two_ranks, folder, strategy):
+            assert found == [str(folder / T.format(1, 4))], "the first rank's view"
+            assert difference == 0 and predictions[-1] == "epoch_1_predict_step_4" and len(predictions) == 3
+
+
+# --- what TorchTNT wrote
+
+
+def _theirs(folder: Path, unit: Regression, prefix: str = "") -> Path:
+    """As TorchTNT's saver calls torch: the app state, flattened by torch's planner."""
+    path = folder / "epoch_1_train_step_3"
+    state = {
+        "module": {f"{prefix}{k}": v for k, v in unit.module.state_dict().items()},
+        "optimizer": unit.optimizer.state_dict(),
+        "lr_scheduler": unit.lr_scheduler.state_dict(),
+        "train_progress": {"num_epochs_completed": 1, "num_steps_completed": 3, "num_steps_completed_in_epoch": 0},
+    }
+    writer = dcp.FileSystemWriter(path, single_file_per_rank=False, thread_count=4)
+    dcp.save({"app_state": state}, storage_writer=writer, no_dist=True)
+    return path
+
+
+def _adam(**options: Any) -> Regression:
+    schedule = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)  # noqa: E731
+    return Regression(
+        module=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), optimizer="Adam", schedule=schedule, **options
+    )
+
+
+def _trained() -> Regression:
+    unit = _adam()
+    train(unit, [(torch.randn(4, 4), torch.randn(4, 2)) for _ in range(3)], max_epochs=1)
+    return unit
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod."])
+def test_checkpoints_of_torchtnt_are_restored(tmp_path: Path, prefix: str) -> None:
+    first, unit = _trained(), _adam()
+    _theirs(tmp_path, first, prefix)
+    assert DistributedCheckpointSaver.restore_from_latest(str(tmp_path), unit)
+    assert largest_difference(whole(unit.module), whole(first.module)) == 0
+    assert torch.equal(unit.module[1].running_var, first.module[1].running_var)
+    mine, theirs = (each.optimizer.state_dict() for each in (unit, first))
+    assert all(torch.equal(v, theirs["state"][i][k]) for i in range(6) for k, v in mine["state"][i].items())
+    assert mine["param_groups"] == theirs["param_groups"] and unit.lr_scheduler.state_dict() == first.lr_scheduler.state_dict()
+    assert (unit.train_progress.num_epochs_completed, unit.train_progress.num_steps_completed) == (1, 3)
+    train(unit, [(torch.randn(4, 4), torch.randn(4, 2))], max_epochs=2, callbacks=[DistributedCheckpointSaver(tmp_path)])
+    assert _names(tmp_path) == {T.format(1, 3), T.format(2, 4)}
+
+
+def test_parts_of_a_checkpoint_of_torchtnt(tmp_path: Path) -> None:
+    first, unit = _trained(), _adam()
+    path = _theirs(tmp_path, first)
+    DistributedCheckpointSaver.restore(path, unit, restore_options=RestoreOptions(restore_modules=False))
+    assert largest_difference(whole(unit.module), whole(first.module)) > 0 and unit.train_progress.num_steps_completed == 3
+    wrong = Regression(module=nn.Linear(4, 2), optimizer="Adam")
+    with pytest.raises(CheckpointError, match=r"does not fit this model|parameters here"):
+        DistributedCheckpointSaver.restore(path, wrong)
+
+
+def _sharded(path: Path) -> tuple[float, int, list[float]]:
+    torch.manual_seed(dist.get_rank())
+    unit = _adam(strategy="fsdp")
+    DistributedCheckpointSaver.restore(path, unit)
+    weights = torch.load(path.parent / "truth.pt")
+    return (
+        largest_difference(whole(unit.module), weights),
+        unit.train_progress.num_steps_completed,
+        [unit.optimizer.param_groups[0]["lr"]],
+    )
+
+
+def test_a_checkpoint_of_torchtnt_is_restored_on_several_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    first = _trained()
+    path = _theirs(tmp_path, first, "module.")
+    torch.save(whole(first.module), tmp_path / "truth.pt")
+    assert ranks(2, _sharded, path) == [(0.0, 3, [0.05])] * 2
+
+
+class _Bomb:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/echelon-test-was-run",)
+
+
+def _spoil(path: Path, how: str) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    (key, place), *_ = [(k, v) for k, v in metadata.storage_data.items() if "module.0.weight" in k.fqn]
+    if how == "code":
+        metadata.storage_meta = _Bomb()
+    elif how == "code in a value":
+        metadata.planner_data = {**metadata.planner_data, "x": (_Bomb(),)}
+    elif how == "another file":
+        place.relative_path = "../../secret"
+    elif how == "beyond the end":
+        place.length = 1 << 40
+    elif how == "too large":
+        metadata.state_dict_metadata[key.fqn].size = torch.Size([1 << 40, 4])
+    elif how == "code in the data":
+        torch.save(_Bomb(), path / place.relative_path)
+        place.offset, place.length = 0, (path / place.relative_path).stat().st_size
+    elif how == "another tensor":
+        torch.save(torch.zeros(2), path / place.relative_path)
+        place.offset, place.length = 0, (path / place.relative_path).stat().st_size
+    data = pickle.dumps(metadata)
+    (path / ".metadata").write_bytes(data[:-40] if how == "cut off" else data)
+
+
+HOW = ["code", "code in a value", "another file", "beyond the end", "too large", "code in the data", "another tensor", "cut off"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_hostile_checkpoints_of_torchtnt_are_refused_and_run_nothing(tmp_path: Path, how: str) -> None:
+    path = _theirs(tmp_path, _trained())
+    _spoil(path, how)
+    with pytest.raises(CheckpointCorruptError):
+        DistributedCheckpointSaver.restore(path, _adam())
+    assert not Path("/tmp/echelon-test-was-run").exists()
+
+
+def test_names_that_are_not_here_can_be_imported() -> None:
+    from echelon.compat.fairscale.nn import Pipe
+    from echelon.contracts.errors import UsageError
+
+    assert not isinstance(nn.Linear(1, 1), Pipe)
+    for use in (lambda: Pipe(nn.Linear(1, 1)), lambda: Pipe.balance, lambda: type("Mine", (), {})() and _subclass(Pipe)):
+        with pytest.raises(UsageError, match=r"Pipe is not part of echelon\.compat\. Instead: "):
+            use()
+
+
+def _subclass(base: Any) -> type:
+    class Mine(base):  # type: ignore[misc]
+        pass
+
+    return Mine
+
+
+def test_a_failing_metric_is_said_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    for value, text in ((torch.ones(2), "Unable to convert monitored metric loss"), ("x", "Unable to convert")):
+        saver = Saver(tmp_path, best_checkpoint_config=BestCheckpointConfig("loss"))
+        _train(Unit([value]), saver)  # type: ignore[list-item]
+        assert text in caplog.text
+    _train(Unit(), Saver(tmp_path, best_checkpoint_config=BestCheckpointConfig("nothing")))
+    assert "Unit does not have attribute nothing, unable to retrieve metric to checkpoint." in caplog.text
+    assert _names(tmp_path) == {T.format(2, 10)}
