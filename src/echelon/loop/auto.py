@@ -27,6 +27,7 @@ from echelon.loop.finite import FiniteWatch
 from echelon.loop.metrics import MeanOfAPhase
 from echelon.loop.optimizer_checks import check_holds, look_at_first_update, not_the_modules
 from echelon.loop.pieces import pieces_for
+from echelon.loop.state import EntryPoint, step_under_way
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit
 from echelon.loop.window import Window
 from echelon.parallel.activation import Preset
@@ -57,7 +58,7 @@ class _BuiltAtFirstUse:
         if unit is None or not unit.__dict__.get("training"):
             raise AttributeError(f"no {self._name}: the unit was built with training=False, or its __init__ has not run")
         unit.configure()
-        return unit.__dict__[self._name]
+        return unit.__dict__.get(self._name)  # None is the schedule beside an optimizer that was assigned
 
 
 class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
@@ -167,7 +168,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         self.clip_grad_norm, self.clip_grad_value = options.clip_grad_norm, options.clip_grad_value
         self.retain_graph = options.loss_backward_retain_graph
         self.zero_grad_at_train_step_start = options.zero_grad_at_train_step_start
-        self.grad_scaler = self.precision.scaler(self.device, self.prepared) if self.training else None
+        self.grad_scaler = self.computes.scaler(self.device, self.prepared) if self.training else None
         self.swa_params = averaged = options.swa_params
         self.swa_model = AveragedWeights(self.prepared, averaged) if averaged is not None and self.training else None
         self.swa_scheduler = self._shards = self._first_look = None
@@ -186,7 +187,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         return replace(
             self._options,
             step_lr_interval=self.step_lr_interval,
-            precision=self.precision,
+            precision=self.computes,
             gradient_accumulation_steps=self.gradient_accumulation_steps,
             detect_anomaly=self.detect_anomaly,
             clip_grad_norm=self.clip_grad_norm,
@@ -255,7 +256,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
             self._finite.forget()
         if self._plateau:
             check_plateau(state)
-        check_scaler(self.grad_scaler, self.precision, self.prepared)
+        check_scaler(self.grad_scaler, self.computes, self.prepared)
         if self.grad_scaler is not None:
             self._shards = Shards(self.optimizer, self.module.parameters())
         loader: Any = getattr(state.train_state, "dataloader", None)
@@ -315,9 +316,9 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         """The loss of a batch, counted into `eval_loss` by its weight."""
         with self.autocast():
             loss, outputs = self.compute_loss(state, data)
-        if state.eval_state is None or not state.eval_state.step.is_padding:
+        if not step_under_way(state.eval_state).is_padding:
             self._evaluation.mean.update(loss, 0 if self.prepared.is_replica else self.weight(data))
-            within_fit = state.train_state is not None
+            within_fit = state.entry_point is EntryPoint.FIT
             step = (self.train_progress if within_fit else self.eval_progress).num_steps_completed
             self.on_eval_step_end(state, data, step, loss, outputs)
         return loss, outputs
@@ -326,7 +327,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         """As `eval_step`, counted into `test_loss`."""
         with self.autocast():
             loss, outputs = self.compute_loss(state, data)
-        if state.test_state is None or not state.test_state.step.is_padding:
+        if not step_under_way(state.test_state).is_padding:
             self._evaluation.mean.update(loss, 0 if self.prepared.is_replica else self.weight(data))
             self.on_test_step_end(state, data, self.test_progress.num_steps_completed, loss, outputs)
         return loss, outputs

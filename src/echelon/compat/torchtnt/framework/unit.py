@@ -1,8 +1,11 @@
-"""torchtnt.framework.unit."""
+"""torchtnt.framework.unit: echelon's units. `on_*_step_end` is no hook of theirs there, so the loop leaves a method of that name
+to its unit.
+"""
 
 from typing import Any, TypeAlias, TypeVar
 
-from echelon.loop.unit import AppStateMixin, EvalUnit, PredictUnit, TestUnit, TrainUnit
+from echelon.loop import unit
+from echelon.loop.unit import AppStateMixin
 
 __all__ = [
     "AppStateMixin",
@@ -22,6 +25,32 @@ __all__ = [
 TTrainData = TypeVar("TTrainData")
 TEvalData = TypeVar("TEvalData")
 TPredictData = TypeVar("TPredictData")
+TTestData = TypeVar("TTestData")
+
+
+class TrainUnit(unit.TrainUnit[TTrainData]):
+    """As `echelon.TrainUnit`."""
+
+    reports_own_steps = True
+
+
+class EvalUnit(unit.EvalUnit[TEvalData]):
+    """As `echelon.EvalUnit`."""
+
+    reports_own_steps = True
+
+
+class PredictUnit(unit.PredictUnit[TPredictData]):
+    """As `echelon.PredictUnit`."""
+
+    reports_own_steps = True
+
+
+class TestUnit(unit.TestUnit[TTestData]):
+    """As `echelon.TestUnit`."""
+
+    reports_own_steps = True
+
 
 # For annotations.
 TTrainUnit: TypeAlias = TrainUnit[Any]
