@@ -470,20 +470,13 @@ def test_sampler_epochs_are_set() -> None:
 @pytest.mark.parametrize("name", ["max_epochs", "max_steps", "max_steps_per_epoch"])
 def test_limits_that_make_no_sense_are_refused(name: str, value: Any) -> None:
     limits = {"max_epochs": 1} | {name: value}
-    with pytest.raises(UsageError, match=rf"Invalid value provided for {name}\. Expected a non-negative integer or None, but"):
+    with pytest.raises(UsageError, match=f"Invalid value provided for {name}: .* must be a whole number of at least 0, or None"):
         ech.train(Plain(), [1], **limits)
 
 
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        (0, "evaluate_every_n_steps must be a whole number of at least 1, or None for never, got 0"),
-        (0.5, r"Invalid value provided for evaluate_every_n_steps\. Expected a non-negative integer or None, but received 0\.5"),
-        (False, "but received False"),
-    ],
-)
-def test_an_evaluation_after_every_zeroth_step_is_refused(value: Any, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+@pytest.mark.parametrize("value", [0, 0.5, False])
+def test_an_evaluation_after_every_zeroth_step_is_refused(value: Any) -> None:
+    with pytest.raises(UsageError, match="evaluate_every_n_steps must be a whole number of at least 1, or None for never"):
         ech.fit(Plain(), [1], [1], max_epochs=1, evaluate_every_n_steps=value)
 
 

@@ -14,7 +14,7 @@ def after_step(here: PhaseState, progress: Progress) -> bool:
     The last step of all that `max_steps` allows is evaluated, too: where it ends an epoch, once that is closed.
     """
     steps, done = here.evaluate_every_n_steps, progress.num_steps_completed
-    at_once = bool(steps) and done % (steps or 1) == 0
+    at_once = steps is not None and done % steps == 0
     if at_once or (done == here.max_steps and (steps or here.evaluate_every_n_epochs)):
         progress.evaluation_due = True
     return at_once

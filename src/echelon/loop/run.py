@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from echelon.contracts.errors import require
 from echelon.loop.callback import Callback
 from echelon.loop.engine import Run
 from echelon.loop.observer import observed
@@ -135,8 +134,6 @@ def fit(
         evaluate_every_n_epochs=evaluate_every_n_epochs,
     )
     eval_state = PhaseState(dataloader=eval_dataloader, max_steps_per_epoch=max_eval_steps_per_epoch)
-    eval_state.evaluations = every = train_state.evaluations
-    for name, value in (("evaluate_every_n_steps", every.steps), ("evaluate_every_n_epochs", every.epochs)):
-        require(value != 0, name, "a whole number of at least 1, or None for never", value)
+    eval_state.evaluations = train_state.evaluations
     state = State(entry_point=EntryPoint.FIT, timer=timer, train_state=train_state, eval_state=eval_state)
     Run(state, unit, callbacks, ["train", "eval"]).train()

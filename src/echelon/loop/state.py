@@ -88,7 +88,7 @@ class IterationTimer:
 
 @dataclass
 class EvaluateEvery:
-    """After every how many steps and epochs of training `fit` evaluates; None and 0 are never."""
+    """After every how many steps and epochs of training `fit` evaluates; None is never."""
 
     steps: int | None = None
     epochs: int | None = None
@@ -142,7 +142,7 @@ class PhaseState:
 
     @evaluate_every_n_steps.setter
     def evaluate_every_n_steps(self, value: float | None) -> None:
-        self.evaluations.steps = _limit("evaluate_every_n_steps", value)
+        self.evaluations.steps = _limit("evaluate_every_n_steps", value, at_least=1)
 
     @property
     def evaluate_every_n_epochs(self) -> int | None:
@@ -150,7 +150,7 @@ class PhaseState:
 
     @evaluate_every_n_epochs.setter
     def evaluate_every_n_epochs(self, value: float | None) -> None:
-        self.evaluations.epochs = _limit("evaluate_every_n_epochs", value)
+        self.evaluations.epochs = _limit("evaluate_every_n_epochs", value, at_least=1)
 
     def ends_epoch(self, progress: Progress) -> bool:
         """Whether the epoch ends with the step under way, which is counted, rather than being cut short by `max_steps`."""
@@ -197,15 +197,13 @@ def step_under_way(here: PhaseState | None) -> Step[Any]:
     return here.step if isinstance(here, PhaseState) else NO_STEP
 
 
-def _limit(name: str, value: Any) -> int | None:
+def _limit(name: str, value: Any, *, at_least: int = 0) -> int | None:
     if value is None or (isinstance(value, float) and value == math.inf):
         return None
     try:
-        return whole(name, value, at_least=0)
-    except UsageError:  # in TorchTNT's words
-        raise UsageError(
-            f"Invalid value provided for {name}. Expected a non-negative integer or None, but received {value!r}."
-        ) from None
+        return whole(name, value, at_least=at_least, or_none="for no limit" if at_least == 0 else "for never")
+    except UsageError as error:  # in TorchTNT's words first
+        raise UsageError(f"Invalid value provided for {name}: {value!r}. {error}") from None
 
 
 class State:

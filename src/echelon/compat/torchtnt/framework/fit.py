@@ -53,10 +53,11 @@ def fit(
         "max_steps": max_steps,
         "max_train_steps_per_epoch": max_train_steps_per_epoch,
         "max_eval_steps_per_epoch": max_eval_steps_per_epoch,
-        "evaluate_every_n_steps": evaluate_every_n_steps or None,
-        "evaluate_every_n_epochs": evaluate_every_n_epochs or None,
+        "evaluate_every_n_steps": evaluate_every_n_steps,
+        "evaluate_every_n_epochs": evaluate_every_n_epochs,
     }
     with told(logger, "fit", unit, ("train", "eval"), timer, **limits):
-        run.fit(unit, train_dataloader, eval_dataloader, callbacks=callbacks, timer=timer, **limits)
+        never = {name: None for name in ("evaluate_every_n_steps", "evaluate_every_n_epochs") if limits[name] == 0}
+        run.fit(unit, train_dataloader, eval_dataloader, callbacks=callbacks, timer=timer, **limits | never)
         if test_dataloader is not None:
             run.test(unit, test_dataloader, max_steps_per_epoch=max_test_steps, callbacks=callbacks, timer=timer)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from echelon.compat.torchtnt.framework.state import check_limits
 from echelon.compat.torchtnt.utils.timer import get_timer_summary
 
 __all__ = ["told"]
@@ -15,6 +16,7 @@ __all__ = ["told"]
 @contextlib.contextmanager
 def told(logger: logging.Logger, entry: str, unit: Any, phases: tuple[str, ...], timer: Any, **limits: Any) -> Iterator[None]:
     """Context of a run: INFO of its limits, of its end with the timer's table, or of the progress at an exception."""
+    check_limits(**limits)
     said = ", ".join(f"{name}={value}" for name, value in limits.items())
     logger.info("Started %s with %s", entry, said)
     try:
