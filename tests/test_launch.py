@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
@@ -70,8 +71,8 @@ def _fail_while_others_wait(how: str, victim: str, folder: str) -> None:
             try:
                 raise ValueError("rank 1 has bad data")
             finally:
-                dist.destroy_process_group()
-                time.sleep(0.3)
+                _close_connections()
+                _await_traceback_of_rank_0(Path(folder))
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "segfault":
@@ -86,6 +87,20 @@ def _fail_while_others_wait(how: str, victim: str, folder: str) -> None:
         if victim == "exits":
             sys.exit(9)
         raise
+
+
+def _close_connections() -> None:
+    """Peers see this rank's end now; the process lives on."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                connection.shutdown(socket.SHUT_WR)
+
+
+def _await_traceback_of_rank_0(run_dir: Path) -> None:
+    until = time.monotonic() + 20
+    while time.monotonic() < until and not any("Error" in log.read_text() for log in run_dir.glob("*/attempts/*/rank0.log")):
+        time.sleep(0.01)
 
 
 def _leave_early() -> None:
@@ -364,7 +379,7 @@ def test_a_failure_shows_the_users_frames_and_where_the_logs_are(tmp_path: Path)
 
 def test_every_ranks_own_traceback_is_in_its_log(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError) as caught:
-        launch(_fail_while_others_wait, ranks=2, args=("raise after goodbye", "raises", ""), run_dir=tmp_path)
+        launch(_fail_while_others_wait, ranks=2, args=("raise after goodbye", "raises", str(tmp_path)), run_dir=tmp_path)
     logs = Path(caught.value.logs or "")
     assert "ValueError: rank 1 has bad data" in (logs / "rank1.log").read_text()
     assert "RuntimeError" in (logs / "rank0.log").read_text()
