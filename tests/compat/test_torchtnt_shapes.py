@@ -520,6 +520,16 @@ def test_steps_of_an_auto_unit_by_hand() -> None:
         assert told == [0, 0]
 
 
+def test_a_timer_has_the_stages_of_an_auto_units_step() -> None:
+    timer = Timer()
+    unit = Auto(module=_module(), device=CPU)
+    fit(unit, _data(2), _data(1), max_epochs=1, timer=timer)
+    predict(unit, [torch.ones(1, 2)], timer=timer)
+    counts = {name.removeprefix("Auto."): len(each) for name, each in timer.recorded_durations.items()}
+    assert counts["compute_loss"] == 3 and counts["forward"] == counts["lr_scheduler_step"] == 1
+    assert counts["backward"] == counts["optimizer_step"] == counts["optimizer_zero_grad"] == counts["train.next(data_iter)"] == 2
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_step_may_fetch_its_own_batches() -> None:
     class Own(Auto):

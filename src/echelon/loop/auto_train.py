@@ -308,13 +308,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             prepared.clip_grad_value_(self.clip_grad_value)
         self.latest_update = (loss, norm)
         lr = optimizer.param_groups[0]["lr"]
-        updated = True
-        if scaler is not None:
-            assert self._shards is not None
-            updated = self._shards.update_with(scaler)
-            self._finite.take_skip(not updated, scaler)
-        else:
-            optimizer.step()
+        updated = self._step_optimizer()
         if updated and self._first_look is not None:
             self._first_look.remove()
             self._first_look = None
@@ -329,6 +323,17 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         if state.recorder is not None:
             state.recorder.update(self.train_progress.num_steps_completed + 1, window.updates, loss, weight, lr, norm)
         return norm
+
+    def _step_optimizer(self) -> bool:
+        """False if fp16's scaler left the update out."""
+        scaler = self.grad_scaler
+        if scaler is None:
+            self.optimizer.step()
+            return True
+        assert self._shards is not None
+        updated = self._shards.update_with(scaler)
+        self._finite.take_skip(not updated, scaler)
+        return updated
 
     def _advance(self) -> None:
         """After an update or an epoch, as `step_lr_interval` says: the schedule, or the averages' own once these have begun."""

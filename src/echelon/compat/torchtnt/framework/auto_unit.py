@@ -116,6 +116,45 @@ class AutoUnit(
         """Context in which losses are computed."""
         return self.autocast()
 
+    # --- the stages of a step, for the user's timer
+
+    _timer: Any = None
+
+    def phase_started(self, state: Any, phase: str) -> None:
+        self._timer = state.timer
+        super().phase_started(state, phase)
+
+    def _timed(self, stage: str) -> Any:
+        return NO_CONTEXT if self._timer is None else self._timer.time(f"{type(self).__name__}.{stage}")
+
+    def _forward(self, state: Any, micro_batch: Any) -> Any:
+        with self._timed("compute_loss"):
+            return super()._forward(state, micro_batch)
+
+    def _backward(self, state: Any, loss: Any, micro_batch: Any) -> None:
+        with self._timed("backward"):
+            super()._backward(state, loss, micro_batch)
+
+    def _step_optimizer(self) -> bool:
+        with self._timed("optimizer_step"):
+            return super()._step_optimizer()
+
+    def zero_grad(self, state: Any) -> None:
+        with self._timed("optimizer_zero_grad"):
+            super().zero_grad(state)
+
+    def _advance(self) -> None:
+        with self._timed("lr_scheduler_step"):
+            super()._advance()
+
+    def eval_step(self, state: Any, data: T) -> Any:
+        with self._timed("compute_loss"):
+            return super().eval_step(state, data)
+
+    def predict_step(self, state: Any, data: T) -> Any:
+        with self._timed("forward"):
+            return super().predict_step(state, data)
+
     def epoch_closed(self, state: Any, phase: str) -> None:
         if phase == "train" and isinstance(self.swa_model, Averages) and self.swa_model.per_epoch:
             self.swa_model.average_if_due()
