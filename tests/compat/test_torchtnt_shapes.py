@@ -168,6 +168,29 @@ def test_what_is_no_unit_of_both_kinds_is_refused_by_fit() -> None:
 # --- State
 
 
+def test_what_programs_set_under_private_names_is_set() -> None:
+    """There is no other name to set it by."""
+    state, unit = _state(), Plain()
+    auto = Auto(module=_module(), device=CPU)
+    assert state.train_state is not None
+    state.train_state._step_output, state._should_stop = 3, True  # type: ignore[attr-defined]
+    assert state.train_state.step_output == 3 and state.should_stop and state._train_state is state.train_state
+    for progress in (unit.train_progress, auto.train_progress, auto.predict_progress):
+        progress._num_steps_completed = 5  # type: ignore[attr-defined]
+        assert progress.num_steps_completed == progress.state_dict()["num_steps_completed"] == 5
+        assert not any(name.startswith("_") for name in progress.state_dict())
+
+
+def test_a_loops_state_is_a_state() -> None:
+    seen: list[bool] = []
+
+    def look(state: Any, unit: Any) -> None:
+        seen.extend([isinstance(state, State), isinstance(state.train_state, PhaseState), isinstance(unit, PhaseState)])
+
+    train(Plain(), [1], max_epochs=1, callbacks=[Lambda(on_train_start=look)])
+    assert seen == [True, True, False]
+
+
 def test_a_phase_by_name() -> None:
     assert [str(phase) for phase in ActivePhase][:3] == ["train", "eval", "predict"]
 

@@ -20,6 +20,7 @@ from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader
 from echelon.loop.auto_checks import check_accumulation, check_made, check_own_names, check_plateau, check_trainable
 from echelon.loop.auto_options import AutoOptions
+from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.auto_train import AutoTrainUnit, TrainStepResults
 from echelon.loop.averaged import AveragedWeights, SWAParams, swa_scheduler
 from echelon.loop.bitwise import BitEqual
@@ -28,7 +29,7 @@ from echelon.loop.metrics import MeanOfAPhase
 from echelon.loop.optimizer_checks import check_holds, look_at_first_update, not_the_modules
 from echelon.loop.pieces import pieces_for
 from echelon.loop.state import EntryPoint, step_under_way
-from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit
+from echelon.loop.unit import EvalUnit, TestUnit
 from echelon.loop.window import Window
 from echelon.parallel.activation import Preset
 from echelon.parallel.float8 import Float8
@@ -149,7 +150,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
             deterministic=deterministic,
             stop_after_nonfinite_losses=stop_after_nonfinite_losses,
         )
-        PredictUnit.__init__(self)  # and with it those of the other phases: their progress
+        super(AutoPredictUnit, self).__init__()  # those of all phases: their progress
         self.build_from(module, options)
 
     # --- how it is built, here or once more in another process
@@ -261,8 +262,8 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
             self._shards = Shards(self.optimizer, self.module.parameters())
         loader: Any = getattr(state.train_state, "dataloader", None)
         if self._bitwise is None:
-            steps = ("train_step", "get_next_train_batch")
-            self._pieces_of_step = pieces_for(loader, any(_overrides(self, AutoUnit, name) for name in steps))
+            own = ("train_step", "get_next_train_batch")
+            self._pieces_of_step = pieces_for(loader, any(_overrides(self, AutoUnit, name) for name in own))
             rng.separate(self.prepared.dp_rank)  # of bit-equal training, streams belong to samples and not to ranks
         elif isinstance(loader, BaseLoader):
             loader.split(self._bitwise.accumulation, shares=self._bitwise.parts)
@@ -318,8 +319,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
             loss, outputs = self.compute_loss(state, data)
         if not step_under_way(state.eval_state).is_padding:
             self._evaluation.mean.update(loss, 0 if self.prepared.is_replica else self.weight(data))
-            within_fit = state.entry_point is EntryPoint.FIT
-            step = (self.train_progress if within_fit else self.eval_progress).num_steps_completed
+            step = (self.train_progress if state.entry_point is EntryPoint.FIT else self.eval_progress).num_steps_completed
             self.on_eval_step_end(state, data, step, loss, outputs)
         return loss, outputs
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
+from echelon.compat.names import private_names
 from echelon.contracts.errors import UsageError
 from echelon.contracts.numbers import whole
 from echelon.loop import state
@@ -19,13 +20,6 @@ class _Core(type):
 
     def __instancecheck__(cls, it: Any) -> bool:
         return isinstance(it, cls.__mro__[1])
-
-
-def _private(*names: str) -> dict[str, property]:
-    def of(name: str) -> property:
-        return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
-
-    return {f"_{name}": of(name) for name in names}
 
 
 def check_limits(**limits: Any) -> None:
@@ -59,15 +53,17 @@ class PhaseState(state.PhaseState, metaclass=_Core):
         super().__init__(dataloader=dataloader, **limits, **{name: every or None for name, every in evaluations.items()})
 
     locals().update(
-        _private("dataloader", "max_epochs", "max_steps", "max_steps_per_epoch", "step_output", "iteration_timer"),
-        **_private("evaluate_every_n_steps", "evaluate_every_n_epochs"),
+        private_names("dataloader", "max_epochs", "max_steps", "max_steps_per_epoch", "step_output", "iteration_timer"),
+        **private_names("evaluate_every_n_steps", "evaluate_every_n_epochs"),
     )
 
 
 class State(state.State, metaclass=_Core):
     """As echelon's."""
 
-    locals().update(_private("entry_point", "active_phase", "timer", "train_state", "eval_state", "predict_state", "should_stop"))
+    locals().update(
+        private_names("entry_point", "active_phase", "timer", "train_state", "eval_state", "predict_state", "should_stop")
+    )
 
 
 TPhaseState: TypeAlias = PhaseState

@@ -4,6 +4,7 @@ to its unit.
 
 from typing import Any, TypeAlias, TypeVar
 
+from echelon.compat.torchtnt.utils.progress import Progress
 from echelon.loop import unit
 from echelon.loop.unit import AppStateMixin
 
@@ -33,11 +34,19 @@ class TrainUnit(unit.TrainUnit[TTrainData]):
 
     reports_own_steps = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_progress = Progress()
+
 
 class EvalUnit(unit.EvalUnit[TEvalData]):
     """As `echelon.EvalUnit`."""
 
     reports_own_steps = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eval_progress = Progress()
 
 
 class PredictUnit(unit.PredictUnit[TPredictData]):
@@ -45,11 +54,19 @@ class PredictUnit(unit.PredictUnit[TPredictData]):
 
     reports_own_steps = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.predict_progress = Progress()
+
 
 class TestUnit(unit.TestUnit[TTestData]):
     """As `echelon.TestUnit`."""
 
     reports_own_steps = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.test_progress = Progress()
 
 
 # For annotations.
