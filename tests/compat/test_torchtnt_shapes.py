@@ -253,7 +253,7 @@ def test_the_log_has_limits_end_and_table_of_a_run(caplog: pytest.LogCaptureFixt
     unit.train_step = MagicMock(side_effect=KeyError("x"))  # type: ignore[method-assign]
     with pytest.raises(KeyError):
         train(unit, [1], max_epochs=1)
-    assert "Exception during train after train progress: completed epochs: 0, completed steps: 0" in caplog.text
+    assert "Exception during train after the following progress: completed epochs: 0, completed steps: 0" in caplog.text
 
 
 # --- callbacks called by hand

@@ -15,7 +15,12 @@ from torch import nn
 from echelon.compat.torchtnt.framework import unit
 from echelon.compat.torchtnt.framework.averages import Averages, source_of
 from echelon.compat.torchtnt.framework.callbacks.dcp_saver import without_effect
-from echelon.compat.torchtnt.utils.prepare_module import compile_backward, on_mesh
+from echelon.compat.torchtnt.utils.prepare_module import (
+    ActivationCheckpointParams,
+    TorchCompileParams,
+    compile_backward,
+    on_mesh,
+)
 from echelon.contracts.errors import UsageError
 from echelon.loop import auto, auto_predict
 from echelon.loop.auto import TrainStepResults
@@ -23,7 +28,15 @@ from echelon.loop.auto_options import AutoOptions
 from echelon.loop.averaged import SWALRParams, SWAParams
 from echelon.parallel.prepared import NO_CONTEXT
 
-__all__ = ["AutoPredictUnit", "AutoUnit", "SWALRParams", "SWAParams", "TrainStepResults"]
+__all__ = [
+    "ActivationCheckpointParams",
+    "AutoPredictUnit",
+    "AutoUnit",
+    "SWALRParams",
+    "SWAParams",
+    "TorchCompileParams",
+    "TrainStepResults",
+]
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from echelon.compat.torchtnt.utils.swa import AveragedModel
+from echelon.contracts.overrides import overrides
 from echelon.loop.averaged import SWAParams
 from echelon.loop.unit import TrainUnit
 from echelon.parallel.parallelize import parallelize
@@ -35,7 +36,8 @@ class Averages(AveragedModel):
     def __init__(self, source: nn.Module, unit: Any, params: SWAParams) -> None:
         split = any(is_split(p) for p in unit.module.parameters())
         if split:  # then it cannot be copied, and a second one is split alike
-            source = parallelize(source, unit.auto_options.strategy, unit.device, Recipe(None, None, unit.computes)).module
+            strategy, recipe = unit.auto_options.strategy, Recipe(None, None, unit.computes)
+            source = parallelize(source, strategy, unit.device, recipe, overridden=overrides().strategy).module
         super().__init__(
             source,
             unit.device,

@@ -9,6 +9,7 @@ from typing import Any
 
 from echelon.compat.torchtnt.framework.state import check_limits
 from echelon.compat.torchtnt.utils.timer import get_timer_summary
+from echelon.loop.progress import Progress
 
 __all__ = ["told"]
 
@@ -22,12 +23,12 @@ def told(logger: logging.Logger, entry: str, unit: Any, phases: tuple[str, ...],
     try:
         yield
     except Exception as error:
-        progress = "; ".join(
-            f"{phase} progress: {found.get_progress_string()}"
-            for phase in phases
-            if (found := getattr(unit, f"{phase}_progress", None)) is not None
+        found = {phase: getattr(unit, f"{phase}_progress", None) for phase in phases}
+        texts = {phase: each.get_progress_string() for phase, each in found.items() if isinstance(each, Progress)}
+        progress = " ".join(
+            texts.values() if len(phases) == 1 else (f"{phase} progress: {each}" for phase, each in texts.items())
         )
-        logger.info("Exception during %s after %s:\n%s", entry, progress, error)
+        logger.info("Exception during %s after the following progress: %s:\n%s", entry, progress, error)
         raise
     logger.info("Finished %s", "evaluation" if entry == "evaluate" else entry)
     if timer is not None:
