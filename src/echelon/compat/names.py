@@ -9,7 +9,7 @@ from typing import Any
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["later", "private_names"]
+__all__ = ["later"]
 
 
 def later(system: str, module: str, homes: Mapping[str, str], successors: Mapping[str, str]) -> Callable[[str], Any]:
@@ -33,12 +33,3 @@ def later(system: str, module: str, homes: Mapping[str, str], successors: Mappin
         raise AttributeError(f"module '{here}.{module}' has no attribute {name!r}")
 
     return getattr_
-
-
-def private_names(*names: str) -> dict[str, property]:
-    """Properties for a class's body: each attribute under its name with an underscore as well, to read and to set."""
-
-    def of(name: str) -> property:
-        return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
-
-    return {f"_{name}": of(name) for name in names}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from echelon.compat.names import private_names
+from echelon.compat.torchtnt.private import private_names
 from echelon.contracts.errors import UsageError
 from echelon.contracts.numbers import whole
 from echelon.loop import state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from echelon.compat.names import private_names
+from echelon.compat.torchtnt.private import private_names
 from echelon.loop import progress
 
 __all__ = ["Progress", "estimated_steps_in_epoch", "estimated_steps_in_fit", "estimated_steps_in_loop"]
