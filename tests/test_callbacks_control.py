@@ -413,13 +413,13 @@ def test_a_slow_rank_detector_must_check_sometimes() -> None:
 
 def test_epochs_without_a_batch_end_the_run() -> None:
     unit, used_up = Numbers(), iter([1, 2])
-    with pytest.raises(DataError, match="2 train epochs in a row"):
+    with pytest.raises(DataError, match="Detected 2 consecutive empty train epochs, which exceeds the threshold of 2"):
         ech.train(unit, used_up, max_epochs=9, callbacks=[EmptyDataloaderDetectorCallback()])
     assert unit.train_progress.num_epochs_completed == 3
     detector = EmptyDataloaderDetectorCallback(threshold=2)
     for loader in ([], [1], []):
         ech.predict(unit, loader, callbacks=[detector])
-    with pytest.raises(DataError, match="2 predict epochs"):
+    with pytest.raises(DataError, match="2 consecutive empty predict epochs"):
         ech.predict(unit, [], callbacks=[detector])
 
 

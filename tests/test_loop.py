@@ -624,8 +624,8 @@ def test_a_timer_has_waits_hooks_and_evaluations_in_its_table() -> None:
         "Hooked.train_step": 6,
         "callback.mine.on_train_step_end": 6,
         "Hooked.on_train_epoch_end": 2,
-        "eval.iter(dataloader)": 2,
-        "eval.next(data_iter)": 4,
+        "evaluate.iter(dataloader)": 2,
+        "evaluate.next(data_iter)": 4,
         "Hooked.eval_step": 4,
         "callback.mine.on_eval_end": 2,
     }

@@ -215,6 +215,29 @@ def test_a_step_of_its_own_that_draws_is_neither_right_nor_wrong(tmp_path: Path)
     assert row.verdict == "not possible" and "draws random numbers" in row.message and not proof.holds, row
 
 
+LOOKED_AT = """
+unit = Auto(module=model(), strategy="fsdp")
+print(unit.optimizer, file=sys.stderr)
+ech.train(unit, loader(), max_epochs=1)
+"""
+TORCHTNTS = """
+from echelon.compat.torchtnt.framework import AutoUnit
+from echelon.compat.torchtnt.framework.auto_unit import SWALRParams, SWAParams
+class Theirs(AutoUnit):
+    compute_loss = Auto.compute_loss
+    configure_optimizers_and_lr_scheduler = Auto.configure_optimizers_and_lr_scheduler
+averages = SWAParams(0, 1, swalr_params=SWALRParams(2))
+ech.train(Theirs(module=model(), strategy="ddp", swa_params=averages, step_lr_interval="step"), loader(), max_epochs=1)
+"""
+
+
+@pytest.mark.parametrize("text", [LOOKED_AT, TORCHTNTS])
+def test_an_optimizer_that_is_built_before_training_is_replaced_as_well(tmp_path: Path, text: str) -> None:
+    rows = [row for row in matrix(["fsdp"], [2], [1], sgd=True) if row.strategy is not None]
+    proof = prove_target(_script(tmp_path, text), rows, 1, False)
+    assert {row.label: row.verdict for row in proof.results} == {"fsdp": "agrees", "fsdp, sgd": "agrees"}, proof.results
+
+
 def _script(folder: Path, text: str) -> Target:
     """A script beside those that are planted, which imports what they share."""
     (folder / "script.py").write_text(f"import sys\nsys.path.append({str(PLANTED)!r})\nfrom common import *\n{text}")

@@ -96,8 +96,8 @@ def test_a_summary_has_a_row_for_each_name_the_longest_first(clock: list[float])
         [cell.strip() for cell in line.strip("|").split("|")] for line in get_timer_summary(timer).splitlines() if "|" in line
     ]
     assert cells[0] == ["Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %"]
-    assert cells[2:] == [
-        ["Total", "-", "3", "4.0", "100"],
+    assert cells[1:] == [
+        ["Total", "-", "3", "4.0", "100 %"],
         ["long", "3.0", "1", "3.0", "75.0"],
         ["short", "0.5", "2", "1.0", "25.0"],
     ]
@@ -113,7 +113,7 @@ def test_percentiles_are_durations_that_were_measured() -> None:
         "a": {"p0": 1.0, "p50": 2.0, "p99": 3.0, "p100": 4.0, "avg": 2.5}
     }
     for outside in (-1, 101, float("nan")):
-        with pytest.raises(UsageError, match="percentile"):
+        with pytest.raises(UsageError, match="Percentile must be between 0 and 100"):
             get_durations_histogram(durations, [50, outside])
 
 
@@ -122,9 +122,9 @@ def test_a_histogram_as_a_table() -> None:
     table = get_recorded_durations_table({"a": {"p50": 1.0, "avg": 2.0}, "longer": {"avg": 0.12345}})
     assert table.splitlines() == [
         "",
-        "| Name   | p50   | avg   |",
-        "| ------ | ----- | ----- |",
-        "| a      | 1.000 | 2.000 |",
+        "| Name   |   p50 |   avg |",
+        "|:-------|------:|------:|",
+        "| a      |     1 | 2     |",
         "| longer |       | 0.123 |",
     ]
 
@@ -193,7 +193,37 @@ def test_over_all_ranks(ranks: Ranks) -> None:
         "only 1": {"p0": 5.0, "p100": 5.0, "avg": 5.0},
     }
     for rank, each in enumerate((first, second)):
-        assert each["synced"] == each["timer"] == wanted and "percentile 101" in each["error"]
+        assert each["synced"] == each["timer"] == wanted and "Percentile must be between 0 and 100. Got 101" in each["error"]
         assert each["own group"] == {"a": {"p50": float(rank), "avg": float(rank)}}
         assert [second for second, passed in enumerate(each["checks"]) if passed] == [11, 22], "one call later than it passed"
         assert each["after"] == [False, True]
+
+
+def test_the_summary_has_torchtnts_form() -> None:
+    timer = Timer()
+    timer.recorded_durations |= {"train.next(data_iter)": [1.0, 2.0, 3.0], "b": [0.5]}
+    rule = "-" * 129
+    assert get_timer_summary(timer).split("\n") == [
+        "Timer Report",
+        "",
+        rule,
+        "|  Action               \t|  Mean duration (s)\t|  Num calls      \t|  Total time (s) \t|  Percentage %   \t|",
+        rule,
+        "|  Total                \t|  -              \t|  4              \t|  6.5            \t|  100 %          \t|",
+        rule,
+        "|  train.next(data_iter)\t|  2.0            \t|  3              \t|  6.0            \t|  92.308         \t|",
+        "|  b                    \t|  0.5            \t|  1              \t|  0.5            \t|  7.6923         \t|",
+        rule,
+        "",
+    ]
+
+
+def test_a_table_of_percentiles_has_torchtnts_form() -> None:
+    table = get_recorded_durations_table({"a": {"p50": 1.0, "avg": 2.0}, "bbbb": {"p50": 10.0, "avg": 20.5}})
+    assert table.split("\n") == [
+        "",
+        "| Name   |   p50 |   avg |",
+        "|:-------|------:|------:|",
+        "| a      |     1 |   2   |",
+        "| bbbb   |    10 |  20.5 |",
+    ]

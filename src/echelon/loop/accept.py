@@ -8,12 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
+
 from echelon.contracts.errors import UnitError, UsageError
 from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit, Unit
 
-__all__ = ["KINDS", "callbacks_of", "check_loader", "check_unit", "has_hook", "inner_of", "is_real", "keeps", "no_end"]
+__all__ = [
+    "KINDS",
+    "callbacks_of",
+    "check_loader",
+    "check_unit",
+    "has_hook",
+    "has_shape",
+    "inner_of",
+    "is_real",
+    "keeps",
+    "no_end",
+]
 
 KINDS: dict[str, type[Unit]] = {"train": TrainUnit, "eval": EvalUnit, "predict": PredictUnit, "test": TestUnit}
 
@@ -30,7 +43,7 @@ def check_unit(unit: Any, phase: str, entry: str, dataloader: Any) -> None:
         raise UnitError(f"the unit of {entry}() must be an object, got the class {unit.__name__}. Write {unit.__name__}(...).")
     if not isinstance(unit, Unit) and isinstance(dataloader, Unit):
         raise UnitError(f"{entry}({name}, {type(dataloader).__name__}): the unit comes first, then the loader.")
-    if not isinstance(unit, kind):
+    if not isinstance(unit, kind) and (isinstance(unit, Unit) or not has_shape(unit, phase)):
         raise UnitError(f"the unit of {entry}() must inherit from {kind.__name__}, which has {phase}_step, got {name}.")
     if not isinstance(getattr(unit, f"{phase}_progress", None), Progress):
         remedy = "call super().__init__() in its __init__" if is_real(unit) else f"set its {phase}_progress = Progress()"
@@ -57,14 +70,31 @@ def no_end(entry: str) -> UsageError:
     )
 
 
+def has_shape(unit: Any, phase: str) -> bool:
+    """Whether what is no unit by inheritance can be one by what it has: a step and its progress."""
+    step, progress = getattr(unit, f"{phase}_step", None), getattr(unit, f"{phase}_progress", None)
+    return callable(step) and isinstance(progress, Progress)
+
+
 def is_real(unit: Any) -> bool:
     """Whether a unit really is one, not a mock with a spec."""
     return issubclass(type(unit), Unit)
 
 
+class _ByShape(Unit):
+    """Of what is no Unit: its modules, and else what a plain unit answers."""
+
+    def __init__(self, unit: Any) -> None:
+        self._of = getattr(unit, "tracked_modules", dict)
+
+    def tracked_modules(self) -> dict[str, nn.Module]:
+        found: Any = self._of()
+        return found if isinstance(found, dict) else {}  # a mock's answer that nobody has set
+
+
 def inner_of(unit: Any) -> Unit:
-    """What the loop asks of a unit beside its steps and hooks; for a mock, what a plain unit answers."""
-    return unit if is_real(unit) else Unit()
+    """What the loop asks of a unit beside its steps and hooks."""
+    return unit if is_real(unit) else _ByShape(unit)
 
 
 def callbacks_of(given: Iterable[Any] | None) -> list[Any]:

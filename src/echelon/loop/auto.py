@@ -20,6 +20,7 @@ from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader
 from echelon.loop.auto_checks import check_accumulation, check_made, check_own_names, check_plateau, check_trainable
 from echelon.loop.auto_options import AutoOptions
+from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.auto_train import AutoTrainUnit, TrainStepResults
 from echelon.loop.averaged import AveragedWeights, SWAParams, swa_scheduler
 from echelon.loop.bitwise import BitEqual
@@ -27,7 +28,8 @@ from echelon.loop.finite import FiniteWatch
 from echelon.loop.metrics import MeanOfAPhase
 from echelon.loop.optimizer_checks import check_holds, look_at_first_update, not_the_modules
 from echelon.loop.pieces import pieces_for
-from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit
+from echelon.loop.state import EntryPoint, step_under_way
+from echelon.loop.unit import EvalUnit, TestUnit
 from echelon.loop.window import Window
 from echelon.parallel.activation import Preset
 from echelon.parallel.float8 import Float8
@@ -57,7 +59,7 @@ class _BuiltAtFirstUse:
         if unit is None or not unit.__dict__.get("training"):
             raise AttributeError(f"no {self._name}: the unit was built with training=False, or its __init__ has not run")
         unit.configure()
-        return unit.__dict__[self._name]
+        return unit.__dict__.get(self._name)  # None is the schedule beside an optimizer that was assigned
 
 
 class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
@@ -148,7 +150,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
             deterministic=deterministic,
             stop_after_nonfinite_losses=stop_after_nonfinite_losses,
         )
-        PredictUnit.__init__(self)  # and with it those of the other phases: their progress
+        super(AutoPredictUnit, self).__init__()  # those of all phases: their progress
         self.build_from(module, options)
 
     # --- how it is built, here or once more in another process
@@ -167,7 +169,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         self.clip_grad_norm, self.clip_grad_value = options.clip_grad_norm, options.clip_grad_value
         self.retain_graph = options.loss_backward_retain_graph
         self.zero_grad_at_train_step_start = options.zero_grad_at_train_step_start
-        self.grad_scaler = self.precision.scaler(self.device, self.prepared) if self.training else None
+        self.grad_scaler = self.computes.scaler(self.device, self.prepared) if self.training else None
         self.swa_params = averaged = options.swa_params
         self.swa_model = AveragedWeights(self.prepared, averaged) if averaged is not None and self.training else None
         self.swa_scheduler = self._shards = self._first_look = None
@@ -186,7 +188,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         return replace(
             self._options,
             step_lr_interval=self.step_lr_interval,
-            precision=self.precision,
+            precision=self.computes,
             gradient_accumulation_steps=self.gradient_accumulation_steps,
             detect_anomaly=self.detect_anomaly,
             clip_grad_norm=self.clip_grad_norm,
@@ -255,13 +257,13 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
             self._finite.forget()
         if self._plateau:
             check_plateau(state)
-        check_scaler(self.grad_scaler, self.precision, self.prepared)
+        check_scaler(self.grad_scaler, self.computes, self.prepared)
         if self.grad_scaler is not None:
             self._shards = Shards(self.optimizer, self.module.parameters())
         loader: Any = getattr(state.train_state, "dataloader", None)
         if self._bitwise is None:
-            steps = ("train_step", "get_next_train_batch")
-            self._pieces_of_step = pieces_for(loader, any(_overrides(self, AutoUnit, name) for name in steps))
+            own = ("train_step", "get_next_train_batch")
+            self._pieces_of_step = pieces_for(loader, any(_overrides(self, AutoUnit, name) for name in own))
             rng.separate(self.prepared.dp_rank)  # of bit-equal training, streams belong to samples and not to ranks
         elif isinstance(loader, BaseLoader):
             loader.split(self._bitwise.accumulation, shares=self._bitwise.parts)
@@ -315,10 +317,9 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         """The loss of a batch, counted into `eval_loss` by its weight."""
         with self.autocast():
             loss, outputs = self.compute_loss(state, data)
-        if state.eval_state is None or not state.eval_state.step.is_padding:
+        if not step_under_way(state.eval_state).is_padding:
             self._evaluation.mean.update(loss, 0 if self.prepared.is_replica else self.weight(data))
-            within_fit = state.train_state is not None
-            step = (self.train_progress if within_fit else self.eval_progress).num_steps_completed
+            step = (self.train_progress if state.entry_point is EntryPoint.FIT else self.eval_progress).num_steps_completed
             self.on_eval_step_end(state, data, step, loss, outputs)
         return loss, outputs
 
@@ -326,7 +327,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         """As `eval_step`, counted into `test_loss`."""
         with self.autocast():
             loss, outputs = self.compute_loss(state, data)
-        if state.test_state is None or not state.test_state.step.is_padding:
+        if not step_under_way(state.test_state).is_padding:
             self._evaluation.mean.update(loss, 0 if self.prepared.is_replica else self.weight(data))
             self.on_test_step_end(state, data, self.test_progress.num_steps_completed, loss, outputs)
         return loss, outputs

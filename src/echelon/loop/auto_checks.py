@@ -43,7 +43,7 @@ def check_made(unit: str, made: Any) -> None:
 
 def check_own_names(unit: AutoTrainUnit[Any]) -> None:
     """Attributes of a subclass that hide AutoUnit's would fail later, in words that explain nothing."""
-    for name, kind in (("window", Window), ("prepared", Prepared), ("precision", Precision)):
+    for name, kind in (("window", Window), ("prepared", Prepared), ("computes", Precision)):
         if not isinstance(getattr(unit, name), kind):
             raise UsageError(f"{type(unit).__name__}.{name} hides an attribute of AutoUnit. Give yours another name.")
     if not callable(unit.weight):

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
 from echelon.loop.auto_options import AutoOptions
+from echelon.loop.state import step_under_way
 from echelon.loop.unit import PredictUnit
 from echelon.parallel.activation import Preset
 from echelon.parallel.float8 import Float8
@@ -68,13 +70,13 @@ class AutoPredictUnit(PredictUnit[T]):
         check_module(module)
         decided = overrides()
         self.device = options.device or init_from_env()
-        self.precision = Precision.of(decided.precision or options.precision)
-        self.precision.look_at(self.device)
-        self.detect_anomaly, self.enable_prefetch = bool(options.detect_anomaly), options.enable_prefetch
+        self.computes = Precision.of(decided.precision or options.precision)
+        self.computes.look_at(self.device)
+        self.detect_anomaly, self.enable_prefetch = options.detect_anomaly, options.enable_prefetch
         compiled = options.torch_compile_params if decided.compile is not False else None
         recomputed = options.activation_checkpoint_params
         assert not isinstance(recomputed, str), "AutoOptions has made a value of a preset's name"
-        recipe = Recipe(recomputed, compiled, self.precision)
+        recipe = Recipe(recomputed, compiled, self.computes)
         self.prepared = parallelize(module, options.strategy, self.device, recipe, overridden=decided.strategy)
         self.module: nn.Module = self.prepared.module
         self._copies = torch.cuda.Stream(self.device) if self.enable_prefetch and self.device.type == "cuda" else None
@@ -102,15 +104,24 @@ class AutoPredictUnit(PredictUnit[T]):
             return None, None  # loaders give host memory: nothing to move, nothing to call per step
         return self.move_data_to_device, self._copies
 
+    @property
+    def precision(self) -> Precision:
+        """What losses and predictions are computed in."""
+        return self.computes
+
+    @precision.setter
+    def precision(self, value: object) -> None:
+        raise UsageError(f"{type(self).__name__}.precision hides an attribute of AutoUnit. Give yours another name.")
+
     def autocast(self) -> Any:
         """The context in which losses and predictions are computed."""
-        return self.precision.autocast(self.device)
+        return self.computes.autocast(self.device)
 
     def predict_step(self, state: State, data: T) -> Any:
         """The module's outputs for a batch."""
         with self.autocast():
             outputs = self.module(data)
-        if state.predict_state is None or not state.predict_state.step.is_padding:
+        if not step_under_way(state.predict_state).is_padding:
             self.on_predict_step_end(state, data, self.predict_progress.num_steps_completed, outputs)
         return outputs
 

@@ -22,13 +22,13 @@ from torch.utils.hooks import RemovableHandle
 
 from echelon.contracts.errors import LossError, NonFiniteError
 from echelon.data.parts import Pieces
-from echelon.data.prefetch import NO_STEP
 from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.averaged import AveragedWeights
 from echelon.loop.bitwise import BitEqual
 from echelon.loop.finite import FiniteWatch
 from echelon.loop.loss import pass_zeros, problem_with, rows
 from echelon.loop.pieces import in_order, mean_loss
+from echelon.loop.state import step_under_way
 from echelon.loop.unit import TrainUnit
 from echelon.loop.utilization import Utilization
 from echelon.loop.window import Window
@@ -145,7 +145,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         window = self.window
         if self._finite.is_long:  # here: callbacks such as RollBack have seen the update before, and may have gone back
             self._finite.raise_if_long(together=self._reduces)
-        step = state.train_state.step if state.train_state is not None else NO_STEP
+        step = step_under_way(state.train_state)
         ends_window = window.open(step.is_last)
         micro_batches = self._micro_batches(data, padded=step.is_padding, ends_window=ends_window)
         if window.reference is None:
@@ -235,14 +235,15 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         if bitwise is not None:
             bitwise.begin(window.updates, window.count - 1)
         reduces = last or bitwise is not None
-        with prepared.accumulate(reduces), torch.autograd.set_detect_anomaly(True) if self.detect_anomaly else NO_CONTEXT:
+        anomaly = self.detect_anomaly
+        with prepared.accumulate(reduces), NO_CONTEXT if anomaly is None else torch.autograd.set_detect_anomaly(anomaly):
             _, outputs = prepared.forward_backward(micro_batch, partial(self._forward, state), partial(self._backward, state))
         if bitwise is not None:
             bitwise.add(last=last)
         return outputs
 
     def _forward(self, state: State, micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:
-        if self.precision.dtype is None:
+        if self.computes.dtype is None:
             made = self.compute_loss(state, micro_batch.data)
         else:
             with self.autocast():
@@ -307,13 +308,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             prepared.clip_grad_value_(self.clip_grad_value)
         self.latest_update = (loss, norm)
         lr = optimizer.param_groups[0]["lr"]
-        updated = True
-        if scaler is not None:
-            assert self._shards is not None
-            updated = self._shards.update_with(scaler)
-            self._finite.take_skip(not updated, scaler)
-        else:
-            optimizer.step()
+        updated = self._step_optimizer()
         if updated and self._first_look is not None:
             self._first_look.remove()
             self._first_look = None
@@ -328,6 +323,17 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         if state.recorder is not None:
             state.recorder.update(self.train_progress.num_steps_completed + 1, window.updates, loss, weight, lr, norm)
         return norm
+
+    def _step_optimizer(self) -> bool:
+        """False if fp16's scaler left the update out."""
+        scaler = self.grad_scaler
+        if scaler is None:
+            self.optimizer.step()
+            return True
+        assert self._shards is not None
+        updated = self._shards.update_with(scaler)
+        self._finite.take_skip(not updated, scaler)
+        return updated
 
     def _advance(self) -> None:
         """After an update or an epoch, as `step_lr_interval` says: the schedule, or the averages' own once these have begun."""

@@ -243,7 +243,7 @@ def _tell_of_nothing(stage: Stage) -> None:
     """
     if stage.trains and stage.here.max_epochs is None:
         raise UsageError("the loader gave no batch, and without max_epochs training would never end. Is it a used-up iterator?")
-    logger.warning("the loader of this %s epoch gave no batch. Is it a used-up iterator?", stage.phase)
+    logger.warning("No steps completed during %s epoch! The loader gave no batch. Is it a used-up iterator?", stage.entry)
 
 
 @contextlib.contextmanager

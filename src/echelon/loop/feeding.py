@@ -57,17 +57,22 @@ def own_fetch(stage: Stage, batches: Batches, *, always: bool) -> Callable[[], A
         return partial(batches.within_limits, batches.itself)
     fetch: Callable[[], Any] = batches.__next__
     if _fetches(stage):
-        fetch = partial(
-            batches.within_limits, partial(getattr(stage.unit, f"get_next_{stage.phase}_batch"), stage.state, batches)
-        )
+        own = partial(getattr(stage.unit, f"get_next_{stage.phase}_batch"), stage.state, batches)
+        fetch = partial(batches.within_limits, own if is_real(stage.unit) else partial(_unless_unset, own, batches))
     elif not always:
         return None
-    return timed(stage.state.timer, f"{stage.phase}.next(data_iter)", fetch)
+    return timed(stage.state.timer, f"{stage.entry}.next(data_iter)", fetch)
 
 
 def _fetches(stage: Stage) -> bool:
     """Whether a method of the unit's own fetches a step's data."""
-    return is_real(stage.unit) and not keeps(stage.unit, f"get_next_{stage.phase}_batch", KINDS[stage.phase])
+    return not keeps(stage.unit, f"get_next_{stage.phase}_batch", KINDS[stage.phase])
+
+
+def _unless_unset(fetch: Callable[[], Any], batches: Batches) -> Any:
+    """What a mock's method gives; the next batch, if nobody has told it what to give."""
+    data = fetch()
+    return next(batches) if type(data).__module__ == "unittest.mock" else data
 
 
 def open_feed(stage: Stage) -> Feed:
@@ -84,7 +89,7 @@ def open_feed(stage: Stage) -> Feed:
     move, stream = inner.placement(stage.phase)
     if move is not None:
         move = partial(move, stage.state)
-    make = timed(stage.state.timer, f"{stage.phase}.iter(dataloader)", Feed)
+    make = timed(stage.state.timer, f"{stage.entry}.iter(dataloader)", Feed)
     pieces = inner.pieces_of_step(stage.phase)
     here.step = NO_STEP
     here.feed = feed = make(loader, limit=limit, move=move, stream=stream, pieces=pieces, resumed=resumed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from echelon.loop.accept import KINDS, has_hook, is_real, keeps
+from echelon.loop.accept import KINDS, has_hook, keeps
 from echelon.loop.state import State, TimerProtocol
 
 __all__ = ["Hook", "Hooks", "timed"]
@@ -44,7 +44,7 @@ class Hooks:
         self.next_end = of("get_next_batch_end", with_unit=False)
         self.step_start = of("step_start", with_unit=False)
         # AutoUnit calls its own, with more arguments, from inside its step.
-        self.step_end = of("step_end", with_unit=not (is_real(unit) and unit.reports_own_steps))
+        self.step_end = of("step_end", with_unit=not getattr(unit.__class__, "reports_own_steps", False))
 
 
 def _as_callback(own: Callable[[State], None]) -> Hook:

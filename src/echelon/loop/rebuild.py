@@ -32,8 +32,8 @@ _MADE_LATER = frozenset({"optimizer", "lr_scheduler", "swa_scheduler"})
 # The attributes that `build_from` sets: each process makes its own.
 # fmt: off
 BUILT = frozenset({
-    "clip_grad_norm", "clip_grad_value", "detect_anomaly", "device", "enable_prefetch", "eval_loss", "grad_scaler",
-    "gradient_accumulation_steps", "latest_update", "module", "precision", "prepared", "retain_graph", "step_lr_interval",
+    "clip_grad_norm", "clip_grad_value", "computes", "detect_anomaly", "device", "enable_prefetch", "eval_loss", "grad_scaler",
+    "gradient_accumulation_steps", "latest_update", "module", "prepared", "retain_graph", "step_lr_interval",
     "swa_model", "swa_params", "swa_scheduler", "test_loss", "training", "window", "zero_grad_at_train_step_start",
     "_around_window", "_bitwise", "_copies", "_evaluation", "_finite", "_first_look", "_held", "_options", "_pieces_of_step",
     "_plateau", "_reduces", "_reports_step", "_shards",

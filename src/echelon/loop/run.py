@@ -134,5 +134,6 @@ def fit(
         evaluate_every_n_epochs=evaluate_every_n_epochs,
     )
     eval_state = PhaseState(dataloader=eval_dataloader, max_steps_per_epoch=max_eval_steps_per_epoch)
+    eval_state.evaluations = train_state.evaluations
     state = State(entry_point=EntryPoint.FIT, timer=timer, train_state=train_state, eval_state=eval_state)
     Run(state, unit, callbacks, ["train", "eval"]).train()

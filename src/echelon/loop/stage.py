@@ -45,6 +45,11 @@ class Stage:
     def trains(self) -> bool:
         return self.phase == "train"
 
+    @property
+    def entry(self) -> str:
+        """The function that has this phase, by which a timer's names begin."""
+        return "evaluate" if self.phase == "eval" else self.phase
+
     def call(self, hooks: tuple[Hook, ...]) -> None:
         for hook in hooks:
             hook(self.state, self.unit)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from echelon.contracts.errors import UsageError, require
@@ -19,7 +21,7 @@ from echelon.loop.progress import Progress
 if TYPE_CHECKING:
     from echelon.loop.record import Recorder
 
-__all__ = ["ActivePhase", "EntryPoint", "IterationTimer", "PhaseState", "State", "TimerProtocol"]
+__all__ = ["ActivePhase", "EntryPoint", "IterationTimer", "PhaseState", "State", "TimerProtocol", "step_under_way"]
 
 
 class EntryPoint(Enum):
@@ -41,7 +43,12 @@ class ActivePhase(Enum):
     TEST = auto()
 
     def into_phase(self) -> str:
+        """The function that has this phase: "train", "evaluate", "predict", "test"."""
         return self.name.lower()
+
+    def __str__(self) -> str:
+        """As hooks and progress are named: "train", "eval", "predict", "test"."""
+        return "eval" if self is ActivePhase.EVALUATE else self.name.lower()
 
 
 class TimerProtocol(Protocol):
@@ -50,16 +57,22 @@ class TimerProtocol(Protocol):
     def time(self, action_name: str) -> AbstractContextManager[Any]: ...
 
 
+class Series(deque[float]):
+    """The latest durations, oldest first. Slices are lists."""
+
+    def __getitem__(self, at: Any) -> Any:
+        return list(self)[at] if isinstance(at, slice) else super().__getitem__(at)
+
+
 class IterationTimer:
     """Durations of the latest iterations in seconds, by name. Bounded, so that a long run does not grow."""
 
     def __init__(self, keep: int = 5000) -> None:
-        self._keep = keep
-        self.recorded_durations: dict[str, deque[float]] = {}
+        self.recorded_durations: dict[str, Any] = defaultdict(partial(Series, maxlen=keep))
 
-    def series(self, name: str) -> deque[float]:
+    def series(self, name: str) -> Any:
         """The durations under a name, made when first asked for; append to it to record one."""
-        return self.recorded_durations.setdefault(name, deque(maxlen=self._keep))
+        return self.recorded_durations[name]
 
     @contextlib.contextmanager
     def time(self, action_name: str) -> Iterator[None]:
@@ -73,15 +86,32 @@ class IterationTimer:
         self.recorded_durations.clear()
 
 
+@dataclass
+class EvaluateEvery:
+    """After every how many steps and epochs of training `fit` evaluates; None is never."""
+
+    steps: int | None = None
+    epochs: int | None = None
+
+
 class PhaseState:
     """One phase's loader and limits; the loop's, except for `evaluate_every_n_*`, which a callback may change.
 
     Attributes:
+        evaluate_every_n_steps, evaluate_every_n_epochs: of training, and within `fit` the same in both phases' states.
         step_output: what the step returned, between the step and the end of `on_*_step_end`.
         iteration_timer: durations "<phase>_iteration_time" and "data_wait_time".
         step: the batch under way, or the latest: whether it is the epoch's last, whether it is padding.
         feed: the loop's iterator over the present epoch.
     """
+
+    # Of the class as well, so that a mock with this class for its spec has them.
+    dataloader: Iterable[Any] = ()
+    max_epochs: int | None = None
+    max_steps: int | None = None
+    max_steps_per_epoch: int | None = None
+    step_output: Any = None
+    iteration_timer: Any = None
 
     def __init__(
         self,
@@ -98,12 +128,29 @@ class PhaseState:
         self.endless = any(isinstance(limit, float) and limit == math.inf for limit in (max_epochs, max_steps))
         self.max_epochs, self.max_steps = _limit("max_epochs", max_epochs), _limit("max_steps", max_steps)
         self.max_steps_per_epoch = _limit("max_steps_per_epoch", max_steps_per_epoch)
-        self.evaluate_every_n_steps = _limit("evaluate_every_n_steps", evaluate_every_n_steps, at_least=1)
-        self.evaluate_every_n_epochs = _limit("evaluate_every_n_epochs", evaluate_every_n_epochs, at_least=1)
-        self.step_output: Any = None
+        self.evaluations = EvaluateEvery()
+        self.evaluate_every_n_steps = evaluate_every_n_steps
+        self.evaluate_every_n_epochs = evaluate_every_n_epochs
+        self.step_output = None
         self.iteration_timer = IterationTimer()
         self.step: Step[Any] = NO_STEP
         self.feed: Feed | None = None
+
+    @property
+    def evaluate_every_n_steps(self) -> int | None:
+        return self.evaluations.steps
+
+    @evaluate_every_n_steps.setter
+    def evaluate_every_n_steps(self, value: float | None) -> None:
+        self.evaluations.steps = _limit("evaluate_every_n_steps", value, at_least=1)
+
+    @property
+    def evaluate_every_n_epochs(self) -> int | None:
+        return self.evaluations.epochs
+
+    @evaluate_every_n_epochs.setter
+    def evaluate_every_n_epochs(self, value: float | None) -> None:
+        self.evaluations.epochs = _limit("evaluate_every_n_epochs", value, at_least=1)
 
     def ends_epoch(self, progress: Progress) -> bool:
         """Whether the epoch ends with the step under way, which is counted, rather than being cut short by `max_steps`."""
@@ -145,6 +192,11 @@ class PhaseState:
         return self.max_steps is not None and progress.num_steps_completed >= self.max_steps
 
 
+def step_under_way(here: PhaseState | None) -> Step[Any]:
+    """The batch under way; outside a loop, and with a mock for a state, one that is neither the last nor padding."""
+    return here.step if isinstance(here, PhaseState) else NO_STEP
+
+
 def _limit(name: str, value: Any, *, at_least: int = 0) -> int | None:
     if value is None or (isinstance(value, float) and value == math.inf):
         return None
@@ -156,6 +208,18 @@ def _limit(name: str, value: Any, *, at_least: int = 0) -> int | None:
 
 class State:
     """Handed to every hook and step. Users read it; they write through `stop`."""
+
+    # Of the class as well, so that a mock with this class for its spec has them.
+    entry_point: EntryPoint = EntryPoint.TRAIN
+    active_phase: ActivePhase = ActivePhase.TRAIN
+    timer: TimerProtocol | None = None
+    train_state: PhaseState | None = None
+    eval_state: PhaseState | None = None
+    predict_state: PhaseState | None = None
+    test_state: PhaseState | None = None
+    should_stop = False  # on all ranks alike: the loop will stop
+    recorder: Recorder | None = None
+    stop_requested = False  # by this rank
 
     def __init__(
         self,
@@ -179,11 +243,11 @@ class State:
             EntryPoint.PREDICT: ActivePhase.PREDICT,
             EntryPoint.TEST: ActivePhase.TEST,
         }[entry_point]
-        self.recorder: Recorder | None = None
+        self.recorder = None
         self.alone = True  # a world of one; the loop knows better
-        self.stop_requested = False  # by this rank
+        self.stop_requested = False
         self.stopped_by_script = False  # on this rank: not by a signal, so that the run is to end and not to resume later
-        self.should_stop = False  # on all ranks alike: the loop will stop
+        self.should_stop = False
         self.rolled_back = False  # on all ranks alike: a callback restored an older state, from which the loop continues
 
     def stop(self) -> None:

@@ -43,7 +43,7 @@ class Steps:
         self.stage, self.between = stage, between
         self.feed = open_feed(stage)
         self.batches = Batches(self.feed, stage.here, stage.progress)
-        self.take = timed(state.timer, f"{phase}.next(data_iter)", self.feed.__next__)
+        self.take = timed(state.timer, f"{stage.entry}.next(data_iter)", self.feed.__next__)
         self.step = timed(state.timer, f"{type(stage.unit).__name__}.{phase}_step", getattr(stage.unit, f"{phase}_step"))
         meets = stage.inner.forward_is_collective or any(getattr(c, "meets_in_steps", False) is True for c in stage.callbacks)
         meets = meets or getattr(stage.here.dataloader, "meets_in_steps", False)

@@ -80,7 +80,7 @@ def peak_of(unit: Any) -> float | None:
         return given
     if unit.device.type != "cuda":
         return None
-    dtype = unit.precision.dtype
+    dtype = unit.computes.dtype
     if dtype is None:
         dtype = next((p.dtype for p in unit.module.parameters() if p.is_floating_point()), torch.float32)
     return peak_flops(torch.cuda.get_device_name(unit.device), dtype)

@@ -178,7 +178,7 @@ def _adapt(unit: Any, row: Row) -> None:
         _with_sgd(unit)
     averages = getattr(unit, "swa_params", None)
     if averages is not None:  # averages only look on, but their schedule of learning rates would not
-        unit.swa_params = replace(averages, swalr_params=None)
+        unit.swa_params, unit.swa_scheduler = replace(averages, swalr_params=None), None
 
 
 def _with_sgd(unit: Any) -> None:
@@ -193,3 +193,5 @@ def _with_sgd(unit: Any) -> None:
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9), None
 
     unit.configure_optimizers_and_lr_scheduler = with_sgd
+    for made in ("optimizer", "lr_scheduler"):  # built already, by a script that looked at it or by TorchTNT's AutoUnit
+        vars(unit).pop(made, None)

@@ -258,7 +258,7 @@ class AutoReference(Reference):
         mean = 0.0
         for data, share, streams in pieces:
             self.sources.restore(streams)
-            with self.unit.precision.autocast(self.device):
+            with self.unit.computes.autocast(self.device):
                 loss, _ = self.unit.compute_loss(self.state, widened(data, self.dtype, self.device))
             if streams:
                 after = self.sources.states()

@@ -30,6 +30,8 @@ class EarlyStopping(Callback):
         UsageError: on all ranks, when rank 0's unit has no such attribute, or it is no single number.
     """
 
+    refusal = UsageError
+
     def __init__(
         self,
         monitored_attr: str,
@@ -71,7 +73,7 @@ class EarlyStopping(Callback):
         value = self._read(unit) if agree.is_rank0() else None
         value = agree.gather(value)[0]
         if isinstance(value, str):
-            raise UsageError(value)
+            raise self.refusal(value)
         # Every rank's checker sees the same number, so that all remember the same.
         if self.checker.check(value):
             state.stop()

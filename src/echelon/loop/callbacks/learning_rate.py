@@ -36,11 +36,11 @@ class LearningRateMonitor(LogsAtInterval):
     """
 
     def on_train_epoch_start(self, state: State, unit: Any) -> None:
-        if self._interval == "epoch":
+        if self.logging_interval == "epoch":
             self._log(unit)
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
-        if self._interval == "step":
+        if self.logging_interval == "step":
             self._log(unit)
 
     def _log(self, unit: Any) -> None:

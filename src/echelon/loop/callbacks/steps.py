@@ -65,8 +65,8 @@ class LogsAtInterval(Callback):
     ) -> None:
         if logging_interval not in ("epoch", "step"):
             raise UsageError(
-                f"Invalid value {logging_interval!r} for argument logging_interval. Accepted values are epoch, step."
+                f"Invalid value '{logging_interval}' for argument logging_interval. Accepted values are ('epoch', 'step')."
             )
         given = [loggers] if _can_log(loggers) else loggers
         self._loggers = several("loggers", given, "a logger or a list of loggers", _can_log)
-        self._interval = logging_interval
+        self.logging_interval = logging_interval

@@ -1,23 +1,63 @@
-"""torchtnt.framework.auto_unit: echelon's, with TorchTNT's further arguments."""
+"""torchtnt.framework.auto_unit: echelon's, with TorchTNT's further arguments and its values of attributes."""
 
 from __future__ import annotations
 
 import functools
+import logging
+from abc import ABCMeta
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
+from torch import nn
+
+from echelon.compat.torchtnt.framework import unit
+from echelon.compat.torchtnt.framework.averages import Averages, source_of
 from echelon.compat.torchtnt.framework.callbacks.dcp_saver import without_effect
-from echelon.compat.torchtnt.utils.prepare_module import compile_backward, on_mesh
+from echelon.compat.torchtnt.utils.prepare_module import (
+    ActivationCheckpointParams,
+    TorchCompileParams,
+    compile_backward,
+    on_mesh,
+)
+from echelon.contracts.errors import UsageError
 from echelon.loop import auto, auto_predict
 from echelon.loop.auto import TrainStepResults
+from echelon.loop.auto_options import AutoOptions
 from echelon.loop.averaged import SWALRParams, SWAParams
+from echelon.parallel.prepared import NO_CONTEXT
 
-__all__ = ["AutoPredictUnit", "AutoUnit", "SWALRParams", "SWAParams", "TrainStepResults"]
+__all__ = [
+    "ActivationCheckpointParams",
+    "AutoPredictUnit",
+    "AutoUnit",
+    "SWALRParams",
+    "SWAParams",
+    "TorchCompileParams",
+    "TrainStepResults",
+]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class AutoUnit(auto.AutoUnit[T]):
+class _Configures(ABCMeta):
+    """Optimizer and scheduler are built right after the whole constructor; None without training."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        if made.training:
+            made.configure()
+        else:
+            made.optimizer = made.lr_scheduler = None
+        return made
+
+
+class AutoUnit(
+    auto.AutoUnit[T], unit.TrainUnit[T], unit.EvalUnit[T], unit.PredictUnit[T], unit.TestUnit[T], metaclass=_Configures
+):
     """As `echelon.AutoUnit`.
 
     Args:
@@ -33,7 +73,12 @@ class AutoUnit(auto.AutoUnit[T]):
     def __init__(
         self,
         *,
+        module: nn.Module,
         strategy: Any = None,
+        precision: Any = None,
+        gradient_accumulation_steps: int = 1,
+        detect_anomaly: bool | None = None,
+        torch_compile_params: Any = None,
         enable_compiled_autograd: bool = False,
         global_mesh: Any = None,
         enable_loss_parallel: bool = False,
@@ -41,12 +86,114 @@ class AutoUnit(auto.AutoUnit[T]):
         **options: Any,
     ) -> None:
         without_effect("AutoUnit", gradient_accumulation_sync=gradient_accumulation_sync or None)
+        if gradient_accumulation_steps < 1:
+            raise UsageError(f"gradient_accumulation_steps must be > 0. Got {gradient_accumulation_steps}")
         if enable_compiled_autograd:
-            compile_backward(options.get("torch_compile_params"))
-        super().__init__(strategy=strategy if global_mesh is None else on_mesh(strategy, global_mesh), **options)
+            compile_backward(torch_compile_params)
+        super().__init__(
+            module=module,
+            strategy=strategy if global_mesh is None else on_mesh(strategy, global_mesh),
+            precision=precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            detect_anomaly=_detects(detect_anomaly, torch_compile_params),
+            torch_compile_params=torch_compile_params,
+            **options,
+        )
+        self.enable_compiled_autograd = enable_compiled_autograd
         if enable_loss_parallel:  # only then: a step that is not AutoUnit's own is not known to be one
             self.train_step = _in_loss_parallel(self.train_step)  # type: ignore[method-assign]
             self.eval_step = _in_loss_parallel(self.eval_step)  # type: ignore[method-assign]
+
+    def build_from(self, module: nn.Module, options: AutoOptions) -> None:
+        params = options.swa_params
+        if params is None or params.use_in_evaluation:  # which only echelon's own averages can
+            super().build_from(module, options)
+            return
+        source = source_of(module, params, training=options.training)
+        super().build_from(module, replace(options, swa_params=None))
+        self._options, self.swa_params = options, params
+        if source is not None:
+            self.swa_model = Averages(source, self, params)  # type: ignore[assignment]
+
+    @property  # type: ignore[misc]
+    def precision(self) -> torch.dtype | None:  # type: ignore[override]
+        """The type of autocast; None computes in float32."""
+        return self.computes.dtype
+
+    @property
+    def loss_backward_retain_graph(self) -> bool | None:
+        return self.retain_graph
+
+    @property
+    def maybe_autocast_precision(self) -> Any:
+        """Context in which losses are computed."""
+        return self.autocast()
+
+    # --- the stages of a step, for the user's timer
+
+    _timer: Any = None
+
+    def phase_started(self, state: Any, phase: str) -> None:
+        self._timer = state.timer
+        super().phase_started(state, phase)
+
+    def _timed(self, stage: str) -> Any:
+        return NO_CONTEXT if self._timer is None else self._timer.time(f"{type(self).__name__}.{stage}")
+
+    def _forward(self, state: Any, micro_batch: Any) -> Any:
+        with self._timed("compute_loss"):
+            return super()._forward(state, micro_batch)
+
+    def _backward(self, state: Any, loss: Any, micro_batch: Any) -> None:
+        with self._timed("backward"):
+            super()._backward(state, loss, micro_batch)
+
+    def _step_optimizer(self) -> bool:
+        with self._timed("optimizer_step"):
+            return super()._step_optimizer()
+
+    def zero_grad(self, state: Any) -> None:
+        with self._timed("optimizer_zero_grad"):
+            super().zero_grad(state)
+
+    def _advance(self) -> None:
+        with self._timed("lr_scheduler_step"):
+            super()._advance()
+
+    def eval_step(self, state: Any, data: T) -> Any:
+        with self._timed("compute_loss"):
+            return super().eval_step(state, data)
+
+    def predict_step(self, state: Any, data: T) -> Any:
+        with self._timed("forward"):
+            return super().predict_step(state, data)
+
+    def epoch_closed(self, state: Any, phase: str) -> None:
+        if phase == "train" and isinstance(self.swa_model, Averages) and self.swa_model.per_epoch:
+            self.swa_model.average_if_due()
+        super().epoch_closed(state, phase)
+
+    def evaluating(self) -> Any:
+        return NO_CONTEXT if isinstance(self.swa_model, Averages) else super().evaluating()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module) and name != "swa_model" and (mine := vars(self).get("module")) is not None:
+            if name == "module":
+                logger.warning("The self.module attribute is managed by AutoUnit and is not meant to be reassigned.")
+            elif value is mine or value is getattr(mine, "module", None):
+                logger.error(
+                    "Attribute '%s' of the custom TNT Unit stores a reference to the model managed by AutoUnit: it would be "
+                    "saved twice. Use self.module.",
+                    name,
+                )
+        super().__setattr__(name, value)
+
+
+def _detects(detect_anomaly: bool | None, compiled: Any) -> bool | None:
+    if compiled is None or getattr(compiled, "disable", False) or detect_anomaly is None:
+        return detect_anomaly
+    logger.warning("torch.compile is enabled, so detect_anomaly is disabled")
+    return None
 
 
 def _in_loss_parallel(step: Callable[[Any, Any], Any]) -> Any:
@@ -60,12 +207,37 @@ def _in_loss_parallel(step: Callable[[Any, Any], Any]) -> Any:
     return wrapped
 
 
-class AutoPredictUnit(auto_predict.AutoPredictUnit[T]):
+class AutoPredictUnit(auto_predict.AutoPredictUnit[T], unit.PredictUnit[T]):
     """As `echelon.AutoPredictUnit`.
 
     Args:
         global_mesh: the ranks as a grid, for a TPStrategy or FSDP2Strategy.
     """
 
-    def __init__(self, *, strategy: Any = None, global_mesh: Any = None, **options: Any) -> None:
-        super().__init__(strategy=strategy if global_mesh is None else on_mesh(strategy, global_mesh), **options)
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        strategy: Any = None,
+        detect_anomaly: bool | None = None,
+        torch_compile_params: Any = None,
+        global_mesh: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            module=module,
+            strategy=strategy if global_mesh is None else on_mesh(strategy, global_mesh),
+            detect_anomaly=_detects(detect_anomaly, torch_compile_params),
+            torch_compile_params=torch_compile_params,
+            **options,
+        )
+
+    @property  # type: ignore[misc]
+    def precision(self) -> torch.dtype | None:  # type: ignore[override]
+        """The type of autocast; None computes in float32."""
+        return self.computes.dtype
+
+    def predict_step(self, state: Any, data: T) -> Any:
+        found = self.detect_anomaly
+        with NO_CONTEXT if found is None else torch.autograd.set_detect_anomaly(found):
+            return super().predict_step(state, data)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
+from echelon.compat.torchtnt.framework.runs import told
 from echelon.contracts.errors import UnitError
 from echelon.loop import run
-from echelon.loop.unit import TestUnit
+from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
 
 __all__ = ["fit"]
+
+logger = logging.getLogger(__name__)
 
 
 def fit(
@@ -17,24 +21,43 @@ def fit(
     train_dataloader: Iterable[Any],
     eval_dataloader: Iterable[Any],
     *,
+    max_epochs: float | None = None,
+    max_steps: float | None = None,
+    max_train_steps_per_epoch: float | None = None,
+    max_eval_steps_per_epoch: float | None = None,
+    evaluate_every_n_steps: float | None = None,
+    evaluate_every_n_epochs: float | None = 1,
     test_dataloader: Iterable[Any] | None = None,
     max_test_steps: int | None = None,
     callbacks: list[Any] | None = None,
     timer: Any = None,
-    **limits: Any,
 ) -> None:
-    """As `echelon.fit`.
+    """As `echelon.fit`; the log has the limits, the end and the timer's table.
 
     Args:
+        evaluate_every_n_steps, evaluate_every_n_epochs: 0 is never, too.
         test_dataloader: the unit is tested on it after training.
         max_test_steps: at most so many batches of it.
     Raises:
-        UnitError: a test of what is no TestUnit; before training.
+        UnitError: what is not a TrainUnit and an EvalUnit; a test of what is no TestUnit. Before training.
     """
-    if test_dataloader is not None and not isinstance(unit, TestUnit):
-        raise UnitError(
-            f"the unit of fit(test_dataloader=...) must inherit from TestUnit, which has test_step, got {type(unit).__name__}."
-        )
-    run.fit(unit, train_dataloader, eval_dataloader, callbacks=callbacks, timer=timer, **limits)
-    if test_dataloader is not None:
-        run.test(unit, test_dataloader, max_steps_per_epoch=max_test_steps, callbacks=callbacks, timer=timer)
+    for kind in (TrainUnit, EvalUnit) if test_dataloader is None else (TrainUnit, EvalUnit, TestUnit):
+        if not isinstance(unit, kind):
+            has = f"{kind.__name__.removesuffix('Unit').lower()}_step"
+            raise UnitError(
+                f"Expected unit to implement {kind.__name__} interface. The unit of fit() must inherit from {kind.__name__}, "
+                f"which has {has}, got {type(unit).__name__}."
+            )
+    limits = {
+        "max_epochs": max_epochs,
+        "max_steps": max_steps,
+        "max_train_steps_per_epoch": max_train_steps_per_epoch,
+        "max_eval_steps_per_epoch": max_eval_steps_per_epoch,
+        "evaluate_every_n_steps": evaluate_every_n_steps,
+        "evaluate_every_n_epochs": evaluate_every_n_epochs,
+    }
+    with told(logger, "fit", unit, ("train", "eval"), timer, **limits):
+        never = {name: None for name in ("evaluate_every_n_steps", "evaluate_every_n_epochs") if limits[name] == 0}
+        run.fit(unit, train_dataloader, eval_dataloader, callbacks=callbacks, timer=timer, **limits | never)
+        if test_dataloader is not None:
+            run.test(unit, test_dataloader, max_steps_per_epoch=max_test_steps, callbacks=callbacks, timer=timer)

@@ -1,5 +1,30 @@
 """torchtnt.framework.train."""
 
-from echelon.loop.run import train
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from echelon.compat.torchtnt.framework.runs import told
+from echelon.loop import run
 
 __all__ = ["train"]
+
+logger = logging.getLogger(__name__)
+
+
+def train(
+    train_unit: Any,
+    train_dataloader: Iterable[Any],
+    *,
+    max_epochs: float | None = None,
+    max_steps: float | None = None,
+    max_steps_per_epoch: float | None = None,
+    callbacks: list[Any] | None = None,
+    timer: Any = None,
+) -> None:
+    """As `echelon.train`; the log has the limits, the end and the timer's table."""
+    limits = {"max_epochs": max_epochs, "max_steps": max_steps, "max_steps_per_epoch": max_steps_per_epoch}
+    with told(logger, "train", train_unit, ("train",), timer, **limits):
+        run.train(train_unit, train_dataloader, callbacks=callbacks, timer=timer, **limits)

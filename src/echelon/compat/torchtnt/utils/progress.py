@@ -5,9 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from echelon.loop.progress import Progress
+from echelon.compat.torchtnt.private import private_names
+from echelon.loop import progress
 
 __all__ = ["Progress", "estimated_steps_in_epoch", "estimated_steps_in_fit", "estimated_steps_in_loop"]
+
+
+class Progress(progress.Progress):
+    """As echelon's. What programs set under private names, having no other, they can set here."""
+
+    locals().update(
+        private_names(
+            "num_epochs_completed", "num_steps_completed", "num_steps_completed_in_epoch", "num_steps_completed_in_prev_epoch"
+        )
+    )
 
 
 def estimated_steps_in_epoch(

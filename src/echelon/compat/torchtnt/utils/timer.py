@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -98,7 +100,7 @@ class Timer:
         yield
         seconds = _now(self.cuda_sync) - start
         if self.verbose:
-            logger.info("%s took %s seconds", action_name, seconds)
+            logger.info("%s took %s seconds.", action_name, seconds)
         self.record(action_name, seconds)
 
     def record(self, action_name: str, seconds: float) -> None:
@@ -151,7 +153,7 @@ class BoundedTimer(Timer):
 
 def _synchronizes(cuda_sync: bool | None, *, default: bool) -> bool:
     if cuda_sync and not torch.cuda.is_available():
-        raise UsageError("cuda_sync=True needs CUDA, and torch finds none here.")
+        raise UsageError("CUDA must be available in order to enable CUDA synchronization. Leave cuda_sync out.")
     return default if cuda_sync is None else cuda_sync
 
 
@@ -194,13 +196,16 @@ def get_timer_summary(timer: Any) -> str:
     """A table of what a timer recorded, the longest first. Its heading alone if that is nothing."""
     report = report_of(timer)
     if not report.timed_action_stats:
-        return "Timer Report\n"
-    rows = [("Total", "-", str(report.total_calls), f"{report.total_duration:.5}", "100")]
+        return f"Timer Report{os.linesep}"
+    head = ("Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")
+    rows = [("Total", "-", str(report.total_calls), f"{report.total_duration:.5}", "100 %")]
     for each in report.timed_action_stats:
         mean, total, share = f"{each.mean_duration:.5}", f"{each.total_duration:.5}", f"{each.percentage_of_total_time:.5}"
         rows.append((each.action_name, mean, str(each.num_calls), total, share))
-    head = ("Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")
-    return f"Timer Report\n\n{_table(head, rows)}\n"
+    widest = max(len(row[0]) for row in rows[1:])
+    lines = ["|".join(("", f"  {row[0]:<{widest}}\t", *(f"  {cell:<15}\t" for cell in row[1:]), "")) for row in (head, *rows)]
+    rule = "-" * (len(lines[0].expandtabs()))
+    return os.linesep.join(("Timer Report", "", rule, lines[0], rule, lines[1], rule, *lines[2:], rule, ""))
 
 
 def get_durations_histogram(
@@ -229,7 +234,7 @@ def get_durations_histogram(
 def _checked(percentiles: Sequence[float]) -> list[float]:
     outside = [p for p in percentiles if not 0 <= p <= 100]
     if outside:
-        raise UsageError(f"percentile {outside[0]}: from 0 to 100.")
+        raise UsageError(f"Percentile must be between 0 and 100. Got {outside[0]}")
     return sorted(percentiles)
 
 
@@ -261,15 +266,28 @@ def get_recorded_durations_table(result: Mapping[str, Mapping[str, float]]) -> s
     columns = list(dict.fromkeys(column for row in result.values() for column in row))
     if not columns:
         return ""
-    rows = [(name, *(f"{row[c]:.3f}" if c in row else "" for c in columns)) for name, row in result.items()]
-    return "\n" + _table(("Name", *columns), rows)
+    names = [name.ljust(max(len("Name") + 2, *map(len, result))) for name in ("Name", *result)]
+    table = [names, *([f"{c:>{width}}", *cells] for c, cells, width in map(partial(_aligned, result.values()), columns))]
+    table = [[column[0], _rule(column[0], left=column is names), *column[1:]] for column in table]
+    return "\n" + "\n".join(f"|{'|'.join(cell if i == 1 else f' {cell} ' for cell in line)}|" for i, line in _lines(table))
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
-    lines.insert(1, " | ".join("-" * width for width in widths))
-    return "\n".join(f"| {line} |" for line in lines)
+def _lines(columns: Sequence[Sequence[str]]) -> Iterable[tuple[int, tuple[str, ...]]]:
+    return enumerate(zip(*columns, strict=True))
+
+
+def _rule(head: str, *, left: bool) -> str:
+    dashes = "-" * (len(head) + 1)
+    return f":{dashes}" if left else f"{dashes}:"
+
+
+def _aligned(rows: Iterable[Mapping[str, float]], column: str) -> tuple[str, list[str], int]:
+    """A column's numbers with three decimals at most, point below point, and its width."""
+    cells = [f"{round(row[column], 3):g}" if column in row else "" for row in rows]
+    decimals = max(len(cell.partition(".")[2]) + ("." in cell) for cell in cells)
+    cells = [cell + " " * (decimals - len(cell.partition(".")[2]) - ("." in cell)) for cell in cells]
+    width = max(len(column) + 2, *map(len, cells))
+    return column, [cell.rjust(width) for cell in cells], width
 
 
 class FullSyncPeriodicTimer:

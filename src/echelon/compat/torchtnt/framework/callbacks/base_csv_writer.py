@@ -47,6 +47,11 @@ class BaseCSVWriter(Callback, ABC):
         world, path = World.current(torch.device("cpu")), Path(self.dir_path) / self.filename
         return path if world.size == 1 else path.with_suffix(f".rank{world.rank}{path.suffix}")
 
+    @property
+    def output_path(self) -> str:
+        """As `path`."""
+        return str(self.path)
+
     def on_predict_start(self, state: State, unit: Any) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a", newline="", encoding="utf-8")

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from echelon.contracts.errors import UsageError
 from echelon.loop.callbacks import early_stopping
 from echelon.loop.early_stop import EarlyStopChecker
 
 __all__ = ["EarlyStopping"]
 
 
+class MissingAttributeError(UsageError, RuntimeError):
+    """What is monitored is not there, or is no number."""
+
+
 class EarlyStopping(early_stopping.EarlyStopping):
     """As echelon's. Release 0.2.4 has `interval_freq` where newer sources have `phase`: a number there is meant so."""
+
+    refusal = MissingAttributeError
 
     def __init__(
         self,
@@ -24,3 +31,10 @@ class EarlyStopping(early_stopping.EarlyStopping):
         if isinstance(phase, int):
             phase, interval_freq = "train", phase
         super().__init__(monitored_attr, early_stop_checker, interval, phase, interval_freq)
+
+    def _read(self, unit: Any) -> float | str:
+        if not hasattr(unit, self.monitored_attr):
+            return f"Unit does not have attribute '{self.monitored_attr}', unable to read monitored attribute to determine " + (
+                "whether to stop early."
+            )
+        return super()._read(unit)

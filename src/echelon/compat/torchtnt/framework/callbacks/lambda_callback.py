@@ -13,6 +13,10 @@ __all__ = ["Lambda"]
 _HOOKS = frozenset(name for name in vars(Callback) if name.startswith("on_"))
 
 
+class NoSuchHookError(UsageError, TypeError):
+    """An argument that is no hook's name."""
+
+
 class Lambda(Callback):
     """`Lambda(on_train_step_end=lambda state, unit: ...)`: any of Callback's hooks, by name.
 
@@ -22,7 +26,7 @@ class Lambda(Callback):
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         if unknown := sorted(hooks.keys() - _HOOKS):
-            raise UsageError(f"Lambda: no such hook: {', '.join(unknown)}. Hooks are named as in echelon.Callback.")
+            raise NoSuchHookError(f"Lambda: no such hook: {', '.join(unknown)}. Hooks are named as in echelon.Callback.")
         for name, hook in hooks.items():
             if hook is not None:
                 setattr(self, name, hook)

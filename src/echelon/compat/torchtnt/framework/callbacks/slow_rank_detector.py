@@ -50,7 +50,10 @@ class SlowRankDetector(Callback):
         device: torch.device | None = None,
     ) -> None:
         if check_every_n_steps is None and check_every_n_epochs is None:
-            raise UsageError("SlowRankDetector needs check_every_n_steps or check_every_n_epochs, got neither.")
+            raise UsageError("At least one of check_every_n_steps or check_every_n_epochs must be specified.")
+        for name, every in (("check_every_n_steps", check_every_n_steps), ("check_every_n_epochs", check_every_n_epochs)):
+            if every is not None and every <= 0:
+                raise UsageError(f"{name} must be a positive integer. Value passed is {every}")
         at_least(1, check_every_n_steps=check_every_n_steps, check_every_n_epochs=check_every_n_epochs)
         require(isinstance(pg, dist.ProcessGroup | None), "pg", "a ProcessGroup or None", pg)
         require(logger is None or callable(getattr(logger, "log", None)), "logger", "a logger or None", logger)
@@ -79,7 +82,7 @@ class SlowRankDetector(Callback):
             return
         durations = self._gather(time.perf_counter() - self._since)
         self._since, self._checked = time.perf_counter(), step
-        if len(durations) < 2 or dist.get_rank(self._group) != 0:
+        if not durations or (len(durations) > 1 and dist.get_rank(self._group) != 0):
             return
         fast, slow = min(durations, key=durations.__getitem__), max(durations, key=durations.__getitem__)
         difference = durations[slow] - durations[fast]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from echelon.compat.torchtnt.utils.resources import cpu_stats, gpu_stats
-from echelon.loop.callbacks.steps import LogsAtInterval, steps_so_far
+from echelon.loop.callbacks.steps import LogsAtInterval, progress_of
 from echelon.loop.state import State
 from echelon.world import agree
 
@@ -15,7 +15,7 @@ __all__ = ["SystemResourcesMonitor"]
 
 
 class SystemResourcesMonitor(LogsAtInterval):
-    """Logs what `torchtnt.utils.resources` here knows, and torch's memory counters of the GPU, by completed steps.
+    """Logs what `torchtnt.utils.resources` here knows, and torch's memory counters of the GPU, by completed steps of the phase.
 
     Rank 0's machine and GPU, or every rank's with a logger of `log_all_ranks`.
 
@@ -37,12 +37,12 @@ class SystemResourcesMonitor(LogsAtInterval):
             logger.log_dict(stats, step)
 
     def on_train_epoch_start(self, state: State, unit: Any) -> None:
-        if self._interval == "epoch":
-            self.write_system_stats(steps_so_far(state, unit))
+        if self.logging_interval == "epoch":
+            self.write_system_stats(progress_of(state, unit).num_steps_completed)
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
-        if self._interval == "step":
-            self.write_system_stats(steps_so_far(state, unit))
+        if self.logging_interval == "step":
+            self.write_system_stats(progress_of(state, unit).num_steps_completed)
 
     on_eval_epoch_start = on_predict_epoch_start = on_test_epoch_start = on_train_epoch_start
     on_eval_step_start = on_predict_step_start = on_test_step_start = on_train_step_start

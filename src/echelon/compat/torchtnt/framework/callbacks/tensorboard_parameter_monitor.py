@@ -36,7 +36,7 @@ class TensorBoardParameterMonitor(Callback):
             )
 
     def on_train_epoch_end(self, state: State, unit: Any) -> None:
-        epoch, writes = unit.train_progress.num_epochs_completed, agree.is_rank0()
+        step, writes = unit.train_progress.num_steps_completed, agree.is_rank0()
         for attribute, prepared in unit.prepared_modules().items():
             for name, parameter in prepared.named_parameters():
                 value = whole(parameter.detach())
@@ -47,4 +47,4 @@ class TensorBoardParameterMonitor(Callback):
                     logger.warning("%s.%s has %s values that are not finite", attribute, name, int((~finite).sum()))
                     value = value[finite]
                 if value.numel():
-                    self._writer.add_histogram(f"Parameters/{attribute}/{name}", value, global_step=epoch)
+                    self._writer.add_histogram(f"Parameters/{attribute}/{name}", value, global_step=step)

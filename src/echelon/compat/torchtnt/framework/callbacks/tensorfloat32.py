@@ -18,6 +18,8 @@ class EnableTensorFloat32(WholeRun):
 
     Args:
         float32_matmul_precision: "highest", "high" or "medium", see `torch.set_float32_matmul_precision`.
+    Attributes:
+        original_float32_matmul_precision, original_cuda_matmul, original_cudnn: what was set before; None outside a run.
     """
 
     may_stop = False
@@ -25,17 +27,22 @@ class EnableTensorFloat32(WholeRun):
     def __init__(self, float32_matmul_precision: str = "high") -> None:
         if float32_matmul_precision not in ("highest", "high", "medium"):
             raise UsageError(f"float32_matmul_precision {float32_matmul_precision!r}: 'highest', 'high' or 'medium'.")
-        self._precision = float32_matmul_precision
-        self._before = ("highest", True)
+        self.float32_matmul_precision = float32_matmul_precision
+        self.original_float32_matmul_precision: str | None = None
+        self.original_cuda_matmul: bool | None = None
+        self.original_cudnn: bool | None = None
 
     def begin(self, state: State, unit: Unit) -> None:
-        self._before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-        _set_float32(self._precision, True)
+        self.original_float32_matmul_precision = torch.get_float32_matmul_precision()
+        self.original_cuda_matmul = torch.backends.cuda.matmul.allow_tf32
+        self.original_cudnn = torch.backends.cudnn.allow_tf32
+        torch.set_float32_matmul_precision(self.float32_matmul_precision)
+        # Which also sets torch.backends.cuda.matmul.allow_tf32: torch refuses to be told by both.
+        torch.backends.cudnn.allow_tf32 = True
 
     def finish(self, state: State, unit: Unit) -> None:
-        _set_float32(*self._before)
-
-
-def _set_float32(matmul: str, convolutions: bool) -> None:
-    torch.set_float32_matmul_precision(matmul)
-    torch.backends.cudnn.allow_tf32 = convolutions
+        assert self.original_float32_matmul_precision is not None
+        assert self.original_cudnn is not None
+        torch.set_float32_matmul_precision(self.original_float32_matmul_precision)
+        torch.backends.cudnn.allow_tf32 = self.original_cudnn
+        self.original_float32_matmul_precision = self.original_cuda_matmul = self.original_cudnn = None

@@ -38,14 +38,17 @@ class TimeLimitInterrupter(Callback):
         interval: Literal["epoch", "step"] = "epoch",
         interval_freq: int = 1,
     ) -> None:
-        if duration is None and timestamp is None:
-            raise UsageError("TimeLimitInterrupter needs a duration or a timestamp.")
+        if duration in (None, "") and timestamp is None:
+            raise UsageError("Invalid parameters. Expected at least one of duration or timestamp to be specified.")
         if timestamp is not None and timestamp.utcoffset() is None:
-            raise UsageError(f"timestamp {timestamp} has no time zone: datetime(..., tzinfo=timezone.utc), say.")
+            raise UsageError(
+                "Invalid timestamp. Expected a timezone aware datetime object, such as datetime(..., tzinfo=timezone.utc), got "
+                f"{timestamp}."
+            )
         if interval not in ("epoch", "step"):
             raise UsageError(f"interval {interval!r}: 'epoch' or 'step'.")
         at_least(1, interval_freq=interval_freq)
-        self._duration_s = None if duration is None else _seconds(duration)
+        self._duration_s = None if duration is None or duration == "" else _seconds(duration)
         self._timestamp, self._interval, self._every = timestamp, interval, interval_freq
         self._began = time.monotonic()
         self.may_stop = interval == "step"
@@ -66,12 +69,12 @@ class TimeLimitInterrupter(Callback):
             return  # the loop tells the others
         elapsed = time.monotonic() - self._began
         if self._duration_s is not None and elapsed >= self._duration_s:
-            why = f"{elapsed:.0f} s of training, limit {self._duration_s:.0f} s"
+            why = f"Training duration of {self._duration_s} seconds has exceeded. Time elapsed is {elapsed} seconds."
         elif self._timestamp is not None and datetime.now(self._timestamp.tzinfo) >= self._timestamp:
-            why = f"it is {self._timestamp}"
+            why = f"Training timestamp limit {self._timestamp} has been reached."
         else:
             return
-        logger.info("time limit reached (%s): training stops", why)
+        logger.info("%s Stopping training.", why)
         state.stop()
 
 
@@ -80,6 +83,6 @@ def _seconds(duration: str | timedelta) -> float:
         return duration.total_seconds()
     found = re.fullmatch(r"(\d{2}):([01]\d|2[0-3]):([0-5]\d)", duration)
     if found is None:
-        raise UsageError(f"duration {duration!r}: DD:HH:MM (days, hours, minutes), or a timedelta.")
+        raise UsageError(f"Invalid duration format '{duration}'. Expected format is DD:HH:MM (days, hours, minutes).")
     days, hours, minutes = (int(part) for part in found.groups())
     return timedelta(days=days, hours=hours, minutes=minutes).total_seconds()

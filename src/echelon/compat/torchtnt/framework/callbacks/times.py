@@ -1,5 +1,8 @@
 """How long steps take and wait for data, and what they get through. All on rank 0, from the durations that the loop keeps.
 
+A step's time is logged at the end of the next one, and the last step's at the end of the phase, as TorchTNT does, whose programs
+call these hooks by hand: a step's duration is known once its hooks have run.
+
 A duration is the host's: on a GPU a step is measured until its work is queued, not until it is done, except where something
 makes the host wait. Over an epoch the difference is nothing.
 """
@@ -7,8 +10,8 @@ makes the host wait. Over an epoch the difference is nothing.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
-from itertools import islice
 from typing import Any
 
 from echelon.contracts.errors import UsageError
@@ -21,46 +24,60 @@ from echelon.world import agree
 __all__ = ["IterationTimeLogger", "ThroughputLogger", "TimeWaitForBatchLogger"]
 
 _WAITS = "data_wait_time"
-_TIMES = {
-    ActivePhase.TRAIN: "train_iteration_time",
-    ActivePhase.EVALUATE: "eval_iteration_time",
-    ActivePhase.PREDICT: "predict_iteration_time",
-    ActivePhase.TEST: "test_iteration_time",
-}
+
+
+def _least(least: int, name: str, value: int) -> None:
+    if value < least:
+        raise UsageError(f"{name} must be at least {least}, got {value}")
+    at_least(least, **{name: value})
 
 
 class _EachStep(Callback):
-    """Calls `step_ended` after the steps that are to be logged, on rank 0, with the number of steps of this phase."""
+    """Calls `log_step` on rank 0, where a step is to be logged."""
 
     may_stop = False
 
     def __init__(self, logger: Any, log_every_n_steps: int, warmup_steps: int) -> None:
-        at_least(1, log_every_n_steps=log_every_n_steps)
-        at_least(0, warmup_steps=warmup_steps)
-        self._logger, self._every, self._warmup = logger, log_every_n_steps, warmup_steps
+        _least(1, "log_every_n_steps", log_every_n_steps)
+        _least(0, "warmup_steps", warmup_steps)
+        self._logger, self.log_every_n_steps, self.warmup_steps = logger, log_every_n_steps, warmup_steps
 
-    def step_ended(self, state: State, step: int) -> None: ...
+    def log_step(self, state: State, step: int, *, ended: bool) -> None:
+        """
+        Args:
+            step: its number, from 1.
+            ended: at the phase's end; else the step after it is under way.
+        """
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
-        step = progress_of(state, unit).num_steps_completed
-        if step > self._warmup and step % self._every == 0 and agree.is_rank0():
-            self.step_ended(state, step)
+        self._log_if_due(state, progress_of(state, unit).num_steps_completed - 1, ended=False)
+
+    def on_train_end(self, state: State, unit: Any) -> None:
+        self._log_if_due(state, progress_of(state, unit).num_steps_completed, ended=True)
 
     on_eval_step_end = on_predict_step_end = on_test_step_end = on_train_step_end
+    on_eval_end = on_predict_end = on_test_end = on_train_end
+
+    def _log_if_due(self, state: State, step: int, *, ended: bool) -> None:
+        if step > self.warmup_steps and step % self.log_every_n_steps == 0 and agree.is_rank0():
+            self.log_step(state, step, ended=ended)
 
     def _log(self, name: str, value: float, step: int) -> None:
         """To a MetricLogger, or a SummaryWriter of TensorBoard."""
-        log = getattr(self._logger, "log", None) or self._logger.add_scalar
+        log = self._logger.log if hasattr(self._logger, "log") else self._logger.add_scalar
         log(name, value, step)
 
 
-def _latest(state: State, series: str, count: int = 1) -> float:
-    """The mean of the latest durations, in seconds."""
+def _durations(state: State, series: str) -> list[float]:
     here = state.active_phase_state()
-    assert here is not None
-    durations = here.iteration_timer.series(series)
-    count = min(count, len(durations))
-    return sum(islice(reversed(durations), count)) / count if count else 0.0
+    return list(here.iteration_timer.recorded_durations.get(series, ())) if here is not None else []
+
+
+def _of_steps(state: State, *, ended: bool) -> list[float]:
+    """Durations of the steps before the one under way, which the loop has noted already."""
+    here, found = state.active_phase_state(), _durations(state, f"{state.active_phase}_iteration_time")
+    in_loop = not ended and here is not None and here.feed is not None
+    return found[:-1] if in_loop else found
 
 
 class IterationTimeLogger(_EachStep):
@@ -83,16 +100,18 @@ class IterationTimeLogger(_EachStep):
     def __init__(
         self, logger: MetricLogger | Any, *, moving_avg_window: int = 1, log_every_n_steps: int = 1, warmup_steps: int = 0
     ) -> None:
-        at_least(1, moving_avg_window=moving_avg_window)
+        _least(1, "moving_avg_window", moving_avg_window)
         super().__init__(logger, log_every_n_steps, warmup_steps)
-        self._window = moving_avg_window
+        self.moving_avg_window = moving_avg_window
 
-    def step_ended(self, state: State, step: int) -> None:
-        self._log(self._NAMES[state.active_phase], _latest(state, _TIMES[state.active_phase], self._window), step)
+    def log_step(self, state: State, step: int, *, ended: bool) -> None:
+        latest = _of_steps(state, ended=ended)[-self.moving_avg_window :]
+        if latest:
+            self._log(self._NAMES[state.active_phase], sum(latest) / len(latest), step)
 
 
 class TimeWaitForBatchLogger(_EachStep):
-    """Logs how long steps wait for their batch, in seconds: "Time Wait For Batch (Train)" and so on.
+    """Logs how long steps wait for their batch, in seconds: "Time Wait For Batch (Train)" and so on; at the end of the step.
 
     Args:
         logger: a MetricLogger, or TensorBoard's SummaryWriter.
@@ -109,8 +128,17 @@ class TimeWaitForBatchLogger(_EachStep):
     def __init__(self, logger: MetricLogger | Any, *, log_every_n_steps: int = 1, warmup_steps: int = 0) -> None:
         super().__init__(logger, log_every_n_steps, warmup_steps)
 
-    def step_ended(self, state: State, step: int) -> None:
-        self._log(self._NAMES[state.active_phase], _latest(state, _WAITS), step)
+    def on_train_step_end(self, state: State, unit: Any) -> None:
+        self._log_if_due(state, progress_of(state, unit).num_steps_completed, ended=False)
+
+    def on_train_end(self, state: State, unit: Any) -> None: ...
+
+    on_eval_step_end = on_predict_step_end = on_test_step_end = on_train_step_end
+    on_eval_end = on_predict_end = on_test_end = on_train_end
+
+    def log_step(self, state: State, step: int, *, ended: bool) -> None:
+        if waits := _durations(state, _WAITS):
+            self._log(self._NAMES[state.active_phase], waits[-1], step)
 
 
 class ThroughputLogger(_EachStep):
@@ -143,29 +171,47 @@ class ThroughputLogger(_EachStep):
     ) -> None:
         if not throughput_per_batch:
             raise UsageError("throughput_per_batch cannot be empty: {'samples': 32}, say.")
-        at_least(1, **{f"throughput_per_batch[{item!r}]": number for item, number in throughput_per_batch.items()})
+        for item, number in throughput_per_batch.items():
+            if number < 1:
+                raise UsageError(f"throughput_per_batch item {item} must be at least 1, got {number}")
         super().__init__(logger, log_every_n_steps, warmup_steps)
         self._items = dict(throughput_per_batch)
-        self._epochs: dict[ActivePhase, tuple[float, int]] = {}  # since when, and how many steps were done before
+        self._since: dict[ActivePhase, float] = {}
+        self._steps: Counter[ActivePhase] = Counter()
 
-    def step_ended(self, state: State, step: int) -> None:
-        self._rates(state, "step", 1, _latest(state, _TIMES[state.active_phase]) + _latest(state, _WAITS), step)
+    def log_step(self, state: State, step: int, *, ended: bool) -> None:
+        times, waits = _of_steps(state, ended=ended), _durations(state, _WAITS)
+        wait = -1 if ended else -2  # the step under way has waited already
+        if times and len(waits) >= -wait:
+            self._rates(state, "step", 1, times[-1] + waits[wait], step)
+
+    def on_train_epoch_start(self, state: State, unit: Any) -> None:
+        self._since[state.active_phase] = time.perf_counter()
+        self._steps[state.active_phase] = 0
 
     def on_train_dataloader_iter_creation_start(self, state: State, unit: Any) -> None:
-        # Not at the start of an epoch, which an epoch that is resumed in its middle does not have.
-        self._epochs[state.active_phase] = time.perf_counter(), progress_of(state, unit).num_steps_completed
+        if state.active_phase not in self._since:  # an epoch that is resumed in its middle has no start
+            self.on_train_epoch_start(state, unit)
+
+    def on_train_step_end(self, state: State, unit: Any) -> None:
+        super().on_train_step_end(state, unit)
+        self._steps[state.active_phase] += 1
 
     def on_train_epoch_end(self, state: State, unit: Any) -> None:
-        progress, began = progress_of(state, unit), self._epochs.pop(state.active_phase, None)
-        if began is not None and agree.is_rank0():
-            since, before = began
-            steps = progress.num_steps_completed - before
-            self._rates(state, "epoch", steps, time.perf_counter() - since, progress.num_epochs_completed)
+        since, steps = self._since.pop(state.active_phase, None), self._steps[state.active_phase]
+        if since is not None and agree.is_rank0():
+            epoch = progress_of(state, unit).num_epochs_completed
+            self._rates(state, "epoch", steps, time.perf_counter() - since, epoch)
 
-    on_eval_dataloader_iter_creation_start = on_train_dataloader_iter_creation_start
-    on_predict_dataloader_iter_creation_start = on_train_dataloader_iter_creation_start
+    def on_eval_end(self, state: State, unit: Any) -> None:
+        self.on_train_end(state, unit)
+        self.on_train_epoch_end(state, unit)
+
+    on_eval_start = on_predict_start = on_test_start = on_train_epoch_start
+    on_eval_dataloader_iter_creation_start = on_predict_dataloader_iter_creation_start = on_train_dataloader_iter_creation_start
     on_test_dataloader_iter_creation_start = on_train_dataloader_iter_creation_start
-    on_eval_epoch_end = on_predict_epoch_end = on_test_epoch_end = on_train_epoch_end
+    on_eval_step_end = on_predict_step_end = on_test_step_end = on_train_step_end
+    on_predict_end = on_test_end = on_eval_end
 
     def _rates(self, state: State, granularity: str, steps: int, seconds: float, at: int) -> None:
         if steps and seconds > 0:

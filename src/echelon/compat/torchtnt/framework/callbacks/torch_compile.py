@@ -15,6 +15,16 @@ __all__ = ["TorchCompile"]
 logger = logging.getLogger(__name__)
 
 
+def shutdown_compile_workers() -> None:
+    # torch has no public name for it. What was never loaded has started nothing.
+    compiler = sys.modules.get("torch._inductor.async_compile")
+    shutdown = getattr(compiler, "shutdown_compile_workers", None)
+    if shutdown is not None:
+        shutdown()
+    elif compiler is not None:
+        logger.warning("this torch cannot end its compile workers: they stay")
+
+
 class TorchCompile(Callback):
     """Ends the processes that compile for torch.compile once everything is compiled: they hold memory of the host.
 
@@ -30,10 +40,4 @@ class TorchCompile(Callback):
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
         if unit.train_progress.num_steps_completed == self._step:
-            # torch has no public name for it. What was never loaded has started nothing.
-            compiler = sys.modules.get("torch._inductor.async_compile")
-            shutdown = getattr(compiler, "shutdown_compile_workers", None)
-            if shutdown is not None:
-                shutdown()
-            elif compiler is not None:
-                logger.warning("this torch cannot end its compile workers: they stay")
+            shutdown_compile_workers()

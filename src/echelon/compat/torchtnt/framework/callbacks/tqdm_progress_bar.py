@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TextIO
 
 from echelon.contracts.errors import UsageError
+from echelon.data.prefetch import known_length
 from echelon.loop.callback import Callback
 from echelon.loop.callbacks.steps import at_least, progress_of
 from echelon.loop.state import ActivePhase, State
@@ -44,21 +45,34 @@ class TQDMProgressBar(Callback):
         self._options = {} if mininterval is None else {"mininterval": mininterval}
         self._bars: dict[ActivePhase, Any] = {}
 
+    def on_train_epoch_start(self, state: State, unit: Any) -> None:
+        progress, here = progress_of(state, unit), state.active_phase_state()
+        if here is not None:
+            before = progress.num_steps_completed - progress.num_steps_completed_in_epoch
+            ends = (known_length(here.dataloader), here.max_steps_per_epoch, here.max_steps and here.max_steps - before)
+            self._open(state, unit, min((end for end in ends if end is not None), default=None))
+
     def on_train_dataloader_iter_creation_end(self, state: State, unit: Any) -> None:
-        # Not at the start of an epoch: one that is resumed has none.
-        self._close(state, unit)
         here = state.active_phase_state()
-        if not agree.is_rank0() or here is None:
-            return
-        progress, left = progress_of(state, unit), here.feed.total if here.feed is not None else None
-        done = progress.num_steps_completed_in_epoch
-        self._bars[state.active_phase] = self._tqdm(
-            desc=f"{_NAMES[state.active_phase]} {progress.num_epochs_completed}",
-            total=None if left is None else done + left,
-            initial=done,
-            file=self._file,
-            **self._options,
-        )
+        left = here.feed.total if here is not None and here.feed is not None else None
+        done = progress_of(state, unit).num_steps_completed_in_epoch
+        total = None if left is None else done + left
+        if done:  # an epoch that is resumed has no start
+            self._open(state, unit, total)
+        elif (bar := self._bars.get(state.active_phase)) is not None:
+            bar.total = total
+
+    def _open(self, state: State, unit: Any, total: int | None) -> None:
+        self._close(state, unit)
+        if agree.is_rank0():
+            progress = progress_of(state, unit)
+            self._bars[state.active_phase] = self._tqdm(
+                desc=f"{_NAMES[state.active_phase]} {progress.num_epochs_completed}",
+                total=total,
+                initial=progress.num_steps_completed_in_epoch,
+                file=self._file,
+                **self._options,
+            )
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
         bar = self._bars.get(state.active_phase)
@@ -70,7 +84,7 @@ class TQDMProgressBar(Callback):
     def on_train_epoch_end(self, state: State, unit: Any) -> None:
         bar = self._bars.get(state.active_phase)
         if bar is not None:  # the progress has begun to count the next epoch
-            bar.update(progress_of(state, unit).num_steps_completed_in_prev_epoch - bar.n)
+            bar.update(max(0, progress_of(state, unit).num_steps_completed_in_prev_epoch - bar.n))
         self._close(state, unit)
 
     def _close(self, state: State, unit: Any) -> None:
@@ -85,6 +99,7 @@ class TQDMProgressBar(Callback):
         while self._bars:
             self._bars.popitem()[1].close()
 
+    on_eval_epoch_start = on_predict_epoch_start = on_test_epoch_start = on_train_epoch_start
     on_eval_dataloader_iter_creation_end = on_predict_dataloader_iter_creation_end = on_train_dataloader_iter_creation_end
     on_test_dataloader_iter_creation_end = on_train_dataloader_iter_creation_end
     on_eval_step_end = on_predict_step_end = on_test_step_end = on_train_step_end

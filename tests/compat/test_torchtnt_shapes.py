@@ -1,0 +1,566 @@
+"""Programs that hand TorchTNT's functions things of the right shape: mocks, duck types, a State of their own.
+
+What is expected was observed of TorchTNT (release 0.2.4 and the nightly of August 2024) with the same programs.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.compat.torchtnt.framework import (
+    ActivePhase,
+    AutoPredictUnit,
+    AutoUnit,
+    Callback,
+    EntryPoint,
+    EvalUnit,
+    PhaseState,
+    PredictUnit,
+    State,
+    TrainUnit,
+    evaluate,
+    fit,
+    predict,
+    train,
+)
+from echelon.compat.torchtnt.framework.auto_unit import SWALRParams, SWAParams
+from echelon.compat.torchtnt.framework.callbacks import (
+    EarlyStopping,
+    EmptyDataloaderDetectorCallback,
+    EnableTensorFloat32,
+    GarbageCollector,
+    IterationTimeLogger,
+    Lambda,
+    ThroughputLogger,
+    TimeWaitForBatchLogger,
+    TorchCompile,
+    TQDMProgressBar,
+    garbage_collector,
+    torch_compile,
+)
+from echelon.compat.torchtnt.utils.early_stop_checker import EarlyStopChecker
+from echelon.compat.torchtnt.utils.loggers import MetricLogger
+from echelon.compat.torchtnt.utils.progress import Progress
+from echelon.compat.torchtnt.utils.swa import AveragedModel
+from echelon.compat.torchtnt.utils.timer import Timer
+from tests.conftest import Ranks
+
+CPU = torch.device("cpu")
+
+
+class Plain(TrainUnit[Any], EvalUnit[Any], PredictUnit[Any]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def train_step(self, state: State, data: Any) -> Any:
+        self.seen.append(data)
+        return data
+
+    eval_step = predict_step = train_step
+
+
+class Log(MetricLogger):
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, float, int]] = []
+
+    def log(self, name: str, data: Any, step: int) -> None:
+        self.rows.append((name, float(data), step))
+
+    def log_dict(self, payload: Any, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _unit(steps: int) -> Plain:
+    unit = Plain()
+    for phase in ("train", "eval", "predict"):
+        setattr(unit, f"{phase}_progress", Progress(0, steps, steps))
+    return unit
+
+
+def _state(phase: ActivePhase = ActivePhase.TRAIN) -> State:
+    entry = {ActivePhase.TRAIN: EntryPoint.TRAIN, ActivePhase.EVALUATE: EntryPoint.EVALUATE}
+    states = {f"{name}_state": PhaseState(dataloader=[1, 2, 3]) for name in ("train", "eval", "predict")}
+    state = State(entry_point=entry.get(phase, EntryPoint.PREDICT), **states)
+    state._active_phase = phase
+    return state
+
+
+# --- units and callbacks by shape
+
+
+@pytest.mark.parametrize("spec", [True, False])
+@pytest.mark.parametrize(("run", "kind", "phase"), [(train, TrainUnit, "train"), (evaluate, EvalUnit, "eval")])
+def test_a_mock_may_be_a_unit(run: Any, kind: type, phase: str, spec: bool) -> None:
+    unit = MagicMock(spec=kind) if spec else MagicMock()
+    setattr(unit, f"{phase}_progress", Progress())
+    unit.tracked_modules.return_value = {"module": nn.Linear(1, 1)}
+    getattr(unit, f"get_next_{phase}_batch").side_effect = lambda state, batches: next(batches) * 10
+    run(unit, [1, 2], **({"max_epochs": 1} if phase == "train" else {}))
+    assert [call.args[1] for call in getattr(unit, f"{phase}_step").call_args_list] == [10, 20]
+    assert getattr(unit, f"on_{phase}_epoch_end").call_count == getattr(unit, f"on_{phase}_end").call_count == 1
+
+
+def test_a_mock_whose_batches_nobody_set_gets_the_loaders() -> None:
+    unit = MagicMock(spec=TrainUnit)
+    unit.train_progress = Progress()
+    train(unit, [1, 2], max_epochs=1)
+    assert [call.args[1] for call in unit.train_step.call_args_list] == [1, 2]
+    assert not unit.on_train_step_end.called
+
+
+def test_a_unit_by_shape_needs_no_base_class() -> None:
+    class Shape:
+        def __init__(self) -> None:
+            self.train_progress, self.log = Progress(), []
+
+        def on_train_start(self, state: Any) -> None:
+            self.log.append("start")
+
+        def train_step(self, state: Any, data: int) -> None:
+            self.log.append(data)
+
+    shape: Any = Shape()
+    train(shape, [1, 2], max_epochs=1)
+    assert shape.log == ["start", 1, 2]
+
+
+def test_a_units_own_on_train_step_end_is_not_called_by_the_loop() -> None:
+    class Own(TrainUnit[int]):
+        told: list[Any] = []  # noqa: RUF012
+
+        def train_step(self, state: State, data: int) -> None:
+            self.on_train_step_end(state, data, 5)
+
+        def on_train_step_end(self, state: State, *results: Any) -> None:
+            self.told.append(results)
+
+    train(Own(), [1, 2], max_epochs=1)
+    assert Own.told == [(1, 5), (2, 5)]
+
+
+def test_a_mock_with_a_spec_has_what_programs_read() -> None:
+    state, phase = MagicMock(spec=State), MagicMock(spec=PhaseState)
+    for name in ("entry_point", "active_phase", "timer", "train_state", "eval_state", "predict_state", "should_stop", "stop"):
+        assert hasattr(state, name)
+    for name in ("dataloader", "max_epochs", "max_steps", "step_output", "iteration_timer", "evaluate_every_n_steps"):
+        assert hasattr(phase, name)
+
+
+def test_what_is_no_unit_of_both_kinds_is_refused_by_fit() -> None:
+    class Trains(TrainUnit[int]):
+        def train_step(self, state: State, data: int) -> None: ...
+
+    for unit, kind in ((Trains(), "EvalUnit"), (object(), "TrainUnit")):
+        with pytest.raises(TypeError, match=f"Expected unit to implement {kind} interface"):
+            fit(unit, [1], [1], max_epochs=1)
+
+
+# --- State
+
+
+def test_what_programs_set_under_private_names_is_set() -> None:
+    """There is no other name to set it by."""
+    state, unit = _state(), Plain()
+    auto = Auto(module=_module(), device=CPU)
+    assert state.train_state is not None
+    state.train_state._step_output, state._should_stop = 3, True  # type: ignore[attr-defined]
+    assert state.train_state.step_output == 3 and state.should_stop and state._train_state is state.train_state
+    for progress in (unit.train_progress, auto.train_progress, auto.predict_progress):
+        progress._num_steps_completed = 5  # type: ignore[attr-defined]
+        assert progress.num_steps_completed == progress.state_dict()["num_steps_completed"] == 5
+        assert not any(name.startswith("_") for name in progress.state_dict())
+
+
+def test_a_loops_state_is_a_state() -> None:
+    seen: list[bool] = []
+
+    def look(state: Any, unit: Any) -> None:
+        seen.extend([isinstance(state, State), isinstance(state.train_state, PhaseState), isinstance(unit, PhaseState)])
+
+    train(Plain(), [1], max_epochs=1, callbacks=[Lambda(on_train_start=look)])
+    assert seen == [True, True, False]
+
+
+def test_a_phase_by_name() -> None:
+    assert [str(phase) for phase in ActivePhase][:3] == ["train", "eval", "predict"]
+
+
+@pytest.mark.parametrize(
+    "name", ["max_epochs", "max_steps", "max_steps_per_epoch", "evaluate_every_n_steps", "evaluate_every_n_epochs"]
+)
+def test_limits_are_checked_in_the_old_words(name: str) -> None:
+    told = f"Invalid value provided for {name}. Expected a non-negative integer or None, but received -1."
+    with pytest.raises(ValueError, match=told):
+        PhaseState(dataloader=[], **{name: -1})  # type: ignore[arg-type]
+    if name in ("max_epochs", "max_steps", "max_steps_per_epoch"):
+        with pytest.raises(ValueError, match=told):
+            train(Plain(), [1], **{"max_epochs": 1, name: -1})
+    assert getattr(PhaseState(dataloader=[], **{name: 3.0}), name) == 3  # type: ignore[arg-type]
+
+
+def test_intervals_of_evaluation_are_read_and_changed_in_the_evaluations_state() -> None:
+    read, evaluated = [], []
+
+    class Changes(Callback):
+        def on_train_epoch_end(self, state: State, unit: Any) -> None:
+            assert state.eval_state is not None
+            read.append((state.eval_state.evaluate_every_n_epochs, state.eval_state.evaluate_every_n_steps))
+            state.eval_state.evaluate_every_n_epochs = 1
+            with pytest.raises(ValueError, match="evaluate_every_n_steps"):
+                state.eval_state.evaluate_every_n_steps = -1
+
+        def on_eval_end(self, state: State, unit: Any) -> None:
+            evaluated.append(unit.train_progress.num_epochs_completed)
+
+    fit(Plain(), [1], [2], max_epochs=3, evaluate_every_n_epochs=5, callbacks=[Changes()])
+    assert read == [(5, None), (1, None), (1, None)] and evaluated == [2, 3]
+
+
+def test_an_evaluation_after_every_0_epochs_is_never() -> None:
+    unit = Plain()
+    fit(unit, [1], [2], max_epochs=2, evaluate_every_n_epochs=0, evaluate_every_n_steps=0)
+    assert unit.seen == [1, 1]
+
+
+def test_durations_of_iterations_are_read_like_lists() -> None:
+    states: list[State] = []
+    train(Plain(), [1, 2, 3], max_epochs=1, callbacks=[Lambda(on_train_start=lambda state, unit: states.append(state))])
+    timer = states[0].train_state.iteration_timer  # type: ignore[union-attr]
+    taken = timer.recorded_durations["train_iteration_time"]
+    assert len(taken) == 3 and len(taken[-2:]) == 2 and taken[-1] == taken[-2:][1]
+    assert not timer.recorded_durations["nothing"]
+
+
+def test_the_log_has_limits_end_and_table_of_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    timer = Timer()
+    fit(Plain(), [1], [], max_epochs=1, timer=timer)
+    said = caplog.text
+    for words in ("Started fit with max_epochs=1, max_steps=None", "Finished fit", "Timer Report", "evaluate.iter(dataloader)"):
+        assert words in said
+    assert "No steps completed during evaluate epoch!" in said
+    unit = Plain()
+    unit.train_step = MagicMock(side_effect=KeyError("x"))  # type: ignore[method-assign]
+    with pytest.raises(KeyError):
+        train(unit, [1], max_epochs=1)
+    assert "Exception during train after the following progress: completed epochs: 0, completed steps: 0" in caplog.text
+
+
+# --- callbacks called by hand
+
+
+def test_times_of_iterations_by_hand() -> None:
+    log = Log()
+    logger = IterationTimeLogger(log, moving_avg_window=2, warmup_steps=1)
+    state, unit = _state(), _unit(0)
+    assert state.train_state is not None
+    durations = state.train_state.iteration_timer.recorded_durations
+    for seconds in (1.0, 3.0, 5.0):
+        unit.train_progress.increment_step()
+        logger.on_train_step_end(state, unit)  # of the step before: this one's duration is not known yet
+        durations["train_iteration_time"].append(seconds)
+    logger.on_train_end(state, unit)
+    name = "Train Iteration Time (seconds)"
+    assert log.rows == [(name, 2.0, 2), (name, 4.0, 3)]
+
+
+def test_times_of_iterations_in_a_run_are_of_the_step_they_are_logged_for() -> None:
+    log, states = Log(), []
+    callbacks = [IterationTimeLogger(log), Lambda(on_train_start=lambda state, unit: states.append(state))]
+    train(Plain(), [1, 2, 3], max_epochs=1, callbacks=callbacks)
+    taken = list(states[0].train_state.iteration_timer.recorded_durations["train_iteration_time"])
+    assert [(seconds, step) for _, seconds, step in log.rows] == [(s, i) for i, s in enumerate(taken, 1)]
+
+
+@pytest.mark.parametrize(
+    ("phase", "hook", "name"),
+    [(ActivePhase.TRAIN, "train", "Train"), (ActivePhase.EVALUATE, "eval", "Eval"), (ActivePhase.PREDICT, "predict", "Predict")],
+)
+def test_throughput_and_waits_by_hand(phase: ActivePhase, hook: str, name: str) -> None:
+    log, waits, state, unit = Log(), Log(), _state(phase), _unit(4)
+    here = state.active_phase_state()
+    assert here is not None
+    here.iteration_timer.recorded_durations = {f"{hook}_iteration_time": [1, 3], "data_wait_time": [4, 5, 7]}
+    throughput = ThroughputLogger(log, {"Items": 32})
+    getattr(throughput, f"on_{hook}_step_end")(state, unit)
+    getattr(throughput, f"on_{hook}_end")(state, unit)
+    label = f"{name}: Items per second (step granularity)"
+    assert log.rows == [(label, 32 / (3 + 5), 3), (label, 32 / (3 + 7), 4)]
+    getattr(TimeWaitForBatchLogger(waits), f"on_{hook}_step_end")(state, unit)
+    assert waits.rows == [(f"Time Wait For Batch ({name})", 7.0, 4)]
+
+
+def test_throughput_of_an_epoch_by_hand() -> None:
+    log, state = Log(), _state()
+    throughput = ThroughputLogger(log, {"B": 2})
+    with patch("time.perf_counter", side_effect=[10.0, 14.0]):
+        throughput.on_train_epoch_start(state, _unit(0))
+        for step in (1, 2, 3):
+            throughput.on_train_step_end(state, _unit(step))
+        throughput.on_train_epoch_end(state, _unit(3))
+    assert log.rows == [("Train: B per second (epoch granularity)", 1.5, 0)]
+
+
+def test_words_of_wrong_arguments() -> None:
+    for make, told in (
+        (lambda: IterationTimeLogger(Log(), moving_avg_window=0), "moving_avg_window must be at least 1, got 0"),
+        (lambda: ThroughputLogger(Log(), {}), "throughput_per_batch cannot be empty"),
+        (lambda: ThroughputLogger(Log(), {"b": 0}), "throughput_per_batch item b must be at least 1, got 0"),
+        (lambda: EmptyDataloaderDetectorCallback(0), "threshold must be a positive integer"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            make()
+    with pytest.raises(RuntimeError, match="Unit does not have attribute 'nothing', unable to read monitored attribute"):
+        EarlyStopping("nothing", EarlyStopChecker("min", 1), interval="step").on_train_step_end(_state(), _unit(1))
+    with pytest.raises(TypeError, match="foo"):
+        Lambda(foo=print)
+
+
+def test_empty_epochs_are_warned_of_and_counted_for_each_phase(caplog: pytest.LogCaptureFixture) -> None:
+    detector = EmptyDataloaderDetectorCallback(threshold=2, raise_exception=False)
+    fit(Plain(), [1], [], max_epochs=2, callbacks=[detector])
+    assert "Empty eval epoch detected! Epoch 1 completed 0 steps. Consecutive empty eval epochs: 1" in caplog.text
+    assert "Detected 2 consecutive empty eval epochs, which exceeds the threshold of 2" in caplog.text
+    with pytest.raises(RuntimeError, match="Detected 1 consecutive empty train epochs, which exceeds the threshold of 1"):
+        train(Plain(), [], max_epochs=1, callbacks=[EmptyDataloaderDetectorCallback(1)])
+
+
+def test_tensorfloat32_remembers_what_was_set() -> None:
+    callback = EnableTensorFloat32()
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    assert callback.original_float32_matmul_precision is callback.original_cuda_matmul is callback.original_cudnn is None
+    callback.on_train_start(_state(), _unit(0))
+    try:
+        assert torch.get_float32_matmul_precision() == "high" and torch.backends.cuda.matmul.allow_tf32
+        assert (callback.original_float32_matmul_precision, callback.original_cudnn) == before
+    finally:
+        callback.on_train_end(_state(), _unit(0))
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
+    assert callback.original_float32_matmul_precision is callback.original_cuda_matmul is callback.original_cudnn is None
+
+
+def test_modules_have_what_programs_patch() -> None:
+    with patch.object(garbage_collector, "gc") as collector:
+        train(Plain(), [1, 2, 3, 4], max_epochs=1, callbacks=[GarbageCollector(2)])
+    assert collector.collect.call_count == 4 + 2 and collector.enable.call_count == 1
+    with patch.object(torch_compile, "shutdown_compile_workers") as shutdown:
+        train(Plain(), [1, 2, 3], max_epochs=1, callbacks=[TorchCompile(2)])
+    assert shutdown.call_count == 1
+
+
+def test_a_progress_bar_by_hand() -> None:
+    file = io.StringIO()
+    bar, state, unit = TQDMProgressBar(file=file, mininterval=0), _state(), _unit(0)
+    bar.on_train_epoch_start(state, unit)
+    unit.train_progress.increment_step()
+    bar.on_train_step_end(state, unit)
+    bar.on_train_epoch_end(state, unit)
+    assert "Train Epoch 0" in file.getvalue() and "1/3" in file.getvalue()
+
+
+# --- AutoUnit
+
+
+class Auto(AutoUnit[Any]):
+    configured = 0
+
+    def compute_loss(self, state: State, data: Any) -> Any:
+        outputs = self.module(data[0])
+        return nn.functional.mse_loss(outputs, data[1]), outputs
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+        self.configured += 1
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def _module() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(2, 1)
+
+
+def _data(n: int = 3) -> list[Any]:
+    torch.manual_seed(1)
+    return [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(n)]
+
+
+def _values(module: Any) -> list[float]:
+    return [float(v) for p in module.parameters() for v in p.detach().flatten()]
+
+
+def test_the_optimizer_is_built_once_after_the_whole_constructor() -> None:
+    order: list[str] = []
+
+    class Late(Auto):
+        def __init__(self) -> None:
+            super().__init__(module=_module(), device=CPU)
+            order.append("constructed")
+
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+            order.append("configured")
+            return super().configure_optimizers_and_lr_scheduler(module)
+
+    unit = Late()
+    assert order == ["constructed", "configured"]
+    train(unit, _data(), max_epochs=1)
+    assert order == ["constructed", "configured"]
+
+
+def test_attributes_are_plain_values() -> None:
+    unit = Auto(module=_module(), device=CPU, precision="bf16", loss_backward_retain_graph=True)
+    assert unit.precision is torch.bfloat16 and unit.detect_anomaly is None
+    assert unit.loss_backward_retain_graph is True and unit.enable_compiled_autograd is False
+    with unit.maybe_autocast_precision:
+        assert torch.is_autocast_enabled("cpu")
+    assert Auto(module=_module(), device=CPU).precision is None
+    assert AutoPredictUnit(module=_module(), device=CPU, precision="fp32").precision is None
+    still = Auto(module=_module(), device=CPU, training=False)
+    assert still.optimizer is still.lr_scheduler is still.swa_model is still.swa_scheduler is None and not still.configured
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps must be > 0\. Got 0"):
+        Auto(module=_module(), device=CPU, gradient_accumulation_steps=0)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the schedule's own optimizer takes no step
+def test_an_assigned_optimizer_leaves_the_schedule() -> None:
+    unit = Auto(module=_module(), device=CPU)
+    unit.optimizer = torch.optim.SGD(unit.module.parameters(), lr=0.5)
+    train(unit, _data(), max_epochs=1)
+    assert unit.configured == 1
+    assert _values(unit.module) == pytest.approx([-0.27991, -0.4416, 0.17587], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("interval", "method", "epochs", "lit", "weights", "averages", "count"),
+    [
+        ("step", "swa", 1, False, [-0.17703, -0.08896, -0.41211], [-0.10888, 0.1384, -0.4779], 3),
+        ("epoch", "swa", 4, False, [-0.22639, -0.74669, -0.19086], [-0.23602, -0.53742, -0.26559], 4),
+        ("step", "ema", 2, True, [-0.22075, -0.30672, -0.34529], [-0.2043, -0.23892, -0.36275], 6),
+    ],
+)
+def test_averages_are_a_module_with_torchtnts_values(
+    interval: Any, method: Any, epochs: int, lit: bool, weights: list[float], averages: list[float], count: int
+) -> None:
+    params = SWAParams(0, 1, averaging_method=method, ema_decay=0.5, use_lit=lit, swalr_params=SWALRParams(3))
+    unit = Auto(module=_module(), device=CPU, swa_params=params, step_lr_interval=interval)
+    assert set(unit.tracked_modules()) == {"module", "swa_model"}
+    assert set(unit.tracked_lr_schedulers()) == {"lr_scheduler", "swa_scheduler"}
+    assert {"swa_model", "swa_scheduler", "module", "optimizer", "lr_scheduler", "train_progress"} <= set(unit.app_state())
+    train(unit, _data(), max_epochs=epochs)
+    average: Any = unit.swa_model
+    assert isinstance(average, AveragedModel) and isinstance(average.module, nn.Linear) and int(average.n_averaged) == count
+    assert _values(unit.module) == pytest.approx(weights, abs=1e-5)
+    assert _values(average) == pytest.approx(averages, abs=1e-5)
+    assert average(torch.ones(1, 2)).shape == (1, 1) and set(average.state_dict()) == {
+        "n_averaged",
+        "module.weight",
+        "module.bias",
+    }
+
+
+def _averaged(strategy: str) -> list[float]:
+    params = SWAParams(1, 2, averaging_method="swa")
+    unit = Auto(module=_module(), strategy=strategy, swa_params=params, step_lr_interval="step")
+    train(unit, _data(), max_epochs=2)
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in unit.swa_model.parameters()]  # type: ignore[union-attr]
+    return [float(v) for p in whole for v in p.detach().flatten()]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_averages_of_a_module_on_several_ranks(ranks: Ranks, strategy: str) -> None:
+    alone = _averaged("noop")
+    for each in ranks(2, _averaged, strategy):
+        assert each == pytest.approx(alone, abs=1e-6)
+
+
+def test_averages_are_saved_and_restored(tmp_path: Any) -> None:
+    from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
+
+    def make() -> Auto:
+        params = SWAParams(0, 1, averaging_method="swa", swalr_params=SWALRParams(3))
+        return Auto(module=_module(), device=CPU, swa_params=params, step_lr_interval="step")
+
+    whole, first, second = make(), make(), make()
+    train(whole, _data(), max_epochs=2)
+    train(first, _data(), max_epochs=1, callbacks=[DistributedCheckpointSaver(tmp_path, save_every_n_epochs=1)])
+    assert DistributedCheckpointSaver.restore_from_latest(tmp_path, second)
+    assert _values(second.swa_model) == _values(first.swa_model)
+    train(second, _data(), max_epochs=2)
+    assert _values(second.swa_model) == pytest.approx(_values(whole.swa_model), abs=1e-7)
+    assert int(second.swa_model.n_averaged) == 6  # type: ignore[union-attr]
+
+
+def test_anomalies_are_looked_for_as_asked() -> None:
+    for asked in (True, False, None):
+        unit = Auto(module=_module(), device=CPU, detect_anomaly=asked)
+        predicts = AutoPredictUnit(module=_module(), device=CPU, detect_anomaly=asked)
+        with patch("torch.autograd.set_detect_anomaly") as mode:
+            train(unit, _data(1), max_epochs=1)
+            predict(predicts, [torch.ones(1, 2)])
+        assert [call.args for call in mode.call_args_list] == ([] if asked is None else [(asked,), (asked,)])
+
+
+def test_a_reference_to_the_module_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    unit = Auto(module=_module(), device=CPU)
+    unit.again = unit.module
+    assert "Attribute 'again' of the custom TNT Unit stores a reference to the model managed by AutoUnit" in caplog.text
+    caplog.clear()
+    unit.module = _module()
+    assert "self.module attribute is managed by AutoUnit and is not meant to be reassigned" in caplog.text
+    caplog.clear()
+    unit.other = nn.Linear(1, 1)
+    assert not caplog.text
+
+
+def test_steps_of_an_auto_unit_by_hand() -> None:
+    """With a mock for a state, as with a State that no loop has made."""
+    for state in (_state(), MagicMock(spec=State), MagicMock()):
+        told: list[int] = []
+
+        class Told(Auto):
+            def on_train_step_end(self, state: State, data: Any, step: int, results: Any, told: list[int] = told) -> None:
+                told.append(step)
+
+            def on_eval_step_end(
+                self, state: State, data: Any, step: int, loss: Any, outputs: Any, told: list[int] = told
+            ) -> None:
+                told.append(step)
+
+        unit = Told(module=_module(), device=CPU)
+        before = _values(unit.module)
+        loss, outputs = unit.train_step(state=state, data=_data(1)[0])  # type: ignore[arg-type]
+        assert loss.dim() == 0 and outputs.shape == (4, 1) and _values(unit.module) != before
+        unit.eval_step(state, _data(1)[0])  # type: ignore[arg-type]
+        assert told == [0, 0]
+
+
+def test_a_timer_has_the_stages_of_an_auto_units_step() -> None:
+    timer = Timer()
+    unit = Auto(module=_module(), device=CPU)
+    fit(unit, _data(2), _data(1), max_epochs=1, timer=timer)
+    predict(unit, [torch.ones(1, 2)], timer=timer)
+    counts = {name.removeprefix("Auto."): len(each) for name, each in timer.recorded_durations.items()}
+    assert counts["compute_loss"] == 3 and counts["forward"] == counts["lr_scheduler_step"] == 1
+    assert counts["backward"] == counts["optimizer_step"] == counts["optimizer_zero_grad"] == counts["train.next(data_iter)"] == 2
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_step_may_fetch_its_own_batches() -> None:
+    class Own(Auto):
+        seen: list[int] = []  # noqa: RUF012
+
+        def train_step(self, state: State, data: Iterator[int]) -> None:  # type: ignore[override]
+            self.seen.append(next(data) + next(data))
+
+    unit = Own(module=_module(), device=CPU)
+    train(unit, [1, 2, 3, 4], max_epochs=1)
+    assert unit.seen == [3, 7] and unit.train_progress.num_steps_completed == 2
