@@ -13,6 +13,7 @@ from torch import nn
 
 from echelon.compat.collect import collect
 from echelon.compat.fairscale.clip import clip_owned_
+from echelon.compat.fairscale.groups import outlive
 from echelon.contracts.errors import CheckpointError, CheckpointMismatchError, UsageError
 from echelon.parallel.partition import Partition
 from echelon.world.init import ensure_group
@@ -57,6 +58,8 @@ class OSS(torch.optim.Optimizer):
         super().__init__(params, default)
         ensure_group(self.param_groups[0]["params"][0].device)
         self.group = group
+        outlive(group)
+        self.before_clipping: list[WeakMethod[Callable[[], None]]] = []  # of wrappers that may have gradients to reduce yet
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         if broadcast_fp16 and self.rank == 0:
             logger.warning("OSS(broadcast_fp16=True) has no effect: parameters are sent in their own type")
@@ -108,6 +111,9 @@ class OSS(torch.optim.Optimizer):
             The norm before clipping, the same on every rank.
         Source: Pascanu et al. 2013, section 3.2, as `torch.nn.utils.clip_grad_norm_` does it.
         """
+        for reference in self.before_clipping:
+            if (settle := reference()) is not None:
+                settle()
         own: list[torch.Tensor] = [p for group in self.optim.param_groups for p in group["params"]]
         counted = own if filter_params_fn is None else list(filter_params_fn(own))
         return clip_owned_(self._parameters, counted, max_norm, norm_type, self.group)
