@@ -15,6 +15,7 @@ from torch import nn
 from echelon.compat.fairscale.nn import FullyShardedDataParallel, auto_wrap, enable_wrap, wrap
 from echelon.compat.fairscale.nn.data_parallel import auto_wrap_bn, get_fsdp_instances
 from echelon.compat.fairscale.nn.wrap import config_auto_wrap_policy, default_auto_wrap_policy
+from echelon.compat.fairscale.nn.wrap.auto_wrap import ConfigAutoWrap
 from echelon.contracts.errors import UsageError
 from tests.compat.fairscale import far, loss, mine, updates
 from tests.conftest import Ranks
@@ -151,10 +152,13 @@ def test_wrapping_by_size_by_mark_and_by_hand() -> None:
         module.first.wrapper_config = {"depth": 2}  # type: ignore[assignment]
         assert _boxes(auto_wrap(module, config_auto_wrap_policy)) == {"first": {"depth": 2}}
         assert wrap(net(), depth=3).options == {"depth": 3}
-        with pytest.raises(UsageError, match="Boxed in it already"):
+        with pytest.raises(AssertionError, match="Boxed in it already"):
             auto_wrap(wrap(net()))
-        with pytest.raises(UsageError, match="inside of enable_wrap"), enable_wrap():
+        with pytest.raises(NotImplementedError, match="already within an autowrap context"), enable_wrap():
             pass
+        assert ConfigAutoWrap.in_autowrap_context and ConfigAutoWrap.wrapper_cls is Boxed
+        assert ConfigAutoWrap.kwargs == {"depth": 1} and ConfigAutoWrap.auto_wrap_policy is by_size
+    assert not ConfigAutoWrap.in_autowrap_context and ConfigAutoWrap.kwargs == {}
     with contextlib.suppress(KeyError), enable_wrap(wrapper_cls=Boxed):
         raise KeyError
     assert not isinstance(wrap(net()), Boxed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -273,6 +275,31 @@ def _groups() -> list[str]:
 
 def test_experts_with_groups_of_their_own_and_resets(ranks: Ranks) -> None:
     assert ranks(2, _groups) == [list(net().state_dict())] * 2
+
+
+def _pickled() -> list[float]:
+    found = []
+    for options in OPTIONS:
+        model = _nested(**options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(_x()).float().sum().backward()
+        optimizer.step()
+        for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+            assert type(again) is FullyShardedDataParallel and again.mixed_precision == model.mixed_precision
+            found.append(largest_difference(again.state_dict(), model.state_dict()))
+            again(_x()).float().sum().backward()
+            torch.optim.SGD(again.parameters(), lr=0.1).step()
+            assert largest_difference(again.state_dict(), model.state_dict()) > 0
+    tied: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    again = pickle.loads(pickle.dumps(FullyShardedDataParallel(tied)))
+    found.append(float((again.state_dict()["0.weight"] - again.state_dict()["1.weight"]).abs().max()))
+    return found
+
+
+def test_pickles_hold_a_ranks_own_part(ranks: Ranks) -> None:
+    for found in ranks(2, _pickled):
+        assert found == [0.0] * 9
 
 
 def test_torchs_private_names(ranks: Ranks) -> None:

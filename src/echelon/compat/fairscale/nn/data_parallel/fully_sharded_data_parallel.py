@@ -22,10 +22,11 @@ from echelon.compat.fairscale.groups import outlive
 from echelon.compat.fairscale.names import later
 from echelon.compat.fairscale.nn.data_parallel import local_state
 from echelon.compat.fairscale.nn.data_parallel.fsdp_optim_utils import gathered, sharded
+from echelon.compat.fairscale.nn.data_parallel.pickled import form_of
 from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import (
     OwnOfBoth,
     divisors,
-    let_forwards_precede_backwards,
+    forwards_may_precede_backwards,
     pieces,
     plain,
     set_divisors,
@@ -91,6 +92,7 @@ class FullyShardedDataParallel(TorchFSDP):
 
     mixed_precision: Any = OwnOfBoth("mixed_precision")
     cpu_offload: Any = OwnOfBoth("cpu_offload")
+    starts_from_rank0 = True
     training_state: Any = OwnOfBoth("training_state", TrainingState.of)
 
     def __init__(
@@ -119,13 +121,13 @@ class FullyShardedDataParallel(TorchFSDP):
         gradient_predivide_factor: float | None = None,
         allow_reset_parameters: bool = False,
     ) -> None:
-        attributes = {k: v for k, v in locals().items() if k not in ("self", "module", "process_group", "__class__")}
+        options = {k: v for k, v in locals().items() if k not in ("self", "module", "process_group", "__class__")}
         device = compute_device or World.current().device
         ensure_group(device)
         outlive(process_group)
         offload = move_params_to_cpu or cpu_offload
         low = (compute_dtype or torch.float16) if mixed_precision else None
-        attributes |= {
+        attributes = options | {
             "process_group_reduce_scatter": _reduce_group(process_group_reduce_scatter, process_group),
             "move_params_to_cpu": offload,
             "cpu_offload": offload,
@@ -136,7 +138,7 @@ class FullyShardedDataParallel(TorchFSDP):
             "uncollected_opt_state": {},
         }
         _check(module, attributes)
-        if device.type == "cpu":  # where torch's `sync_module_states` refuses to work
+        if device.type == "cpu" and self.starts_from_rank0:  # where torch's `sync_module_states` refuses to work
             _send_from_rank0(module, process_group)
         super().__init__(
             module,
@@ -149,11 +151,11 @@ class FullyShardedDataParallel(TorchFSDP):
                 buffer_dtype=buffer_dtype or low,
             ),
             device_id=device,
-            sync_module_states=device.type != "cpu",
+            sync_module_states=device.type != "cpu" and self.starts_from_rank0,
             use_orig_params=True,
         )
         self._take(attributes)
-        let_forwards_precede_backwards(self)
+        self._options = options
         if state_dict_device is not None or state_dict_on_rank_0_only:
             # On a CPU torch 2.13 crashes if it is told to offload, and there is nothing to offload.
             on_cpu = device.type != "cpu" and state_dict_device is not None and torch.device(state_dict_device).type == "cpu"
@@ -173,10 +175,16 @@ class FullyShardedDataParallel(TorchFSDP):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.force_input_to_fp32 and not self.mixed_precision:
             args, kwargs = _in_float32(args), _in_float32(kwargs)
-        outputs = super().forward(*args, **kwargs)
+        with forwards_may_precede_backwards(self):
+            outputs = super().forward(*args, **kwargs)
         if self.clear_autocast_cache:
             torch.clear_autocast_cache()
         return outputs
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """This rank's part; it is unpickled on this rank, of as many, and takes their default process group."""
+        group = {"process_group_reduce_scatter": ProcessGroupName.reduce_scatter}  # which cannot be pickled
+        return form_of(self, self._options | group)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """By the unwrapped module's names, where parameters are whole or not flattened."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any
@@ -24,8 +25,8 @@ __all__ = [
     "Piece",
     "divisors",
     "forget_whole",
+    "forwards_may_precede_backwards",
     "length",
-    "let_forwards_precede_backwards",
     "pieces",
     "plain",
     "set_divisors",
@@ -108,8 +109,9 @@ def set_divisors(wrapper: TorchFSDP, before: float, after: float) -> None:
     vars(wrapper).update(_gradient_predivide_factor=before, _gradient_postdivide_factor=after)
 
 
-def let_forwards_precede_backwards(wrapper: TorchFSDP) -> None:
-    """Several forwards, and then the backward of each: torch's class forgets after the first one that there are others.
+@contextmanager
+def forwards_may_precede_backwards(wrapper: TorchFSDP) -> Iterator[None]:
+    """Around a forward: after the first of several backwards, torch's class forgets that there are others.
 
     It neither gathers the parameters again, which is an error, nor reduces the gradients.
     """
@@ -136,7 +138,11 @@ def let_forwards_precede_backwards(wrapper: TorchFSDP) -> None:
             if tensor.requires_grad:
                 tensor.register_hook(partial(before_backward, node, list(handle.flat_param._tensors)))
 
-    wrapper.module.register_forward_hook(after_forward)
+    hook = wrapper.module.register_forward_hook(after_forward)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
