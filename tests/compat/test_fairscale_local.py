@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from typing import Any
@@ -195,24 +196,62 @@ def test_forwards_may_precede_backwards(ranks: Ranks) -> None:
             assert got == pytest.approx(want[int(name[-1])], rel=1e-5 if "plain" in name else 0.05), name
 
 
-def _shared() -> list[str]:
-    said = []
-    for flat in (True, False):
-        for name in ("weight", "bias"):
-            layers: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-            setattr(layers[2], name, getattr(layers[0], name))
-            layers[0] = FullyShardedDataParallel(layers[0], flatten_parameters=flat)
-            for module in (layers[2], layers):
-                with pytest.raises(UsageError) as error:
-                    FullyShardedDataParallel(module, flatten_parameters=flat)
-                said.append(str(error.value))
-    return said
+class Tied(nn.Module):
+    """Two layers that share one of their parameters."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
+        setattr(self.three, name, getattr(self.one, name))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.three(self.two(self.one(x)))
+        return out
 
 
-def test_weights_shared_between_wrappers_are_an_error_that_names_both(ranks: Ranks) -> None:
-    for said in ranks(2, _shared):
-        assert "Linear.weight and Linear.weight are one parameter, which is sharded" in said[0]
-        assert "Sequential.2.bias and Linear.bias are one parameter" in said[3]
+def _shared(kinds: list[tuple[str, bool, tuple[str, ...]]]) -> list[Any]:
+    found: list[Any] = []
+    for name, flat, wrapped in kinds:
+        module = Tied(name)
+        for each in wrapped:
+            setattr(module, each, FullyShardedDataParallel(getattr(module, each), flatten_parameters=flat))
+            if each == "three" and "one" in wrapped:
+                module.three.append_shared_param(getattr(module.one.module, name))  # type: ignore[operator]
+        with pytest.raises(UsageError) if {"one", "three"} <= {*wrapped} else contextlib.nullcontext(None) as error:
+            module(_x()) if error is not None else None
+        model = FullyShardedDataParallel(module, flatten_parameters=flat)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(3):
+            optimizer.zero_grad()
+            model(_x(i)).square().sum().backward()
+            optimizer.step()
+        everyones: list[Any] = [None, None]
+        dist.all_gather_object(everyones, (model.local_state_dict(), model.local_metadata_dict()))
+        whole = model.consolidate_shard_weights(*map(list, zip(*everyones, strict=True)))
+        found.append((dict(model.state_dict()), whole, str(error and error.value)))
+    return found
+
+
+def test_weights_that_wrappers_share_go_to_the_one_around_them(ranks: Ranks) -> None:
+    wrappings = [("one", "three"), ("one", "two", "three"), ("one",), ("three",)]
+    kinds = [(name, flat, wrapped) for name in ("weight", "bias") for flat in (True, False) for wrapped in wrappings]
+    want = {}
+    for name in ("weight", "bias"):
+        module = Tied(name)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for i in range(3):
+            optimizer.zero_grad()
+            for rank in (0, 1):
+                (module(batch(4, 10 * i + rank, torch.float32)[0]).square().sum() / 2).backward()
+            optimizer.step()
+        want[name] = module.state_dict()
+    for found in ranks(2, _shared, kinds):
+        for (name, _, wrapped), (state, consolidated, said) in zip(kinds, found, strict=True):
+            assert largest_difference(state, want[name]) < 1e-5, (name, wrapped)
+            assert largest_difference(consolidated, want[name]) < 1e-5, (name, wrapped)
+            if {"one", "three"} <= {*wrapped}:
+                assert f"Linear.{name} and Linear.{name} are one parameter, in two wrappers: neither can" in said
 
 
 class Unused(nn.Module):

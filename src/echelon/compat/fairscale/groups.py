@@ -1,8 +1,9 @@
 """Process groups outlive the wrappers and optimizers that use them, until the interpreter ends or another one takes over.
 
-When gloo's group is freed, its destructor joins the group's threads and keeps the interpreter's lock meanwhile; one of them may
-be waiting for that lock, to free the tensors of the last collective (torch 2.13). So a program whose last act is a collective
-and `destroy_process_group()` hangs now and then, if nobody holds the group by then. FairScale's objects did, by cycles.
+When gloo's group is freed, its destructor joins the group's threads, and one of them may be waiting for the interpreter's lock,
+to free the tensors of the last collective (torch 2.13). So the group must be freed neither right after a collective, as when
+`destroy_process_group()` drops the last reference, nor when the interpreter is being taken down, when threads get the lock no
+more. FairScale's objects hold it by cycles; here it is held, and let go of just before the interpreter ends.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ import atexit
 import time
 
 import torch.distributed as dist
+
+# Now, before there is a group: its functions' default arguments would hold the default group to the very end. Building an
+# optimizer imports it, by way of torch's compiler.
+import torch.distributed.nn.functional  # noqa: F401
 
 __all__ = ["outlive"]
 

@@ -6,7 +6,7 @@ For new programs `echelon`'s strategy "fsdp" is the better choice: it builds on 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, StrEnum, auto
 from typing import Any
@@ -23,11 +23,11 @@ from echelon.compat.fairscale.names import later
 from echelon.compat.fairscale.nn.data_parallel import local_state
 from echelon.compat.fairscale.nn.data_parallel.fsdp_optim_utils import gathered, sharded
 from echelon.compat.fairscale.nn.data_parallel.pickled import form_of
+from echelon.compat.fairscale.nn.data_parallel.shared import Owners
 from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import (
     OwnOfBoth,
     divisors,
     forwards_may_precede_backwards,
-    pieces,
     plain,
     set_divisors,
 )
@@ -87,12 +87,13 @@ class FullyShardedDataParallel(TorchFSDP):
         allow_reset_parameters: whether `reset_parameters()` reaches the module.
         disable_reshard_on_root, bucket_cap_mb, verbose: accepted; torch decides.
     Raises:
-        UsageError: a parameter that is in another wrapper already; `move_grads_to_cpu` alone.
+        UsageError: `move_grads_to_cpu` alone; in a forward, a parameter that two wrappers share, and none around them has.
     """
 
     mixed_precision: Any = OwnOfBoth("mixed_precision")
     cpu_offload: Any = OwnOfBoth("cpu_offload")
     starts_from_rank0 = True
+    without: Iterable[nn.Parameter] = ()  # given to a wrapper around it (`shared`)
     training_state: Any = OwnOfBoth("training_state", TrainingState.of)
 
     def __init__(
@@ -138,6 +139,7 @@ class FullyShardedDataParallel(TorchFSDP):
             "uncollected_opt_state": {},
         }
         _check(module, attributes)
+        shared = Owners.take_back(module, dict(_own_parameters(module)))
         if device.type == "cpu" and self.starts_from_rank0:  # where torch's `sync_module_states` refuses to work
             _send_from_rank0(module, process_group)
         super().__init__(
@@ -153,9 +155,12 @@ class FullyShardedDataParallel(TorchFSDP):
             device_id=device,
             sync_module_states=device.type != "cpu" and self.starts_from_rank0,
             use_orig_params=True,
+            ignored_states=[*shared, *self.without] or None,
         )
         self._take(attributes)
-        self._options = options
+        self.options = options
+        if shared:
+            Owners.give_away(self, shared)
         if state_dict_device is not None or state_dict_on_rank_0_only:
             # On a CPU torch 2.13 crashes if it is told to offload, and there is nothing to offload.
             on_cpu = device.type != "cpu" and state_dict_device is not None and torch.device(state_dict_device).type == "cpu"
@@ -169,10 +174,10 @@ class FullyShardedDataParallel(TorchFSDP):
         self.gradient_predivide_factor = float(before or divisors(self)[0])
         self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
         set_divisors(self, self.gradient_predivide_factor, self.gradient_postdivide_factor)
-        for piece in pieces(self):
-            piece.parameter._sharded_as = f"{type(self.module).__name__}.{piece.name}"  # type: ignore[attr-defined]
+        Owners.claim(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        Owners.check(self)
         if self.force_input_to_fp32 and not self.mixed_precision:
             args, kwargs = _in_float32(args), _in_float32(kwargs)
         with forwards_may_precede_backwards(self):
@@ -184,7 +189,7 @@ class FullyShardedDataParallel(TorchFSDP):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """This rank's part; it is unpickled on this rank, of as many, and takes their default process group."""
         group = {"process_group_reduce_scatter": ProcessGroupName.reduce_scatter}  # which cannot be pickled
-        return form_of(self, self._options | group)
+        return form_of(self, self.options | group)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """By the unwrapped module's names, where parameters are whole or not flattened."""
@@ -212,7 +217,7 @@ class FullyShardedDataParallel(TorchFSDP):
                 dist.broadcast(tensor.detach(), group_src=0, group=self.process_group)
 
     def append_shared_param(self, p: nn.Parameter) -> None:
-        raise UsageError(f"append_shared_param: {_ONE_WRAPPER}")
+        """Nothing is to be done: what two wrappers share goes to the one around them by itself."""
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divide gradients by `pre` before ranks add them, and by `post` afterwards; `recursive` means wrappers in it, too."""
@@ -279,9 +284,6 @@ class FullyShardedDataParallel(TorchFSDP):
         return local_state.consolidated(shard_weights, shard_metadata, with_module_buffers, strict)
 
 
-_ONE_WRAPPER = "weights that modules share must be in one wrapper. Wrap a module that has both of them, and neither by itself."
-
-
 def _reduce_group(given: Any, group: dist.ProcessGroup | None) -> Any:
     if isinstance(given, dist.ProcessGroup):
         return given
@@ -301,9 +303,6 @@ def _check(module: nn.Module, given: dict[str, Any]) -> None:
         raise ValueError("Expecting FP16 param type in pure FP16 mode.")
     if not half and any(p.dtype is torch.float16 for p in own.values()):
         raise ValueError("Expecting FP16 param type in FP32 & MP modes.")
-    for name, parameter in own.items():
-        if (other := getattr(parameter, "_sharded_as", None)) is not None:
-            raise UsageError(f"{type(module).__name__}.{name} and {other} are one parameter, which is sharded: {_ONE_WRAPPER}")
     changed = [name for name, usual in _HELD_ANYWAY.items() if given[name] != usual]
     if changed and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info("FullyShardedDataParallel(%s=...) has no effect: torch decides", "=..., ".join(changed))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from functools import partial
@@ -27,10 +27,12 @@ __all__ = [
     "forget_whole",
     "forwards_may_precede_backwards",
     "length",
+    "name_plainly",
     "pieces",
     "plain",
     "set_divisors",
     "shared_names",
+    "unignore",
 ]
 
 _PREFIX = "_fsdp_wrapped_module"
@@ -155,6 +157,24 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(list(value.values()))
     elif is_dataclass(value) and not isinstance(value, type):
         yield from _tensors(list(vars(value).values()))
+
+
+def unignore(wrapper: TorchFSDP, parameters: Iterable[nn.Parameter]) -> None:
+    """Parameters that a wrapper was built without may be sharded by one around it."""
+    ignored: set[nn.Parameter] = wrapper._ignored_params
+    ignored.difference_update(parameters)
+
+
+def name_plainly(wrapper: TorchFSDP) -> None:
+    """Parameters of modules within other wrappers are found in the state dict, whose names are the unwrapped module's."""
+    handle: Any = wrapper._handle
+    if handle is not None:
+        flat = handle.flat_param
+        flat._param_infos = tuple(i._replace(module_name=plain(i.module_name)) for i in flat._param_infos)
+        flat._shared_param_infos = tuple(
+            i._replace(module_name=plain(i.module_name), prim_module_name=plain(i.prim_module_name))
+            for i in flat._shared_param_infos
+        )
 
 
 class OwnOfBoth:
