@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,7 @@ from echelon.compat.fairscale.nn import ShardedDataParallel
 from echelon.compat.fairscale.optim import OSS
 from echelon.contracts.errors import CheckpointError, CheckpointMismatchError, UsageError
 from tests.compat.fairscale import far, loss, mine, same, updates, values
-from tests.conftest import Ranks
+from tests.conftest import Ranks, clean_environment
 from tests.models import Batch, Net, batch, largest_difference, net, plain_training
 
 pytestmark = pytest.mark.standing_ranks
@@ -87,7 +89,7 @@ def _saved_and_loaded(before: list[list[Batch]], after: list[list[Batch]], folde
         assert same(state, untouched), "the caller's dict was changed"
     module, model, optimizer, lr = built()
     _steps(model, optimizer, before, size, lr)
-    with pytest.raises(CheckpointError, match="call consolidate_state_dict"):
+    with pytest.raises(CheckpointError, match="Optimizer state has not been consolidated on this rank"):
         optimizer.state_dict()
     last = size - 1
     optimizer.consolidate_state_dict(last)
@@ -105,7 +107,7 @@ def _saved_and_loaded(before: list[list[Batch]], after: list[list[Batch]], folde
     with pytest.raises(CheckpointError):  # as it was before the steps
         optimizer.state_dict()
     done["straight"] = values(module)
-    with pytest.raises(CheckpointMismatchError, match="groups with"):
+    with pytest.raises(CheckpointMismatchError, match="doesn't match the size of optimizer's group"):
         optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
     parts = optimizer.partition_parameters()
     assert [sum(len(part[g]["params"]) for part in parts) for g in range(3)] == done["own"][1]
@@ -218,3 +220,34 @@ def test_groups_that_are_parts_of_the_world(ranks: Ranks) -> None:
         want = plain_training(updates(2), module=net(seed=rank % 2), clip=0.5)[0]
         assert largest_difference(got, want) < 1e-12
         assert len(state) == (12 if rank >= 2 else 0)
+
+
+ENDS = """
+import gc, weakref
+import torch
+import torch.distributed as dist
+from echelon.compat.fairscale import groups
+from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
+from echelon.compat.fairscale.optim import OSS
+
+def train():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    module = torch.nn.Linear(2, 2)
+    optimizer = OSS(module.parameters(), lr=0.1)
+    ShardedDataParallel(module, optimizer)(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    group = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    return group
+
+group = train()
+gc.collect()
+assert group() is not None, "freed right after a collective, where gloo can hang"
+groups._let_go()
+assert group() is None, "held until the interpreter is taken down"
+"""
+
+
+def test_a_group_is_freed_neither_at_once_nor_with_the_interpreter() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS], env=clean_environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ from torch import nn
 
 from echelon.compat.collect import collect
 from echelon.compat.fairscale.clip import clip_owned_
+from echelon.compat.fairscale.groups import outlive
 from echelon.contracts.errors import CheckpointError, CheckpointMismatchError, UsageError
 from echelon.parallel.partition import Partition
 from echelon.world.init import ensure_group
@@ -39,6 +40,7 @@ class OSS(torch.optim.Optimizer):
         broadcast_fp16: accepted without an effect: parameters are sent in their own type, so no precision is lost.
     Attributes:
         optim: the optimizer over this rank's own parameters.
+        group, rank, world_size: the ranks that it is divided over, and this one's place among them.
         param_groups: all parameters; options that are changed here (by a scheduler) hold for the next step.
         state: of this rank's own parameters.
     """
@@ -56,8 +58,12 @@ class OSS(torch.optim.Optimizer):
         self._is_built = False
         super().__init__(params, default)
         ensure_group(self.param_groups[0]["params"][0].device)
-        self.group = group
+        self.group = group if group is not None else dist.group.WORLD
+        outlive(group)
+        self.before_clipping: list[WeakMethod[Callable[[], None]]] = []  # of wrappers that may have gradients to reduce yet
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.global_rank, self.backend = dist.get_rank(), dist.get_backend(group)
+        self.broadcast_fp16, self.force_broadcast_object = broadcast_fp16, force_broadcast_object
         if broadcast_fp16 and self.rank == 0:
             logger.warning("OSS(broadcast_fp16=True) has no effect: parameters are sent in their own type")
         self.optim = optim([_own_group(each) for each in self.param_groups], **default)
@@ -108,6 +114,9 @@ class OSS(torch.optim.Optimizer):
             The norm before clipping, the same on every rank.
         Source: Pascanu et al. 2013, section 3.2, as `torch.nn.utils.clip_grad_norm_` does it.
         """
+        for reference in self.before_clipping:
+            if (settle := reference()) is not None:
+                settle()
         own: list[torch.Tensor] = [p for group in self.optim.param_groups for p in group["params"]]
         counted = own if filter_params_fn is None else list(filter_params_fn(own))
         return clip_owned_(self._parameters, counted, max_norm, norm_type, self.group)
@@ -144,12 +153,12 @@ class OSS(torch.optim.Optimizer):
         Raises:
             CheckpointError: a RuntimeError; this rank has not been given the state, or the optimizer has stepped since.
         """
-        if all_ranks or self.world_size == 1:
+        if all_ranks:
             self.consolidate_state_dict(-1)
         if self._everyones is None:
             raise CheckpointError(
-                f"rank {self.rank} has not the optimizer's whole state: after the last step, call consolidate_state_dict() on "
-                "all ranks, and state_dict() on the one that receives it (recipient_rank; -1 for all)."
+                f"Optimizer state has not been consolidated on this rank ({self.rank}) since the last step. Call "
+                "consolidate_state_dict() on all ranks, and state_dict() on the one that receives it (recipient_rank; -1: all)."
             )
         numbers = {p: number for number, p in enumerate(self._parameters)}
         return {
@@ -166,7 +175,10 @@ class OSS(torch.optim.Optimizer):
         given = state_dict["param_groups"]
         sizes, wanted = [len(g["params"]) for g in given], [len(g["params"]) for g in self.param_groups]
         if sizes != wanted:
-            raise CheckpointMismatchError(f"the state is of groups with {sizes} parameters; this optimizer's have {wanted}.")
+            raise CheckpointMismatchError(
+                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: it has groups of "
+                f"{sizes} parameters, and this optimizer of {wanted}."
+            )
         saved = dict(zip(self._parameters, (n for group in given for n in group["params"]), strict=True))
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []

@@ -12,19 +12,34 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from echelon.compat.fairscale.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel, get_fsdp_instances
+    from echelon.compat.fairscale.nn.data_parallel.fully_sharded_data_parallel import (
+        FullyShardedDataParallel,
+        TrainingState,
+        get_fsdp_instances,
+        no_pre_load_state_dict_hook,
+    )
 
     auto_wrap_bn: Callable[..., nn.Module]
 
-__all__ = ["FullyShardedDataParallel", "ShardedDataParallel", "auto_wrap_bn", "get_fsdp_instances"]
+__all__ = [
+    "FullyShardedDataParallel",
+    "ShardedDataParallel",
+    "TrainingState",
+    "auto_wrap_bn",
+    "get_fsdp_instances",
+    "no_pre_load_state_dict_hook",
+]
 
 _FSDP = "nn.data_parallel.fully_sharded_data_parallel"
 
 __getattr__ = later(
     "nn.data_parallel",
-    {"FullyShardedDataParallel": _FSDP, "auto_wrap_bn": "nn.wrap.batch_norm", "get_fsdp_instances": _FSDP},
     {
-        "TrainingState": "nothing: torch keeps the state of its wrapper to itself.",
-        "no_pre_load_state_dict_hook": "nothing: load_state_dict() takes whole parameters by their own names.",
+        **dict.fromkeys(
+            ("FullyShardedDataParallel", "TrainingState", "get_fsdp_instances", "no_pre_load_state_dict_hook"),
+            _FSDP,
+        ),
+        "auto_wrap_bn": "nn.wrap.batch_norm",
     },
+    {},
 )

@@ -1,4 +1,4 @@
-"""The state of an optimizer over FullyShardedDataParallel, whole by parameter name, and back into shards.
+"""The state of an optimizer over FullyShardedDataParallel, whole as the undivided optimizer has it, and back into shards.
 
 Not torch's `full_optim_state_dict`: on CPUs torch 2.13 gives all tensors of a parameter's state the values of the last one.
 A rank's piece of a parameter is a range of its elements, and ranges are in the order of the ranks.
@@ -13,51 +13,48 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from echelon.compat.collect import collect
+from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import Piece, pieces
 from echelon.contracts.errors import CheckpointMismatchError, UsageError
-from echelon.world import agree
 
 __all__ = ["gathered", "sharded"]
 
-_PREFIX = "_fsdp_wrapped_module."
-
 
 def gathered(module: TorchFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """The whole state in host memory on the group's rank 0; None elsewhere. Collective."""
+    """The whole state in host memory on the group's rank 0, by the parameters' numbers; None elsewhere. Collective."""
     group = _one_group(module)
-    names: dict[torch.Tensor, str] = {p: n.replace(_PREFIX, "") for n, p in module.named_parameters()}
-    mine = {names[p]: {k: _piece(p, v) for k, v in state.items()} for p, state in optimizer.state.items() if p in names}
-    with TorchFSDP.summon_full_params(module, writeback=False):
-        shapes = {n.replace(_PREFIX, ""): p.shape for n, p in module.named_parameters()}
-    everyones = collect(mine, 0, group)
+    wrappers = [each for each in module.modules() if isinstance(each, TorchFSDP)]
+    held: dict[torch.Tensor, Piece] = {piece.parameter: piece for each in wrappers for piece in pieces(each)}
+    owner: dict[torch.Tensor, int] = {p.parameter: i for i, each in enumerate(wrappers) for p in pieces(each)}
+    parameters = [p for each in optimizer.param_groups for p in each["params"]]
+    numbers: dict[torch.Tensor, int] = {p: i for i, p in enumerate(parameters)}
+    state = {p: each for p, each in optimizer.state.items() if p in held}
+    everyones = collect({numbers[p]: {k: _piece(p, v) for k, v in each.items()} for p, each in state.items()}, 0, group)
     if everyones is None:
         return None
-    state: dict[str, dict[str, Any]] = {}
-    for name, shape in shapes.items():
-        parts = [each[name] for each in everyones if name in each]
-        if parts:
-            state[name] = {key: _joined([part[key] for part in parts], shape) for key in parts[0]}
-    groups = [{**g, "params": [names[p] for p in g["params"]]} for g in optimizer.param_groups]
-    return {"state": state, "param_groups": groups}
+    whole: dict[int, dict[str, Any]] = {}
+    for parameter, number in numbers.items():
+        if parts := [each[number] for each in everyones if each.get(number)]:
+            shape = held[parameter].shape
+            whole[number] = {key: _joined([part[key] for part in parts if key in part], shape) for key in parts[0]}
+    groups = [{**each, "params": [numbers[p] for p in each["params"]]} for each in optimizer.param_groups]
+    local = {number: owner.get(p) if number in whole else None for p, number in numbers.items()}
+    return {"state": whole, "param_groups": groups, "param_id_map": local, "uncollected_local_ids": []}
 
 
 def sharded(module: TorchFSDP, full: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of a whole state, as an optimizer over the module's parameters loads it. Collective."""
-    group = _one_group(module)
-    rank = dist.get_rank(group)
-    named = {n.replace(_PREFIX, ""): p for n, p in module.named_parameters()}
-    sizes = agree.gather([p.numel() for p in named.values()], group)
-    starts = dict(zip(named, (sum(each) for each in zip(*sizes[:rank], strict=True)) if rank else [0] * len(named), strict=True))
-    state, groups, count = dict[int, Any](), list[dict[str, Any]](), 0
-    for given in full["param_groups"]:
-        numbers = list(range(count, count := count + len(given["params"])))
-        groups.append({**given, "params": numbers})
-        for number, name in zip(numbers, given["params"], strict=True):
-            if name not in named:
-                raise CheckpointMismatchError(f"the optimizer's state has a parameter {name!r}, which this module has not.")
-            size = named[name].numel()
-            if name in full["state"] and size:
-                state[number] = {k: _cut(v, starts[name], size) for k, v in full["state"][name].items()}
-    return {"state": state, "param_groups": groups}
+    """This rank's part of a whole state, as an optimizer over the module's parameters loads it."""
+    _one_group(module)
+    held = {p.parameter: p for each in module.modules() if isinstance(each, TorchFSDP) for p in pieces(each)}
+    order = [held[p] for p in module.parameters() if p in held]
+    numbers = [number for group in full["param_groups"] for number in group["params"]]
+    if len(numbers) != len(order):
+        raise CheckpointMismatchError(f"the optimizer's state has {len(numbers)} parameters, this module {len(order)}.")
+    state = {}
+    for number, piece in zip(numbers, order, strict=True):
+        given = full["state"].get(number)
+        if given and piece.parameter.numel():
+            state[number] = {key: _cut(value, piece) for key, value in given.items()}
+    return {"state": state, "param_groups": [dict(group) for group in full["param_groups"]]}
 
 
 def _one_group(module: TorchFSDP) -> dist.ProcessGroup | None:
@@ -79,7 +76,9 @@ def _joined(parts: list[Any], shape: torch.Size) -> Any:
     return parts[0]
 
 
-def _cut(value: Any, start: int, size: int) -> Any:
-    if isinstance(value, torch.Tensor) and value.dim() > 0:
-        return value.flatten()[start : start + size].clone()
-    return value.clone() if isinstance(value, torch.Tensor) else value
+def _cut(value: Any, piece: Piece) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != piece.shape or not value.dim():
+        return value.clone()
+    return value.flatten()[piece.start : piece.start + piece.parameter.numel()].clone()

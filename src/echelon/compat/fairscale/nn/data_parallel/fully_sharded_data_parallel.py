@@ -6,9 +6,10 @@ For new programs `echelon`'s strategy "fsdp" is the better choice: it builds on 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from enum import Enum, StrEnum, auto
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,58 +18,89 @@ from torch.distributed.fsdp import CPUOffload, FullStateDictConfig, MixedPrecisi
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from echelon.compat.fairscale.clip import clip_owned_
+from echelon.compat.fairscale.groups import outlive
 from echelon.compat.fairscale.names import later
+from echelon.compat.fairscale.nn.data_parallel import local_state
 from echelon.compat.fairscale.nn.data_parallel.fsdp_optim_utils import gathered, sharded
+from echelon.compat.fairscale.nn.data_parallel.pickled import form_of
+from echelon.compat.fairscale.nn.data_parallel.shared import Owners
+from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import (
+    OwnOfBoth,
+    divisors,
+    forwards_may_precede_backwards,
+    plain,
+    set_divisors,
+)
 from echelon.contracts.errors import UsageError
 from echelon.world.init import World, ensure_group
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["FullyShardedDataParallel", "get_fsdp_instances"]
+__all__ = ["FullyShardedDataParallel", "ProcessGroupName", "TrainingState", "get_fsdp_instances", "no_pre_load_state_dict_hook"]
 
 __getattr__ = later("nn.data_parallel.fully_sharded_data_parallel", {"auto_wrap_bn": "nn.wrap.batch_norm"}, {})
 
 logger = logging.getLogger(__name__)
 
-_CHECKPOINTS = "echelon.DistributedCheckpointSaver, which saves shards and reads them at any number of ranks"
-_DIVIDING = "torch's fully_shard(...) and set_gradient_divide_factor()"
+_HELD_ANYWAY = {"disable_reshard_on_root": True, "bucket_cap_mb": 25}
 
-# Options without a counterpart: the value that asks for nothing, and what to do instead.
-_UNSUPPORTED = {
-    "no_broadcast_optim_state": (False, f"{_CHECKPOINTS}."),
-    "force_input_to_fp32": (False, "mixed_precision=True, which casts inputs, or cast them in forward()."),
-    "gradient_predivide_factor": (None, f"{_DIVIDING}."),
-    "allow_reset_parameters": (False, "reset them before wrapping, or on the meta device: `with echelon.on_meta():`."),
-    "process_group_reduce_scatter": (None, "one process_group for everything; torch overlaps its messages by itself."),
-}
-_HELD_ANYWAY = {"disable_reshard_on_root": True, "flatten_parameters": True, "bucket_cap_mb": 25, "clear_autocast_cache": False}
+
+class ProcessGroupName(StrEnum):
+    """What `process_group_reduce_scatter` may be beside a group; torch overlaps its messages whichever it is."""
+
+    default = "default"
+    reduce_scatter = "reduce_scatter"
+
+
+class TrainingState(Enum):
+    """What a wrapper is doing."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
+    SUMMON_FULL_PARAMS = auto()
+
+    @classmethod
+    def of(cls, torchs: Enum) -> TrainingState:
+        """torch has one name for a forward and a backward."""
+        return cls.__members__.get(torchs.name, cls.FORWARD)
 
 
 class FullyShardedDataParallel(TorchFSDP):
     """Parameters, gradients and optimizer state in shards, one flat parameter per wrapped module.
 
-    Parameters keep their names (`use_orig_params`), and start from rank 0's values. Collective.
+    Parameters keep their names (`use_orig_params`), and start from rank 0's values. Collective. Arguments are attributes.
 
     Args:
+        process_group_reduce_scatter: accepted; torch overlaps its messages in one group.
         reshard_after_forward: free whole parameters between forward and backward.
         mixed_precision: compute and reduce in `compute_dtype` (by default half precision), with float32 shards.
         fp32_reduce_scatter: reduce gradients in float32 nevertheless.
+        flatten_parameters: the form of `local_state_dict`, and of names outside of `summon_full_params`.
         buffer_dtype: of buffers; by default `compute_dtype`.
         move_params_to_cpu, cpu_offload: shards live in host memory; `move_grads_to_cpu` goes with them.
         compute_device: by default the GPU, or the CPU where there is none.
+        no_broadcast_optim_state: what a wrapper in a group of one rank says to `consolidate_shard_weights`.
         state_dict_device, state_dict_on_rank_0_only: where `state_dict()` puts the whole parameters: on their device, or
             torch.device("cpu"); on all ranks, or on rank 0.
-        disable_reshard_on_root, flatten_parameters, bucket_cap_mb, clear_autocast_cache, verbose: accepted; torch decides.
+        force_input_to_fp32: half-precision inputs are cast, unless `mixed_precision`.
+        gradient_predivide_factor: gradients are divided by it before ranks add them, and by the rest afterwards.
+        allow_reset_parameters: whether `reset_parameters()` reaches the module.
+        disable_reshard_on_root, bucket_cap_mb, verbose: accepted; torch decides.
     Raises:
-        UsageError: an option that torch's class has no counterpart for, with what takes its place.
+        UsageError: `move_grads_to_cpu` alone; in a forward, a parameter that two wrappers share, and none around them has.
     """
+
+    mixed_precision: Any = OwnOfBoth("mixed_precision")
+    cpu_offload: Any = OwnOfBoth("cpu_offload")
+    starts_from_rank0 = True
+    without: Iterable[nn.Parameter] = ()  # given to a wrapper around it (`shared`)
+    training_state: Any = OwnOfBoth("training_state", TrainingState.of)
 
     def __init__(
         self,
         module: nn.Module,
         process_group: dist.ProcessGroup | None = None,
-        process_group_reduce_scatter: Any = None,
+        process_group_reduce_scatter: Any = ProcessGroupName.reduce_scatter,
         reshard_after_forward: bool = True,
         disable_reshard_on_root: bool = True,
         mixed_precision: bool = False,
@@ -90,14 +122,25 @@ class FullyShardedDataParallel(TorchFSDP):
         gradient_predivide_factor: float | None = None,
         allow_reset_parameters: bool = False,
     ) -> None:
-        _check(locals())
+        options = {k: v for k, v in locals().items() if k not in ("self", "module", "process_group", "__class__")}
         device = compute_device or World.current().device
         ensure_group(device)
+        outlive(process_group)
         offload = move_params_to_cpu or cpu_offload
-        if move_grads_to_cpu not in (None, offload):
-            raise UsageError(f"move_grads_to_cpu={move_grads_to_cpu}: gradients lie where the shards do. Leave it out.")
         low = (compute_dtype or torch.float16) if mixed_precision else None
-        if device.type == "cpu":  # where torch's `sync_module_states` refuses to work
+        attributes = options | {
+            "process_group_reduce_scatter": _reduce_group(process_group_reduce_scatter, process_group),
+            "move_params_to_cpu": offload,
+            "cpu_offload": offload,
+            "move_grads_to_cpu": offload if move_grads_to_cpu is None else move_grads_to_cpu,
+            "compute_dtype": compute_dtype or low or torch.float32,
+            "buffer_dtype": buffer_dtype or compute_dtype or low or torch.float32,
+            "state_dict_device": state_dict_device or device,
+            "uncollected_opt_state": {},
+        }
+        _check(module, attributes)
+        shared = Owners.take_back(module, dict(_own_parameters(module)))
+        if device.type == "cpu" and self.starts_from_rank0:  # where torch's `sync_module_states` refuses to work
             _send_from_rank0(module, process_group)
         super().__init__(
             module,
@@ -110,14 +153,77 @@ class FullyShardedDataParallel(TorchFSDP):
                 buffer_dtype=buffer_dtype or low,
             ),
             device_id=device,
-            sync_module_states=device.type != "cpu",
+            sync_module_states=device.type != "cpu" and self.starts_from_rank0,
             use_orig_params=True,
+            ignored_states=[*shared, *self.without] or None,
         )
+        self._take(attributes)
+        self.options = options
+        if shared:
+            Owners.give_away(self, shared)
         if state_dict_device is not None or state_dict_on_rank_0_only:
             # On a CPU torch 2.13 crashes if it is told to offload, and there is nothing to offload.
             on_cpu = device.type != "cpu" and state_dict_device is not None and torch.device(state_dict_device).type == "cpu"
             config = FullStateDictConfig(offload_to_cpu=on_cpu, rank0_only=state_dict_on_rank_0_only)
             TorchFSDP.set_state_dict_type(self, StateDictType.FULL_STATE_DICT, config)
+
+    def _take(self, attributes: dict[str, Any]) -> None:
+        before = attributes.pop("gradient_predivide_factor")
+        for name, value in {**attributes, "compute_device": self.compute_device}.items():
+            setattr(self, name, value)
+        self.gradient_predivide_factor = float(before or divisors(self)[0])
+        self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
+        set_divisors(self, self.gradient_predivide_factor, self.gradient_postdivide_factor)
+        Owners.claim(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        Owners.check(self)
+        if self.force_input_to_fp32 and not self.mixed_precision:
+            args, kwargs = _in_float32(args), _in_float32(kwargs)
+        with forwards_may_precede_backwards(self):
+            outputs = super().forward(*args, **kwargs)
+        if self.clear_autocast_cache:
+            torch.clear_autocast_cache()
+        return outputs
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """This rank's part; it is unpickled on this rank, of as many, and takes their default process group."""
+        group = {"process_group_reduce_scatter": ProcessGroupName.reduce_scatter}  # which cannot be pickled
+        return form_of(self, self.options | group)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """By the unwrapped module's names, where parameters are whole or not flattened."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield (name if self.__dict__.get("flatten_parameters", True) else plain(name)), parameter
+
+    def extra_repr(self) -> str:
+        shown = ["world_size", "flatten_parameters", "mixed_precision"]
+        if self.verbose:
+            shown = ["rank", *shown, "reshard_after_forward", "compute_dtype", "buffer_dtype", "fp32_reduce_scatter"]
+            shown += ["compute_device", "move_params_to_cpu", "move_grads_to_cpu", "bucket_cap_mb", "force_input_to_fp32"]
+        return "".join(f"{name}={getattr(self, name)}, " for name in shown)
+
+    def reset_parameters(self) -> None:
+        """The module's own `reset_parameters`, on whole parameters, with rank 0's values. Collective.
+
+        Raises:
+            RuntimeError: without `allow_reset_parameters`.
+        """
+        if not self.allow_reset_parameters:
+            raise RuntimeError("reset parameters after FSDP wrapping is not allowed")
+        with self.summon_full_params():
+            self.module.reset_parameters()  # type: ignore[operator]
+            for tensor in self.module.parameters():
+                dist.broadcast(tensor.detach(), group_src=0, group=self.process_group)
+
+    def append_shared_param(self, p: nn.Parameter) -> None:
+        """Nothing is to be done: what two wrappers share goes to the one around them by itself."""
+
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
+        """Divide gradients by `pre` before ranks add them, and by `post` afterwards; `recursive` means wrappers in it, too."""
+        for each in get_fsdp_instances(self) if recursive else [self]:
+            each.gradient_predivide_factor, each.gradient_postdivide_factor = pre, post  # type: ignore[assignment]
+            set_divisors(each, pre, post)
 
     @contextmanager
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:  # type: ignore[override]
@@ -126,45 +232,98 @@ class FullyShardedDataParallel(TorchFSDP):
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_`, over all shards. Collective."""
+        """As `torch.nn.utils.clip_grad_norm_`, over all shards. Collective.
+
+        Raises:
+            NotImplementedError: wrappers with several process groups.
+        """
         if any(each.process_group is not self.process_group for each in get_fsdp_instances(self)):
-            return super().clip_grad_norm_(max_norm, norm_type)
+            raise NotImplementedError(
+                "clip_grad_norm requires that all params share one process group. clip_grad_by_value_ should work"
+            )
         # torch's own fails on float64: it takes norms in float32.
         shards = [p for p in self.parameters() if p.numel()]
         return clip_owned_(self.parameters(), shards, max_norm, norm_type, self.process_group)
 
     def gather_full_optim_state_dict(self, optim: torch.optim.Optimizer, **ignored: Any) -> dict[str, Any] | None:
-        """The whole optimizer state, by parameter name, on rank 0; None elsewhere. Collective."""
+        """The whole optimizer state, as the undivided optimizer has it, on rank 0; None elsewhere. Collective."""
         return gathered(self, optim)
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """This rank's part of what `gather_full_optim_state_dict` gave, for the optimizer's `load_state_dict`. Collective."""
+        """This rank's part of what `gather_full_optim_state_dict` gave, for the optimizer's `load_state_dict`."""
         return sharded(self, full_optim_state_dict)
 
-    def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        raise UsageError(f"FullyShardedDataParallel.local_state_dict: instead {_CHECKPOINTS}.")
+    def local_state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, torch.Tensor]:
+        """This rank's part of the parameters, and the buffers."""
+        return local_state.local_state(self, prefix)
 
-    def load_local_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        raise UsageError(f"FullyShardedDataParallel.load_local_state_dict: instead {_CHECKPOINTS}.")
+    def load_local_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
+        """Take what `local_state_dict` gave to this rank, of as many ranks.
+
+        Raises:
+            RuntimeError: other sizes; or, if `strict`, other keys.
+        """
+        return local_state.load_local_state(self, state_dict, strict)
 
     def local_metadata_dict(self) -> dict[str, Any]:
-        raise UsageError(f"FullyShardedDataParallel.local_metadata_dict: instead {_CHECKPOINTS}.")
+        """What `consolidate_shard_weights` must know about this rank's `local_state_dict`."""
+        return local_state.local_metadata(self)
 
     @staticmethod
-    def consolidate_shard_weights(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        raise UsageError("FullyShardedDataParallel.consolidate_shard_weights: instead `echelon ckpt export`.")
+    def consolidate_shard_weights(
+        shard_weights: list[dict[str, torch.Tensor]],
+        shard_metadata: list[dict[str, Any]],
+        with_module_buffers: bool = True,
+        strict: bool = True,
+    ) -> dict[str, torch.Tensor]:
+        """The unwrapped module's state dict from all ranks' local ones; without ranks.
 
-    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
-        raise UsageError(f"FullyShardedDataParallel.set_gradient_divide_factors: instead {_DIVIDING}.")
+        Raises:
+            ValueError: not as many weights as metadata, or none.
+        """
+        return local_state.consolidated(shard_weights, shard_metadata, with_module_buffers, strict)
 
 
-def _check(given: dict[str, Any]) -> None:
-    for name, (nothing, instead) in _UNSUPPORTED.items():
-        if given[name] not in (nothing, None):
-            raise UsageError(f"FullyShardedDataParallel({name}={given[name]!r}) has no counterpart. Instead: {instead}")
+def _reduce_group(given: Any, group: dist.ProcessGroup | None) -> Any:
+    if isinstance(given, dist.ProcessGroup):
+        return given
+    if given is not None and given not in tuple(ProcessGroupName):
+        raise TypeError("unsupported type for reduce_scatter process group")
+    return group if group is not None else dist.group.WORLD
+
+
+def _check(module: nn.Module, given: dict[str, Any]) -> None:
+    if given["fp32_reduce_scatter"] and not given["mixed_precision"]:
+        raise ValueError("fp32_reduce_scatter requires mixed_precision=True")
+    if given["move_grads_to_cpu"] != given["move_params_to_cpu"]:
+        raise UsageError(f"move_grads_to_cpu={given['move_grads_to_cpu']}: gradients lie where the shards do. Leave it out.")
+    own = dict(_own_parameters(module))
+    half = given["compute_dtype"] is torch.float16 and not given["mixed_precision"]
+    if half and any(p.dtype is not torch.float16 for p in own.values()):
+        raise ValueError("Expecting FP16 param type in pure FP16 mode.")
+    if not half and any(p.dtype is torch.float16 for p in own.values()):
+        raise ValueError("Expecting FP16 param type in FP32 & MP modes.")
     changed = [name for name, usual in _HELD_ANYWAY.items() if given[name] != usual]
     if changed and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info("FullyShardedDataParallel(%s=...) has no effect: torch decides", "=..., ".join(changed))
+
+
+def _own_parameters(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """Those that are in no wrapper within the module."""
+    if isinstance(module, TorchFSDP):
+        return
+    for name, parameter in module.named_parameters(recurse=False):
+        yield path + name, parameter
+    for name, child in module.named_children():
+        yield from _own_parameters(child, f"{path}{name}.")
+
+
+def _in_float32(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype is torch.float16 else value
+    if isinstance(value, dict):
+        return {key: _in_float32(each) for key, each in value.items()}
+    return type(value)(map(_in_float32, value)) if type(value) in (list, tuple) else value
 
 
 @torch.no_grad()
@@ -179,3 +338,9 @@ def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[TorchFS
     """The FullyShardedDataParallel modules within a module; `skip_empty` leaves out those without parameters."""
     found = [m for m in mod.modules() if isinstance(m, TorchFSDP)]
     return [m for m in found if not skip_empty or any(True for _ in m.parameters())]
+
+
+@contextmanager
+def no_pre_load_state_dict_hook() -> Iterator[None]:
+    """Nothing changes inside: `load_state_dict` takes whole parameters by the unwrapped module's names anyway."""
+    yield

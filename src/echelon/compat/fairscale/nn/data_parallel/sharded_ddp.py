@@ -19,6 +19,7 @@ from torch import nn
 
 from echelon.compat.fairscale.clip import clip_owned_
 from echelon.compat.fairscale.nn.data_parallel.to_owners import ToOwners
+from echelon.compat.fairscale.optim.oss import OSS
 from echelon.contracts.errors import UsageError
 from echelon.parallel.axes import Axis
 from echelon.parallel.partition import Partition
@@ -49,7 +50,7 @@ class ShardedDataParallel(nn.Module):
         reduce_fp16: send gradients in half precision: half the traffic, and their rounding.
         warn_on_trainable_params_changed: say so when that is noticed.
     Raises:
-        UsageError: an optimizer that is not divided; another process group than the optimizers'.
+        UsageError: an optimizer that is not divided; another process group than the optimizers'; devices of several types.
     """
 
     module: nn.Module
@@ -67,6 +68,9 @@ class ShardedDataParallel(nn.Module):
         warn_on_trainable_params_changed: bool = True,
     ) -> None:
         super().__init__()
+        kinds = {p.device.type for p in module.parameters()}
+        if len(kinds) > 1:
+            raise UsageError(f"ShardedDataParallel: module must be on one type of device, but has parameters on {sorted(kinds)}.")
         self.module = module
         optimizers = [sharded_optimizer] if isinstance(sharded_optimizer, torch.optim.Optimizer) else list(sharded_optimizer)
         self.sharded_optimizers = optimizers
@@ -78,15 +82,19 @@ class ShardedDataParallel(nn.Module):
         self.warn_on_trainable_params_changed = warn_on_trainable_params_changed
         self.buffer_max_size = reduce_buffer_size
         self._form: list[torch.dtype | None] = []
+        self._accumulated = False  # inside no_sync, since the last step
         if sync_models_at_startup:
             self._send(*(p.detach() for p in module.parameters()), *module.buffers())
         self._gradients = self._laid_out()
-        check = WeakMethod(self._check_reduced)
+        settle = WeakMethod(self._settle)
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(lambda *_: method() if (method := check()) is not None else None)
+            optimizer.register_step_pre_hook(lambda *_: method() if (method := settle()) is not None else None)
+            if isinstance(optimizer, OSS):
+                optimizer.before_clipping.append(settle)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._gradients.restart()
+        self._check_gradients()
         if self.auto_refresh_trainable and torch.is_grad_enabled() and self._form_now() != self._form:
             if self.warn_on_trainable_params_changed:
                 logger.warning(
@@ -95,6 +103,8 @@ class ShardedDataParallel(nn.Module):
             self.refresh_trainable()
         if self.enable_broadcast_buffers and self._gradients.enabled:
             self.sync_buffers()
+        if torch.is_grad_enabled():
+            self._gradients.is_pending = True
         return self.module(*args, **kwargs)
 
     def refresh_trainable(self) -> None:
@@ -106,15 +116,22 @@ class ShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate, on each rank; the first one after it reduces the sum."""
+        """Backward passes inside only accumulate, on each rank; the first one after it reduces the sum, or the step does."""
         before, self._gradients.enabled = self._gradients.enabled, False
+        self._accumulated = True
         try:
             yield
         finally:
             self._gradients.enabled = before
 
     def reduce(self) -> None:
-        """Reduce what `no_sync` has accumulated, without another backward pass. Collective."""
+        """Reduce what `no_sync` has accumulated, without another backward pass. Collective.
+
+        Raises:
+            AssertionError: no forward since the last reduction.
+        """
+        if not self._gradients.is_pending:
+            raise AssertionError("No grads waiting to be reduced, maybe that this was called twice or there was no BW pass ?")
         self._gradients.finish()
 
     def owns(self, parameter: nn.Parameter) -> bool:
@@ -148,9 +165,9 @@ class ShardedDataParallel(nn.Module):
         return self
 
     @property
-    def device_type(self) -> torch.device:
-        """The device of the first parameter."""
-        return next(self.module.parameters()).device
+    def device_type(self) -> str:
+        """That of the parameters."""
+        return next(self.module.parameters()).device.type
 
     @property
     def is_multi_device_module(self) -> bool:
@@ -169,7 +186,7 @@ class ShardedDataParallel(nn.Module):
         loose = [n for n, p in self.module.named_parameters() if p.requires_grad and p not in owners]
         if loose and dist.get_rank() == 0:
             logger.warning("in no optimizer of this ShardedDataParallel, so never reduced: %s", ", ".join(loose))
-        self._form = self._form_now()
+        self._form, self._is_new = self._form_now(), True
         dtype = torch.float16 if self.reduce_fp16 else None
         return ToOwners(self.module.parameters(), owners, self.process_group, bucket_size=self.buffer_max_size, dtype=dtype)
 
@@ -185,14 +202,16 @@ class ShardedDataParallel(nn.Module):
             assert work is not None
             work.wait()
 
-    def _check_reduced(self) -> None:
-        left = {id(p) for p in self._gradients.left}
-        if left:
-            names = [n for n, p in self.module.named_parameters() if id(p) in left]
-            raise UsageError(
-                f"rank {dist.get_rank()}: the optimizer steps, but gradients were not reduced ({names[0]} and {len(names) - 1} "
-                "more): the last backward pass was inside no_sync(). Leave it before the last one, or call reduce()."
-            )
+    def _settle(self) -> None:
+        """The optimizer steps, or clips: reduce what only accumulated. On all ranks or on none, since it asks for no gradient."""
+        if self._accumulated and self._gradients.is_pending:
+            self._gradients.finish()
+        self._accumulated = False
+
+    def _check_gradients(self) -> None:
+        if self._is_new and any(p.grad is not None and p.grad.requires_grad for p in self.module.parameters()):
+            raise RuntimeError("ShardedDataParallel only works with gradients that don't require grad")
+        self._is_new = False
 
 
 class ShardedDDPPrepared(WrapperPrepared[ShardedDataParallel]):

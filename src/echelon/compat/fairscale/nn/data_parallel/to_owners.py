@@ -50,6 +50,7 @@ class ToOwners:
         dtype: in which gradients are sent; by default their own.
     Attributes:
         enabled: False accumulates on every rank by itself; the next backward pass with True reduces the sum.
+        is_pending: whether there may be something to reduce; callers set it, on all ranks alike.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class ToOwners:
         bucket_size: int,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.enabled = True
+        self.enabled, self.is_pending = True, False
         self._group, self._dtype = group, dtype
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._touched: set[nn.Parameter] = set()  # have a gradient that was not reduced
@@ -105,14 +106,9 @@ class ToOwners:
             if hasattr(hook, "remove"):
                 hook.remove()
         other._hooks.clear()
-        self.enabled = other.enabled
+        self.enabled, self.is_pending = other.enabled, other.is_pending
         self._touched |= other._touched
         self._means |= other._means
-
-    @property
-    def left(self) -> list[nn.Parameter]:
-        """Parameters with a gradient that was not reduced."""
-        return [p for p in self._touched if p.grad is not None]
 
     def _before(self, parameter: nn.Parameter) -> None:
         """A gradient is about to be added to what may be a mean over the ranks: let that count as a sum again."""
@@ -147,6 +143,7 @@ class ToOwners:
         while self._flying:
             self._land()
         self._rewind()
+        self.is_pending = False
 
     def _rewind(self) -> None:
         self._is_awaited, self._next = False, 0

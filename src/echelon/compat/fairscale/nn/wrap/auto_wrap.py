@@ -11,10 +11,27 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["auto_wrap", "config_auto_wrap_policy", "default_auto_wrap_policy", "enable_wrap", "wrap"]
+__all__ = [
+    "ConfigAutoWrap",
+    "NestedWrapError",
+    "WrappedAlreadyError",
+    "auto_wrap",
+    "config_auto_wrap_policy",
+    "default_auto_wrap_policy",
+    "enable_wrap",
+    "wrap",
+]
 
 # (module, recurse, unwrapped_params, module_is_root): whether to look inside, or whether to wrap.
 WrapPolicy = Callable[..., bool]
+
+
+class NestedWrapError(UsageError, NotImplementedError):
+    """enable_wrap inside of enable_wrap."""
+
+
+class WrappedAlreadyError(UsageError, AssertionError):
+    """A module whose submodules are to be chosen has wrapped ones."""
 
 
 class _DefaultPolicy:
@@ -71,6 +88,28 @@ class _Wrapping:
 _current: list[_Wrapping] = []
 
 
+class _Read(type):
+    @property
+    def in_autowrap_context(cls) -> bool:
+        return bool(_current)
+
+    @property
+    def wrapper_cls(cls) -> Callable[..., nn.Module] | None:
+        return _current[-1].wrapper if _current else None
+
+    @property
+    def auto_wrap_policy(cls) -> WrapPolicy | None:
+        return _current[-1].policy if _current else None
+
+    @property
+    def kwargs(cls) -> dict[str, Any]:
+        return dict(_current[-1].arguments) if _current else {}
+
+
+class ConfigAutoWrap(metaclass=_Read):
+    """What the surrounding `enable_wrap` says, if there is one; to be read."""
+
+
 @contextmanager
 def enable_wrap(auto_wrap_policy: WrapPolicy | None = None, **wrapper_kwargs: Any) -> Iterator[None]:
     """Inside, `wrap` and `auto_wrap` wrap.
@@ -81,7 +120,10 @@ def enable_wrap(auto_wrap_policy: WrapPolicy | None = None, **wrapper_kwargs: An
             modules to the GPU in half precision first.
     """
     if _current:
-        raise UsageError("enable_wrap inside of enable_wrap: which of the two should hold? Leave the inner one out.")
+        raise NestedWrapError(
+            "You are already within an autowrap context (enable_wrap inside of enable_wrap): which of the two should hold? Leave "
+            "the inner one out."
+        )
     from echelon.compat.fairscale.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
 
     wrapper = wrapper_kwargs.pop("wrapper_cls", FullyShardedDataParallel)
@@ -110,7 +152,9 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: WrapPolicy | None = None, **k
         return module
     wrapper = _current[-1].wrapper
     if isinstance(wrapper, type) and any(isinstance(each, wrapper) for each in module.modules()):
-        raise UsageError(f"auto_wrap: {type(module).__name__} has a {wrapper.__name__} in it already. Wrap by hand or all of it.")
+        raise WrappedAlreadyError(
+            f"{type(module).__name__} has a {wrapper.__name__} in it already. Call auto_wrap before any wrap."
+        )
     return _wrapped(module, auto_wrap_policy or _current[-1].policy, True, kwargs)[0]
 
 

@@ -1,0 +1,202 @@
+"""What torch's FullyShardedDataParallel keeps to itself, and programs of FairScale's class ask for.
+
+torch has no public way to learn which elements of its parameters a rank holds without a collective, to forget whole parameters
+that are still in memory, or to set the divisors of gradients; and its class runs one forward for each backward. Tried with
+torch 2.13; `test_torchs_private_names` in tests/compat/test_fairscale_local.py notices when a name goes.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp._runtime_utils import _post_backward_hook
+
+__all__ = [
+    "OwnOfBoth",
+    "Piece",
+    "divisors",
+    "forget_whole",
+    "forwards_may_precede_backwards",
+    "length",
+    "name_plainly",
+    "pieces",
+    "plain",
+    "set_divisors",
+    "shared_names",
+    "unignore",
+]
+
+_PREFIX = "_fsdp_wrapped_module"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of a parameter's elements, which this rank holds; it may be empty.
+
+    Args:
+        name: of the parameter, from the wrapped module.
+        shape: of the whole parameter.
+        parameter: the elements.
+        start: where the range begins.
+    """
+
+    name: str
+    shape: torch.Size
+    parameter: nn.Parameter
+    start: int
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.parameter.detach().view(-1)
+
+
+def plain(name: str) -> str:
+    """A module's or parameter's name as in the unwrapped module."""
+    return ".".join(part for part in name.split(".") if part != _PREFIX)
+
+
+def pieces(wrapper: TorchFSDP) -> list[Piece]:
+    """Of the parameters that this wrapper itself holds, in its order; not those of wrappers in it."""
+    handle: Any = wrapper._handle
+    if handle is None:
+        return []
+    flat, whole = handle.flat_param, not handle.uses_sharded_strategy
+    rows = zip(flat._fqns, flat._shapes, flat._params, flat._shard_param_infos if not whole else flat._params, strict=True)
+    return [
+        Piece(plain(name), torch.Size(shape), parameter, 0 if whole else held.intra_param_start_idx or 0)
+        for name, shape, parameter, held in rows
+    ]
+
+
+def length(wrapper: TorchFSDP) -> int:
+    """Elements of a rank's part of this wrapper's parameters, with padding; the same on all ranks."""
+    handle: Any = wrapper._handle
+    sharded = handle.uses_sharded_strategy
+    return int(handle.flat_param._sharded_size.numel()) if sharded else sum(p.parameter.numel() for p in pieces(wrapper))
+
+
+def shared_names(wrapper: TorchFSDP) -> list[tuple[str, str]]:
+    """(name, other name of the same parameter) within the wrapper."""
+    handle: Any = wrapper._handle
+    infos = handle.flat_param._shared_param_infos if handle is not None else ()
+    return [
+        (plain(f"{i.prim_module_name}.{i.prim_param_name}".lstrip(".")), plain(f"{i.module_name}.{i.param_name}".lstrip(".")))
+        for i in infos
+    ]
+
+
+def forget_whole(wrapper: TorchFSDP) -> None:
+    """Whole parameters that a forward left in memory are gathered again before the next one."""
+    handle: Any = wrapper._handle
+    if handle is not None and handle.uses_sharded_strategy:
+        handle.reshard(True)
+
+
+def divisors(wrapper: TorchFSDP) -> tuple[float, float]:
+    """What gradients are divided by before ranks add them, and afterwards."""
+    return float(wrapper._gradient_predivide_factor), float(wrapper._gradient_postdivide_factor)
+
+
+def set_divisors(wrapper: TorchFSDP, before: float, after: float) -> None:
+    """Gradients are divided by the one before ranks add them, and by the other one afterwards."""
+    vars(wrapper).update(_gradient_predivide_factor=before, _gradient_postdivide_factor=after)
+
+
+@contextmanager
+def forwards_may_precede_backwards(wrapper: TorchFSDP) -> Iterator[None]:
+    """Around a forward: after the first of several backwards, torch's class forgets that there are others.
+
+    It neither gathers the parameters again, which is an error, nor reduces the gradients.
+    """
+    reference = weakref.ref(wrapper)
+
+    def before_backward(accumulates: Any, views: list[Any], gradient: torch.Tensor) -> None:
+        wrapper = reference()
+        handle: Any = wrapper._handle if wrapper is not None else None
+        if handle is None or hasattr(handle.flat_param, "_post_backward_hook_state"):
+            return
+        handle._needs_pre_backward_unshard = True
+        handle.flat_param._tensors = views
+        reduce = accumulates.register_hook(partial(_post_backward_hook, wrapper, handle))
+        handle.flat_param._post_backward_hook_state = (accumulates, reduce)
+
+    def after_forward(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        handle: Any = wrapper._handle if (wrapper := reference()) is not None else None
+        if handle is None or not handle.flat_param.requires_grad or not torch.is_grad_enabled():
+            return
+        node = torch.autograd.graph.get_gradient_edge(
+            handle.flat_param
+        ).node  # this forward's: another has its own in low precision
+        for tensor in _tensors(outputs):  # before torch puts its own hook on the same ones
+            if tensor.requires_grad:
+                tensor.register_hook(partial(before_backward, node, list(handle.flat_param._tensors)))
+
+    hook = wrapper.module.register_forward_hook(after_forward)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from _tensors(list(vars(value).values()))
+
+
+def unignore(wrapper: TorchFSDP, parameters: Iterable[nn.Parameter]) -> None:
+    """Parameters that a wrapper was built without may be sharded by one around it."""
+    ignored: set[nn.Parameter] = wrapper._ignored_params
+    ignored.difference_update(parameters)
+
+
+def name_plainly(wrapper: TorchFSDP) -> None:
+    """Parameters of modules within other wrappers are found in the state dict, whose names are the unwrapped module's."""
+    handle: Any = wrapper._handle
+    if handle is not None:
+        flat = handle.flat_param
+        flat._param_infos = tuple(i._replace(module_name=plain(i.module_name)) for i in flat._param_infos)
+        flat._shared_param_infos = tuple(
+            i._replace(module_name=plain(i.module_name), prim_module_name=plain(i.prim_module_name))
+            for i in flat._shared_param_infos
+        )
+
+
+class OwnOfBoth:
+    """An attribute that torch's class and FairScale's have with different values: torch's code gets the one it has set."""
+
+    def __init__(self, name: str, shown: Callable[[Any], Any] | None = None) -> None:
+        """`shown` makes FairScale's value from torch's, where it is no other one."""
+        self._name, self._shown = name, shown
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        key = self._key(sys._getframe(1).f_globals.get("__name__", ""))
+        if self._shown is not None and key not in instance.__dict__:
+            return self._shown(instance.__dict__[f"_torchs_{self._name}"])
+        return instance.__dict__[key]
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        frame: Any = sys._getframe(1)
+        while frame.f_globals.get("__name__") == nn.Module.__module__:  # its __setattr__
+            frame = frame.f_back
+        instance.__dict__[self._key(frame.f_globals.get("__name__", ""))] = value
+
+    def _key(self, caller: str) -> str:
+        return f"_torchs_{self._name}" if caller.startswith("torch.distributed.") else f"_fairscales_{self._name}"

@@ -1,0 +1,356 @@
+"""FairScale's FullyShardedDataParallel as its programs look at it: attributes, local states, orders of passes, shared weights."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.compat.fairscale.nn import FullyShardedDataParallel
+from echelon.compat.fairscale.nn.data_parallel import TrainingState
+from echelon.compat.fairscale.nn.data_parallel.fully_sharded_data_parallel import ProcessGroupName
+from echelon.contracts.errors import UsageError
+from tests.compat.fairscale import loss
+from tests.conftest import Ranks
+from tests.models import batch, largest_difference, net
+
+pytestmark = pytest.mark.standing_ranks
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.inner = nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3))
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.inner(self.norm(self.first(x))))
+        return out
+
+
+def _nested(**options: Any) -> FullyShardedDataParallel:
+    module: Any = Normed()
+    module.inner = FullyShardedDataParallel(module.inner, **options)
+    return FullyShardedDataParallel(module, **options)
+
+
+def _x(update: int = 0) -> torch.Tensor:
+    return batch(4, 10 * update + dist.get_rank(), torch.float32)[0]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"flatten_parameters": False},
+    {"mixed_precision": True, "compute_dtype": torch.bfloat16},
+    {"reshard_after_forward": False},
+]
+
+
+USUAL = {
+    "mixed_precision": False,
+    "cpu_offload": False,
+    "move_params_to_cpu": False,
+    "move_grads_to_cpu": False,
+    "reshard_after_forward": True,
+    "flatten_parameters": True,
+    "compute_dtype": torch.float32,
+    "buffer_dtype": torch.float32,
+    "bucket_cap_mb": 25,
+    "gradient_predivide_factor": 2.0,
+    "gradient_postdivide_factor": 1.0,
+}
+LOW = {"mixed_precision": True, "compute_dtype": torch.bfloat16}
+OPTIONS: list[dict[str, Any]] = [{}, {"flatten_parameters": False}, LOW, {"reshard_after_forward": False}]
+
+
+def _attributes() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for options in OPTIONS:
+        model = _nested(**options)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=model.mixed_precision):  # takes a bool and nothing else
+            model(_x()).float().sum().backward()
+        with model.summon_full_params():
+            assert model.training_state is TrainingState.SUMMON_FULL_PARAMS
+            whole = [name for name, _ in model.named_parameters()]
+        found.append(
+            {
+                **{name: getattr(model, name) for name in USUAL},
+                "idle": model.training_state is TrainingState.IDLE,
+                "name": next(model.named_parameters())[0],
+                "whole": whole,
+                "repr": model.extra_repr(),
+            }
+        )
+    offloaded = _nested(cpu_offload=True, verbose=True)
+    assert offloaded.cpu_offload and offloaded.move_params_to_cpu and offloaded.move_grads_to_cpu
+    assert offloaded.extra_repr().startswith("rank=")
+    model = _nested(gradient_predivide_factor=1.0, process_group_reduce_scatter=ProcessGroupName.default)
+    assert (model.gradient_predivide_factor, model.gradient_postdivide_factor) == (1.0, 2.0)
+    model.set_gradient_divide_factors(4.0, 0.5, recursive=True)
+    assert model.inner.gradient_predivide_factor == 4.0
+    return found
+
+
+def test_attributes_are_plain_values(ranks: Ranks) -> None:
+    names = [name for name, _ in Normed().named_parameters()]
+    for found in ranks(2, _attributes):
+        for options, each in zip(OPTIONS, found, strict=True):
+            low = {"buffer_dtype": torch.bfloat16} if "mixed_precision" in options else {}
+            assert {name: each[name] for name in USUAL} == {**USUAL, **options, **low}
+            flat = each["flatten_parameters"]
+            assert each["name"] == ("_fsdp_wrapped_module.first.weight" if flat else "first.weight")
+            assert each["idle"] and each["whole"] == names
+            assert each["repr"] == f"world_size=2, flatten_parameters={flat}, mixed_precision={each['mixed_precision']}, "
+
+
+def _local() -> list[Any]:
+    found = []
+    for options in OPTIONS:
+        model = _nested(**options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(_x()).float().sum().backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            before = model(_x())
+        local = {name: tensor.clone() for name, tensor in model.local_state_dict().items()}
+        whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        everyones: list[Any] = [None, None]
+        dist.all_gather_object(everyones, (local, model.local_metadata_dict()))
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        assert model.load_local_state_dict(local).missing_keys == []
+        with torch.no_grad():
+            assert torch.equal(model(_x()), before)
+        first = next(iter(local))
+        for broken in (
+            {k: v for k, v in local.items() if k != first},
+            {**local, first: torch.cat([local[first], torch.zeros(1)])},
+            {**local, "x": before},
+        ):
+            with pytest.raises(RuntimeError, match="in loading state_dict"):
+                model.load_local_state_dict(broken)
+        assert model.load_local_state_dict({}, strict=False).missing_keys == list(local)
+        consolidated = FullyShardedDataParallel.consolidate_shard_weights(*map(list, zip(*everyones, strict=True)))
+        found.append((list(local), whole, consolidated))
+    tied: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    model = FullyShardedDataParallel(tied)
+    dist.all_gather_object(everyones, (model.local_state_dict(), model.local_metadata_dict()))
+    found.append(
+        (["flat_param_0"], model.state_dict(), model.consolidate_shard_weights(*map(list, zip(*everyones, strict=True))))
+    )
+    return found
+
+
+def test_local_state_dicts_come_back_and_make_the_whole(ranks: Ranks) -> None:
+    for everyone in ranks(2, _local):
+        for options, (keys, whole, consolidated) in zip([*OPTIONS, {}], everyone, strict=True):
+            flat = options.get("flatten_parameters", True)
+            assert ("flat_param_0" in keys) == flat and ("first.weight" in keys) != flat
+            assert consolidated.keys() == whole.keys()
+            weights = [{k: v for k, v in each.items() if "running" not in k} for each in (consolidated, whole)]
+            assert largest_difference(*weights) == 0  # of buffers, rank 0's
+
+
+def _orders() -> dict[str, float]:
+    """Two forwards, and then two backwards: the sum of the gradient's elements, over all ranks."""
+    found = {}
+    for name, options in {"plain": {}, "low": LOW}.items():
+        for accumulate in (False, True):
+            model = _nested(**options)
+            model.eval()
+            if accumulate:
+                with model.no_sync():
+                    outputs = [model(_x(i)).float().sum() for i in (0, 1)]
+                    for output in outputs:
+                        output.backward()
+                model(_x(2)).float().sum().backward()
+            else:
+                outputs = [model(_x(i)).float().sum() for i in (0, 1)]
+                for output in outputs:
+                    output.backward()
+            total = sum((p.grad.sum() for p in model.parameters() if p.grad is not None), torch.zeros(()))
+            dist.all_reduce(total)
+            found[f"{name} {2 + accumulate}"] = float(total)
+    return found
+
+
+def test_forwards_may_precede_backwards(ranks: Ranks) -> None:
+    want = {}
+    for passes in (2, 3):
+        module = Normed().eval()
+        for update in range(passes):
+            for rank in (0, 1):
+                (module(batch(4, 10 * update + rank, torch.float32)[0]).sum() / 2).backward()
+        want[passes] = sum(float(p.grad.sum()) for p in module.parameters() if p.grad is not None)
+    for found in ranks(2, _orders):
+        for name, got in found.items():
+            assert got == pytest.approx(want[int(name[-1])], rel=1e-5 if "plain" in name else 0.05), name
+
+
+class Tied(nn.Module):
+    """Two layers that share one of their parameters."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
+        setattr(self.three, name, getattr(self.one, name))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.three(self.two(self.one(x)))
+        return out
+
+
+def _shared(kinds: list[tuple[str, bool, tuple[str, ...]]]) -> list[Any]:
+    found: list[Any] = []
+    for name, flat, wrapped in kinds:
+        module = Tied(name)
+        for each in wrapped:
+            setattr(module, each, FullyShardedDataParallel(getattr(module, each), flatten_parameters=flat))
+            if each == "three" and "one" in wrapped:
+                module.three.append_shared_param(getattr(module.one.module, name))  # type: ignore[operator]
+        with pytest.raises(UsageError) if {"one", "three"} <= {*wrapped} else contextlib.nullcontext(None) as error:
+            module(_x()) if error is not None else None
+        model = FullyShardedDataParallel(module, flatten_parameters=flat)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(3):
+            optimizer.zero_grad()
+            model(_x(i)).square().sum().backward()
+            optimizer.step()
+        everyones: list[Any] = [None, None]
+        dist.all_gather_object(everyones, (model.local_state_dict(), model.local_metadata_dict()))
+        whole = model.consolidate_shard_weights(*map(list, zip(*everyones, strict=True)))
+        found.append((dict(model.state_dict()), whole, str(error and error.value)))
+    return found
+
+
+def test_weights_that_wrappers_share_go_to_the_one_around_them(ranks: Ranks) -> None:
+    wrappings = [("one", "three"), ("one", "two", "three"), ("one",), ("three",)]
+    kinds = [(name, flat, wrapped) for name in ("weight", "bias") for flat in (True, False) for wrapped in wrappings]
+    want = {}
+    for name in ("weight", "bias"):
+        module = Tied(name)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for i in range(3):
+            optimizer.zero_grad()
+            for rank in (0, 1):
+                (module(batch(4, 10 * i + rank, torch.float32)[0]).square().sum() / 2).backward()
+            optimizer.step()
+        want[name] = module.state_dict()
+    for found in ranks(2, _shared, kinds):
+        for (name, _, wrapped), (state, consolidated, said) in zip(kinds, found, strict=True):
+            assert largest_difference(state, want[name]) < 1e-5, (name, wrapped)
+            assert largest_difference(consolidated, want[name]) < 1e-5, (name, wrapped)
+            if {"one", "three"} <= {*wrapped}:
+                assert f"Linear.{name} and Linear.{name} are one parameter, in two wrappers: neither can" in said
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.used(x))
+        return out
+
+
+def _unused() -> list[Any]:
+    found = []
+    for wrapped in (True, False):
+        module: Any = Unused()
+        if wrapped:
+            module.used, module.unused = FullyShardedDataParallel(module.used), FullyShardedDataParallel(module.unused)
+        model = FullyShardedDataParallel(module)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        loss(model, batch(4, dist.get_rank(), torch.float32)).backward()
+        optimizer.step()
+        full = model.gather_full_optim_state_dict(optimizer)
+        everyones = [full]
+        dist.broadcast_object_list(everyones)
+        optimizer.load_state_dict(model.get_shard_from_optim_state_dict(everyones[0]))  # type: ignore[arg-type]
+        found.append(full and (sorted(full["state"]), full["param_id_map"], full["state"][0]["exp_avg"]))
+    return found
+
+
+def test_optimizer_states_of_models_with_unused_parameters(ranks: Ranks) -> None:
+    first, second = ranks(2, _unused)
+    assert second == [None, None]
+    (numbers, owners, mean), (_, _, other) = first
+    assert numbers == [0, 1, 4, 5] and owners == {0: 1, 1: 1, 2: None, 3: None, 4: 0, 5: 0}
+    assert mean.shape == (4, 4) and torch.allclose(mean, other)
+
+
+def _groups() -> list[str]:
+    """An expert with a group of its own, as each rank's."""
+    group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    module: Any = net(dtype=torch.float32)
+    module.last = FullyShardedDataParallel(module.last, process_group=group, process_group_reduce_scatter=group)
+    model = FullyShardedDataParallel(module, process_group_reduce_scatter=dist.new_group([0, 1]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss(model, batch(4, dist.get_rank(), torch.float32)).backward()
+    optimizer.step()
+    with pytest.raises(NotImplementedError, match="all params share one process group"):
+        model.clip_grad_norm_(1.0)
+    module = nn.Linear(2, 2)
+    nn.init.zeros_(module.weight)
+    again = FullyShardedDataParallel(module, allow_reset_parameters=True)
+    again.reset_parameters()
+    assert float(again.state_dict()["weight"].abs().sum()) > 0
+    fp16 = FullyShardedDataParallel(nn.Linear(2, 2), force_input_to_fp32=True)
+    assert fp16(torch.ones(1, 2, dtype=torch.float16)).dtype is torch.float32
+    return list(model.state_dict())
+
+
+def test_experts_with_groups_of_their_own_and_resets(ranks: Ranks) -> None:
+    assert ranks(2, _groups) == [list(net().state_dict())] * 2
+
+
+def _pickled() -> list[float]:
+    found = []
+    for options in OPTIONS:
+        model = _nested(**options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(_x()).float().sum().backward()
+        optimizer.step()
+        for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+            assert type(again) is FullyShardedDataParallel and again.mixed_precision == model.mixed_precision
+            found.append(largest_difference(again.state_dict(), model.state_dict()))
+            again(_x()).float().sum().backward()
+            torch.optim.SGD(again.parameters(), lr=0.1).step()
+            assert largest_difference(again.state_dict(), model.state_dict()) > 0
+    tied: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    again = pickle.loads(pickle.dumps(FullyShardedDataParallel(tied)))
+    found.append(float((again.state_dict()["0.weight"] - again.state_dict()["1.weight"]).abs().max()))
+    return found
+
+
+def test_pickles_hold_a_ranks_own_part(ranks: Ranks) -> None:
+    for found in ranks(2, _pickled):
+        assert found == [0.0] * 9
+
+
+def test_torchs_private_names(ranks: Ranks) -> None:
+    """`torch_fsdp.py` reads them: if one goes, or starts to be reset, look for what took its place."""
+    ranks(1, _private_names)
+
+
+def _private_names() -> None:
+    model: Any = FullyShardedDataParallel(nn.Linear(2, 2))
+    flat = model._handle.flat_param
+    for name in ("_fqns", "_shapes", "_params", "_shared_param_infos", "_tensors", "_sharded_size"):
+        assert hasattr(flat, name), name
+    assert "param_dtype" in repr(vars(model)["_torchs_mixed_precision"]) and callable(model._handle.reshard)
+    model(torch.ones(1, 2))
+    assert hasattr(flat, "_post_backward_hook_state")
