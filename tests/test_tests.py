@@ -45,6 +45,19 @@ OF_OTHERS = {
 }
 
 
+# Of TorchTNT, FairScale and torch's older FSDP: programs read and set these, so compat has them.
+OF_OLD_NAMES = {
+    "_active_phase",
+    "_ckpt_paths",
+    "_handle",
+    "_init_scale",
+    "_num_steps_completed",
+    "_should_stop",
+    "_step_output",
+    "_train_state",
+}
+
+
 def test_no_test_imports_another_test() -> None:
     """What several share is a module of its own, with a plain name."""
     shared = set()
@@ -58,7 +71,12 @@ def test_no_test_imports_another_test() -> None:
 
 
 def test_no_test_uses_a_private_name_of_the_library() -> None:
-    found = {(path, name) for path, tree in trees_of_tests().items() for name in private_names(tree)}
+    found = {
+        (path, name)
+        for path, tree in trees_of_tests().items()
+        for name in private_names(tree)
+        if not (name in OF_OLD_NAMES and path.startswith("compat/"))
+    }
     assert found - STILL_PRIVATE == set(), "use the public way, or make one"
     assert STILL_PRIVATE - found == set(), "take these lines out of STILL_PRIVATE: nobody uses them any more"
 
