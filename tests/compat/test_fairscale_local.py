@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import pickle
 from typing import Any
 
@@ -35,8 +36,10 @@ class Normed(nn.Module):
         return out
 
 
-def _nested(**options: Any) -> FullyShardedDataParallel:
+def _nested(frozen: bool = False, **options: Any) -> FullyShardedDataParallel:
     module: Any = Normed()
+    module.first.requires_grad_(not frozen)
+    module.first = FullyShardedDataParallel(module.first, **options) if frozen else module.first
     module.inner = FullyShardedDataParallel(module.inner, **options)
     return FullyShardedDataParallel(module, **options)
 
@@ -160,40 +163,36 @@ def test_local_state_dicts_come_back_and_make_the_whole(ranks: Ranks) -> None:
             assert largest_difference(*weights) == 0  # of buffers, rank 0's
 
 
-def _orders() -> dict[str, float]:
+def _orders() -> dict[tuple[str, bool, int], float]:
     """Two forwards, and then two backwards: the sum of the gradient's elements, over all ranks."""
     found = {}
-    for name, options in {"plain": {}, "low": LOW}.items():
-        for accumulate in (False, True):
-            model = _nested(**options)
-            model.eval()
-            if accumulate:
-                with model.no_sync():
-                    outputs = [model(_x(i)).float().sum() for i in (0, 1)]
-                    for output in outputs:
-                        output.backward()
-                model(_x(2)).float().sum().backward()
-            else:
-                outputs = [model(_x(i)).float().sum() for i in (0, 1)]
-                for output in outputs:
-                    output.backward()
-            total = sum((p.grad.sum() for p in model.parameters() if p.grad is not None), torch.zeros(()))
-            dist.all_reduce(total)
-            found[f"{name} {2 + accumulate}"] = float(total)
+    for name, frozen, accumulate in itertools.product(("plain", "low"), (False, True), (False, True)):
+        model = _nested(frozen, **(LOW if name == "low" else {}))
+        model.eval()
+        with model.no_sync() if accumulate else contextlib.nullcontext():
+            outputs = [model(_x(i)).float().sum() for i in (0, 1)]
+            for output in outputs:
+                output.backward()
+        if accumulate:
+            model(_x(2)).float().sum().backward()
+        total = sum((p.grad.sum() for p in model.parameters() if p.grad is not None), torch.zeros(()))
+        dist.all_reduce(total)
+        found[name, frozen, 2 + accumulate] = float(total)
     return found
 
 
 def test_forwards_may_precede_backwards(ranks: Ranks) -> None:
     want = {}
-    for passes in (2, 3):
+    for passes, frozen in itertools.product((2, 3), (False, True)):
         module = Normed().eval()
+        module.first.requires_grad_(not frozen)
         for update in range(passes):
             for rank in (0, 1):
                 (module(batch(4, 10 * update + rank, torch.float32)[0]).sum() / 2).backward()
-        want[passes] = sum(float(p.grad.sum()) for p in module.parameters() if p.grad is not None)
+        want[frozen, passes] = sum(float(p.grad.sum()) for p in module.parameters() if p.grad is not None)
     for found in ranks(2, _orders):
-        for name, got in found.items():
-            assert got == pytest.approx(want[int(name[-1])], rel=1e-5 if "plain" in name else 0.05), name
+        for (name, *case), got in found.items():
+            assert got == pytest.approx(want[tuple(case)], rel=1e-5 if name == "plain" else 0.05), (name, case)  # type: ignore[index]
 
 
 class Tied(nn.Module):

@@ -122,23 +122,24 @@ def forwards_may_precede_backwards(wrapper: TorchFSDP) -> Iterator[None]:
     def before_backward(accumulates: Any, views: list[Any], gradient: torch.Tensor) -> None:
         wrapper = reference()
         handle: Any = wrapper._handle if wrapper is not None else None
-        if handle is None or hasattr(handle.flat_param, "_post_backward_hook_state"):
+        if handle is None or handle._ran_pre_backward_hook or hasattr(handle.flat_param, "_post_backward_hook_state"):
             return
         handle._needs_pre_backward_unshard = True
         handle.flat_param._tensors = views
-        reduce = accumulates.register_hook(partial(_post_backward_hook, wrapper, handle))
-        handle.flat_param._post_backward_hook_state = (accumulates, reduce)
+        if accumulates is not None:
+            reduce = accumulates.register_hook(partial(_post_backward_hook, wrapper, handle))
+            handle.flat_param._post_backward_hook_state = (accumulates, reduce)
 
     def after_forward(module: nn.Module, inputs: Any, outputs: Any) -> None:
         handle: Any = wrapper._handle if (wrapper := reference()) is not None else None
-        if handle is None or not handle.flat_param.requires_grad or not torch.is_grad_enabled():
+        if handle is None or not torch.is_grad_enabled():
             return
-        node = torch.autograd.graph.get_gradient_edge(
-            handle.flat_param
-        ).node  # this forward's: another has its own in low precision
+        # This forward's: another one has its own in low precision, and a frozen parameter none.
+        flat = handle.flat_param
+        node = torch.autograd.graph.get_gradient_edge(flat).node if flat.requires_grad else None
         for tensor in _tensors(outputs):  # before torch puts its own hook on the same ones
             if tensor.requires_grad:
-                tensor.register_hook(partial(before_backward, node, list(handle.flat_param._tensors)))
+                tensor.register_hook(partial(before_backward, node, list(flat._tensors)))
 
     hook = wrapper.module.register_forward_hook(after_forward)
     try:
