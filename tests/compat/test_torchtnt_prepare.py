@@ -431,11 +431,11 @@ def test_averages_go_on_after_a_resume() -> None:
     kept = AveragedModel(own, skip_deepcopy=True)
     assert kept.module is own and "n_averaged" in kept.state_dict()
     for bad, said in (
-        ({"averaging_method": "mean"}, "'mean'"),
+        ({"averaging_method": "mean"}, "Unknown averaging method: mean"),
         ({"ema_decay": 2}, "between"),
         (
             {"use_lit": True, "averaging_method": "swa"},
-            "EMA's",
+            "LitEMA is only supported for EMA",
         ),
     ):
         with pytest.raises(UsageError, match=said):

@@ -59,7 +59,10 @@ def seed(seed: int, deterministic: str | int | None = None) -> None:
         deterministic: torch's `set_deterministic_debug_mode`: "default" or 0, "warn" or 1, "error" or 2; cuDNN measures which
             kernel is fastest with the first only. None changes nothing.
     """
-    rng.seed(seed)
+    try:
+        rng.seed(seed)
+    except UsageError:
+        raise UsageError(f"Invalid seed value provided: {seed}. Value must be in the range [0, 4294967295]") from None
     os.environ["PYTHONHASHSEED"] = str(seed)
     if deterministic is None:
         return

@@ -70,11 +70,13 @@ class MemorySnapshotProfiler(MemorySnapshotProfilerBase):
         self.output_dir, self.params = output_dir, memory_snapshot_params or MemorySnapshotParams()
         start, stop, observes = self.params.start_step, self.params.stop_step, self.params.enable_oom_observer
         if start is not None and (start < 0 or stop is None or start >= stop):
-            raise UsageError(f"start_step {start}, stop_step {stop}: 0 <= start_step < stop_step.")
+            raise UsageError(f"start_step must be < stop_step, and 0 or more; got {start} and {stop}.")
         if stop is not None and stop <= 0:
-            raise UsageError(f"stop_step {stop}: at least 1.")
+            raise UsageError(f"stop_step must be positive. Got {stop}.")
         if start is None and not observes:
-            raise UsageError("nothing would be recorded: give start_step and stop_step, or enable_oom_observer=True.")
+            raise UsageError(
+                "stop_step must be enabled with either start_step or enable_oom_observer. Else nothing would be recorded."
+            )
         self.step_num, self.is_started = 0, False
         if observes:
             attach_oom_observer(output_dir, self.params.max_entries)

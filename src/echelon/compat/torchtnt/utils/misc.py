@@ -18,7 +18,7 @@ def days_to_secs(days: int | None) -> int | None:
         UsageError: fewer than 0 days.
     """
     if days is not None and days < 0:
-        raise UsageError(f"days {days}: 0 or more.")
+        raise UsageError(f"days must be non-negative, but was given {days}")
     return None if days is None else days * 24 * 60 * 60
 
 

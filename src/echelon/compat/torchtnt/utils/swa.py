@@ -38,11 +38,11 @@ class AveragedModel(swa_utils.AveragedModel):
         use_lit: bool = False,
     ) -> None:
         if averaging_method not in ("ema", "swa"):
-            raise UsageError(f"AveragedModel(averaging_method={averaging_method!r}): 'ema' or 'swa'.")
+            raise UsageError(f"Unknown averaging method: {averaging_method}. Only ema and swa are supported.")
         if not 0 <= ema_decay <= 1:
-            raise UsageError(f"AveragedModel(ema_decay={ema_decay}): between 0 and 1.")
+            raise UsageError(f"Decay must be between 0 and 1, got {ema_decay}")
         if use_lit and averaging_method != "ema":
-            raise UsageError("AveragedModel(use_lit=True): a decay that grows is EMA's. Set averaging_method='ema'.")
+            raise UsageError("LitEMA is only supported for EMA.")
         if not skip_deepcopy and any(hasattr(p, "device_mesh") for p in model.parameters()):
             raise UsageError(
                 "AveragedModel: a sharded module cannot be copied. Prepare a second module of the same shape alike, and "
