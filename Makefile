@@ -13,14 +13,15 @@ train: .venv/ready
 
 PYTEST = .venv/bin/python -m pytest -q --dist loadfile --no-loadscope-reorder --durations=50
 
-# Three at once, so that two cores have work while a test waits for a signal, a disk or Slurm.
+# Three at once, so that two cores have work while a test waits for a signal or a disk; with real Slurm jobs, which keep the cores
+# busy by themselves, two.
 #
 # Every promise, each with real processes. What only repeats one at a larger size is marked `full`: see docs/promises.md.
 test: .venv/ready
 	$(PYTEST) -n 3 -m "not full"
 
 test-all: .venv/ready
-	$(PYTEST) -n 3
+	$(PYTEST) -n 2
 
 # Not part of the tests: every crash point, 200 kills, 1,000 damages, 200 restarts; about half an hour on two cores.
 soak: .venv/ready

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from functools import total_ordering
 from typing import Literal
 from urllib.parse import quote, unquote
@@ -17,15 +17,14 @@ from echelon.contracts.errors import UsageError
 __all__ = ["CheckpointPath", "DifferentMetricsError", "MetricData", "Phase"]
 
 
-class Phase(Enum):
-    NONE = 0
-    TRAIN = 1
-    EVALUATE = 2
-    PREDICT = 3
-    TEST = 4
+class Phase(StrEnum):
+    """Equal to its text, which is what `State.active_phase.into_phase()` gives."""
 
-    def __str__(self) -> str:
-        return self.name.lower()
+    NONE = "none"
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    PREDICT = "predict"
+    TEST = "test"
 
 
 @dataclass
