@@ -392,7 +392,8 @@ def test_a_strategy_that_refuses_the_model_is_shown_and_does_not_fail_the_rest()
 
 def test_a_script_that_does_not_train_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "idle.py").write_text("print('nothing')\n")
-    (row,) = prove_target(Target(script=str(tmp_path / "idle.py")), matrix(["ddp"], [2], [1], sgd=False), 1, False).results
+    rows = matrix(["ddp", "fsdp"], [1, 2], [1, 2], sgd=False)
+    (row,) = prove_target(Target(script=str(tmp_path / "idle.py")), rows, 1, False).results
     assert row.verdict == "failed" and "never called" in row.message
 
 

@@ -56,7 +56,7 @@ class Proving:
         self.proof = Proof(str(dtype).removeprefix("torch."))
         self.kind = ""
         self.overridable = True
-        self.has_plan = False
+        self.has_plan = self.idle = False
         self._references: dict[Any, Computed] = {}
         self._batches: dict[Any, Any] = {}
         self._bitwise: dict[str, dict[str, torch.Tensor]] = {}
@@ -64,9 +64,13 @@ class Proving:
         self._count = 0
 
     def fitting(self, rows: list[Row]) -> Iterator[Row]:
-        """The rows as far as this script allows: one that wraps its module by hand can only be run as written."""
+        """The rows as far as this script allows: one that wraps its module by hand can only be run as written, one that trains
+        nothing once.
+        """
         first, rest = rows[0], rows[1:]
         yield first
+        if self.idle:
+            return
         if self.overridable or not self.kind:
             own = self.kind == "TrainUnit"  # accumulates by itself, and makes its own optimizer
             yield from (
@@ -192,6 +196,7 @@ class Proving:
             self.overridable = False
             result.label = Row(AS_WRITTEN, row.ranks, None, row.accumulation, row.optimizer).label
         if not records[0]["updates"]:
+            self.idle = not self.kind
             what = "no optimizer took a step before it ended" if self.kind else "it never called echelon's train or fit"
             result.verdict, result.message = "failed", f"there is nothing to compare: {what}."
             return

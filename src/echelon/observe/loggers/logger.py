@@ -60,6 +60,6 @@ def rank() -> int:
         return RankInfo().rank
     except LauncherEnvironmentError:
         alone = os.environ.get("RANK", "")  # whoever joins ranks says what is missing; to watch, this is enough
-        if not alone.isdigit():
+        if not alone.isdecimal():
             raise
         return int(alone)
