@@ -14,6 +14,7 @@ from torch import nn
 
 from echelon.contracts.errors import CheckpointMismatchError
 from echelon.parallel import state_keys
+from echelon.parallel.low_bit import as_float, is_low_bit, quantise_again
 from echelon.parallel.names import plain_names
 from echelon.parallel.partition import Partition, parameter_groups
 from echelon.parallel.state_keys import Saved
@@ -66,7 +67,8 @@ class OptimizerState:
     def state_dict(self) -> dict[str, Any]:
         own: dict[str, Any] = {}
         for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
-            own |= state_keys.leaves(f"state.{self._names[parameter]}", self._optimizer.state.get(parameter, {}))
+            held = state_keys.leaves(f"state.{self._names[parameter]}", self._optimizer.state.get(parameter, {}))
+            own |= {key: as_float(value) for key, value in held.items()}
         options = {
             f"param_groups.{self._names[parameter]}.{key}": value
             for group, parameters in zip(self._optimizer.param_groups, self._groups, strict=True)
@@ -111,7 +113,7 @@ class OptimizerState:
                     dtype, shape = saved[f"{me}.{key}"]
                     _check_fused(group, parameter, f"{me}.{key}", shape)
                     now = living.get(key)
-                    if isinstance(now, torch.Tensor) and list(now.shape) == shape:
+                    if isinstance(now, torch.Tensor) and list(now.shape) == shape and not is_low_bit(now):
                         found[key] = now
                         continue
                     if weight is not None and dtype == weight[0]:
@@ -144,6 +146,7 @@ class OptimizerState:
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         for number, given in state.items():
             _keep_types(self._optimizer.state[parameters[number]], given)
+            quantise_again(self._optimizer, parameters[number])
 
 
 class ZeroRedundancyState(OptimizerState):
