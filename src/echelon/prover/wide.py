@@ -46,6 +46,11 @@ class _Wide(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("dtype") is torch.float32 and not self._rests:
+        if kwargs.get("dtype") is torch.float32 and not self._rests and _is_cast(args):
             kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
+
+
+def _is_cast(args: Any) -> bool:
+    """New tensors keep the type that is asked for: a file's values, for one, are loaded into them."""
+    return bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype is not torch.float32
