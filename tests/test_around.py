@@ -146,18 +146,24 @@ def test_recomputed_activations_too(ranks: Ranks) -> None:
 class Own(ech.TrainUnit[Any]):
     """A step of the user's own, around its wrapper."""
 
-    def __init__(self, *, reduces: bool = False, closure: bool = False, wrapper: bool = False) -> None:
+    def __init__(self, *, reduces: bool = False, closure: bool = False, wrapper: bool = False, thaws: bool = False) -> None:
         super().__init__()
         self.net = net()
+        self.net.first.requires_grad_(not thaws)
         self.ddp = DistributedDataParallel(self.net)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
-        self.reduces, self.closure, self.wrapper = reduces, closure, wrapper
+        self.reduces, self.closure, self.wrapper, self.thaws = reduces, closure, wrapper, thaws
+
+    def _is_frozen(self) -> bool:
+        return self.thaws and self.train_progress.num_steps_completed < 2
 
     def _compute(self, data: Batch) -> torch.Tensor:
+        self.net.first.requires_grad_(not self._is_frozen())
         self.optimizer.zero_grad()
         loss = nn.functional.mse_loss((self.ddp if self.wrapper else self.net)(data[0]), data[1])
         loss.backward()
-        for parameter in self.net.parameters() if self.reduces else ():
+        others = self.net.first if self.wrapper else self.net
+        for parameter in others.parameters() if self.reduces and not self._is_frozen() else ():
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
         return loss.detach()
@@ -183,6 +189,15 @@ def test_a_unit_of_ones_own_is_told_on_all_ranks_that_nothing_was_reduced(ranks:
     for options in ({}, {"closure": True}):
         first, second = ranks(2, _own, options)
         assert first == second and "Call self.ddp(x), not the module inside it" in first and "ddp.first.weight" in first
+
+
+def test_a_unit_of_ones_own_is_told_that_what_it_unfroze_is_not_reduced(ranks: Ranks) -> None:
+    thaws = {"wrapper": True, "thaws": True}
+    for options in (thaws, thaws | {"closure": True}):
+        first, second = ranks(2, _own, options)
+        assert first == second and "ddp.first.weight differs between ranks: it was frozen" in first
+    got, other = ranks(2, _own, thaws | {"reduces": True})
+    assert isinstance(got, dict) and largest_difference(got, other) == 0
 
 
 def test_who_reduces_by_hand_may(ranks: Ranks) -> None:

@@ -136,6 +136,25 @@ def test_presets_and_strategies_change_no_number(ranks: Ranks, cases: list[tuple
         assert {case: far for case, far in found.items() if not far < 1e-12} == {}
 
 
+def _compiled_by_hand(how: str) -> tuple[float, int, list[str]]:
+    """How far a wrapped module that was compiled as a whole is from plain PyTorch; the graphs; the names in its state."""
+    torch._dynamo.reset()
+    backend, module = Counting(), net()
+    wrapped: Any = nn.parallel.DistributedDataParallel(module) if how == "ddp" else torch.distributed.fsdp.fully_shard(module)
+    unit = Regression(module=torch.compile(wrapped, backend=backend), gradient_accumulation_steps=2, clip_grad_norm=0.5)
+    rank = unit.prepared.dp_rank
+    ech.train(unit, [batch(4, 10 * step + rank) for step in range(3)], max_epochs=1)
+    rows = [[batch(4, 10 * step + r) for r in range(2)] for step in range(3)]
+    want, _, _ = plain_training([rows[0] + rows[1], rows[2]], clip=0.5)
+    return largest_difference(whole(unit.prepared.module), want), backend.graphs, sorted(unit.prepared_modules())
+
+
+@pytest.mark.parametrize("how", ["ddp", "fully_shard"])
+def test_a_wrapper_that_is_compiled_is_called_compiled(ranks: Ranks, how: str) -> None:
+    for far, graphs, names in ranks(2, _compiled_by_hand, how):
+        assert far < 1e-12 and graphs and names == ["module"]
+
+
 def _saved(params: ech.ActivationCheckpointParams) -> int:
     """Elements that a compiled model keeps for its backward pass."""
     kept = 0

@@ -402,6 +402,25 @@ def test_what_the_core_trainer_does_not_know_is_not_left_unread(arguments: dict[
         ech.Trainer(max_epochs=1, **arguments)
 
 
+def test_gpus_by_number_are_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"a number of ranks on the CPU, got \[0, 1\]. Give 2"):
+        ech.Trainer(devices=[0, 1], accelerator="cpu", max_epochs=1)
+    with pytest.raises(UsageError, match=r"among the 0 GPUs that are visible here, got \[0, 1\]. Give a number of ranks"):
+        ech.Trainer(devices=[0, 1], max_epochs=1).fit(Regression(), loader())
+    started: list[dict[str, str]] = []
+
+    def refuse(*_: Any, env: dict[str, str], **more: Any) -> None:
+        started.append(env)
+        raise InterruptedError
+
+    monkeypatch.setattr("echelon.loop.trainer.visible_devices", lambda: ["4", "7", "GPU-1f"])
+    monkeypatch.setattr("echelon.loop.trainer.launch", refuse)
+    for chosen in ([2, 0], [1]):  # one rank that is not to take the first GPU needs a process of its own, too
+        with pytest.raises(InterruptedError):
+            ech.Trainer(devices=chosen, max_epochs=1).fit(Regression(), loader())
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["GPU-1f,4", "7"]
+
+
 def test_several_nodes_need_a_launcher_and_it_says_which() -> None:
     with pytest.raises(UsageError, match=r"num_nodes=2.*echelon submit.*torchrun"):
         Trainer(devices=2, num_nodes=2, max_epochs=1).fit(Regression(), loader())

@@ -14,6 +14,7 @@ from echelon.loop.state import step_under_way
 from echelon.loop.unit import PredictUnit
 from echelon.parallel.activation import Preset
 from echelon.parallel.float8 import Float8
+from echelon.parallel.names import without_compile
 from echelon.parallel.parallelize import check_module, parallelize
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
@@ -78,7 +79,8 @@ class AutoPredictUnit(PredictUnit[T]):
         assert not isinstance(recomputed, str), "AutoOptions has made a value of a preset's name"
         recipe = Recipe(recomputed, compiled, self.computes)
         self.prepared = parallelize(module, options.strategy, self.device, recipe, overridden=decided.strategy)
-        self.module: nn.Module = self.prepared.module
+        made = self.prepared.module
+        self.module: nn.Module = module if without_compile(module) is made else made  # torch.compile(DDP(...)) is called as such
         self._copies = torch.cuda.Stream(self.device) if self.enable_prefetch and self.device.type == "cuda" else None
 
     @property
@@ -87,7 +89,7 @@ class AutoPredictUnit(PredictUnit[T]):
 
     def prepared_modules(self) -> dict[str, Prepared[Any]]:
         mine, modules = self.prepared, self.tracked_modules()
-        others = self._recognise({name: module for name, module in modules.items() if module is not mine.module})
+        others = self._recognise({name: module for name, module in modules.items() if without_compile(module) is not mine.module})
         return {name: others.get(name, mine) for name in modules}
 
     @property

@@ -197,7 +197,7 @@ class Trainer:
                 f"num_nodes={self.num_nodes}, but this process was not launched on several nodes, and starts ranks on its own "
                 "only. Start the script on each: with `echelon submit`, `srun python ...`, or `torchrun --nnodes ...`."
             )
-        elif (ranks := self._local_ranks()) > 1:
+        elif (ranks := self._local_ranks()) > 1 or self.device_numbers:
             return self._launch(ranks, work)
         metrics, outputs = work_here(self._plan(), work)
         self.callback_metrics |= metrics
@@ -207,9 +207,17 @@ class Trainer:
         gpus = len(visible_devices()) if self.accelerator != "cpu" else 0
         if self.accelerator in ("gpu", "cuda") and not gpus:
             raise UsageError(f"accelerator is {self.accelerator!r}, but this machine has no GPU. Leave it out, or give 'cpu'.")
+        if self.device_numbers and max(self.device_numbers) >= gpus:
+            raise UsageError(
+                f"devices must be among the {gpus} GPUs that are visible here, got {self.device_numbers}. Give a number of ranks."
+            )
         if isinstance(self.strategy, Strategy) and self.strategy.name == "dp":
             return 1  # one process drives all devices
         return self.ranks or (auto_ranks() if gpus else 1)
+
+    def _chosen_devices(self) -> dict[str, str]:
+        visible = visible_devices()
+        return {"CUDA_VISIBLE_DEVICES": ",".join(visible[n] for n in self.device_numbers)} if self.device_numbers else {}
 
     def _plan(self) -> Plan:
         """What is true now: attributes may have been set since."""
@@ -248,7 +256,7 @@ class Trainer:
                 if vars(unit).get("optimizer") is not None:
                     before = str(save(unit, folder / "before"))
                 sent = pack(unit)
-            env = {"CUDA_VISIBLE_DEVICES": _visible(self.device_numbers)} if self.device_numbers else {}
+            env = self._chosen_devices()
             env |= {"CUDA_VISIBLE_DEVICES": ""} if self.accelerator == "cpu" else {}
             seeds = rng.draw()  # of the caller's streams: a seed of the caller's decides what ranks draw
             work = replace(work, unit=sent, before=before, after=str(folder / "after"), seeds=seeds)
@@ -311,7 +319,9 @@ def _devices_of(devices: Any, accelerator: str) -> tuple[int, list[int] | None]:
     """(how many ranks, or 0 for one per GPU or else one; which devices)."""
     if devices == "auto":
         return 0, None
-    if isinstance(devices, Sequence) and not isinstance(devices, str) and devices and accelerator != "cpu":
+    if isinstance(devices, Sequence) and not isinstance(devices, str) and devices:
+        if accelerator == "cpu":
+            raise UsageError(f"devices must be a number of ranks on the CPU, got {devices!r}. Give {len(devices)}.")
         if len(set(devices)) < len(devices) or not all(isinstance(d, int) and d >= 0 for d in devices):
             raise UsageError(f"devices must be different device numbers, such as [0, 2], got {devices!r}.")
         return len(devices), list(devices)
@@ -323,11 +333,3 @@ def _devices_of(devices: Any, accelerator: str) -> tuple[int, list[int] | None]:
 def _is_launched() -> bool:
     """Whether ranks run already, and this process is one of them."""
     return "RANK" in os.environ or RankInfo.from_env().world_size > 1
-
-
-def _visible(numbers: Sequence[int]) -> str:
-    """CUDA_VISIBLE_DEVICES for these of the devices that are visible now."""
-    now = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
-    if now and max(numbers) >= len(now):
-        raise UsageError(f"devices must be below {len(now)}, since CUDA_VISIBLE_DEVICES={','.join(now)}, got {list(numbers)}.")
-    return ",".join(now[n] if now else str(n) for n in numbers)

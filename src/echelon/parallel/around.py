@@ -115,36 +115,54 @@ class _Watch:
     def __init__(self, name: str, module: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         self._name, self._module = name, weakref.ref(module)
         self._passes = Passes(module)
-        self._around, self._next_look = 0, 1
+        self._frozen = [weakref.ref(p) for p in module.parameters() if not p.requires_grad]
+        self._unfrozen, self._doubtful, self._next_look = 0, 0, 1
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._passes.ran and not _has_closure(args, kwargs):  # which makes its passes within the step
-            self._look(optimizer)
+        if not _has_closure(args, kwargs):  # which makes its passes within the step
+            self._check(optimizer)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._passes.ran and _has_closure(args, kwargs):
-            self._look(optimizer)
+        if _has_closure(args, kwargs):
+            self._check(optimizer)
         self._passes.ran = False
 
-    def _look(self, optimizer: torch.optim.Optimizer) -> None:
-        """The wrapper's forward did not run since the last step. Reducing by hand is allowed: then the ranks agree."""
-        self._around += 1
-        module = self._module()
-        if self._around < self._next_look or module is None:
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients that the wrapper did not reduce must be equal all the same: reducing by hand is allowed."""
+        unfrozen = {p for ref in self._frozen if (p := ref()) is not None and p.requires_grad}
+        if self._passes.ran and not unfrozen:
+            return
+        if len(unfrozen) != self._unfrozen:
+            self._unfrozen, self._doubtful, self._next_look = len(unfrozen), 0, 1
+        self._doubtful += 1
+        if self._doubtful < self._next_look:
             return
         self._next_look *= 2
-        mine = set(parameters_of(optimizer))
-        named = [(n, p) for n, p in module.module.named_parameters() if p in mine]
+        if self._passes.ran:
+            self._compare(
+                unfrozen,
+                "it was frozen when training began, and a DistributedDataParallel does not reduce what is frozen while it is made. "
+                "Wrap the module after unfreezing, or give an AutoUnit the plain module and strategy='ddp', which averages it.",
+            )
+        else:
+            self._compare(
+                set(parameters_of(optimizer)),
+                "the forward pass did not go through the DistributedDataParallel, so nothing was reduced. Call "
+                f"self.{self._name}(x), not the module inside it; to train each rank by itself, give the unit the plain module.",
+            )
+
+    def _compare(self, parameters: set[nn.Parameter], why: str) -> None:
+        """Collective."""
+        module = self._module()
+        if module is None:
+            return
+        named = [(n, p) for n, p in module.module.named_parameters() if p in parameters]
         everyones = agree.gather([None if p.grad is None else _digest(p.grad) for _, p in named], module.process_group)
         for (name, _), *digests in zip(named, *everyones, strict=False):
             if any(digest != digests[0] for digest in digests):
-                raise UsageError(
-                    f"the gradient of {self._name}.{name} differs between ranks: the forward pass did not go through the "
-                    f"DistributedDataParallel, so nothing was reduced. Call self.{self._name}(x), not the module inside it; to "
-                    "train each rank by itself, give the unit the plain module."
-                )
+                raise UsageError(f"the gradient of {self._name}.{name} differs between ranks: {why}")
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:

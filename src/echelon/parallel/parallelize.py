@@ -21,6 +21,7 @@ from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.float8 import convert, refuse_wrapped, scales_after_step
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
+from echelon.parallel.names import without_compile
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Compile, Recipe, TorchCompileParams, recipe_of
@@ -75,7 +76,7 @@ def parallelize(
     chosen, world, recipe = resolve(strategy), World.current(device), recipe or Recipe()
     recipe.check(device)
     float8 = recipe.precision.float8 if recipe.precision is not None else None
-    kind = kind_of(module)
+    kind = kind_of(without_compile(module))
     is_plain = chosen is None or isinstance(chosen, NOOPStrategy)
     if kind is None or (kind.by_parameters and not is_plain):
         _refuse_wrapped_parts(module)
