@@ -143,7 +143,7 @@ class _Watch:
         if self._passes.ran:
             self._compare(
                 unfrozen,
-                "it was frozen when training began, and a DistributedDataParallel does not reduce what is frozen while it is made. "
+                "it was frozen when training began, and a DistributedDataParallel leaves out what is frozen while it is made. "
                 "Wrap the module after unfreezing, or give an AutoUnit the plain module and strategy='ddp', which averages it.",
             )
         else:
