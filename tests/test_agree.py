@@ -22,6 +22,27 @@ def test_values_of_any_length_are_gathered_by_rank(ranks: Ranks) -> None:
     assert ranks(4, _gather) == [want] * 4
 
 
+def _lengths() -> tuple[list[list[int]], list[int], list[int]]:
+    """What arrives of texts around the length that one message holds, from all ranks and from the first; and the collectives."""
+    counted, gathered, told = [], [], []
+    real = dist.all_gather
+    dist.all_gather = lambda *a, **k: counted.append(1) or real(*a, **k)  # type: ignore[func-returns-value]
+    try:
+        for length in (0, 1, 245, 246, 247, 248, 249, 5000):
+            gathered.append([len(text) for text in agree.gather("x" * (length if dist.get_rank() else 3))])
+            told.append(len(agree.from_rank0(lambda n=length: "y" * n)))  # type: ignore[misc]
+    finally:
+        dist.all_gather = real
+    return gathered, told, counted
+
+
+def test_short_messages_take_one_collective_and_long_ones_two(ranks: Ranks) -> None:
+    lengths = [0, 1, 245, 246, 247, 248, 249, 5000]
+    for gathered, told, counted in ranks(2, _lengths):
+        assert gathered == [[3, length] for length in lengths] and told == lengths
+        assert len(counted) == len(lengths) + 4  # quotes take two of the 248 bytes
+
+
 def _any(flags: list[bool]) -> bool:
     return agree.any_rank(flags[dist.get_rank()])
 

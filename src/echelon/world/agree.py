@@ -95,20 +95,50 @@ def channel(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, 
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, by rank, on every rank. The value is anything that JSON can hold."""
+    """Every rank's value, by rank, on every rank. The value is anything that JSON can hold; a short one takes one collective."""
     if not is_joined():
         return [value]
     group, device = channel(group)
-    size = dist.get_world_size(group)
-    data = torch.frombuffer(bytearray(json.dumps(value).encode() or b" "), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([data.numel()], device=device), group=group)
-    longest = max(int(n.item()) for n in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: data.numel()] = data
-    parts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(size)]
-    dist.all_gather(parts, padded, group=group)
-    return [json.loads(p[: int(n.item())].cpu().numpy().tobytes()) for p, n in zip(parts, lengths, strict=True)]
+
+    def exchange(mine: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, mine, group=group)
+        return parts
+
+    data = json.dumps(value).encode()
+    frames = [part.cpu().numpy().tobytes() for part in exchange(_frame(data).to(device))]
+    lengths = [int.from_bytes(frame[:_LENGTH], "little") for frame in frames]
+    rest = max(lengths) - _SHORT
+    if rest > 0:
+        longer = torch.zeros(rest, dtype=torch.uint8)
+        longer[: max(0, len(data) - _SHORT)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)[_SHORT:]
+        frames = [frame + part.cpu().numpy().tobytes() for frame, part in zip(frames, exchange(longer.to(device)), strict=True)]
+    return [json.loads(frame[_LENGTH : _LENGTH + length]) for frame, length in zip(frames, lengths, strict=True)]
+
+
+# A message's first part has this size: its length, and as much of it as fits. Most agreements are `null` or a few words.
+_FRAME, _LENGTH = 256, 8
+_SHORT = _FRAME - _LENGTH
+
+
+def _frame(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(len(data).to_bytes(_LENGTH, "little") + data[:_SHORT].ljust(_SHORT)), dtype=torch.uint8)
+
+
+def _from_first(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """The first rank's value. What it is elsewhere does not matter."""
+    group, device = channel(group)
+    data = json.dumps(value).encode()
+    frame = _frame(data).to(device)
+    dist.broadcast(frame, group=group, group_src=0)
+    head = frame.cpu().numpy().tobytes()
+    length = int.from_bytes(head[:_LENGTH], "little")
+    if length > _SHORT:
+        is_first = dist.get_rank(group) == 0
+        rest = torch.frombuffer(bytearray(data[_SHORT:] if is_first else length - _SHORT), dtype=torch.uint8).to(device)
+        dist.broadcast(rest, group=group, group_src=0)
+        head += rest.cpu().numpy().tobytes()
+    return json.loads(head[_LENGTH : _LENGTH + length])
 
 
 def same_on_all(name: str, value: T, remedy: str, group: dist.ProcessGroup | None = None) -> T:
@@ -140,7 +170,7 @@ def from_rank0(read: Callable[[], T], group: dist.ProcessGroup | None = None) ->
             answer = {"value": read()}
         except Exception as error:  # it must reach the other ranks, whatever it is
             failure, answer = error, {"error": f"{type(error).__name__}: {error}"}
-    first = gather(answer, group)[0]
+    first = _from_first(answer, group)
     if failure is not None:
         raise failure
     if "error" in first:
