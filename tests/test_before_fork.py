@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import clean_environment
 
 NOTES = """
@@ -67,6 +69,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_no_process_that_forks_ranks_calls_cuda(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(NOTES)

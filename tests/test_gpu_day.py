@@ -47,7 +47,7 @@ def results(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 # What needs no launcher of its own, and no compiler.
-QUICK = ("tests", "waits", "loop", "saves", "model: plain", "model: eager", "model: chunked", "model: largest", "model: memory")
+QUICK = ("loop", "saves", "model: plain", "model: memory")
 
 
 @pytest.mark.parametrize("only", [QUICK, pytest.param((), marks=pytest.mark.full)], ids=["quick", "all"])

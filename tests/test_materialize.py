@@ -363,6 +363,7 @@ def _anonymous() -> float:
     return float(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1024
 
 
+@pytest.mark.full
 def test_no_rank_holds_more_than_its_shards_and_a_parameter(ranks: Ranks) -> None:
     shards, parameter = 8 * 39 / 4, 39
     for peak in ranks(4, _peak, "fsdp"):
