@@ -78,7 +78,7 @@ def clip_by_norm_(
     # Phase 2: their norm, over the ranks.
     # In a gradient's type, also where this rank has none: a shard can be empty.
     dtype = next((p.grad.dtype for p in parameters if p.grad is not None), parameters[0].dtype)
-    norm = _over_ranks(kinds, norm_type, local(parameters[0]).device, beside).to(dtype)
+    norm = _over_ranks(kinds, norm_type, local(parameters[0]).device, beside).to(dtype.to_real())
     # Phase 3: one factor for all. Always multiplied, as torch does: asking whether it is 1 would wait for the device.
     grads = [part for parts in kinds.values() for part in parts]
     if grads and max_norm != math.inf:

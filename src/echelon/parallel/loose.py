@@ -77,7 +77,7 @@ def check_equal(parameters: Sequence[nn.Parameter], groups: Groups, what: str) -
     Raises:
         UsageError: on all ranks of a group, if these have not the same ones, with the same values.
     """
-    mine = [[list(p.shape), str(p.dtype), float(p.detach().double().sum()).hex()] for p in parameters]
+    mine = [[list(p.shape), str(p.dtype), str(complex(p.detach().to(torch.complex128).sum()))] for p in parameters]
     for group in groups:
         if any(other != mine for other in agree.gather(mine, group)):
             raise UsageError(

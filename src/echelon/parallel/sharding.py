@@ -33,6 +33,7 @@ from echelon.parallel.registry import Kind, register
 from echelon.parallel.same_gradients import SameGradients
 from echelon.parallel.shards import is_fully_sharded, is_split, reshard
 from echelon.parallel.units import Unit, prefetch, resharded, units_of
+from echelon.parallel.unsplit import of_another_type, unsplittable
 from echelon.world.init import World, ensure_group
 from echelon.world.mesh import ParallelDims
 
@@ -225,7 +226,7 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
     ranks = how.mesh.mesh.flatten().tolist()
     _refuse_split(module, ranks)
     _refuse_loose(module, ignored, len(ranks))
-    ignored |= (whole := _unsplittable(module))
+    ignored |= (whole := unsplittable(module))
     reports, precision = world.rank == 0, recipe.precision
     said = how.reshard_after_forward
     reshards = True if isinstance(said, Mapping) else said
@@ -234,6 +235,8 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
         units = resharded(units, module, said)
     root_policy = policy_for(module, precision, how.root_policy or how.policy)
     module = recipe.compile(recipe.checkpoint_activations(module))
+    whole |= (others := of_another_type(module, [unit.modules for unit in units], ignored))
+    ignored |= others
     _split(module, units, root_policy, ignored, world, how)
     materialize(module, torch.device("cpu") if how.offload else world.device, buffers=world.device)
     for parameter in whole:  # is never offloaded
@@ -277,13 +280,6 @@ def _split(
         fully_shard(together, **options, reshard_after_forward=unit.reshard, mp_policy=unit.policy)
     keep_readable(module, [part for unit in units if unit.is_read for part in unit.modules])
     prefetch(units, int(how.forward_prefetch), how.backward_prefetch)
-
-
-def _unsplittable(module: nn.Module) -> set[nn.Parameter]:
-    """Scalars and empty tensors, which `fully_shard` refuses or breaks on. They stay whole on every rank, and their gradients are
-    averaged by `parallel/loose`.
-    """
-    return {p for p in module.parameters() if p.dim() == 0 or p.numel() == 0}
 
 
 def _refuse_split(module: nn.Module, ranks: list[int]) -> None:

@@ -36,6 +36,7 @@ import torch
 
 from echelon.prover.micro import Micro
 from echelon.prover.reference import AGAIN, Values, micros_in_order
+from echelon.prover.values import load_values
 from echelon.prover.verdict import Blind, Difference, Verdict, larger
 
 __all__ = ["compare", "mean_loss"]
@@ -74,7 +75,7 @@ def compare(
     again = sorted(p for p in reference.glob(f"{AGAIN}*") if (p / "update-000.pt").exists())
     comparison = _Comparison(verdict, epsilon, resolution, dtype is torch.float64 and not again, records[0]["flattened"])
     comparison.factor = HALF_FACTOR if half else FACTOR
-    before, reference_before = _load(row / "initial.pt"), _load(reference / "initial.pt")
+    before, reference_before = load_values(row / "initial.pt"), load_values(reference / "initial.pt")
     comparison.initial(before["parameters"], reference_before["parameters"])
     for k, micros in enumerate(micros_in_order(records)):
         file = f"update-{k:03d}.pt"
@@ -84,13 +85,13 @@ def compare(
         if not (row / file).exists():
             verdict.exact = False
             continue
-        mine, right = _load(row / file), _load(reference / file)
+        mine, right = load_values(row / file), load_values(reference / file)
         verdict.meaningless = _meaningless(k, right)
         if verdict.meaningless is not None:
             break
         mine["loss"] = mean_loss(micros)
         mine["norm"] = records[0]["norms"][k]
-        samples = [_Sample(_load(p / file), "wide" in p.name) for p in again if (p / file).exists()]
+        samples = [_Sample(load_values(p / file), "wide" in p.name) for p in again if (p / file).exists()]
         comparison.update(k, mine, right, samples, reference_before["parameters"])
         if verdict.first is not None and verdict.first.update == k and not verdict.unmoved:
             verdict.unmoved = _unmoved(mine, right, before["parameters"], reference_before["parameters"])
@@ -105,11 +106,6 @@ def _unmoved(mine: dict[str, Any], right: dict[str, Any], before: Values, right_
     values, rights = mine["parameters"], right["parameters"]
     trained = rights.keys() & values.keys() & right["gradients"].keys()
     return [n for n in trained if torch.equal(values[n], before[n]) and not torch.equal(rights[n], right_before[n])]
-
-
-def _load(path: Path) -> dict[str, Any]:
-    values: dict[str, Any] = torch.load(path, weights_only=True, mmap=True)  # tensors and numbers: nothing in it can run
-    return values
 
 
 def mean_loss(micros: list[Micro]) -> float | None:

@@ -184,8 +184,13 @@ def on_host(data: Any) -> Any:
 
 
 def widened(data: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:
-    """A batch with its floating-point tensors in `dtype`, on `device`."""
-    return _mapped(data, lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None))
+    """A batch with its floating-point tensors in `dtype`, complex ones in the complex type of these, on `device`."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        wide = dtype if tensor.is_floating_point() else dtype.to_complex() if tensor.is_complex() else None
+        return tensor.to(device=device, dtype=wide)
+
+    return _mapped(data, change)
 
 
 def digest(data: Any) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from echelon.prover.micro import NotJoinable, join
 from echelon.prover.reference import AutoReference, OwnReference, Reference, Values, by_index
-from echelon.prover.values import named_values, parameters_of
+from echelon.prover.values import as_real, named_values, parameters_of
 
 __all__ = ["mistakes_of", "tried"]
 
@@ -85,7 +85,7 @@ def tried(reference: OwnReference, batches: list[Any]) -> tuple[float, Values]:
     optimizers = list(reference.unit.tracked_optimizers().values())
     saved = copy.deepcopy([o.state_dict() for o in optimizers])
     losses = [loss for loss in map(reference.step, batches) if loss is not None]
-    gradients = reference.watch.take() or {}
+    gradients = as_real(reference.watch.take() or {})
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(before[name])

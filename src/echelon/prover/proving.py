@@ -29,6 +29,7 @@ from echelon.prover.rank import run_epoch, run_mistakes, run_probe, run_referenc
 from echelon.prover.reference import Shake, micros_in_order
 from echelon.prover.samples import note_on
 from echelon.prover.target import Target
+from echelon.prover.values import load_values
 from echelon.prover.verdict import SMALL_SHARE, Verdict
 
 __all__ = ["Proving"]
@@ -319,7 +320,7 @@ class Proving:
         except RankFailedError:  # the row differs whether or not it can be said why
             return []
         folders = ran.folder, final.reference.folder
-        mine, right = (torch.load(folder / f"update-{k:03d}.pt", weights_only=False) for folder in folders)
+        mine, right = (load_values(folder / f"update-{k:03d}.pt") for folder in folders)
         mine["loss"], mine["norm"] = mean_loss(micros_in_order(ran.records)[k]), ran.records[0]["norms"][k]
         return causes.from_mistakes(verdict, mine, right, mistakes, ran.records[0]["batch_norms"])
 
@@ -343,6 +344,6 @@ class Proving:
 
     def _same_bits(self, ran: Ran, verdict: Verdict) -> bool:
         """Whether this row's last parameters have the very bits of the first row of the bit-equal mode."""
-        last = torch.load(ran.folder / f"update-{verdict.updates - 1:03d}.pt", weights_only=False)["parameters"]
+        last = load_values(ran.folder / f"update-{verdict.updates - 1:03d}.pt")["parameters"]
         known = self._bitwise.setdefault(ran.row.optimizer, last)
         return known is last or all(torch.equal(last[n], known[n]) for n in known)

@@ -29,6 +29,7 @@ from echelon.prover.generators import Sources
 from echelon.prover.micro import Micro, NotJoinable, digest, join, widened
 from echelon.prover.record import GradientWatch, rates_of
 from echelon.prover.values import (
+    as_real,
     loss_in,
     modules_of,
     named_values,
@@ -37,6 +38,7 @@ from echelon.prover.values import (
     switch_off_dropout,
     whole,
     whole_parameters,
+    widen,
 )
 
 __all__ = ["AGAIN", "AutoReference", "How", "OwnReference", "Reference", "Shake", "by_index", "micros_in_order", "reference_of"]
@@ -145,7 +147,7 @@ class Reference(ABC):
         for _, module in modules_of(self.unit):
             module.train()
             if self.how == "wide":
-                module.double()
+                widen(module)
         if self.how == "wide":
             self._copy_initial(torch.load(self.folder.parent / "initial.pt", weights_only=True))
         elif self.how == "shaken":
@@ -191,7 +193,7 @@ class Reference(ABC):
     # --- values
 
     def gradients(self) -> Values:
-        return {n: whole(p.grad) for n, p in parameters_of(self.unit) if p.grad is not None}
+        return as_real({n: whole(p.grad) for n, p in parameters_of(self.unit) if p.grad is not None})
 
     def _state_of_unit(self) -> dict[str, Values]:
         return {

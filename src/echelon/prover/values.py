@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from echelon.parallel import shards
 from echelon.parallel.prepared import Prepared
 
 __all__ = [
+    "as_real",
+    "load_values",
     "loss_in",
     "modules_of",
     "named_values",
@@ -23,6 +26,7 @@ __all__ = [
     "switch_off_dropout",
     "whole",
     "whole_parameters",
+    "widen",
 ]
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -91,3 +95,27 @@ def number_in(loss: Any) -> float | None:
     if isinstance(loss, torch.Tensor):
         return float(loss.detach()) if loss.numel() == 1 else None
     return float(loss) if isinstance(loss, (int, float)) else None
+
+
+def widen(module: nn.Module) -> None:
+    """Have a module compute in float64, in place; `double` leaves complex numbers as they are."""
+    module.double()
+    for parameter in module.parameters():
+        if parameter.is_complex():
+            parameter.data = parameter.data.to(torch.complex128)
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if buffer.is_complex():
+                setattr(part, name, buffer.to(torch.complex128))
+
+
+def load_values(path: Path) -> dict[str, Any]:
+    """What was written of a step: tensors by name, and numbers. A complex tensor is the real one of its two parts."""
+    # Nothing that can run is loaded.
+    values: dict[str, Any] = torch.load(path, weights_only=True, mmap=True)
+    return {kind: as_real(each) if isinstance(each, dict) else each for kind, each in values.items()}
+
+
+def as_real(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Complex tensors as real ones of their two parts; others as they are."""
+    return {n: torch.view_as_real(t) if isinstance(t, torch.Tensor) and t.is_complex() else t for n, t in tensors.items()}
