@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -209,7 +210,9 @@ def test_what_is_in_the_folder_is_not_mixed_with_a_new_run(tmp_path: Path) -> No
     trainer = _trainer(tmp_path, args=saves)
     trainer.train()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-6"]
-    with pytest.raises(CheckpointError, match="checkpoint-6 is ahead of this run, which is at step 0"):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-6 is ahead of this run, which is at step 0.*resume_from_checkpoint=True"
+    ):
         _trainer(tmp_path, args=saves).train()
     again = _trainer(tmp_path, args={**saves, "overwrite_output_dir": True})
     again.train()
@@ -470,6 +473,7 @@ def test_arguments_have_older_names_too(tmp_path: Path, caplog: pytest.LogCaptur
     args = _arguments(tmp_path, **older)
     assert args.eval_strategy == "epoch" and args.use_cpu and args.get_warmup_steps(6) == 3
     assert "logging_dir has no effect" in caplog.text
+    assert dataclasses.replace(args, learning_rate=3.0).learning_rate == 3.0
     assert args.world_size == args.n_gpu == 1 and args.process_index == args.local_process_index == 0
 
 

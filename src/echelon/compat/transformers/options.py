@@ -87,6 +87,8 @@ def check(args: Any) -> None:
         name, value = field.name, getattr(args, field.name)
         if name in _UNDERSTOOD or value is default or value == default or value in _ALSO_FINE.get(name, ()):
             continue
+        if name == "accelerator_config" and not isinstance(value, (dict, str)) and value == type(value)():
+            continue  # as `dataclasses.replace` gives it back
         if name in _WITHOUT_EFFECT:
             ineffective.append(name)
             continue

@@ -12,7 +12,7 @@ from echelon.checkpoint.background import Background
 from echelon.checkpoint.location import Location, location
 from echelon.contracts.errors import CheckpointError, UsageError
 from echelon.loop.checkpointing import restoring
-from echelon.loop.checkpointing.folder import RunFolder
+from echelon.loop.checkpointing.folder import RunFolder, absolute, is_begun_anew
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.state import State
@@ -55,6 +55,16 @@ class _Folder(RunFolder):
 
     def _is_saved(self, step: int) -> bool:
         return any(saved == step for _, saved in self._found())
+
+    def _meet_newer(self, path: Location, step: int, restart: bool) -> None:
+        if not restart and commit.on_rank0(lambda: manifest.is_whole(path), self.path):
+            self.release()
+            raise CheckpointError(
+                f"{path} is ahead of this run, which is at step {step}: it would be mistaken for this run's newest. "
+                "Go on from it with train(resume_from_checkpoint=True), give another output_dir, or set it aside with "
+                "TrainingArguments(overwrite_output_dir=True)."
+            )
+        super()._meet_newer(path, step, restart)
 
     def retire(self, newest: Location) -> None:
         """Remove what need not stay, after a commit. Rank 0 alone."""
@@ -106,9 +116,9 @@ class Saver(DistributedCheckpointSaver):
 
 
 def is_begun(output_dir: str) -> bool:
-    """Whether there is a checkpoint to go on from. Collective."""
+    """Whether there is a checkpoint to go on from; not under `echelon run --restart`. Collective."""
     folder = location(output_dir)
-    return commit.on_rank0(lambda: bool(_inside(folder)), folder)
+    return not is_begun_anew(absolute(folder)) and commit.on_rank0(lambda: bool(_inside(folder)), folder)
 
 
 def resume(which: str | bool, output_dir: str, unit: Any, loader: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -146,7 +147,7 @@ class Trainer(Losses, Optimizing, Evaluating):
         self._begin_again()
         loader, unit = self._loader(), self.unit()
         steps, epochs = self._limits(loader)
-        which = resume_from_checkpoint or (RankInfo.from_env().restart_count > 0 and is_begun(self.args.output_dir))
+        which = resume_from_checkpoint or (_is_started_again() and is_begun(self.args.output_dir))
         if which:
             resume(which, self.args.output_dir, unit, loader)
         self.state.global_step, began = unit.window.updates, unit.window.updates
@@ -292,6 +293,11 @@ class Trainer(Losses, Optimizing, Evaluating):
 
     def remove_callback(self, callback: Any) -> None:
         self.callback_handler.remove_callback(callback)
+
+
+def _is_started_again() -> bool:
+    """Whether the launcher has started this job before, and it failed or was preempted."""
+    return RankInfo.from_env().restart_count > 0 or os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
 def _length(loader: Any) -> int | None:
