@@ -385,6 +385,17 @@ def matmul_precision(folder: Path) -> None:
         torch.set_float32_matmul_precision(before)
 
 
+@alone("on a GPU, gloo is not there beside nccl")
+def both_backends(folder: Path) -> None:
+    from unittest.mock import patch
+
+    from echelon.world.init import ensure_group
+
+    with patch.object(dist, "init_process_group") as starts:
+        ensure_group(torch.device("cuda", 0))
+    assert starts.call_args.args == ("cpu:gloo,cuda:nccl",)
+
+
 @alone("`NOOPStrategy` leaves the module where it is")
 def noop_moves(folder: Path) -> None:
     from echelon.compat.torchtnt.utils.prepare_module import NOOPStrategy, prepare_module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,36 @@ def test_the_best_is_loaded_at_the_end_and_a_run_stops_early(ranks: Any, tmp_pat
     want = ["checkpoint-1", "checkpoint-3"], 3, 0.5, 0.0
     assert _best(str(tmp_path / "one")) == want
     assert ranks(2, _best, str(tmp_path / "two")) == [want, want]
+
+
+def _asked_on_one_rank_and_started_again(folder: str) -> Any:
+    """A callback of rank 0 alone asks for a save; then the launcher starts the job again, and the script says nothing of it."""
+    from transformers import TrainerCallback
+
+    class Asks(TrainerCallback):  # type: ignore[misc]
+        stops = True
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_save = control.should_save or (state.is_world_process_zero and state.global_step == 3)
+            if state.global_step == 4 and args.process_index == 1 and self.stops:
+                control.should_training_stop = True
+
+    found = []
+    for Asks.stops in (True, False):
+        trainer = _trainer(folder, args={"save_strategy": "steps", "save_steps": 100}, callbacks=[Asks])
+        began = len(trainer.state.log_history)
+        trainer.train()
+        found.append(
+            (began, trainer.state.global_step, len(_losses(trainer)), sorted(path.name for path in Path(folder).iterdir()))
+        )
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    return found, _values(trainer.model)
+
+
+def test_ranks_do_what_one_of_them_asks_and_a_job_that_is_started_again_goes_on(ranks: Any, tmp_path: Path) -> None:
+    for found, values in ranks(2, _asked_on_one_rank_and_started_again, str(tmp_path)):
+        assert found == [(0, 4, 4, ["checkpoint-3"]), (0, 6, 6, ["checkpoint-3", "checkpoint-6"])]
+        assert largest_difference(values, _plain()[0]) < 1e-5
 
 
 # --- what programs write themselves
