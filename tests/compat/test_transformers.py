@@ -17,6 +17,7 @@ from torch import nn
 from echelon.contracts.errors import CheckpointError, UsageError
 from echelon.data.loader import Loader
 from echelon.data.options import LoaderOptions
+from echelon.parallel.fsdp import FSDPStrategy
 from tests.compat.reference import in_order, plain, run_programs
 from tests.conftest import server_with
 from tests.models import largest_difference
@@ -504,6 +505,8 @@ def test_arguments_have_older_names_too(tmp_path: Path, caplog: pytest.LogCaptur
     args = _arguments(tmp_path, **older)
     assert args.eval_strategy == "epoch" and args.use_cpu and args.get_warmup_steps(6) == 3
     assert "logging_dir has no effect" in caplog.text
+    shown = json.loads(_arguments(tmp_path, strategy=FSDPStrategy(cpu_offload=True)).to_json_string())["strategy"]
+    assert shown.startswith("FSDPStrategy(") and "cpu_offload=True" in shown
     assert dataclasses.replace(args, learning_rate=3.0).learning_rate == 3.0
     assert args.world_size == args.n_gpu == 1 and args.process_index == args.local_process_index == 0
 

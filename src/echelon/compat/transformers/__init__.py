@@ -17,6 +17,8 @@ except ModuleNotFoundError as error:
     if error.name != "transformers":
         raise
     raise UsageError("echelon.compat.transformers needs transformers, version 5 or later: pip install transformers.") from None
+if int(transformers.__version__.partition(".")[0]) < 5:
+    raise UsageError(f"echelon.compat.transformers needs transformers 5 or later, got {transformers.__version__}. Update it.")
 
 __all__ = ["Trainer", "TrainingArguments"]
 

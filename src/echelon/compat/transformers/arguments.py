@@ -62,6 +62,11 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
             self.use_cpu = True
         super().__post_init__()
 
+    def to_dict(self) -> dict[str, Any]:
+        """As transformers', for those who log it: a strategy by its text."""
+        found: dict[str, Any] = super().to_dict()
+        return {**found, "strategy": str(self.strategy) if self.strategy is not None else None}
+
     # --- where: echelon's ranks instead of Accelerate's
 
     @functools.cached_property
@@ -110,7 +115,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
         compiled = None
         if self.torch_compile:
             compiled = TorchCompileParams(backend=self.torch_compile_backend, mode=self.torch_compile_mode)
-        recomputes = self.activation_checkpointing and not recomputes_itself(model, self.activation_checkpointing_kwargs)
+        recomputes = self._recomputes and not recomputes_itself(model, self._recompute_options)
         return {
             "device": self.device,
             "strategy": self._strategy_for(model),
@@ -122,13 +127,21 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
             "activation_checkpoint_params": "blocks" if recomputes else None,
         }
 
+    @property
+    def _recomputes(self) -> bool:
+        return bool(getattr(self, "activation_checkpointing", False) or self.gradient_checkpointing)  # the newer name, the older
+
+    @property
+    def _recompute_options(self) -> Any:
+        return getattr(self, "activation_checkpointing_kwargs", None) or self.gradient_checkpointing_kwargs
+
     def _strategy_for(self, model: torch.nn.Module) -> Strategy | str | None:
         given: Any = self.strategy
         if given not in (None, "ddp") or self.world_size == 1:
             return given  # type: ignore[no-any-return]
         unused = self.ddp_find_unused_parameters
         if unused is None:  # as transformers has it: recomputation cannot be traversed beforehand
-            unused = not self.activation_checkpointing
+            unused = not self._recomputes
         return DDPStrategy(
             find_unused_parameters=unused,
             bucket_cap_mb=self.ddp_bucket_cap_mb,
