@@ -204,7 +204,7 @@ def test_a_resumed_run_is_the_whole_run_to_the_bit(ranks: Any, tmp_path: Path) -
         _check_resumed(found[2:], exactly=False)
 
 
-def test_what_is_in_the_folder_is_not_mixed_with_a_new_run(tmp_path: Path) -> None:
+def test_what_is_in_the_folder_is_not_mixed_with_a_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saves = {"save_strategy": "epoch", "save_total_limit": 1}
     trainer = _trainer(tmp_path, args=saves)
     with pytest.raises(UsageError, match="No valid checkpoint found in output directory"):
@@ -222,6 +222,10 @@ def test_what_is_in_the_folder_is_not_mixed_with_a_new_run(tmp_path: Path) -> No
     done = _trainer(tmp_path, args=saves)
     done.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert largest_difference(_values(done.model), _values(trainer.model)) == 0 and done.state.epoch == 2.0
+    monkeypatch.setenv("ECHELON_RESTART", "1")  # as `echelon run --restart` sets it
+    anew = _trainer(tmp_path, args=saves)
+    anew.train(resume_from_checkpoint=True)
+    assert len(_losses(anew)) == 6 and largest_difference(_values(anew.model), _values(trainer.model)) == 0
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs/trainer_state.json").write_text("{}")
     with pytest.raises(UsageError, match="was written by transformers' own Trainer"):

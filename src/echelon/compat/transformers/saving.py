@@ -62,7 +62,7 @@ class _Folder(RunFolder):
             raise CheckpointError(
                 f"{path} is ahead of this run, which is at step {step}: it would be mistaken for this run's newest. "
                 "Go on from it with train(resume_from_checkpoint=True), give another output_dir, or set it aside with "
-                "TrainingArguments(overwrite_output_dir=True)."
+                "TrainingArguments(overwrite_output_dir=True) or `echelon run --restart`."
             )
         super()._meet_newer(path, step, restart)
 
@@ -121,18 +121,21 @@ def is_begun(output_dir: str) -> bool:
     return not is_begun_anew(absolute(folder)) and commit.on_rank0(lambda: bool(_inside(folder)), folder)
 
 
-def resume(which: str | bool, output_dir: str, unit: Any, loader: Any) -> str:
-    """Restore a checkpoint, or with True the newest one of `output_dir`; its path. Collective.
+def resume(which: str | bool, output_dir: str, unit: Any, loader: Any) -> None:
+    """Restore a checkpoint, or with True the newest one of `output_dir`, unless the run is to begin anew. Collective.
 
     Raises:
         UsageError: there is none, or it is one that transformers' own Trainer has written.
     """
     if which is True:
         folder = location(output_dir)
+        if is_begun_anew(absolute(folder)):
+            logger.warning("--restart was given: nothing in %s is restored", folder)
+            return
         names = commit.on_rank0(lambda: [path.name for path in reversed(_inside(folder))], folder)
         if not restoring.restore_first(folder, [folder / name for name in names], unit, loader, RestoreOptions(), True):
             raise UsageError(f"No valid checkpoint found in output directory ({output_dir})")
-        return str(folder / f"checkpoint-{unit.window.updates}")
+        return
     path = location(str(which))
     theirs = commit.on_rank0(lambda: not (path / manifest.MANIFEST).exists() and (path / "trainer_state.json").exists(), path)
     if theirs:
@@ -141,4 +144,3 @@ def resume(which: str | bool, output_dir: str, unit: Any, loader: Any) -> str:
             "from_pretrained(...); train from there, or finish the run with transformers under `echelon run`."
         )
     restoring.restore(path, unit, loader, RestoreOptions())
-    return str(which)
