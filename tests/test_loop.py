@@ -209,6 +209,35 @@ def test_a_stop_from_an_evaluation_takes_no_further_step(ranks: Ranks) -> None:
     assert ranks(2, _stop_in_evaluation) == [2, 2]
 
 
+class StopsOnRank1(ech.Callback):
+    def on_eval_step_end(self, state: ech.State, unit: Any) -> None:
+        if ech.World.current().rank == 1:
+            state.stop()
+
+
+class Stopping(ech.EvalUnit[Any], ech.PredictUnit[Any]):
+    steps = 0
+
+    def eval_step(self, state: ech.State, data: Any) -> None:
+        self.steps += 1
+        state.stop()
+
+    predict_step = eval_step
+
+
+def _stop_outside_fit() -> tuple[Any, ...]:
+    unit, auto = Stopping(), Regression(module=net(), strategy="fsdp")
+    ech.evaluate(unit, [1, 2, 3])
+    ech.predict(unit, [1, 2, 3])
+    ech.evaluate(auto, [batch(2, i) for i in range(4)], callbacks=[StopsOnRank1()])
+    progress = unit.eval_progress, unit.predict_progress, auto.eval_progress
+    return unit.steps, *(each.num_epochs_completed for each in progress)
+
+
+def test_a_stop_outside_fit_leaves_an_evaluation_open_on_several_ranks(ranks: Ranks) -> None:
+    assert ranks(2, _stop_outside_fit) == [(2, 0, 0, 0)] * 2
+
+
 def _stop_with_own_step() -> int:
     class OwnStep(Regression):
         def train_step(self, state: ech.State, data: Any) -> Any:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from tests.compat.programs import dragon_training
+from tests.conftest import clean_environment
 from tests.models import Batch, largest_difference
 
-__all__ = ["check_dragon_training", "in_order", "plain"]
+__all__ = ["check_dragon_training", "in_order", "plain", "run_programs"]
 
 
 def plain(
@@ -57,3 +61,19 @@ def check_dragon_training(said: str, shown: Iterable[int]) -> None:
     for rank, (_, parameters) in enumerate(values):
         got = {name: torch.tensor(value, dtype=torch.float64) for name, value in parameters.items()}
         assert largest_difference(got, want) < 1e-12, rank
+
+
+def run_programs(folder: Path, *commands: tuple[str, ...]) -> list[str]:
+    """What programs printed, which ran side by side."""
+    options: dict[str, Any] = {"cwd": folder, "env": {**clean_environment(), "OMP_NUM_THREADS": "1"}, "text": True}
+    options |= {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    started = [subprocess.Popen([sys.executable, *command], **options) for command in commands]
+    try:
+        said = [process.communicate(timeout=150)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    for process, text in zip(started, said, strict=True):
+        assert process.returncode == 0, text
+    return said

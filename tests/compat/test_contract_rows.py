@@ -45,6 +45,10 @@ ROWS: dict[tuple[str, str, str], list[str]] = {
     ("PyTorch", "nn.DataParallel; DDP with init_method env://", "2 ranks of echelon run, and of torchrun"): [
         f"{PROGRAMS}.test_data_parallel_and_ddp_of_plain_pytorch_under_two_launchers"
     ],
+    ("Hugging Face", "Accelerator; Trainer, unchanged and by its import line", "2 ranks"): [
+        "compat.test_transformers.test_a_script_of_accelerate_runs_unchanged",
+        "compat.test_transformers.test_a_script_of_transformers_runs_unchanged_and_with_its_import_line_changed",
+    ],
     ("Lightning", "Trainer with dp, ddp, fsdp", "2 ranks"): [f"{PROGRAMS}.test_lightnings_trainer_with_dp_ddp_and_fsdp"],
 }
 

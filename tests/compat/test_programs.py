@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from torch import nn
 
 from tests.compat.programs import lightning_trainer, pytorch_raw, torchtnt_auto_unit, torchtnt_by_hand
 from tests.compat.reference import check_dragon_training, in_order, plain
-from tests.conftest import clean_environment
+from tests.compat.reference import run_programs as run
 from tests.models import largest_difference
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -28,22 +26,6 @@ HERE = Path(__file__).parent
 PROGRAMS = HERE / "programs"
 ECHELON = ("-m", "echelon", "run", "--ranks")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-
-
-def run(folder: Path, *commands: tuple[str, ...]) -> list[str]:
-    """What programs printed, which ran side by side."""
-    options: dict[str, Any] = {"cwd": folder, "env": {**clean_environment(), "OMP_NUM_THREADS": "1"}, "text": True}
-    options |= {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    started = [subprocess.Popen([sys.executable, *command], **options) for command in commands]
-    try:
-        said = [process.communicate(timeout=150)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    for process, text in zip(started, said, strict=True):
-        assert process.returncode == 0, text
-    return said
 
 
 # --- TorchTNT

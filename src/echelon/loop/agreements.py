@@ -54,7 +54,7 @@ def on_end(phase: str, used: int, *, ended: bool, is_last: bool) -> None:
 
 
 class CutShort:
-    """Whether an evaluation within `fit` ends before its time, since a rank was asked to stop.
+    """Whether an evaluation, a prediction or a test ends before its time, since a rank was asked to stop.
 
     Ranks that meet in collectives, in their forward passes or in callbacks, learn it at the same step; without any, each
     leaves by itself.
@@ -66,7 +66,10 @@ class CutShort:
 
     def asked(self) -> bool:
         wants = self._state.stop_requested
-        return self._any_rank(wants) if self._any_rank is not None else wants
+        asked = self._any_rank(wants) if self._any_rank is not None else wants
+        if asked and self._state.entry_point is not EntryPoint.FIT:  # there, ranks agree after it
+            self._state.agree_to_stop()
+        return asked
 
     def settle(self) -> None:
         if self._any_rank is not None:
@@ -74,7 +77,5 @@ class CutShort:
 
 
 def cuts_evaluation(state: State, *, together: bool) -> CutShort | None:
-    """None where `state.should_stop` is enough, or where a collective is not allowed: outside `fit` ranks may be alone."""
-    if state.alone or state.entry_point is not EntryPoint.FIT:
-        return None
-    return CutShort(state, together=together)
+    """None where `state.should_stop` is enough. Without `together` no collective is allowed: a rank may evaluate alone."""
+    return None if state.alone else CutShort(state, together=together)

@@ -87,6 +87,9 @@ class AutoPredictUnit(PredictUnit[T]):
     def forward_is_collective(self) -> bool:
         return self.prepared.forward_is_collective
 
+    def meets_at_end(self, phase: str) -> bool:
+        return phase != "predict"  # the loss is a mean over the ranks
+
     def prepared_modules(self) -> dict[str, Prepared[Any]]:
         mine, modules = self.prepared, self.tracked_modules()
         others = self._recognise({name: module for name, module in modules.items() if without_compile(module) is not mine.module})

@@ -204,10 +204,11 @@ class Run:
         stage.progress.num_steps_completed_in_epoch = 0  # one that was interrupted starts over
         stage.call(stage.hooks.epoch_start)
         whole = Steps(stage, Between()).run()
-        if self.state.entry_point is EntryPoint.FIT:
+        within_fit = self.state.entry_point is EntryPoint.FIT
+        if within_fit or self._inner.meets_at_end(stage.phase):
             whole = not agree.any_rank(not whole)  # without collectives in it, ranks leave an evaluation one by one
-            if not whole:
-                stage.progress.abandon_epoch()
+        if within_fit and not whole:
+            stage.progress.abandon_epoch()
         if whole:
             self._close_epoch(stage)
         return whole

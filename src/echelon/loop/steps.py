@@ -50,7 +50,7 @@ class Steps:
         unsized = not state.alone and (stage.trains or meets) and agreements.on_lengths(phase, self.feed, stage.unit)
         fetch = own_fetch(stage, self.batches, always=unsized)
         self.fetch = partial(self._fetch_agreed, fetch) if unsized and fetch is not None else fetch
-        self.cuts = agreements.cuts_evaluation(state, together=meets) if phase == "eval" else None
+        self.cuts = agreements.cuts_evaluation(state, together=meets) if not stage.trains else None
         self.given_up = False
         timer = stage.here.iteration_timer
         self.waits, self.durations = timer.series("data_wait_time"), timer.series(f"{phase}_iteration_time")

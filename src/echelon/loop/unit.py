@@ -149,6 +149,10 @@ class Unit(AppStateMixin):
         """Whether all ranks must take equally many evaluation steps."""
         return False
 
+    def meets_at_end(self, phase: str) -> bool:
+        """Whether all ranks must come to the end of an evaluation, a prediction or a test, or none: there they meet."""
+        return False
+
     @property
     def data_rank_and_size(self) -> tuple[int, int] | None:
         """(rank, size) among the ranks that see different data; None if the modules do not say."""

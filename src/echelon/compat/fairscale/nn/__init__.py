@@ -34,6 +34,7 @@ __getattr__ = later(
         "PipeRPCWrapper": _PIPELINE,
         "MOELayer": _EXPERTS,
         "Top2Gate": _EXPERTS,
+        "model_parallel": "strategy 'tp', or torch.distributed.tensor.parallel.",
         "FlattenParamsWrapper": "strategy 'fsdp', which splits parameters as they are.",
     },
 )

@@ -1,0 +1,83 @@
+"""The batches of a Trainer: datasets with the columns that the model takes, in echelon's loaders."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch.utils.data import IterableDataset
+from transformers import trainer_utils
+
+from echelon.contracts.errors import UsageError
+from echelon.data.loader import Loader
+from echelon.data.stream import StreamLoader
+
+__all__ = ["columns_of", "default_collator", "loader_of"]
+
+
+def columns_of(model: torch.nn.Module, label_names: list[str]) -> list[str]:
+    """The names of what the model's forward takes, and of labels."""
+    inner: Any = model
+    base = getattr(model, "get_base_model", None)  # of PEFT, whose own forward takes anything
+    if callable(base) and type(model).__module__.startswith("peft."):
+        inner = base()
+    return [*inspect.signature(inner.forward).parameters, "label", "label_ids", *label_names]
+
+
+def default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
+    tokenizers = (transformers.PreTrainedTokenizerBase, transformers.SequenceFeatureExtractor)
+    if isinstance(processing_class, tokenizers):
+        return transformers.DataCollatorWithPadding(processing_class)  # type: ignore[no-any-return]
+    return transformers.default_data_collator  # type: ignore[no-any-return]
+
+
+def loader_of(
+    dataset: Any, collator: Callable[[list[Any]], Any], columns: list[str] | None, args: Any, data_ranks: int, *, trains: bool
+) -> Loader | StreamLoader:
+    """
+    Args:
+        columns: the only ones that are kept; None keeps all.
+        data_ranks: ranks with different samples.
+    Raises:
+        UsageError: nothing in the dataset is for the model, or it is smaller than one update's samples.
+    """
+    if columns is not None:
+        dataset, collator = _with_columns(dataset, collator, columns)
+    each = args.per_device_train_batch_size if trains else args.per_device_eval_batch_size
+    accumulation = args.gradient_accumulation_steps if trains else 1
+    given: dict[str, Any] = {
+        "accumulation": accumulation,
+        "num_workers": args.dataloader_num_workers,
+        "collate_fn": collator,
+        "pin_memory": None if args.dataloader_pin_memory else False,
+        "tail": "drop" if args.dataloader_drop_last else "keep",
+    }
+    size = each * data_ranks * accumulation
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        return StreamLoader(dataset, size, shards=None if hasattr(dataset, "set_place") else "stride", **given)
+    shuffles = trains and args.train_sampling_strategy != "sequential"
+    if len(dataset) < size and (shuffles or given["tail"] == "drop"):
+        phase = "train" if trains else "eval"
+        raise UsageError(
+            f"the {phase}_dataset must hold at least one batch of {each} x {data_ranks} ranks x {accumulation} accumulation "
+            f"steps, got {len(dataset)} samples. Give a smaller per_device_{phase}_batch_size."
+        )
+    seed = args.data_seed if args.data_seed is not None else args.seed
+    return Loader(dataset, size, seed=seed, shuffle=shuffles, **given)
+
+
+def _with_columns(dataset: Any, collator: Callable[[list[Any]], Any], columns: list[str]) -> tuple[Any, Any]:
+    """Without what the model's forward does not take; a dataset of the library datasets never reads it."""
+    names = getattr(dataset, "column_names", None)
+    if names and hasattr(dataset, "remove_columns"):
+        unused = [name for name in names if name not in columns]
+        if len(unused) == len(names):
+            raise UsageError(
+                f"the dataset must have a column that the model's forward takes ({', '.join(columns)}), got {', '.join(names)}. "
+                "Rename its columns, or give remove_unused_columns=False."
+            )
+        return (dataset.remove_columns(unused) if unused else dataset), collator
+    return dataset, trainer_utils.RemoveColumnsCollator(collator, columns)

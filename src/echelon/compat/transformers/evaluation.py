@@ -1,0 +1,178 @@
+"""What an evaluation or a prediction gives: the outputs of all ranks in the order of the dataset, as arrays."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Mapping
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from transformers import trainer_pt_utils as theirs
+from transformers import trainer_utils
+
+from echelon.compat.collect import collect
+from echelon.loop.callback import Callback
+from echelon.loop.loss import rows
+from echelon.loop.run import evaluate
+from echelon.loop.state import State
+from echelon.loop.trainer_rank import shared
+
+__all__ = ["Evaluating"]
+
+
+class Outputs:
+    """Of one pass over a loader, on this rank.
+
+    Args:
+        keeps: False counts the samples only.
+    """
+
+    def __init__(self, *, keeps: bool) -> None:
+        self._keeps = keeps
+        self._batches: list[list[Any]] = []
+        self.samples = 0
+
+    def add(self, data: Any, logits: Any, labels: Any) -> None:
+        self.samples += rows(data)
+        if self._keeps:
+            self._batches.append([_on_host(logits), _on_host(labels)])
+
+    def together(self, data_rank: int) -> tuple[Any, Any, int]:
+        """(predictions, labels, number of samples) of all ranks, as arrays that are padded with -100. Collective."""
+        told = collect([data_rank, self.samples, self._batches])
+        assert told is not None
+        by_rank = {rank: (samples, batches) for rank, samples, batches in reversed(told)}  # of copies, the first counts
+        ordered = [by_rank[rank] for rank in sorted(by_rank)]
+        parts = [each for of_batch in zip_longest(*(batches for _, batches in ordered)) for each in of_batch if each is not None]
+        return _joined([p for p, _ in parts]), _joined([labels for _, labels in parts]), sum(samples for samples, _ in ordered)
+
+
+def _joined(parts: list[Any]) -> Any:
+    known = [part for part in parts if part is not None]
+    return theirs.nested_numpify(functools.reduce(theirs.nested_concat, known)) if known else None
+
+
+def _on_host(value: Any) -> Any:
+    """The tensors in a value, as JSON has lists; what is no tensor is left out."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        return value.float() if value.dtype == torch.bfloat16 else value  # numpy has no bfloat16
+    if isinstance(value, Mapping):
+        return {key: kept for key, each in value.items() if (kept := _on_host(each)) is not None}
+    if isinstance(value, (list, tuple)):
+        return tuple(kept for each in value if (kept := _on_host(each)) is not None)
+    return None
+
+
+def logits_of(outputs: Any, ignored: list[str], *, with_loss: bool) -> Any:
+    """What a model gives beside its loss; alone, if it is one tensor."""
+    if outputs is None:
+        return None
+    if isinstance(outputs, Mapping):
+        found = tuple(value for name, value in outputs.items() if name not in (*ignored, "loss"))
+    elif isinstance(outputs, (list, tuple)):
+        found = tuple(outputs[1:] if with_loss else outputs)
+    else:
+        return outputs
+    return found[0] if len(found) == 1 else found
+
+
+class Watch(Callback):
+    """Tells transformers' callbacks of each step of an evaluation."""
+
+    may_stop = False
+
+    def __init__(self, told: Any) -> None:
+        self._told = told
+
+    def on_eval_step_end(self, state: State, unit: Any) -> None:
+        self._told()
+
+
+class Evaluating:
+    """Of a Trainer: its evaluations and predictions."""
+
+    model: Any
+    args: Any
+    state: Any
+    control: Any
+    callback_handler: Any
+    eval_dataset: Any
+    compute_metrics: Any
+    preprocess_logits_for_metrics: Any
+    unit: Any
+    data_ranks: Any
+    labels_of: Any
+    log: Any
+    get_eval_dataloader: Any
+    get_test_dataloader: Any
+    _outputs: Outputs | None
+    _ignored: list[str]
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The mean loss over all labels, and what `compute_metrics` makes of all outputs. Every rank calls it."""
+        given = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if isinstance(given, dict):
+            found: dict[str, float] = {}
+            for name, dataset in given.items():
+                part = dataset if eval_dataset is not None else name
+                found |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
+            return found
+        keeps = self.compute_metrics is not None and not self.args.prediction_loss_only
+        loader = self.get_eval_dataloader(eval_dataset)
+        _, _, metrics = self._pass_over(loader, ignore_keys, metric_key_prefix, keeps=keeps)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
+        """transformers' PredictionOutput, on every rank: arrays in the dataset's order, and metrics where there are labels."""
+        loader = self.get_test_dataloader(test_dataset)
+        keeps = not self.args.prediction_loss_only
+        predictions, labels, metrics = self._pass_over(loader, ignore_keys, metric_key_prefix, keeps=keeps)
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+        return trainer_utils.PredictionOutput(predictions, labels, metrics)
+
+    def _pass_over(
+        self, loader: Any, ignore_keys: list[str] | None, prefix: str, *, keeps: bool
+    ) -> tuple[Any, Any, dict[str, float]]:
+        unit, start = self.unit(), time.time()
+        loader = shared(loader, self.data_ranks(), 1)
+        self.callback_handler.eval_dataloader = loader
+        ignored = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
+        self._ignored = ignore_keys if ignore_keys is not None else ignored
+        self._outputs = outputs = Outputs(keeps=keeps)
+        unit.eval_loss = math.nan
+        try:
+            evaluate(unit, loader, callbacks=[Watch(self._predicted_a_step)])
+        finally:
+            self._outputs = None
+        rank, _ = unit.data_rank_and_size or (self.args.process_index, 1)
+        predictions, labels, samples = outputs.together(rank)
+        metrics: dict[str, float] = {}
+        if self.compute_metrics is not None and predictions is not None and labels is not None:
+            prediction = trainer_utils.EvalPrediction(predictions=predictions, label_ids=labels)
+            metrics = dict(trainer_utils.denumpify_detensorize(self.compute_metrics(prediction)))
+        if not math.isnan(unit.eval_loss):
+            metrics["loss"] = unit.eval_loss
+        metrics = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
+        steps = math.ceil(samples / (self.args.eval_batch_size * self.data_ranks()))
+        return predictions, labels, metrics | trainer_utils.speed_metrics(prefix, start, samples, steps)
+
+    def predicted(self, batch: Any, outputs: Any) -> None:
+        """The unit's, after each batch of an evaluation that is no padding."""
+        if self._outputs is None:
+            return
+        labels = self.labels_of(batch)
+        logits = logits_of(outputs, self._ignored, with_loss=labels is not None)
+        if self.preprocess_logits_for_metrics is not None and logits is not None:
+            logits = self.preprocess_logits_for_metrics(logits, labels)
+        self._outputs.add(batch, logits, labels)
+
+    def _predicted_a_step(self) -> None:
+        self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

@@ -1,0 +1,116 @@
+"""The loss of a batch, and what the batch counts in the mean over the global batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import trainer_pt_utils
+from transformers.loss import loss_utils
+from transformers.utils import can_return_loss, find_labels
+
+from echelon.contracts.errors import UsageError
+from echelon.loop.loss import count_tokens, rows
+
+__all__ = ["Losses"]
+
+
+class Losses:
+    """Of a Trainer: what its subclasses override to have a loss of their own."""
+
+    model: Any
+    args: Any
+    compute_loss_func: Any
+
+    def look_at_model(self) -> None:
+        """What follows from the model's class."""
+        self.label_names: list[str] = self.args.label_names
+        kind, inner = type(self.model), self.model
+        if hasattr(inner, "get_base_model") and type(inner).__module__.startswith("peft."):
+            inner = inner.get_base_model()
+            kind = type(inner)
+        if self.label_names is None:
+            self.label_names = find_labels(kind)
+        self._returns_loss = bool(can_return_loss(kind))
+        causal = loss_utils.LOSS_MAPPING.get(getattr(inner, "loss_type", None)) is loss_utils.ForCausalLMLoss
+        self._shifts = causal and not getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+        smoothing = self.args.label_smoothing_factor
+        self._smoother = trainer_pt_utils.LabelSmoother(epsilon=smoothing) if smoothing else None
+        self._passes_count = _takes(self.compute_loss, "num_items_in_batch")
+
+    # --- what a batch counts
+
+    def weight(self, inputs: Any) -> float | torch.Tensor:
+        """What a batch counts in the mean over the global batch: its labels that are not -100, or its rows.
+
+        Of a causal model nobody predicts a row's first label. Override it where your loss is another kind of mean.
+        """
+        if isinstance(inputs, Mapping):
+            if isinstance(inputs.get("shift_labels"), torch.Tensor):
+                return count_tokens(inputs["shift_labels"], next_token=False)
+            if isinstance(inputs.get("labels"), torch.Tensor):
+                return count_tokens(inputs["labels"], next_token=self._shifts)
+        return rows(inputs)
+
+    def labels_of(self, inputs: Any) -> Any:
+        """The labels in a batch; None if it has none."""
+        if not self.has_labels(inputs) or not isinstance(inputs, Mapping):
+            return None
+        found = tuple(inputs.get(name) for name in self.label_names)
+        return found[0] if len(found) == 1 else (found or None)
+
+    def has_labels(self, inputs: Any) -> bool:
+        """Whether a loss can be computed from a batch."""
+        if not isinstance(inputs, Mapping):
+            return False
+        if self.label_names:
+            return all(inputs.get(name) is not None for name in self.label_names)
+        said = inputs.get("return_loss")
+        return bool(self._returns_loss if said is None else said)
+
+    # --- its loss
+
+    def loss_of(self, model: torch.nn.Module, inputs: Any) -> tuple[torch.Tensor, Any]:
+        """For the unit: (mean loss of the batch, outputs), by `compute_loss`, which a subclass may have overridden."""
+        given = dict(inputs) if isinstance(inputs, Mapping) else inputs  # it may take the labels out
+        more: dict[str, Any] = {"num_items_in_batch": self.weight(inputs)} if self._passes_count else {}
+        made = self.compute_loss(model, given, return_outputs=True, **more)
+        return (made[0], made[1]) if isinstance(made, tuple) else (made, None)
+
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean loss of a batch; override it for one of your own.
+
+        Args:
+            num_items_in_batch: what the batch counts. Divide a sum by it, or take a mean: both come out right, since the loss is
+                weighed by what `weight` says, over all micro-batches and ranks of an update.
+        """
+        if not isinstance(inputs, Mapping):
+            raise UsageError(f"the data_collator must give a dict that the model takes as keywords, got {type(inputs).__name__}.")
+        inputs = dict(inputs)
+        takes_labels = self._smoother is not None or self.compute_loss_func is not None
+        labels = inputs.pop("labels", None) if takes_labels else None
+        outputs = model(**inputs)
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+        elif self._smoother is not None and labels is not None:
+            loss = self._smoother(outputs, labels, shift_labels=self._shifts)
+        elif isinstance(outputs, Mapping) or hasattr(outputs, "loss"):
+            loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else getattr(outputs, "loss", None)
+        else:
+            loss = outputs[0] if isinstance(outputs, (tuple, list)) else None
+        if loss is None:
+            raise UsageError(
+                "The model did not return a loss from the inputs, only the following keys: "
+                f"{', '.join(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__}. The inputs it received are "
+                f"{', '.join(inputs)}."
+            )
+        return (loss, outputs) if return_outputs else loss
+
+
+def _takes(function: Any, name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -1,0 +1,98 @@
+"""What transformers' TrainingArguments can say: what is understood, what has no effect, and what is refused, with the remedy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["check"]
+
+logger = logging.getLogger(__name__)
+
+_UNDERSTOOD = {
+    *("output_dir", "per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "max_steps"),
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args", "weight_decay"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "gradient_accumulation_steps", "max_grad_norm", "label_smoothing_factor"),
+    *("bf16", "fp16", "tf32", "activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing"),
+    *("gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_cache"),
+    *("logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node", "log_level", "log_level_replica"),
+    *("disable_tqdm", "report_to", "run_name", "project", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start"),
+    *("prediction_loss_only", "save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end"),
+    *("metric_for_best_model", "greater_is_better", "seed", "data_seed", "use_cpu", "dataloader_drop_last"),
+    *("dataloader_num_workers", "dataloader_pin_memory", "remove_unused_columns", "label_names"),
+    *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend"),
+    *("ddp_timeout", "do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank"),
+    *("strategy", "warmup_ratio", "evaluation_strategy", "no_cuda", "overwrite_output_dir"),
+}
+_WITHOUT_EFFECT = {
+    *("dataloader_persistent_workers", "dataloader_prefetch_factor", "eval_accumulation_steps", "eval_use_gather_object"),
+    *("length_column_name", "logging_dir", "logging_nan_inf_filter", "restore_callback_states_from_checkpoint"),
+    *("save_on_each_node", "save_safetensors", "skip_memory_metrics", "torch_empty_cache_steps", "trackio_bucket_id"),
+    *("trackio_space_id", "trackio_static_space_id", "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision"),
+    *("hub_strategy", "hub_token"),
+}
+_SHARDED = 'strategy="fsdp", or an FSDPStrategy(...)'
+# Of those that are refused, what to write instead.
+_INSTEAD = {
+    "accelerator_config": "the batch sizes here are of each rank, and the seed decides the order; leave it out",
+    "auto_find_batch_size": "give per_device_train_batch_size",
+    "average_tokens_across_devices": "every label counts alike on all ranks; leave it out",
+    "batch_eval_metrics": "compute_metrics gets everything at once; for large outputs give preprocess_logits_for_metrics",
+    "bf16_full_eval": "with bf16=True evaluations are computed under autocast",
+    "dataloader_in_order": "batches come in order; leave it out",
+    "dataloader_multiprocessing_context": "leave it out",
+    "debug": "AutoUnit(detect_anomaly=True) in a unit of your own, or torch.autograd.set_detect_anomaly",
+    "deepspeed": 'strategy="zero1", "zero2" or "zero3", or ' + _SHARDED,
+    "enable_jit_checkpoint": "at SIGTERM a run that saves is saved anyway, and `echelon run` goes on from there",
+    "eval_do_concat_batches": "predictions come as one array",
+    "fp16_full_eval": "with fp16=True evaluations are computed under autocast",
+    "fsdp": _SHARDED,
+    "fsdp_config": _SHARDED,
+    "full_determinism": "`echelon run --bitwise`, and torch.use_deterministic_algorithms(True)",
+    "group_by_length": "a dataset that is sorted, with train_sampling_strategy='sequential'",
+    "ignore_data_skip": "a resumed run finds its place in the data at once; leave it out",
+    "include_for_metrics": "compute_metrics gets predictions and labels",
+    "include_num_input_tokens_seen": "metrics.jsonl of a run folder has tokens per second",
+    "liger_kernel_config": "apply the kernels to the model before the Trainer, or echelon.linear_cross_entropy",
+    "neftune_noise_alpha": "a forward hook of your own on the model's input embeddings",
+    "optim_target_modules": "override create_optimizer",
+    "parallelism_config": "strategy=, with one of echelon's strategies",
+    "push_to_hub": "trainer.save_model(folder), then upload the folder",
+    "save_only_model": "trainer.save_model(folder) writes the model alone",
+    "train_sampling_strategy": "'random' or 'sequential'; another order is a sampler's, in get_train_dataloader",
+    "use_liger_kernel": "apply the kernels to the model before the Trainer, or echelon.linear_cross_entropy",
+}
+_ALSO_FINE: Mapping[str, tuple[Any, ...]] = {
+    "fsdp": ("", [], False),
+    "fsdp_config": ({},),
+    "include_num_input_tokens_seen": (False,),  # which is what HfArgumentParser makes of the default
+    "train_sampling_strategy": ("random", "sequential"),
+    "deepspeed": ("",),
+    "debug": ([], None),  # as HfArgumentParser makes it of the default, too
+}
+
+
+def check(args: Any) -> None:
+    """
+    Raises:
+        UsageError: an argument was given that would mean something else here, or nothing.
+    """
+    ineffective = []
+    for field in fields(args):
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        name, value = field.name, getattr(args, field.name)
+        if name in _UNDERSTOOD or value is default or value == default or value in _ALSO_FINE.get(name, ()):
+            continue
+        if name == "accelerator_config" and not isinstance(value, (dict, str)) and value == type(value)():
+            continue  # as `dataclasses.replace` gives it back
+        if name in _WITHOUT_EFFECT:
+            ineffective.append(name)
+            continue
+        instead = _INSTEAD.get(name, "not known here; `echelon run` starts the script unchanged, with transformers' own Trainer")
+        raise UsageError(f"TrainingArguments({name}={value!r}) is not part of echelon.compat. Instead: {instead}.")
+    if ineffective:
+        logger.warning("TrainingArguments: %s has no effect here", ", ".join(sorted(ineffective)))

@@ -1,0 +1,146 @@
+"""Checkpoints of a Trainer: echelon's, in folders that are called `checkpoint-N` after N updates."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from echelon.checkpoint import commit, manifest
+from echelon.checkpoint.background import Background
+from echelon.checkpoint.location import Location, location
+from echelon.contracts.errors import CheckpointError, UsageError
+from echelon.loop.checkpointing import restoring
+from echelon.loop.checkpointing.folder import RunFolder, absolute, is_begun_anew
+from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
+from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
+from echelon.loop.state import State
+
+__all__ = ["Saver", "is_begun", "resume"]
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"checkpoint-([0-9]{1,18})")
+
+
+def _inside(folder: Location) -> list[Location]:
+    """What is named like a checkpoint and has a manifest, oldest first. Rank 0's view."""
+    inside = folder.iterdir() if folder.is_dir() else ()
+    found = [(int(match[1]), path) for path in inside if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found, key=lambda each: each[0]) if (path / manifest.MANIFEST).exists()]
+
+
+def _step_of(path: Location) -> int:
+    """Micro-batches that were trained on before it; 0 of one that is not whole."""
+    try:
+        return int(manifest.read(path)["step"])
+    except CheckpointError:
+        return 0
+
+
+class _Folder(RunFolder):
+    """
+    Attributes:
+        limit: how many stay; None keeps all.
+        best: the name of one that stays in any case.
+    """
+
+    limit: int | None = None
+    best: str | None = None
+
+    def _found(self) -> list[tuple[Location, int]]:
+        found = commit.on_rank0(lambda: [(path.name, _step_of(path)) for path in reversed(_inside(self.path))], self.path)
+        return [(self.path / name, step) for name, step in found]
+
+    def _is_saved(self, step: int) -> bool:
+        return any(saved == step for _, saved in self._found())
+
+    def _meet_newer(self, path: Location, step: int, restart: bool) -> None:
+        if not restart and commit.on_rank0(lambda: manifest.is_whole(path), self.path):
+            self.release()
+            raise CheckpointError(
+                f"{path} is ahead of this run, which is at step {step}: it would be mistaken for this run's newest. "
+                "Go on from it with train(resume_from_checkpoint=True), give another output_dir, or set it aside with "
+                "TrainingArguments(overwrite_output_dir=True) or `echelon run --restart`."
+            )
+        super()._meet_newer(path, step, restart)
+
+    def retire(self, newest: Location) -> None:
+        """Remove what need not stay, after a commit. Rank 0 alone."""
+        try:
+            self._lease.refresh()
+            if not self.limit:
+                return
+            names = [path.name for path in _inside(self.path) if manifest.is_whole(path)]
+            older = [name for name in names if name not in (newest.name, self.best)]
+            stay = max(0, self.limit - len(names) + len(older))
+            commit.retire(self.path, older[: len(older) - stay])
+        except Exception as error:  # the save itself is committed
+            logger.error("%s is saved; older checkpoints could not be removed: %s", newest, error)
+
+
+class Saver(DistributedCheckpointSaver):
+    """Echelon's saver, whose own intervals are not used: `save` is called when transformers' flow of a run says so.
+
+    Args:
+        folder: that has the checkpoints' folders.
+        limit: how many stay, the newest and the best among them.
+        restart: set those of another run aside.
+    """
+
+    def __init__(self, folder: str, limit: int | None, *, restart: bool) -> None:
+        super().__init__(folder, options=SaveOptions(restart=restart))
+        self.folder = _Folder(self.folder.path, self.folder.keep, restart=restart)
+        self.folder.limit = limit
+        self._background = Background(self.folder.retire)
+
+    def keep(self, best: str | None) -> None:
+        """Never remove this one, given as its path."""
+        assert isinstance(self.folder, _Folder)
+        self.folder.best = Path(best).name if best is not None else None
+
+    def path_at(self, updates: int) -> str:
+        return str(self.dirpath / f"checkpoint-{updates}")
+
+    def _place(self, unit: Any) -> tuple[int, str]:
+        return unit.train_progress.num_steps_completed, f"checkpoint-{unit.window.updates}"
+
+    def write(self, state: State, unit: Any) -> None:
+        """In the middle of training; if the storage fails, training goes on, with an error in the log. Collective."""
+        self._save(state, unit)
+
+    def end(self) -> None:
+        """The folder is free for others."""
+        self._release()
+
+
+def is_begun(output_dir: str) -> bool:
+    """Whether there is a checkpoint to go on from; not under `echelon run --restart`. Collective."""
+    folder = location(output_dir)
+    return not is_begun_anew(absolute(folder)) and commit.on_rank0(lambda: bool(_inside(folder)), folder)
+
+
+def resume(which: str | bool, output_dir: str, unit: Any, loader: Any) -> None:
+    """Restore a checkpoint, or with True the newest one of `output_dir`, unless the run is to begin anew. Collective.
+
+    Raises:
+        UsageError: there is none, or it is one that transformers' own Trainer has written.
+    """
+    if which is True:
+        folder = location(output_dir)
+        if is_begun_anew(absolute(folder)):
+            logger.warning("--restart was given: nothing in %s is restored", folder)
+            return
+        names = commit.on_rank0(lambda: [path.name for path in reversed(_inside(folder))], folder)
+        if not restoring.restore_first(folder, [folder / name for name in names], unit, loader, RestoreOptions(), True):
+            raise UsageError(f"No valid checkpoint found in output directory ({output_dir})")
+        return
+    path = location(str(which))
+    theirs = commit.on_rank0(lambda: not (path / manifest.MANIFEST).exists() and (path / "trainer_state.json").exists(), path)
+    if theirs:
+        raise UsageError(
+            f"{which} was written by transformers' own Trainer, whose optimizer.pt is a pickle. Its weights are had by "
+            "from_pretrained(...); train from there, or finish the run with transformers under `echelon run`."
+        )
+    restoring.restore(path, unit, loader, RestoreOptions())

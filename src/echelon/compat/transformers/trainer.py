@@ -1,0 +1,307 @@
+"""`transformers.Trainer`: its arguments, its callbacks and its names, over echelon's unit, loop and checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from transformers import trainer_callback, trainer_pt_utils, trainer_utils
+from transformers.integrations import get_reporting_integration_callbacks
+
+from echelon.compat.transformers import batches
+from echelon.compat.transformers.arguments import TrainingArguments
+from echelon.compat.transformers.evaluation import Evaluating
+from echelon.compat.transformers.flow import Flow, History
+from echelon.compat.transformers.losses import Losses
+from echelon.compat.transformers.optimizing import Optimizing
+from echelon.compat.transformers.refused import check_overrides, not_here
+from echelon.compat.transformers.saving import Saver, is_begun, resume
+from echelon.compat.transformers.unit import TrainerUnit
+from echelon.contracts.errors import UsageError, require
+from echelon.contracts.rank import RankInfo
+from echelon.loop.callback import Callback
+from echelon.loop.checkpointing.options import RestoreOptions
+from echelon.loop.pretrained import save_pretrained
+from echelon.loop.progress import Progress
+from echelon.loop.run import train
+from echelon.loop.trainer_rank import shared, updates_to_steps
+from echelon.loop.window import Window
+from echelon.world import agree
+from echelon.world.init import World
+
+__all__ = ["Trainer"]
+
+
+class Trainer(Losses, Optimizing, Evaluating):
+    """
+    Args:
+        model: returns an output with `.loss`, or a tuple that begins with the loss, when it is called with a batch as keywords.
+        args: a TrainingArguments of `echelon.compat.transformers`.
+        train_dataset, eval_dataset: map-style, or iterable with `max_steps`; several eval_datasets as a dict.
+        data_collator: list of samples -> batch, a dict of tensors.
+        processing_class: a tokenizer or processor; pads batches, and is saved beside the model. `tokenizer` is its older name.
+        compute_metrics: EvalPrediction, over all ranks -> dict of numbers; called on every rank.
+        callbacks: of transformers, by class or object, and of echelon.
+        optimizers: an optimizer over the model's parameters and a schedule, or None for each; with a strategy that splits
+            parameters give `optimizer_cls_and_kwargs`, or override `create_optimizer`.
+        model_init, compute_loss_func, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as transformers describes them.
+    Raises:
+        UsageError: what is not supported, by its name; a subclass that overrides what nothing here would call.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[[], Any] | None = None,
+        compute_loss_func: Callable[..., torch.Tensor] | None = None,
+        compute_metrics: Callable[[Any], dict[str, float]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        *,
+        tokenizer: Any = None,
+    ) -> None:
+        check_overrides(type(self), Trainer)
+        if args is None:
+            args = TrainingArguments(output_dir="trainer_output")
+        what = "a TrainingArguments of echelon.compat.transformers"
+        require(isinstance(args, TrainingArguments), "args", what, type(args).__name__, "Import both from there.")
+        if (model is None) == (model_init is None):
+            raise UsageError("Trainer needs a model or a model_init, and not both.")
+        self.args = args
+        transformers.set_seed(args.seed)
+        self.model = model if model is not None else model_init()  # type: ignore[misc]
+        self.processing_class = processing_class if processing_class is not None else tokenizer
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.data_collator = data_collator or batches.default_collator(self.processing_class)
+        self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self.look_at_model()
+        self._check_datasets()
+        if getattr(self.model, "config", None) is not None:
+            self.model.config.use_cache = args.use_cache
+        self._own_callbacks = [c for c in callbacks or [] if isinstance(c, Callback)]
+        self._begin_callbacks([c for c in callbacks or [] if not isinstance(c, Callback)])
+        self._unit: TrainerUnit | None = None
+        self._outputs = None
+
+    def _check_datasets(self) -> None:
+        args = self.args
+        own = type(self).get_eval_dataloader is not Trainer.get_eval_dataloader
+        if args.eval_strategy != "no" and self.eval_dataset is None and not own:
+            raise UsageError(
+                f"You have set `args.eval_strategy` to {args.eval_strategy.value} but you didn't pass an `eval_dataset`. "
+                "Either set `args.eval_strategy` to `no` or pass an `eval_dataset`."
+            )
+        unsized = self.train_dataset is not None and not hasattr(self.train_dataset, "__len__")
+        if unsized and args.max_steps <= 0:
+            raise UsageError("args.max_steps must be set to a positive value if the train_dataset has no length.")
+
+    def _begin_callbacks(self, given: list[Any]) -> None:
+        args = self.args
+        defaults = [trainer_callback.DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to)]
+        self.callback_handler = trainer_callback.CallbackHandler(
+            [*defaults, *given], self.model, self.processing_class, self.optimizer, self.lr_scheduler
+        )
+        self.add_callback(trainer_callback.PrinterCallback if args.disable_tqdm else trainer_callback.ProgressCallback)
+        self.control = trainer_callback.TrainerControl()
+        self.state = self._fresh_state()
+        self.history = History(self)
+        self.control = self.callback_handler.on_init_end(args, self.state, self.control)
+
+    def _fresh_state(self) -> Any:
+        return trainer_callback.TrainerState(
+            is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise not_here(type(self).__name__, name)
+
+    # --- training
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> Any:
+        """Train, and log, evaluate and save as the arguments say. Every rank calls it.
+
+        Args:
+            resume_from_checkpoint: a folder `checkpoint-N`, or True for the newest in `output_dir`. When the launcher has started
+                the job again after a failure, the newest is taken in any case.
+        Returns:
+            transformers' TrainOutput: updates, mean loss, metrics.
+        Raises:
+            SystemExit: with code 75: a signal asked the run to stop; it is saved, if anything is.
+        """
+        self._begin_again()
+        loader, unit = self._loader(), self.unit()
+        steps, epochs = self._limits(loader)
+        which = resume_from_checkpoint or (_is_started_again() and is_begun(self.args.output_dir))
+        if which:
+            resume(which, self.args.output_dir, unit, loader)
+        self.state.global_step, began = unit.window.updates, unit.window.updates
+        flow, start = Flow(self, _length(loader), self._saver()), time.time()
+        self._refer(unit, loader)
+        train(unit, loader, max_steps=steps, max_epochs=epochs, callbacks=[*self._own_callbacks, flow])
+        return self._finish(unit, began, start)
+
+    def unit(self) -> TrainerUnit:
+        """The unit that is trained, as the strategy made it. Collective at its first call."""
+        if self._unit is None:
+            self._unit = TrainerUnit(self, **self.args.unit_options(self.model))
+            self.model_wrapped = self._unit.module
+        return self._unit
+
+    def _begin_again(self) -> None:
+        """A second call trains anew from the present weights, with the optimizer as it is and a new schedule, as there."""
+        self.state = self._fresh_state()
+        self.history.reset()
+        unit = self._unit
+        if unit is not None and unit.train_progress.num_steps_completed:
+            unit.train_progress, unit.window = Progress(), Window(unit.gradient_accumulation_steps)
+            self.lr_scheduler = None
+            unit.lr_scheduler = None
+        if unit is not None:
+            transformers.set_seed(self.args.seed)
+
+    def _loader(self) -> Any:
+        loader = self.get_train_dataloader()
+        return shared(loader, self.data_ranks(), self.args.gradient_accumulation_steps)
+
+    def _limits(self, loader: Any) -> tuple[int | None, int | None]:
+        """(max_steps in micro-batches, max_epochs), of which one is None; and what callbacks are told of them."""
+        args, state, length = self.args, self.state, _length(loader)
+        accumulation = self.unit().gradient_accumulation_steps
+        per_epoch = -(-length // accumulation) if length else None
+        if args.max_steps <= 0 and per_epoch is None:
+            raise UsageError("args.max_steps must be set to a positive value if the train_dataset has no length.")
+        by_epochs = args.max_steps <= 0
+        state.max_steps = math.ceil(args.num_train_epochs * per_epoch) if by_epochs and per_epoch else args.max_steps
+        state.num_train_epochs = math.ceil(state.max_steps / per_epoch) if per_epoch else sys.maxsize
+        state.train_batch_size = args.train_batch_size
+        state.compute_steps(args, state.max_steps)
+        self.max_updates = state.max_steps
+        if by_epochs and float(args.num_train_epochs).is_integer():
+            return None, int(args.num_train_epochs)
+        return updates_to_steps(state.max_steps, accumulation, loader), None
+
+    def _saver(self) -> Saver | None:
+        args = self.args
+        if args.save_strategy == "no":
+            return None
+        again = self.__dict__.get("_has_trained", False)  # then what is there is this trainer's own
+        self._has_trained = True
+        return Saver(args.output_dir, args.save_total_limit, restart=args.overwrite_output_dir or again)
+
+    def _refer(self, unit: TrainerUnit, loader: Any) -> None:
+        """For callbacks."""
+        if unit.__dict__.get("optimizer") is not None and unit.lr_scheduler is None:
+            unit.lr_scheduler = self.create_scheduler(self.max_updates, unit.optimizer)
+        unit.configure()
+        self.optimizer, self.lr_scheduler = unit.optimizer, unit.lr_scheduler
+        handler = self.callback_handler
+        handler.optimizer, handler.lr_scheduler, handler.train_dataloader = unit.optimizer, unit.lr_scheduler, loader
+
+    def _finish(self, unit: TrainerUnit, began: int, start: float) -> Any:
+        args, state, history = self.args, self.state, self.history
+        updates = unit.window.updates
+        loss = (history.total + float(history.loss)) / max(updates, 1)
+        samples = args.train_batch_size * self.data_ranks() * args.gradient_accumulation_steps * (updates - began)
+        metrics = trainer_utils.speed_metrics("train", start, num_samples=samples, num_steps=updates - began)
+        metrics["train_loss"] = loss
+        self.log(metrics)
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            options = RestoreOptions.weights_only()
+            Saver.restore(state.best_model_checkpoint, unit, restore_options=options)
+        self.control = self.callback_handler.on_train_end(args, state, self.control)
+        return trainer_utils.TrainOutput(updates, loss, metrics)
+
+    # --- data
+
+    def data_ranks(self) -> int:
+        _, size = self.unit().data_rank_and_size or (0, World.current().size)
+        return size
+
+    def get_train_dataloader(self) -> Any:
+        if self.train_dataset is None:
+            raise UsageError("Trainer: training requires a train_dataset.")
+        return self._loader_of(self.train_dataset, trains=True)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        dataset = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        dataset = dataset if dataset is not None else self.eval_dataset
+        if dataset is None:
+            raise UsageError("Trainer: evaluation requires an eval_dataset.")
+        return self._loader_of(dataset, trains=False)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        return self._loader_of(test_dataset, trains=False)
+
+    def _loader_of(self, dataset: Any, *, trains: bool) -> Any:
+        columns = batches.columns_of(self.model, self.label_names) if self.args.remove_unused_columns else None
+        return batches.loader_of(dataset, self.data_collator, columns, self.args, self.data_ranks(), trains=trains)
+
+    # --- the rest
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole model for `from_pretrained`, whatever the strategy, and the processing class. Every rank calls it."""
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        save_pretrained(self.unit(), folder)
+        saves = getattr(self.processing_class, "save_pretrained", None)
+        if saves is not None and agree.is_rank0():
+            saves(folder)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Show and remember numbers; override it to do more with them."""
+        if self.state.epoch is not None:
+            logs["epoch"] = self.state.epoch
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
+
+    log_metrics, save_metrics, save_state = (
+        trainer_pt_utils.log_metrics,
+        trainer_pt_utils.save_metrics,
+        trainer_pt_utils.save_state,
+    )
+    metrics_format = staticmethod(trainer_pt_utils.metrics_format)
+
+    def is_world_process_zero(self) -> bool:
+        return bool(self.args.process_index == 0)
+
+    def is_local_process_zero(self) -> bool:
+        return bool(self.args.local_process_index == 0)
+
+    def add_callback(self, callback: Any) -> None:
+        if isinstance(callback, Callback):
+            self._own_callbacks.append(callback)
+        else:
+            self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        self.callback_handler.remove_callback(callback)
+
+
+def _is_started_again() -> bool:
+    """Whether the launcher has started this job before, and it failed or was preempted."""
+    return RankInfo.from_env().restart_count > 0 or os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None

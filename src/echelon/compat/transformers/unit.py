@@ -1,0 +1,60 @@
+"""The unit that a Trainer trains: the model's own loss, weighed by the labels that count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from echelon.loop.auto import AutoUnit
+from echelon.loop.state import State, step_under_way
+
+__all__ = ["TrainerUnit"]
+
+
+class TrainerUnit(AutoUnit[Any]):
+    """
+    Args:
+        trainer: whose `compute_loss`, `weight`, `create_optimizer` and `create_scheduler` are asked, also a subclass's own.
+        options: AutoUnit's.
+    Attributes:
+        history: what the trainer remembers of the run, part of its checkpoints.
+    """
+
+    weight_unit = "labels"
+
+    def __init__(self, trainer: Any, **options: Any) -> None:
+        super().__init__(module=trainer.model, **options)
+        self._trainer = trainer
+        self.history = trainer.history
+
+    def compute_loss(self, state: State, data: Any) -> tuple[torch.Tensor, Any]:
+        made: tuple[torch.Tensor, Any] = self._trainer.loss_of(self.module, data)
+        return made
+
+    def weight(self, data: Any) -> float | torch.Tensor:
+        weight: float | torch.Tensor = self._trainer.weight(data)
+        return weight
+
+    def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        made: tuple[torch.optim.Optimizer, Any] = self._trainer.make_optimizer(module)
+        return made
+
+    def step_lr_scheduler(self) -> None:
+        # One that wants a metric advances after each evaluation.
+        if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.lr_scheduler.step()
+
+    def eval_step(self, state: State, data: Any) -> tuple[Any, Any]:
+        """The loss where the batch has labels, and the outputs."""
+        if self._trainer.has_labels(data):
+            return super().eval_step(state, data)
+        with self.autocast():
+            outputs = self.module(**data) if isinstance(data, Mapping) else self.module(data)
+        if not step_under_way(state.eval_state).is_padding:
+            self.on_eval_step_end(state, data, self.eval_progress.num_steps_completed, None, outputs)
+        return None, outputs
+
+    def on_eval_step_end(self, state: State, data: Any, step: int, loss: Any, outputs: Any) -> None:
+        self._trainer.predicted(data, outputs)

@@ -1,0 +1,245 @@
+"""docs/migrating.md, row by row: each is tried as a program, by the test named here or by one of migrating_rows.
+
+Rows are found by their first words. A new row fails until it has a test, and so does a name that is no test any more. The rows of
+Lightning and of Hugging Face are tests of their own files.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compat import migrating_rows
+from tests.compat.migrating_rows import ALONE, TOGETHER
+from tests.conftest import Ranks
+
+TESTS = Path(__file__).resolve().parents[1]
+PAGE = (TESTS.parent / "docs/migrating.md").read_text()
+LEFT_TO_OTHERS = ("Lightning", "Hugging Face")
+
+IMPORTS, NOT_THERE = "compat/test_migrating.py::test_import_lines", "compat/test_migrating.py::test_what_is_not_there"
+DDP, OSS = "compat/test_fairscale_ddp.py", "compat/test_fairscale_oss.py"
+FSDP, LOCAL = "compat/test_fairscale_fsdp.py", "compat/test_fairscale_local.py"
+LOOP, CONTROL, WATCH = "test_loop.py", "test_callbacks_control.py", "test_callbacks_watch.py"
+PROCESS, LOGGERS, SAVED = "test_callbacks_process.py", "test_loggers.py", "compat/test_torchtnt_checkpoints.py"
+RANKS, PREPARE, DATA = "compat/test_torchtnt_distributed.py", "compat/test_torchtnt_prepare.py", "compat/test_torchtnt_data.py"
+TIMERS, TOOLS, SHAPES = "compat/test_torchtnt_timers.py", "compat/test_torchtnt_tools.py", "compat/test_torchtnt_shapes.py"
+CALLS, NNTOOL, ON_SLURM = "test_slurm_fn.py", "compat/test_nntool.py", "slurm/test_slurm_fn.py"
+GROUP = "test_group.py"
+
+TESTED: dict[str, str] = {
+    # FairScale
+    "`from fairscale.": IMPORTS,
+    "`optimizer.zero_grad()` and ShardedDataParallel's defaults": f"{DDP}::test_ten_updates_give_what_one_process_gives",
+    "after a backward pass other ranks keep a stale view": f"{DDP}::test_gradients_are_freed_on_ranks_that_do_not_own_them",
+    "two backward passes before a step": f"{DDP}::test_accumulation_in_every_way",
+    "a step, or `clip_grad_norm`, after `no_sync` alone": f"{DDP}::test_accumulation_in_every_way",
+    "a parameter that one rank does not use": f"{DDP}::test_parameters_used_on_one_rank_only_or_never",
+    "`OSS.state_dict()` after further steps": f"{OSS}::test_state_is_the_plain_optimizers_and_goes_to_any_number_of_ranks",
+    "`OSS.load_state_dict(state)` empties": f"{OSS}::test_state_is_the_plain_optimizers_and_goes_to_any_number_of_ranks",
+    "the ranks of FullyShardedDataParallel start": f"{FSDP}::test_fsdp_trains_what_one_process_trains",
+    "weights shared by modules in wrappers": f"{LOCAL}::test_weights_that_wrappers_share_go_to_the_one_around_them",
+    "a pickled wrapped model": f"{LOCAL}::test_pickles_hold_a_ranks_own_part",
+    "`local_state_dict` has equal parts": f"{LOCAL}::test_local_state_dicts_come_back_and_make_the_whole",
+    "ShardedGradScaler is switched off on CPUs": "compat/test_fairscale.py::test_the_scaler_works_without_a_group",
+    "`nn.Pipe`": NOT_THERE,
+    "`nn.model_parallel`": NOT_THERE,
+    "`nn.MOELayer`": NOT_THERE,
+    "`experimental.nn.data_parallel": NOT_THERE,
+    "`optim.Adam`": NOT_THERE,
+    "`nn.FlattenParamsWrapper`": NOT_THERE,
+    "`experimental.nn.OffloadModel`": NOT_THERE,
+    "FSDP's `gather_full_optim_state_dict` over several": f"{FSDP}::test_fsdps_options_and_what_has_a_successor",
+    # TorchTNT
+    "`from torchtnt.": IMPORTS,
+    "`TorchSnapshotSaver(...)`": "compat/test_torchtnt_callbacks.py::test_savers_save_and_restore",
+    "the last, shorter window of an accumulation": "test_window.py::test_one_process_equals_plain_pytorch",
+    "a mean over ranks of means": "test_window.py::test_two_ranks_equal_one_process",
+    "`stop()` and `max_steps` in mid-epoch": f"{LOOP}::test_max_steps_in_mid_epoch_does_not_count_the_epoch",
+    "`fit` evaluates after `stop()`": f"{LOOP}::test_an_epochs_last_step_is_evaluated_once_though_both_intervals_end",
+    "without `max_epochs` and `max_steps`": f"{LOOP}::test_training_without_an_end_must_be_asked_for",
+    "`max_steps` closes the epoch": f"{LOOP}::test_fit_that_max_steps_ends_is_evaluated_at_its_end",
+    "`SWAParams` counts micro-batches": "test_averaged.py::test_updates_are_counted_and_not_micro_batches",
+    "a loss that is nan trains on": "test_finite.py::test_ten_in_a_row_end_the_run_and_name_the_first",
+    "a batch read ahead can be lost": "compat/test_torchtnt_defects.py::test_no_batch_is_lost_or_leaks",
+    "a second `predict` of a unit": f"{LOOP}::test_predict_runs_as_often_as_it_is_called",
+    "the same dropout on all data-parallel ranks": "test_activation.py::test_dropout_differs_between_data_parallel_ranks",
+    "a Ctrl-C calls no `on_exception`": f"{LOOP}::test_whatever_ends_a_run_is_told_and_leaves_modules_in_their_mode",
+    "`EarlyStopping`: a missing attribute": f"{CONTROL}::test_rank_0_decides_and_all_ranks_remember_the_same",
+    "`SlowRankDetector` compares": f"{CONTROL}::test_the_slow_rank_is_found_though_clocks_are_apart",
+    "`TimeLimitInterrupter` stops": f"{CONTROL}::test_a_time_limit_stops_training_and_a_restored_run_goes_on",
+    "`GarbageCollector`, `EnableTensorFloat32`": f"{PROCESS}::test_tensorfloat32_is_only_used_during_the_run",
+    "`ThroughputLogger`": f"{WATCH}::test_an_epochs_rate_counts_what_ran_of_it",
+    "`GarbageCollector`, `IterationTimeLogger`": f"{PROCESS}::test_an_interval_of_no_steps_is_refused",
+    "`PeriodicDistributedSync`": f"{CONTROL}::test_ranks_with_other_numbers_of_batches_are_told_so_and_do_not_hang",
+    "`BaseCSVWriter`": f"{WATCH}::test_each_rank_writes_predictions_to_a_file_of_its_own",
+    "`TensorBoardParameterMonitor`": f"{WATCH}::test_whole_parameters_are_drawn_whatever_the_strategy",
+    "`SystemResourcesMonitor`": f"{WATCH}::test_only_rank_0_watches",
+    "A callback that may call `state.stop()`": f"{CONTROL}::test_only_what_may_stop_costs_a_message_between_ranks_at_each_step",
+    "`CSVLogger`, `JSONLogger` append": f"{LOGGERS}::test_what_a_process_leaves_is_whole",
+    "With `log_all_ranks` each rank": f"{LOGGERS}::test_rank_0_writes_or_each_rank_its_own_file",
+    "Numbers on a GPU are read": f"{LOGGERS}::test_a_number_on_a_gpu_is_read_when_rows_are_written",
+    "What TorchTNT's `DistributedCheckpointSaver` wrote": f"{SAVED}::test_checkpoints_of_torchtnt_are_restored",
+    "Parameters and optimizer state are by name": (
+        "test_checkpoint_matrix.py::test_every_strategy_and_size_reads_what_every_other_wrote"
+    ),
+    "In the middle of an accumulation window a save": f"{SAVED}::test_a_save_waits_for_the_end_of_a_window",
+    "A metric of 0.0 is a metric": f"{SAVED}::test_odd_metrics_are_one_part_of_a_name",
+    "With `best_checkpoint_config` a run that a signal stops": (
+        "test_preempt.py::test_the_number_of_the_last_checkpoint_is_known_once_its_evaluation_was_made"
+    ),
+    "A script that is started again in the same folder": f"{SAVED}::test_a_run_from_the_beginning_does_not_mix_with_another",
+    "`KnobOptions` and the storage options": "compat/test_torchtnt_callbacks.py::test_what_has_no_effect_is_said",
+    "An asynchronous save deletes": f"{SAVED}::test_asynchronous_saves_remove_the_old_when_the_new_is_whole",
+    '`init_from_env(dist_init_method_type="tcp")`': f"{RANKS}::test_several_ranks_meet_by_every_method",
+    "`get_file_init_method()`": f"{RANKS}::test_several_ranks_meet_by_every_method",
+    "a half-set environment is a warning": "test_init.py::test_a_half_set_environment_is_refused_before_anything_starts",
+    "`sync_bool(val, pg)`": f"{RANKS}::test_256_ranks_are_counted",
+    "an error in `rank_zero_read_and_broadcast`": f"{RANKS}::test_what_ranks_tell_each_other",
+    '`broadcast_str("")`': f"{RANKS}::test_what_ranks_tell_each_other",
+    "`all_gather_tensors` wants": f"{RANKS}::test_what_ranks_tell_each_other",
+    "`spawn_multi_process` sets no RANK": f"{RANKS}::test_spawn_multi_process_gives_each_ranks_value_and_sets_its_rank",
+    "`revert_sync_batchnorm` makes": f"{RANKS}::test_a_synchronised_batch_norm_becomes_an_ordinary_one_again",
+    "`copy_data_to_device(data, device, stream)`": f"{RANKS}::test_a_stream_is_told_of_data_however_deep",
+    "`prepare_fsdp` gives the older": f"{PREPARE}::test_modules_prepared_by_hand_train_what_one_process_trains",
+    '`"fsdp2"` is always an error': "test_strategies.py::test_shards_stay_on_a_machine_and_there_are_two_copies_at_least",
+    "a module on the meta device": "test_materialize.py::test_every_strategy_gives_the_values_of_a_plain_build_and_trains",
+    "`DDPStrategy(process_group=": (
+        "compat/test_torchtnt_defects.py::test_a_strategy_takes_groups_and_states_that_cannot_be_copied"
+    ),
+    "`TPStrategy(tp_plan)` takes": f"{PREPARE}::test_modules_prepared_by_hand_train_what_one_process_trains",
+    "an optimizer with two groups over FSDP": "compat/test_torchtnt_defects.py::test_two_sharded_modules_with_groups_are_saved",
+    "`init_optim_state` with weight decay": f"{PREPARE}::test_an_optimizers_state_is_made_without_a_trace",
+    "`get_grad_scaler_from_precision` gives": f"{PREPARE}::test_sharded_states_averages_and_scalers",
+    "`AveragedModel(use_lit=True)`": f"{PREPARE}::test_averages_go_on_after_a_resume",
+    "`estimated_steps_in_fit` counts": f"{PREPARE}::test_estimated_steps_are_those_that_fit_takes",
+    "`get_checkpoint_dirpaths` gives": f"{PREPARE}::test_checkpoints_of_a_run_are_found",
+    "`MultiDataLoader` is resumable": f"{DATA}::test_a_resumed_loader_gives_exactly_the_rest",
+    "Making one reads nothing": f"{DATA}::test_making_a_loader_reads_nothing",
+    "Random choices are a function": f"{DATA}::test_random_draws_follow_weights_seed_and_epoch_alone",
+    "`enforce_same_loader_across_ranks`": (
+        f"{DATA}::test_all_ranks_draw_the_same_loader_and_a_run_goes_on_in_the_middle_of_an_epoch"
+    ),
+    "The loaders' samplers are told": f"{DATA}::test_samplers_are_told_the_epoch_and_shuffle_anew_when_they_begin_again",
+    "`RoundRobin(iteration_order=...)`": f"{DATA}::test_batches_come_in_the_order_of_the_strategy",
+    "`CudaDataPrefetcher` makes": f"{DATA}::test_the_prefetcher_gives_every_batch_on_the_gpu",
+    "`generate_random_square_image_tensor`": f"{DATA}::test_random_datasets",
+    "Percentiles are again durations": f"{TIMERS}::test_percentiles_are_durations_that_were_measured",
+    "`train(..., timer=...)` records": f"{SHAPES}::test_a_timer_has_the_stages_of_an_auto_units_step",
+    "`Timer()` does not wait": f"{TIMERS}::test_waiting_for_a_gpu_needs_one",
+    "`FullSyncPeriodicTimer` heeds": f"{TIMERS}::test_over_all_ranks",
+    "`log_interval` ends its event": f"{TOOLS}::test_an_interval_ends_after_an_exception_too",
+    "`get_tensor_size_bytes_map`": f"{TOOLS}::test_tensors_within_an_object_are_found_however_deep",
+    "`MemorySnapshotProfiler` ends": f"{TOOLS}::test_a_memory_profiler_records_between_its_steps",
+    "`transfer_weights` and": f"{TOOLS}::test_weights_and_statistics_are_copied_to_a_twin",
+    "`FlopTensorDispatchMode` and": f"{TOOLS}::test_operations_are_counted_by_submodule",
+    "A module summary counts a shared": f"{WATCH}::test_looking_changes_nothing",
+    "`get_python_version`": f"{TOOLS}::test_versions_compare_as_versions",
+    "A unit is what inherits from one": f"{SHAPES}::test_a_unit_by_shape_needs_no_base_class",
+    "`SWAParams(use_in_evaluation=True)`": "test_averaged.py::test_evaluations_use_the_averages_if_asked_to",
+    "`AutoUnit(gradient_accumulation_sync": (
+        "compat/test_torchtnt_framework.py::test_units_without_these_arguments_are_echelons"
+    ),
+    "`GlobalMeshCoordinator(ep=...)`": (
+        "compat/test_torchtnt_names.py::test_modules_have_their_names_with_all_parameters_and_members"
+    ),
+    # nntool
+    "`from nntool.": IMPORTS,
+    '`main[config](x)` in mode "run"': f"{NNTOOL}::test_the_mode_run_gives_the_functions_value",
+    '... in mode "local"': f"{NNTOOL}::test_the_mode_local_has_ended_when_the_call_returns",
+    '`config.mode = "local"`': f"{NNTOOL}::test_a_config_can_be_changed_and_is_checked_when_it_is_used",
+    "`job.job_id`": f"{NNTOOL}::test_the_mode_local_has_ended_when_the_call_returns",
+    "with several nodes the launch command": f"{ON_SLURM}::test_the_page_of_nntool_trains_what_one_process_trains",
+    "`job.result()` of a launch command": f"{ON_SLURM}::test_the_page_of_nntool_trains_what_one_process_trains",
+    "a second such call in one script": f"{ON_SLURM}::test_the_page_of_nntool_trains_what_one_process_trains",
+    "the command is a line of shell": f"{CALLS}::test_a_launch_command_is_words_in_which_five_names_mean_something",
+    "an unknown mode runs": f"{NNTOOL}::test_a_config_can_be_changed_and_is_checked_when_it_is_used",
+    "jobs run the code as it is": f"{CALLS}::test_the_copy_of_the_code_has_no_runs_in_it",
+    "`setup` has no effect": f"{CALLS}::test_the_script_is_what_the_config_says_and_a_name_is_a_name",
+    "a multi-task job's `result()`": f"{ON_SLURM}::test_every_rank_of_two_nodes_gives_its_value",
+    "a failure is submitit's": f"{ON_SLURM}::test_the_first_failing_ranks_own_exception_arrives",
+    "`output_folder` gets": f"{NNTOOL}::test_the_mode_local_has_ended_when_the_call_returns",
+    # Dragon
+    "`from dragon.": IMPORTS,
+    '`if __name__ == "main":`': "compat/test_programs.py::test_dragons_page_without_dragon",
+    '"Loading training data: coming soon"': "compat/test_programs.py::test_dragons_page_without_dragon",
+    "`policies=None` and `[]`": f"{GROUP}::test_without_policies_there_is_a_rank_per_core",
+    "`env://` and `init_from_env`": f"{GROUP}::test_a_group_meets_as_dragons_page_does_it",
+    "a failure is `exit codes: [1]`": f"{GROUP}::test_a_failing_ranks_own_traceback_arrives_and_close_closes",
+    "no values come back": f"{GROUP}::test_a_group_meets_as_dragons_page_does_it",
+}
+
+
+Row = tuple[str, str, list[str]]
+
+
+def rows() -> list[Row]:
+    """(section, first words, cells) of every row of a table and every item of a list."""
+    found: list[Row] = []
+    section, lines = "", PAGE.splitlines()
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        if line.startswith("## "):
+            section = line.removeprefix("## ")
+        elif line.startswith("- "):
+            found.append((section, line.removeprefix("- "), []))
+        elif line.startswith("| ") and not following.startswith("|---"):
+            cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+            found.append((section, cells[0], cells))
+    return [row for row in found if row[0] not in LEFT_TO_OTHERS]
+
+
+def test_every_row_has_one_test() -> None:
+    known = [*TESTED, *{*ALONE, *TOGETHER}]
+    wrong = {first: keys for _, first, _ in rows() if len(keys := [key for key in known if first.startswith(key)]) != 1}
+    assert wrong == {}
+    assert [key for key in known if not any(first.startswith(key) for _, first, _ in rows())] == []
+    assert len(rows()) > 160
+
+
+@functools.cache
+def functions_of(file: str) -> set[str]:
+    return {node.name for node in ast.parse((TESTS / file).read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_named_test_is_there() -> None:
+    for named in TESTED.values():
+        file, _, test = named.partition("::")
+        assert test in functions_of(file), named
+
+
+def test_rows_as_programs_in_one_process() -> None:
+    assert migrating_rows.failures(ALONE) == []
+
+
+@pytest.mark.standing_ranks
+def test_rows_as_programs_on_two_ranks(ranks: Ranks) -> None:
+    assert ranks(2, migrating_rows.failures, TOGETHER) == [[], []]
+
+
+def test_import_lines() -> None:
+    """Every import in a table, the old ones with the name changed; and what "..." stands for is left out."""
+    tried = 0
+    for _, _, cells in rows():
+        for line in (line for cell in cells for line in re.findall(r"`(from [a-z][\w.]* import [^`]+)`", cell)):
+            _, module, _, names = line.split(" ", 3)
+            root = module.partition(".")[0]
+            if root not in ("echelon", "torch"):
+                module = f"echelon.compat.{module}"
+            for name in names.split(", "):
+                if name != "...":
+                    found: Any = importlib.import_module(module)
+                    assert hasattr(found, name), f"{module} has no {name}"
+                    tried += 1
+    assert tried > 50
+
+
+def test_what_is_not_there() -> None:
+    table = PAGE.partition("### What is not there")[2].partition("## TorchTNT")[0]
+    lines = [line.strip("|").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    assert migrating_rows.not_there([(names.strip(), instead.strip()) for names, instead in lines]) == []

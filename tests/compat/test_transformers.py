@@ -1,0 +1,647 @@
+"""Scripts of transformers' Trainer and of Accelerate: what they train is what plain PyTorch trains in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.contracts.errors import CheckpointError, UsageError
+from echelon.data.loader import Loader
+from echelon.data.options import LoaderOptions
+from echelon.parallel.fsdp import FSDPStrategy
+from tests.compat.reference import in_order, plain, run_programs
+from tests.conftest import server_with
+from tests.models import largest_difference
+
+program: Any = pytest.importorskip("tests.compat.programs.transformers_trainer", reason="pip install transformers")
+pytest.importorskip("accelerate", reason="pip install 'echelon[accelerate]'")
+
+pytestmark = [pytest.mark.standing_ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+HERE = Path(__file__).parent / "programs"
+EPOCHS, GLOBAL_BATCH, RATE, DECAY, WARMUP, CLIP = 2, 8, 1e-2, 0.1, 2, 0.5
+
+
+def _arguments(folder: Any, *, ranks: int = 1, **more: Any) -> Any:
+    from echelon.compat.transformers import TrainingArguments
+
+    given: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": GLOBAL_BATCH // ranks // 2,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": EPOCHS,
+        "learning_rate": RATE,
+        "weight_decay": DECAY,
+        "adam_epsilon": 1e-3,  # so that Adam does not blow a rounding up to a step
+        "max_grad_norm": CLIP,
+        "warmup_steps": WARMUP,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return TrainingArguments(**{**given, **more})
+
+
+def _batches(epoch: int, data: Any = None, *, seed: int = 42, size: int = GLOBAL_BATCH) -> list[Any]:
+    """The global batches of an epoch, whole."""
+    data = data if data is not None else program.Rows(program.ROWS, 1)
+    loader = Loader(data, size, seed=seed, options=LoaderOptions(dp=(0, 1)))
+    loader.set_epoch(epoch)
+    return [{k: v for k, v in batch.items() if k != "number"} for batch in loader]
+
+
+def _plain() -> tuple[dict[str, torch.Tensor], list[float], float]:
+    """(parameters, losses of the updates, loss on the other rows) of a loop that imports nothing of echelon's but its order."""
+    module: Any = program.build_model()
+    decays = [p for n, p in module.named_parameters() if "norm" not in n]
+    others = [p for n, p in module.named_parameters() if "norm" in n]
+    groups = [{"params": decays, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, eps=1e-3)
+    losses = []
+    for epoch in range(EPOCHS):
+        for batch in _batches(epoch):
+            done = len(losses)
+            for group in optimizer.param_groups:
+                group["lr"] = RATE * (done / WARMUP if done < WARMUP else (6 - done) / (6 - WARMUP))
+            optimizer.zero_grad()
+            loss = module(**batch).loss  # the mean over all labels of the global batch
+            loss.backward()
+            nn.utils.clip_grad_norm_(module.parameters(), CLIP)
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    held_out = [program.Rows(7, 2)[at] for at in range(7)]
+    whole = {name: torch.stack([row[name] for row in held_out]) for name in ("input_ids", "attention_mask", "labels")}
+    module.eval()
+    with torch.no_grad():
+        loss = float(module(**whole).loss)
+    return {n: p.detach().clone() for n, p in module.named_parameters()}, losses, loss
+
+
+def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in model.named_parameters()}
+
+
+def _losses(trainer: Any) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def _trainer(folder: Any, *, kind: Any = None, model: Any = None, args: dict[str, Any] | None = None, **more: Any) -> Any:
+    from echelon.compat.transformers import Trainer
+
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    given: dict[str, Any] = {"train_dataset": program.Rows(program.ROWS, 1), "eval_dataset": program.Rows(7, 2), **more}
+    model = model if model is not None else program.build_model()
+    return (kind or Trainer)(model, _arguments(folder, ranks=ranks, **(args or {})), **given)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_have_loaded_transformers() -> None:
+    """Once for all of them: it takes seconds."""
+    server_with(__name__).preload(["echelon.compat.transformers.trainer"])
+
+
+# --- numbers
+
+
+def _train_with(folder: str, strategies: list[str | None]) -> list[Any]:
+    found = []
+    for strategy in strategies:
+        trainer = _trainer(folder, args={"strategy": strategy}, compute_metrics=program.accuracy)
+        done = trainer.train()
+        metrics = trainer.evaluate()
+        predictions = trainer.predict(program.Rows(5, 3))
+        rows = [torch.from_numpy(predictions.predictions), torch.from_numpy(predictions.label_ids)]
+        rates = [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
+        found.append((_values(trainer.model), (_losses(trainer), rates), done.training_loss, metrics, rows, predictions.metrics))
+    return found
+
+
+def _check_numbers(found: list[Any]) -> None:
+    want, losses, loss = _plain()
+    module: Any = program.build_model()
+    module.load_state_dict(want, strict=False)
+    last = program.Rows(5, 3)
+    ids = torch.stack([last[at]["input_ids"] for at in range(5)])
+    mask = torch.stack([last[at]["attention_mask"] for at in range(5)])
+    with torch.no_grad():
+        logits = module.eval()(input_ids=ids, attention_mask=mask).logits
+    for values, (logged, rates), mean, metrics, (predictions, labels), predicted in found:
+        assert largest_difference(values, want) < 1e-5
+        assert rates == [0.0, 0.005, 0.01, 0.0075, 0.005, 0.0025]
+        assert logged == pytest.approx(losses, rel=1e-5) and mean == pytest.approx(sum(losses) / 6, rel=1e-5)
+        assert metrics["eval_loss"] == pytest.approx(loss, rel=1e-5) and metrics["epoch"] == 2.0
+        assert 0 <= metrics["eval_accuracy"] <= 1 and metrics["eval_labels"] == int(program.Rows(7, 2).lengths.sum()) - 7
+        assert torch.allclose(predictions, logits, atol=1e-4)
+        assert torch.equal(labels, torch.stack([last[at]["labels"] for at in range(5)])) and "test_loss" in predicted
+
+
+def test_one_process_trains_as_plain_pytorch(tmp_path: Path) -> None:
+    _check_numbers(_train_with(str(tmp_path), [None]))
+
+
+def test_two_ranks_train_as_plain_pytorch_under_every_strategy(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks(2, _train_with, str(tmp_path), [None, "fsdp", "zero1"]):
+        _check_numbers(found)
+
+
+# --- going on
+
+
+def _resume(folder: str, strategies: list[tuple[str | None, str | None]]) -> list[Any]:
+    """Six updates at once; four, and then the rest, perhaps under another strategy."""
+    from transformers import EarlyStoppingCallback
+
+    saves = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": "loss",
+        "load_best_model_at_end": True,
+        "lr_scheduler_type": "constant",
+    }
+    found = []
+    for first, then in strategies:
+        runs = []
+        for name, strategy, stops_at in (("whole", first, 6), ("parts", first, 4), ("parts", then, 6)):
+            given = {**saves, "strategy": strategy, "max_steps": stops_at}
+            patience = EarlyStoppingCallback(9)
+            trainer = _trainer(f"{folder}/{first}-{then}-{name}", args=given, callbacks=[patience])
+            trainer.train(resume_from_checkpoint=True if (name, stops_at) == ("parts", 6) else None)
+            history = [row for row in trainer.state.log_history if "train_loss" not in row]
+            rows = [{k: v for k, v in row.items() if "per_second" not in k and "runtime" not in k} for row in history]
+            best = Path(trainer.state.best_model_checkpoint).name, patience.early_stopping_patience_counter
+            runs.append((_values(trainer.model), rows, trainer.state.best_metric, best))
+        found.append(runs)
+    return found
+
+
+def _check_resumed(found: list[Any], *, exactly: bool = True) -> None:
+    for (values, rows, best, path), _, (resumed, rows_again, best_again, path_again) in found:
+        if exactly:
+            assert all(torch.equal(values[name], resumed[name]) for name in values)
+            assert rows == rows_again and best == best_again
+        assert largest_difference(values, resumed) < 1e-6 and path == path_again
+
+
+def test_a_resumed_run_is_the_whole_run_to_the_bit(ranks: Any, tmp_path: Path) -> None:
+    _check_resumed(_resume(str(tmp_path / "one"), [(None, None)]))
+    saved = sorted(path.name for path in (tmp_path / "one/None-None-whole").iterdir())
+    assert saved == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    for found in ranks(2, _resume, str(tmp_path / "two"), [(None, None), ("fsdp", "fsdp"), ("fsdp", "zero1")]):
+        _check_resumed(found[:2])
+        _check_resumed(found[2:], exactly=False)
+
+
+def test_what_is_in_the_folder_is_not_mixed_with_a_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = {"save_strategy": "epoch", "save_total_limit": 1}
+    trainer = _trainer(tmp_path, args=saves)
+    with pytest.raises(UsageError, match="No valid checkpoint found in output directory"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer = _trainer(tmp_path, args=saves)
+    trainer.train()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-6"]
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-6 is ahead of this run, which is at step 0.*resume_from_checkpoint=True"
+    ):
+        _trainer(tmp_path, args=saves).train()
+    again = _trainer(tmp_path, args={**saves, "overwrite_output_dir": True})
+    again.train()
+    assert largest_difference(_values(again.model), _values(trainer.model)) == 0
+    done = _trainer(tmp_path, args=saves)
+    done.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert largest_difference(_values(done.model), _values(trainer.model)) == 0 and done.state.epoch == 2.0
+    monkeypatch.setenv("ECHELON_RESTART", "1")  # as `echelon run --restart` sets it
+    anew = _trainer(tmp_path, args=saves)
+    anew.train(resume_from_checkpoint=True)
+    assert len(_losses(anew)) == 6 and largest_difference(_values(anew.model), _values(trainer.model)) == 0
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/trainer_state.json").write_text("{}")
+    with pytest.raises(UsageError, match="was written by transformers' own Trainer"):
+        _trainer(tmp_path, args=saves).train(resume_from_checkpoint=str(tmp_path / "theirs"))
+
+
+def _best(folder: str) -> Any:
+    """The rate is far too high: it gets worse, and stops."""
+    from transformers import EarlyStoppingCallback
+
+    more = {
+        "learning_rate": 3.0,
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 0,
+        "num_train_epochs": 9,
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 1,
+        "eval_on_start": True,
+    }
+    losses = iter([1.0, 0.5, 0.7, 0.8, 0.9, 1.0])
+    trainer = _trainer(
+        folder,
+        args={**more, "metric_for_best_model": "made_up"},
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+        compute_metrics=lambda prediction: {"made_up": next(losses)},
+    )
+    trainer.args.greater_is_better = False
+    seen = []
+
+    class Keeps(type(trainer.callback_handler.callbacks[0])):  # type: ignore[misc]
+        def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            seen.append(_values(model))
+
+    trainer.add_callback(Keeps)
+    trainer.train()
+    kept = sorted(path.name for path in Path(folder).iterdir() if path.name.startswith("checkpoint"))
+    return kept, trainer.state.global_step, trainer.state.best_metric, largest_difference(_values(trainer.model), seen[0])
+
+
+def test_the_best_is_loaded_at_the_end_and_a_run_stops_early(ranks: Any, tmp_path: Path) -> None:
+    # The first of the made-up numbers is that of the evaluation before training, which counts for nothing.
+    want = ["checkpoint-1", "checkpoint-3"], 3, 0.5, 0.0
+    assert _best(str(tmp_path / "one")) == want
+    assert ranks(2, _best, str(tmp_path / "two")) == [want, want]
+
+
+def _asked_on_one_rank_and_started_again(folder: str) -> Any:
+    """A callback of rank 0 alone asks for a save; then the launcher starts the job again, and the script says nothing of it."""
+    from transformers import TrainerCallback
+
+    class Asks(TrainerCallback):  # type: ignore[misc]
+        stops = True
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_save = control.should_save or (state.is_world_process_zero and state.global_step == 3)
+            if state.global_step == 4 and args.process_index == 1 and self.stops:
+                control.should_training_stop = True
+
+    found = []
+    for Asks.stops in (True, False):
+        trainer = _trainer(folder, args={"save_strategy": "steps", "save_steps": 100}, callbacks=[Asks])
+        began = len(trainer.state.log_history)
+        trainer.train()
+        found.append(
+            (began, trainer.state.global_step, len(_losses(trainer)), sorted(path.name for path in Path(folder).iterdir()))
+        )
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    return found, _values(trainer.model)
+
+
+def test_ranks_do_what_one_of_them_asks_and_a_job_that_is_started_again_goes_on(ranks: Any, tmp_path: Path) -> None:
+    for found, values in ranks(2, _asked_on_one_rank_and_started_again, str(tmp_path)):
+        assert found == [(0, 4, 4, ["checkpoint-3"]), (0, 6, 6, ["checkpoint-3", "checkpoint-6"])]
+        assert largest_difference(values, _plain()[0]) < 1e-5
+
+
+# --- what programs write themselves
+
+
+class Sum(nn.Module):
+    """No model of transformers, and without dicts: (loss, outputs)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        out = self.last(self.norm(self.first(x)).tanh())
+        return (nn.functional.mse_loss(out, labels), out) if labels is not None else (out,)
+
+
+class Points(torch.utils.data.Dataset[Any]):
+    def __init__(self, count: int = 21) -> None:
+        self.x = torch.randn(count, 4, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
+        return {"x": self.x[at], "labels": self.x[at].sum().sin()[None], "not_for_the_model": torch.zeros(3)}
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([Points()[at] for at in range(16)])
+
+
+def _summed() -> Sum:
+    torch.manual_seed(0)
+    return Sum()
+
+
+def _by_hand(batches: list[Any], loss: Any = nn.functional.mse_loss) -> dict[str, torch.Tensor]:
+    module = _summed()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss(module(batch["x"])[0], batch["labels"]).backward()
+        optimizer.step()
+    return _values(module)
+
+
+_PLAIN_SGD: dict[str, Any] = {
+    "learning_rate": 0.1,
+    "optim": "sgd",
+    "max_grad_norm": 0.0,
+    "lr_scheduler_type": "constant",
+    "weight_decay": 0.0,
+    "warmup_steps": 0,
+    "num_train_epochs": 1,
+    "optim_args": None,
+}
+
+
+def _own_parts(folder: str) -> dict[str, float]:
+    """Scripts with parts of their own: the largest difference to plain PyTorch."""
+    from echelon.compat.transformers import Trainer
+
+    class SumOfErrors(Trainer):
+        """Divides by the count of the batch."""
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            out = model(inputs["x"])[0]
+            loss = (out - inputs.pop("labels")).abs().sum() / num_items_in_batch
+            return (loss, {"logits": out}) if return_outputs else loss
+
+    class MeanOfErrors(Trainer):
+        """As scripts before transformers 4.46 have it."""
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+            out = model(inputs["x"])[0]
+            loss = (out - inputs["labels"]).abs().mean()
+            return (loss, {"logits": out}) if return_outputs else loss
+
+    class OwnOptimizer(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+            return self.optimizer
+
+    class OwnLoader(OwnOptimizer):
+        def get_train_dataloader(self) -> Any:
+            samples = [{k: v for k, v in row.items() if k != "not_for_the_model"} for row in map(Points().__getitem__, range(21))]
+            each = self.args.per_device_train_batch_size
+            return torch.utils.data.DataLoader(samples, each, collate_fn=self.data_collator)
+
+    momentum = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})}
+    in_turn = [
+        {k: torch.stack([Points()[at][k] for at in range(i, min(i + 8, 21))]) for k in ("x", "labels")} for i in (0, 8, 16)
+    ]
+    whole = _batches(0, Points())
+    found = {}
+
+    def run(name: str, want: dict[str, torch.Tensor], kind: Any = Trainer, args: Any = None, **more: Any) -> None:
+        given = {
+            "train_dataset": Points(),
+            "eval_dataset": {"a": Points(5), "b": Points(3)},
+            "model": _summed(),
+            **momentum,
+            **more,
+        }
+        trainer = _trainer(folder, kind=kind, args={**_PLAIN_SGD, **(args or {})}, **given)
+        trainer.train()
+        metrics = trainer.evaluate()
+        assert {"eval_a_loss", "eval_b_loss"} <= set(metrics)
+        found[name] = largest_difference(_values(trainer.model), want)
+
+    absolute = _by_hand(whole, lambda out, labels: (out - labels).abs().mean())
+    run("a module", _by_hand(whole))
+    run("sums", absolute, SumOfErrors)
+    run("means", absolute, MeanOfErrors)
+    run("own optimizer", _by_hand(whole), OwnOptimizer, optimizer_cls_and_kwargs=None)
+    run("own loss", absolute, compute_loss_func=_absolute)
+    run("sharded", _by_hand(whole), args={"strategy": "fsdp"})
+    if dist.get_world_size() == 1:
+        run("own loader", _by_hand([*in_turn]), OwnLoader, optimizer_cls_and_kwargs=None)
+        run(
+            "stream",
+            _by_hand([{k: v[:8] for k, v in batch.items()} for batch in in_turn[:2]]),
+            args={"max_steps": 2},
+            train_dataset=Stream(),
+        )
+    model = _summed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run("given optimizer", _by_hand(whole), model=model, optimizers=(optimizer, None), optimizer_cls_and_kwargs=None)
+    return found
+
+
+def _absolute(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return (outputs[0] - labels).abs().sum() / num_items_in_batch
+
+
+def test_parts_of_a_scripts_own(ranks: Any, tmp_path: Path) -> None:
+    [alone] = ranks(1, _own_parts, str(tmp_path))
+    assert len(alone) == 9 and max(alone.values()) < 1e-6, alone
+    for found in ranks(2, _own_parts, str(tmp_path)):
+        assert len(found) == 7 and max(found.values()) < 1e-6, found
+
+
+def test_callbacks_of_both_kinds_are_called_at_transformers_times(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    import echelon as ech
+
+    events: list[str] = []
+
+    class Tells(TrainerCallback):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("on_") and name not in ("on_init_end", "on_prediction_step", "on_log"):
+                events.append(name.removeprefix("on_"))
+            return super().__getattribute__(name)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            if state.global_step == 2:
+                control.should_evaluate = control.should_save = True
+            return control
+
+    class Counts(ech.Callback):
+        steps = 0
+
+        def on_train_step_end(self, state: Any, unit: Any) -> None:
+            self.steps += 1
+
+    counts = Counts()
+    trainer = _trainer(tmp_path, args={"num_train_epochs": 1, "save_strategy": "epoch"}, callbacks=[Tells, counts])
+    assert trainer.train().global_step == 3 and counts.steps == 6
+    micro = ["step_begin", "substep_end", "step_end"]
+    want = ["train_begin", "epoch_begin", *micro, *micro, "evaluate", "save", *micro, "epoch_end", "save", "train_end"]
+    assert events == want
+    trainer.train()  # once more, from the weights that it has
+    assert trainer.state.global_step == 3 and events == [*want, *want]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"fsdp": "full_shard"}, r"fsdp='full_shard'.*Instead: strategy=\"fsdp\""),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, r"deepspeed=.*Instead: strategy=\"zero1\""),
+        ({"fsdp_config": {"min_num_params": 1}}, "fsdp_config=.*Instead: strategy"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0.*Instead: a forward hook"),
+        ({"push_to_hub": True}, "push_to_hub=True.*Instead: trainer.save_model"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True.*Instead: give per_device_train_batch_size"),
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False.*every label counts alike"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length'.*'random' or 'sequential'"),
+        ({"warmup_ratio": 3.0}, "warmup_ratio must be between 0 and 1, got 3.0"),
+    ],
+)
+def test_what_arguments_cannot_mean_is_said(tmp_path: Path, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        _arguments(tmp_path, **given)
+
+
+def test_arguments_have_older_names_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    older = {"evaluation_strategy": "epoch", "no_cuda": True, "warmup_ratio": 0.5, "warmup_steps": 0, "logging_dir": "x"}
+    args = _arguments(tmp_path, **older)
+    assert args.eval_strategy == "epoch" and args.use_cpu and args.get_warmup_steps(6) == 3
+    assert "logging_dir has no effect" in caplog.text
+    shown = json.loads(_arguments(tmp_path, strategy=FSDPStrategy(cpu_offload=True)).to_json_string())["strategy"]
+    assert shown.startswith("FSDPStrategy(") and "cpu_offload=True" in shown
+    assert dataclasses.replace(args, learning_rate=3.0).learning_rate == 3.0
+    assert args.world_size == args.n_gpu == 1 and args.process_index == args.local_process_index == 0
+
+
+def test_what_a_trainer_cannot_mean_is_said(tmp_path: Path) -> None:
+    import transformers
+    from transformers import TrainerCallback
+
+    import echelon.compat.transformers as ours
+
+    class Steps(ours.Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any: ...
+
+    class Optimizes(TrainerCallback):  # type: ignore[misc]
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+
+    class Ends(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_epoch_stop = True
+
+    theirs = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(
+        UsageError, match=r"args must be a TrainingArguments of echelon.compat.transformers, got 'TrainingArguments'"
+    ):
+        ours.Trainer(_summed(), theirs)
+    with pytest.raises(UsageError, match=r"Steps overrides training_step, which nothing in echelon.compat calls.*compute_loss"):
+        _trainer(tmp_path, kind=Steps)
+    with pytest.raises(UsageError, match="needs a model or a model_init"):
+        ours.Trainer(args=_arguments(tmp_path))
+    with pytest.raises(UsageError, match="eval_strategy` to steps but you didn't pass an `eval_dataset`"):
+        _trainer(tmp_path, args={"eval_strategy": "steps"}, eval_dataset=None)
+    trainer = _trainer(tmp_path)
+    for name in ("accelerator", "hyperparameter_search", "training_step", "is_in_train"):
+        with pytest.raises(UsageError, match=f"Trainer.{name} is not part of echelon.compat. Instead"):
+            getattr(trainer, name)
+        assert not hasattr(trainer, name)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        trainer.nonsense  # noqa: B018
+    for callback, says in ((Optimizes, "Optimizes has on_pre_optimizer_step or on_optimizer_step"), (Ends, "should_epoch_stop")):
+        with pytest.raises(UsageError, match=says):
+            _trainer(tmp_path, callbacks=[callback]).train()
+    with pytest.raises(UsageError, match=r"metric_for_best_model must be one of the evaluation's metrics, eval_.*got 'bleu'"):
+        _trainer(tmp_path, args={"eval_strategy": "epoch", "metric_for_best_model": "bleu"}).train()
+    with pytest.raises(
+        UsageError, match="train_dataset must hold at least one batch of 4 x 1 ranks x 2 accumulation steps, got 5"
+    ):
+        _trainer(tmp_path, train_dataset=Points(5), model=_summed()).train()
+    with pytest.raises(UsageError, match="max_steps must be set to a positive value"):
+        _trainer(tmp_path, train_dataset=Stream(), model=_summed())
+    with pytest.raises(UsageError, match="did not return a loss from the inputs, only the following keys: Tensor"):
+        _trainer(tmp_path, model=nn.Linear(4, 1), train_dataset=[{"input": torch.zeros(4)} for _ in range(8)]).train()
+    missing = ours.Seq2SeqTrainer
+    with pytest.raises(UsageError, match=r"Seq2SeqTrainer is not part of echelon.compat. Instead: Trainer"):
+        missing(model=None)
+    assert ours.AutoModelForCausalLM is transformers.AutoModelForCausalLM
+
+
+# --- as programs
+
+
+ECHELON = ("-m", "echelon", "run", "--ranks", "2")
+
+
+@pytest.mark.usefixtures("forked_programs")
+def test_a_script_of_accelerate_runs_unchanged(tmp_path: Path) -> None:
+    loop = str(HERE / "accelerate_loop.py")
+    (tmp_path / "loop").mkdir()
+    run_programs(tmp_path, (*ECHELON, loop, "loop"))
+    _check_loop(tmp_path / "loop")
+    before = torch.load(tmp_path / "loop/out.pt")
+    run_programs(tmp_path, (*ECHELON, loop, "loop", "--resume"))
+    after = torch.load(tmp_path / "loop/out.pt")
+    assert all(torch.equal(after[0][name], p) for name, p in before[0].items()) and torch.equal(after[1], before[1])
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("forked_programs")
+def test_a_script_of_transformers_runs_unchanged_and_with_its_import_line_changed(tmp_path: Path) -> None:
+    """In the second case its numbers are those of one process."""
+    text = (HERE / "transformers_trainer.py").read_text()
+    changed = re.sub(r"^from transformers import", "from echelon.compat.transformers import", text, flags=re.M)
+    assert changed != text
+    (tmp_path / "changed.py").write_text(changed)
+    given = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "per_device_eval_batch_size": 2,
+        "seed": 42,
+        "num_train_epochs": EPOCHS,
+        "learning_rate": RATE,
+        "weight_decay": DECAY,
+        "adam_epsilon": 1e-3,
+        "max_grad_norm": CLIP,
+        "warmup_steps": WARMUP,
+        "logging_steps": 1,
+        "save_steps": 4,
+        "use_cpu": True,
+        "eval_strategy": "epoch",
+    }
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    run_programs(
+        tmp_path,
+        (*ECHELON, str(HERE / "transformers_trainer.py"), "--output_dir", "theirs", *words),
+        (*ECHELON, "changed.py", "--output_dir", "ours", *words, "--strategy", "fsdp"),
+    )
+    _check_scripts(tmp_path)
+
+
+def _check_loop(folder: Path) -> None:
+    from tests.compat.programs import accelerate_loop
+
+    parameters, predictions = torch.load(folder / "out.pt")
+    # Two ranks have two rows each, twice: the first update is of rows 0 to 7.
+    module = accelerate_loop.build_model()
+    want = plain(module, in_order(accelerate_loop.dataset(), 8), epochs=accelerate_loop.EPOCHS, clip=1.0)
+    assert largest_difference(parameters, want) < 1e-6
+    with torch.no_grad():
+        assert torch.allclose(predictions, module(accelerate_loop.held_out().tensors[0]), atol=1e-6) and len(predictions) == 11
+
+
+def _check_scripts(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    want, losses, held_out = _plain()
+    theirs, ours = (torch.load(folder / name / "numbers.pt", weights_only=False) for name in ("theirs", "ours"))
+    assert theirs["updates"] == ours["updates"] == 6
+    assert theirs["predictions"].shape == ours["predictions"].shape == (5, program.LENGTH, 50)
+    assert {"eval_loss", "eval_accuracy", "eval_runtime", "epoch"} <= set(theirs["metrics"]) & set(ours["metrics"])
+    logged = [row["loss"] for row in ours["history"] if "loss" in row]
+    assert logged == pytest.approx(losses, rel=1e-4) and ours["metrics"]["eval_loss"] == pytest.approx(held_out, rel=1e-4)
+    saved = load_file(folder / "ours/model/model.safetensors")
+    assert largest_difference({name: saved[name] for name in saved}, {name: want[name] for name in saved}) < 1e-5
+    assert json.loads((folder / "ours/model/config.json").read_text())["hidden_size"] == 16
+    assert json.loads((folder / "ours/trainer_state.json").read_text())["global_step"] == 6
