@@ -39,7 +39,7 @@ from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel.strategy import STRATEGIES, Strategy, resolve
 from echelon.world import rng
 
-__all__ = ["ACCELERATORS", "Trainer"]
+__all__ = ["ACCELERATORS", "Trainer", "is_launched", "visible"]
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class Trainer:
         if ckpt_path == "last" and self.run_dir is None:
             raise UsageError('ckpt_path="last" means the newest below run_dir, which is not given.')
         work = Work(phase, unit, loaders, str(ckpt_path) if ckpt_path is not None else None)
-        if _is_launched():
+        if is_launched():
             self._check_launched()
         elif self.num_nodes > 1:
             raise UsageError(
@@ -248,7 +248,7 @@ class Trainer:
                 if vars(unit).get("optimizer") is not None:
                     before = str(save(unit, folder / "before"))
                 sent = pack(unit)
-            env = {"CUDA_VISIBLE_DEVICES": _visible(self.device_numbers)} if self.device_numbers else {}
+            env = {"CUDA_VISIBLE_DEVICES": visible(self.device_numbers)} if self.device_numbers else {}
             env |= {"CUDA_VISIBLE_DEVICES": ""} if self.accelerator == "cpu" else {}
             seeds = rng.draw()  # of the caller's streams: a seed of the caller's decides what ranks draw
             work = replace(work, unit=sent, before=before, after=str(folder / "after"), seeds=seeds)
@@ -320,12 +320,12 @@ def _devices_of(devices: Any, accelerator: str) -> tuple[int, list[int] | None]:
     return devices, None
 
 
-def _is_launched() -> bool:
+def is_launched() -> bool:
     """Whether ranks run already, and this process is one of them."""
     return "RANK" in os.environ or RankInfo.from_env().world_size > 1
 
 
-def _visible(numbers: Sequence[int]) -> str:
+def visible(numbers: Sequence[int]) -> str:
     """CUDA_VISIBLE_DEVICES for these of the devices that are visible now."""
     now = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
     if now and max(numbers) >= len(now):
