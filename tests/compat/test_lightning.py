@@ -25,7 +25,7 @@ def test_names_are_present_or_say_what_takes_their_place(module: str) -> None:
 
 def test_a_callback_that_is_not_there_can_be_imported_and_says_so_when_it_is_used() -> None:
     found = importlib.import_module("echelon.compat.lightning.pytorch.callbacks").RichProgressBar
-    with pytest.raises(UsageError, match="RichProgressBar is not part of echelon.compat"):
+    with pytest.raises(UsageError, match=r"RichProgressBar is not part of echelon\.compat"):
         found()
 
 

@@ -80,6 +80,7 @@ class ModuleRuns(Running):
     max_epochs: Any
     max_steps: Any
     run_dir: Path | None
+    added_to_module: set[str]
     find_train_loader: Callable[[], tuple[Any, int | None]]
     validates = False
     num_training_batches = math.inf
@@ -352,7 +353,7 @@ def _in_rank(trainer: ModuleRuns, work: Work, folder: str) -> ModuleDone:
     outputs = made if work.call == "predict" else []
     if world.rank:
         return ModuleDone({}, data_rank, outputs)
-    own = {name: value for name, value in vars(work.module).items() if name not in _OF_TORCH}
+    own = {name: value for name, value in vars(work.module).items() if name not in _OF_TORCH | trainer.added_to_module}
     known = {name: getattr(trainer, name) for name in _KNOWN}
     return ModuleDone(
         {},

@@ -95,7 +95,9 @@ class Session:
         kind = AutomaticUnit if module.automatic_optimization else ManualUnit
         if module.automatic_optimization:
             options["training"] = trains
+        before = set(vars(module))
         self.unit = trainer.unit = kind(trainer, module, strategy=strategy, **options)
+        trainer.added_to_module = set(vars(module)) - before  # by the strategy, for this process
         trainer.find_train_loader = self.train_loader
         if trains:
             trainer.lightning_optimizers = []
