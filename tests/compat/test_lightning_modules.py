@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import echelon
 from echelon.compat.lightning.pytorch import Callback, LightningModule, Trainer
 from echelon.compat.lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks
 from echelon.compat.lightning.pytorch.loggers import CSVLogger
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import CheckpointUnreadableError, UsageError
 from echelon.parallel.shards import whole
 from tests.compat.lightning_modules import GAN, Autoencoder, Classifier, Transformer, images, loader_of, made, plainly
 from tests.conftest import clean_environment
@@ -225,3 +226,62 @@ def test_prove_passes(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "echelon", "prove", *options, str(program), name]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_file_of_lightnings_own_is_read_without_executing_it(tmp_path: Path) -> None:
+    source = made(Classifier)
+    saved = {"state_dict": source.state_dict(), "hyper_parameters": {"lr": 0.5, "hidden": 12}, "epoch": 3, "global_step": 9}
+    torch.save(saved, tmp_path / "epoch=2-step=9.ckpt")
+    loaded = Classifier.load_from_checkpoint(tmp_path / "epoch=2-step=9.ckpt")
+    assert loaded.hparams.lr == 0.5 and largest_difference(dict(loaded.state_dict()), dict(source.state_dict())) == 0
+    torch.save({**saved, "callbacks": {"x": Path("/")}}, tmp_path / "with code.ckpt")
+    with pytest.raises(CheckpointUnreadableError, match="without executing"):
+        Classifier.load_from_checkpoint(tmp_path / "with code.ckpt")
+
+
+class Keeps(GAN):
+    """Saves something of its own."""
+
+    kept: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"list": [1, 2], "tensor": torch.ones(2)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.kept = checkpoint["mine"]
+
+
+def test_manual_optimization_resumes_with_its_optimizers_and_what_hooks_saved(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=6, save_top_k=-1)
+    Trainer(max_epochs=2, callbacks=[saver], logger=False, accelerator="cpu").fit(made(Keeps), loader_of(GAN, 1))
+    module = made(Keeps)
+    trainer = Trainer(max_epochs=2, **QUIET)
+    loader = echelon.Loader(images(), 8, shuffle=False)  # which goes on in mid-epoch
+    Trainer(
+        max_epochs=1,
+        max_steps=6,
+        callbacks=[saver2 := ModelCheckpoint(dirpath=tmp_path / "b", every_n_train_steps=6)],
+        logger=False,
+        accelerator="cpu",
+    ).fit(made(Keeps), loader)
+    trainer.fit(module, echelon.Loader(images(), 8, shuffle=False), ckpt_path=saver2.best_model_path)
+    assert largest_difference(dict(module.state_dict()), plainly(GAN, 2)) < 1e-14
+    assert trainer.global_step == 16 and module.kept["list"] == [1, 2]
+    assert sorted(path.name for path in tmp_path.glob("epoch*")) == ["epoch=0-step=6.ckpt", "epoch=1-step=12.ckpt"]
+
+
+def test_several_loaders_parts_of_an_epoch_and_evaluations_within_it() -> None:
+    module = Small()
+    module.validation_step = lambda batch, batch_idx, dataloader_idx=0: module.log("v", float(dataloader_idx))  # type: ignore
+    trainer = Trainer(max_epochs=1, val_check_interval=0.5, limit_val_batches=0.5, **QUIET)
+    trainer.fit(module, two_batches(), [two_batches(), two_batches()])
+    assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {
+        "v/dataloader_idx_0": 0,
+        "v/dataloader_idx_1": 1,
+    }
+    assert module.calls.count("on_validation_end") == 3 and module.calls.count("on_validation_batch_end") == 6
+    assert trainer.validate(module, two_batches()) == [{"v": 0}]
+    with pytest.raises(UsageError, match="must divide it"):
+        Trainer(max_epochs=1, val_check_interval=2, limit_train_batches=3, **QUIET).fit(
+            Small(), DataLoader(TensorDataset(torch.ones(6, 2)), batch_size=2), two_batches()
+        )

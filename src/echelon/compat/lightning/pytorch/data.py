@@ -110,6 +110,10 @@ class Chain(Combined):
     def __init__(self, loaders: Sequence[Iterable[Any]], limits: Sequence[int | None]) -> None:
         self._loaders, self._limits = list(loaders), list(limits)
 
+    def cut(self, most: int) -> Chain:
+        """With so many batches of each at most."""
+        return Chain(self._loaders, [most if limit is None else min(most, limit) for limit in self._limits])
+
     @property
     def loaders(self) -> list[Iterable[Any]]:
         return self._loaders

@@ -91,9 +91,7 @@ class Hooking(Callback):
     def on_train_end(self, state: State, unit: Any) -> None:
         is_signal = state.should_stop and not state.stopped_by_script
         if not is_signal and (self._postponed or (self._open and unit.train_progress.num_steps_completed_in_epoch)):
-            epoch = self.trainer.current_epoch
             self._close_epoch(state, unit)
-            self.trainer.current_epoch = max(epoch, unit.train_progress.num_epochs_completed)
         self.trainer.call("on_train_end")
 
     def _step_plateaus(self, unit: Any, *, last: bool) -> None:

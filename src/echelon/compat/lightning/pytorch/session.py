@@ -253,8 +253,11 @@ class Session:
         count = trainer.num_sanity_val_steps
         if not count or trainer.fast_dev_run or unit.train_progress.num_steps_completed:
             return
-        limit = trainer.batches["validation"]
+        limit, lengths = trainer.batches["validation"], trainer.num_loaders["validation"]
         most = None if count == -1 else count if limit is None else min(count, limit)
+        if isinstance(loader, data.Chain) and most is not None:  # so many of each
+            loader, most = loader.cut(most), None
+            trainer.num_loaders["validation"] = loader.lengths()
         before, progress = rng.states(), vars(unit.eval_progress).copy()
         trainer.sanity_checking = True
         trainer.call("on_sanity_check_start")
@@ -263,6 +266,7 @@ class Session:
         finally:
             vars(unit.eval_progress).update(progress)
             rng.load_states(before)
+            trainer.num_loaders["validation"] = lengths
         trainer.call("on_sanity_check_end")
         trainer.results["validation"].reset()
         trainer.sanity_checking = False
@@ -276,6 +280,8 @@ class Session:
     def _evaluate(self, phase: str, run: Any) -> list[dict[str, float]]:
         trainer = self.trainer
         loader = self._evaluation_loader(phase, self.work.loaders[0])
+        if loader is None and trainer.limit(_LIMITS[phase]) == 0:
+            return []
         if loader is None:
             raise UsageError(f"trainer.{self.work.call} needs dataloaders, a datamodule, or a {_LIMITS[phase]}_dataloader().")
         self._restore(None)
