@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["arguments", "through"]
+__all__ = ["arguments", "places", "through"]
 
 
 def through(wrapper: nn.Module, module: Any, step: Callable[..., Any], *args: Any) -> Any:
@@ -39,15 +39,18 @@ def _forward_is_a_step(module: Any, step: Callable[..., Any], args: tuple[Any, .
         vars(module)["_within_step"] = False
 
 
-def arguments(step: Callable[..., Any], batch: Any, batch_idx: int, dataloader_idx: int | None) -> tuple[Any, ...]:
-    """What a step takes of (batch, batch_idx, dataloader_idx); the last only where there are several loaders."""
+def places(step: Callable[..., Any]) -> int:
+    """How many of (batch, batch_idx, dataloader_idx) a step takes by position."""
     parameters = inspect.signature(step).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
-        return (batch, batch_idx) if dataloader_idx is None else (batch, batch_idx, dataloader_idx)
-    places = sum(p.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in parameters)
-    if dataloader_idx is not None:
-        if places < 3:
-            name = getattr(step, "__name__", "the step")
-            raise UsageError(f"there are several dataloaders: {name} must take (batch, batch_idx, dataloader_idx=0).")
-        return batch, batch_idx, dataloader_idx
-    return (batch, batch_idx) if places > 1 else (batch,)
+        return 3
+    return sum(p.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def arguments(name: str, taken: int, batch: Any, batch_idx: int, dataloader_idx: int | None) -> tuple[Any, ...]:
+    """What a step takes of (batch, batch_idx, dataloader_idx); the last only where there are several loaders."""
+    if dataloader_idx is None:
+        return (batch, batch_idx) if taken > 1 else (batch,)
+    if taken < 3:
+        raise UsageError(f"there are several dataloaders: {name} must take (batch, batch_idx, dataloader_idx=0).")
+    return batch, batch_idx, dataloader_idx

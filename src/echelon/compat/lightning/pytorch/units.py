@@ -9,7 +9,7 @@ import torch
 
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
-from echelon.compat.lightning.pytorch.stepping import arguments, through
+from echelon.compat.lightning.pytorch.stepping import arguments, places, through
 from echelon.loop.loss import rows
 from echelon.loop.state import step_under_way
 from echelon.world.device import copy_data_to_device
@@ -67,6 +67,12 @@ class StepCaller:
 
     def __init__(self, trainer: Any, module: Any, wrapper: Callable[[], Any], autocast: Callable[[], Any]) -> None:
         self._trainer, self.module, self._wrapper, self._autocast = trainer, module, wrapper, autocast
+        self._places: dict[str, int] = {}  # by a step's name, how many arguments it takes
+
+    def _arguments(self, name: str, step: Any, batch: Any, batch_idx: int, dataloader_idx: int | None) -> tuple[Any, ...]:
+        if name not in self._places:
+            self._places[name] = places(step)
+        return arguments(name, self._places[name], batch, batch_idx, dataloader_idx)
 
     def evaluate(self, phase: str, here: Any, progress: Any, batch: Any) -> Any:
         """Args:
@@ -76,7 +82,7 @@ class StepCaller:
         trainer, module = self._trainer, self.module
         batch_idx, dataloader_idx = trainer.place_of(phase, progress.num_steps_completed_in_epoch)
         step = getattr(module, f"{phase}_step")
-        taken = arguments(step, batch, batch_idx, dataloader_idx)
+        taken = self._arguments(f"{phase}_step", step, batch, batch_idx, dataloader_idx)
         if step_under_way(here).is_padding:  # a rank that has fewer batches takes part in collectives alone
             with self._autocast(), trainer.silence():
                 return through(self._wrapper(), module, step, *taken)
@@ -95,6 +101,6 @@ class StepCaller:
         batch_idx = progress.num_steps_completed_in_epoch
         trainer.begin_batch("train", lambda: rows(batch), None)
         trainer.call("on_train_batch_start", batch, batch_idx)
-        taken = arguments(module.training_step, batch, batch_idx, None)
+        taken = self._arguments("training_step", module.training_step, batch, batch_idx, None)
         with trainer.hook("training_step"):
             return through(self._wrapper(), module, module.training_step, *taken)
