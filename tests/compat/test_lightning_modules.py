@@ -285,3 +285,16 @@ def test_several_loaders_parts_of_an_epoch_and_evaluations_within_it() -> None:
         Trainer(max_epochs=1, val_check_interval=2, limit_train_batches=3, **QUIET).fit(
             Small(), DataLoader(TensorDataset(torch.ones(6, 2)), batch_size=2), two_batches()
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"gradient_clip_val": 1.0}, "self.clip_gradients"),
+        ({"accumulate_grad_batches": 2}, "every n-th batch"),
+        ({"precision": "16-mixed"}, "bf16-mixed"),
+    ],
+)
+def test_what_manual_optimization_does_by_itself_is_not_the_trainers(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Trainer(max_epochs=1, **QUIET, **options).fit(made(GAN), loader_of(GAN, 1))

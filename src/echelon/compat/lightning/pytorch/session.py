@@ -128,13 +128,20 @@ class Session:
         if overridden("backward", module, LightningModule) and module.automatic_optimization:
             raise UsageError(f"{name}.backward: a backward pass of your own needs `self.automatic_optimization = False`.")
         if not module.automatic_optimization and call == "fit":
-            for option, why in (
-                ("clip_grad_norm", "gradient_clip_val: call self.clip_gradients(optimizer, ...)"),
-                ("clip_grad_value", "gradient_clip_val: call self.clip_gradients(optimizer, ...)"),
-                ("gradient_accumulation_steps", "accumulate_grad_batches: step the optimizer every n-th batch"),
+            own = trainer.options_of_unit
+            clips = own.get("clip_grad_norm") is not None or own.get("clip_grad_value") is not None
+            for refused, option, instead in (
+                (clips, "gradient_clip_val", "self.clip_gradients(optimizer, ...)"),
+                (
+                    own.get("gradient_accumulation_steps", 1) != 1,
+                    "accumulate_grad_batches",
+                    "optimizer.step() in every n-th batch",
+                ),
             ):
-                if trainer.options_of_unit.get(option) not in (None, 1):
-                    raise UsageError(f"{name} has automatic_optimization = False, so Trainer({why} in training_step).")
+                if refused:
+                    raise UsageError(
+                        f"{name} has automatic_optimization = False. In place of {option} call {instead} in training_step."
+                    )
 
     # --- loaders
 
