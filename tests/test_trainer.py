@@ -310,6 +310,7 @@ def test_fast_dev_run_is_one_batch_and_leaves_nothing(tmp_path: Path) -> None:
 def test_lightnings_one_is_all(caplog: pytest.LogCaptureFixture) -> None:
     trainer = Trainer(max_epochs=1, limit_train_batches=1.0, val_check_interval=1.0, num_sanity_val_steps=0, logger=False)
     assert trainer.limits["train"] is None and trainer.evaluate_every_n_steps is None
+    trainer.fit(Regression(), loader())
     assert "Trainer(logger=..., num_sanity_val_steps=...): has no effect here" in caplog.text
 
 
@@ -385,7 +386,7 @@ def launch_script(how: str, script: Path) -> None:
 )
 def test_a_value_that_cannot_work_is_named(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        Trainer(max_epochs=1, **arguments)
+        Trainer(max_epochs=1, **arguments).fit(Regression(), loader())  # some have a meaning for a LightningModule
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,17 @@ from echelon.contracts.errors import UsageError
 def test_names_are_present_or_say_what_takes_their_place(module: str) -> None:
     found = importlib.import_module(f"echelon.compat.{module}")
     assert issubclass(found.Trainer, ech.Trainer)
-    for name in ("LightningModule", "LightningDataModule", "Callback", "Fabric"):
-        with pytest.raises(UsageError, match=rf"lightning\.{name} is not part of echelon\.compat. Instead: "):
-            getattr(found, name)
+    for name in ("LightningModule", "LightningDataModule", "Callback", "seed_everything"):
+        assert hasattr(found, name)
+    with pytest.raises(UsageError, match=r"lightning\.Fabric is not part of echelon\.compat. Instead: "):
+        found.Fabric()
     assert not hasattr(found, "nothing_of_the_kind")
+
+
+def test_a_callback_that_is_not_there_can_be_imported_and_says_so_when_it_is_used() -> None:
+    found = importlib.import_module("echelon.compat.lightning.pytorch.callbacks").RichProgressBar
+    with pytest.raises(UsageError, match=r"RichProgressBar is not part of echelon\.compat"):
+        found()
 
 
 def test_seed_everything_seeds_and_gives_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:

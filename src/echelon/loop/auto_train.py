@@ -149,8 +149,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         ends_window = window.open(step.is_last)
         micro_batches = self._micro_batches(data, padded=step.is_padding, ends_window=ends_window)
         if window.reference is None:
-            whole = sum(each.weight for each in micro_batches)
-            window.estimate(0 if self.prepared.is_replica else whole, over_ranks=self._reduces)
+            window.estimate(0 if self.prepared.is_replica else sum(m.weight for m in micro_batches), over_ranks=self._reduces)
         if state.recorder is not None:
             self._count_flops(state.recorder, micro_batches)
         if self.zero_grad_at_train_step_start and window.count == 1:
@@ -263,8 +262,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
     def _check_finite(self, loss: torch.Tensor, weight: Any) -> None:
         """Before the backward pass, and agreed: a rank that raised alone would leave the others waiting in a collective."""
         values = agree.gather(str(float(loss.detach()) if float(weight) else 0.0))
-        bad = [f"rank {r}: {v}" for r, v in enumerate(values) if v in ("nan", "inf", "-inf")]
-        if bad:
+        if bad := [f"rank {r}: {v}" for r, v in enumerate(values) if v in ("nan", "inf", "-inf")]:
             step = self.train_progress.num_steps_completed
             raise NonFiniteError(f"step {step}: the loss is not finite ({', '.join(bad)}). The parameters were not changed.")
 
@@ -290,8 +288,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
     def _update(self, state: State) -> torch.Tensor | None:
         """Returns the gradient norm, if it is clipped."""
         window, prepared, scaler, optimizer = self.window, self.prepared, self.grad_scaler, self.optimizer
-        micro_batches = window.count
-        weight, loss, stop = window.close()
+        micro_batches, (weight, loss, stop) = window.count, window.close()
         self._finite.take(loss, window.own_loss, window.updates - 1, micro_batches, self.train_progress)
         if stop:
             state.agree_to_stop()
@@ -303,9 +300,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         elif weight != window.reference:
             prepared.scale_grads(window.reference / weight)
             window.reference = window.reference if window.fixed else float(weight)
-        norm = prepared.clip_grad_norm_(self.clip_grad_norm) if self.clip_grad_norm is not None else None
-        if self.clip_grad_value is not None:
-            prepared.clip_grad_value_(self.clip_grad_value)
+        norm = self._clip()
         self.latest_update = (loss, norm)
         lr = optimizer.param_groups[0]["lr"]
         updated = self._step_optimizer()
@@ -322,6 +317,13 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             self._advance()
         if state.recorder is not None:
             state.recorder.update(self.train_progress.num_steps_completed + 1, window.updates, loss, weight, lr, norm)
+        return norm
+
+    def _clip(self) -> torch.Tensor | None:
+        """Of whole gradients, before the optimizer's step. Returns their norm, if they are clipped by it."""
+        norm = self.prepared.clip_grad_norm_(self.clip_grad_norm) if self.clip_grad_norm is not None else None
+        if self.clip_grad_value is not None:
+            self.prepared.clip_grad_value_(self.clip_grad_value)
         return norm
 
     def _step_optimizer(self) -> bool:

@@ -39,7 +39,7 @@ from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel.strategy import STRATEGIES, Strategy, resolve
 from echelon.world import rng
 
-__all__ = ["ACCELERATORS", "Trainer"]
+__all__ = ["ACCELERATORS", "Trainer", "is_launched", "visible"]
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class Trainer:
         if ckpt_path == "last" and self.run_dir is None:
             raise UsageError('ckpt_path="last" means the newest below run_dir, which is not given.')
         work = Work(phase, unit, loaders, str(ckpt_path) if ckpt_path is not None else None)
-        if _is_launched():
+        if is_launched():
             self._check_launched()
         elif self.num_nodes > 1:
             raise UsageError(
@@ -207,17 +207,9 @@ class Trainer:
         gpus = len(visible_devices()) if self.accelerator != "cpu" else 0
         if self.accelerator in ("gpu", "cuda") and not gpus:
             raise UsageError(f"accelerator is {self.accelerator!r}, but this machine has no GPU. Leave it out, or give 'cpu'.")
-        if self.device_numbers and max(self.device_numbers) >= gpus:
-            raise UsageError(
-                f"devices must be among the {gpus} GPUs that are visible here, got {self.device_numbers}. Give a number of ranks."
-            )
         if isinstance(self.strategy, Strategy) and self.strategy.name == "dp":
             return 1  # one process drives all devices
         return self.ranks or (auto_ranks() if gpus else 1)
-
-    def _chosen_devices(self) -> dict[str, str]:
-        visible = visible_devices()
-        return {"CUDA_VISIBLE_DEVICES": ",".join(visible[n] for n in self.device_numbers)} if self.device_numbers else {}
 
     def _plan(self) -> Plan:
         """What is true now: attributes may have been set since."""
@@ -256,7 +248,7 @@ class Trainer:
                 if vars(unit).get("optimizer") is not None:
                     before = str(save(unit, folder / "before"))
                 sent = pack(unit)
-            env = self._chosen_devices()
+            env = {"CUDA_VISIBLE_DEVICES": visible(self.device_numbers)} if self.device_numbers else {}
             env |= {"CUDA_VISIBLE_DEVICES": ""} if self.accelerator == "cpu" else {}
             seeds = rng.draw()  # of the caller's streams: a seed of the caller's decides what ranks draw
             work = replace(work, unit=sent, before=before, after=str(folder / "after"), seeds=seeds)
@@ -330,6 +322,16 @@ def _devices_of(devices: Any, accelerator: str) -> tuple[int, list[int] | None]:
     return devices, None
 
 
-def _is_launched() -> bool:
+def is_launched() -> bool:
     """Whether ranks run already, and this process is one of them."""
     return "RANK" in os.environ or RankInfo.from_env().world_size > 1
+
+
+def visible(numbers: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES for these of the devices that are visible now."""
+    now = visible_devices()
+    if max(numbers) >= len(now):
+        raise UsageError(
+            f"devices must be among the {len(now)} GPUs that are visible here, got {list(numbers)}. Give a number of ranks."
+        )
+    return ",".join(now[n] for n in numbers)

@@ -1,11 +1,13 @@
-"""`lightning`, also for `pytorch_lightning`: its Trainer, over echelon's units."""
+"""`lightning`: what `lightning.pytorch` has at its top."""
 
 from typing import Any
 
-from echelon.compat.lightning.pytorch import Trainer, instead, seed_everything
+from echelon.compat.lightning import pytorch
+from echelon.compat.lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from echelon.compat.lightning.pytorch.successors import NAMES, missing
 
-__all__ = ["Trainer", "seed_everything"]
+__all__ = ["Callback", "LightningDataModule", "LightningModule", "Trainer", "pytorch", "seed_everything"]
 
 
 def __getattr__(name: str) -> Any:
-    instead(__name__, name)
+    return missing(__name__, name, NAMES)

@@ -1,27 +1,33 @@
-"""`lightning.pytorch`: Trainer and `seed_everything`.
+"""`lightning.pytorch`, also for `pytorch_lightning`: LightningModule, Trainer and what belongs to them, on echelon's loop.
 
-A Trainer trains an echelon unit. There is no LightningModule: what it logs, its hooks, its callbacks and its checkpoints are
-Lightning's own, and an adapter that left half of them out would train something else without a word.
+A LightningModule is trained as an AutoUnit (`automatic`), or, with manual optimization, as a TrainUnit (`manual`); a Trainer also
+trains echelon's own units.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any, NoReturn
+from typing import Any
 
+from echelon.compat.lightning.pytorch import callbacks, loggers, strategies, utilities
+from echelon.compat.lightning.pytorch.callbacks.base import Callback
+from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
+from echelon.compat.lightning.pytorch.module import LightningModule
+from echelon.compat.lightning.pytorch.successors import NAMES, missing
 from echelon.compat.lightning.pytorch.trainer import Trainer
-from echelon.contracts.errors import UsageError
 from echelon.world import rng
 
-__all__ = ["Trainer", "instead", "seed_everything"]
-
-_INSTEAD = {
-    "LightningModule": "an echelon.AutoUnit, whose compute_loss is training_step, and whose "
-    "configure_optimizers_and_lr_scheduler is configure_optimizers",
-    "LightningDataModule": "trainer.fit(unit, train_dataloaders, val_dataloaders)",
-    "Callback": "echelon.Callback, whose hooks get (state, unit)",
-    "Fabric": "echelon.init_from_env() and echelon.prepare_module, or a TrainUnit",
-}
+__all__ = [
+    "Callback",
+    "LightningDataModule",
+    "LightningModule",
+    "Trainer",
+    "callbacks",
+    "loggers",
+    "seed_everything",
+    "strategies",
+    "utilities",
+]
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
@@ -34,12 +40,5 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     return value
 
 
-def instead(module: str, name: str) -> NoReturn:
-    """A module's `__getattr__`: what takes the place of a name that Lightning has."""
-    if name in _INSTEAD:
-        raise UsageError(f"lightning.{name} is not part of echelon.compat. Instead: {_INSTEAD[name]}.")
-    raise AttributeError(f"module {module!r} has no attribute {name!r}")
-
-
 def __getattr__(name: str) -> Any:
-    instead(__name__, name)
+    return missing(__name__, name, NAMES)

@@ -11,7 +11,17 @@ from echelon.parallel import STRATEGIES
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.strategy import Strategy
 
-__all__ = ["batches", "check_others", "devices_of", "limits", "precision_of", "strategy_of", "without_strategy"]
+__all__ = [
+    "OF_MODULES",
+    "check_for_units",
+    "checked_limits",
+    "devices_of",
+    "interval",
+    "precision_of",
+    "sorted_out",
+    "strategy_of",
+    "without_strategy",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -34,56 +44,94 @@ _PRECISIONS = {
 # Lightning's, which change what is shown or how fast it runs, and not what is trained.
 _WITHOUT_EFFECT = {
     "barebones",
-    "benchmark",
+    "enable_autolog_hparams",
     "enable_model_summary",
     "enable_progress_bar",
     "inference_mode",
-    "log_every_n_steps",
-    "logger",
-    "num_sanity_val_steps",
+    "model_registry",
     "profiler",
     "progress_bar_refresh_rate",
-    "use_distributed_sampler",
     "weights_summary",
+}
+# Of a LightningModule, with Lightning's defaults.
+OF_MODULES: dict[str, Any] = {
+    "benchmark": None,
+    "detect_anomaly": False,
+    "deterministic": None,
+    "log_every_n_steps": 50,
+    "logger": None,
+    "min_epochs": None,
+    "min_steps": None,
+    "num_sanity_val_steps": 2,
+    "overfit_batches": 0.0,
+    "sync_batchnorm": False,
+    "use_distributed_sampler": True,
+}
+# Which of these an AutoUnit goes without, and where it has the others.
+_DISPLAYED = {"benchmark", "log_every_n_steps", "logger", "num_sanity_val_steps", "use_distributed_sampler"}
+_OF_UNITS = {
+    "detect_anomaly": "it is the unit's: AutoUnit(detect_anomaly=True)",
+    "deterministic": "it is the unit's: AutoUnit(deterministic='bitwise'), or `echelon run --bitwise`",
+    "min_epochs": "nothing stops training early unless a callback does",
+    "min_steps": "nothing stops training early unless a callback does",
+    "overfit_batches": "write limit_train_batches, with a loader that does not shuffle",
+    "sync_batchnorm": "it is the strategy's: strategy=DDPStrategy(sync_batchnorm=True)",
 }
 # Lightning's others, and where what they mean is to be had.
 _ELSEWHERE = {
     "auto_lr_find": "there is no search for a learning rate",
     "auto_scale_batch_size": "there is no search for a batch size",
     "checkpoint_callback": "write enable_checkpointing",
-    "detect_anomaly": "it is the unit's: AutoUnit(detect_anomaly=True)",
-    "deterministic": "it is the unit's: AutoUnit(deterministic='bitwise'), or `echelon run --bitwise`",
     "max_time": "it is the launcher's: `echelon run --stop-after 55m`",
-    "min_epochs": "nothing stops training early unless a callback does",
-    "min_steps": "nothing stops training early unless a callback does",
     "num_processes": "write devices",
-    "overfit_batches": "write limit_train_batches, with a loader that does not shuffle",
     "plugins": "what the strategy does are its options, such as FSDPStrategy(...)",
     "reload_dataloaders_every_n_epochs": "a loader is iterated again in every epoch",
     "resume_from_checkpoint": "write fit(..., ckpt_path=...)",
     "stochastic_weight_avg": "it is the unit's: AutoUnit(swa_params=SWAParams(...))",
-    "sync_batchnorm": "it is the strategy's: strategy=DDPStrategy(sync_batchnorm=True)",
     "terminate_on_nan": "it is the unit's: AutoUnit(detect_anomaly=True)",
     "track_grad_norm": "AutoUnit(clip_grad_norm=inf) measures it",
     "weights_save_path": "write default_root_dir",
 }
 
 
-def check_others(others: Mapping[str, Any]) -> None:
-    """
+def sorted_out(others: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """(what a LightningModule's runs need, the names of what was given and has no effect).
+
     Raises:
         UsageError: an option that is not known, and may have meant something.
     """
-    unknown = sorted(set(others) - _WITHOUT_EFFECT)
-    if unknown and unknown[0] in _ELSEWHERE:
-        raise UsageError(f"Trainer({unknown[0]}={others[unknown[0]]!r}): {_ELSEWHERE[unknown[0]]}.")
-    if unknown:
-        raise UsageError(
-            f"Trainer({unknown[0]}={others[unknown[0]]!r}): not known here. What concerns the unit, such as swa_params, is its "
-            "constructor's; what concerns the loop is fit()'s, or a callback."
-        )
-    if others:
-        logger.warning("Trainer(%s=...): has no effect here", "=..., ".join(sorted(others)))
+    of_modules, shown = dict(OF_MODULES), set[str]()
+    for name, value in others.items():
+        if name in OF_MODULES:
+            of_modules[name] = OF_MODULES[name] if value is None else value
+            shown |= {name} & _DISPLAYED
+        elif name in _WITHOUT_EFFECT:
+            shown.add(name)
+        elif name not in _ELSEWHERE:
+            raise UsageError(
+                f"Trainer({name}={value!r}): not known here. What concerns the unit, such as swa_params, is its "
+                "constructor's; what concerns the loop is fit()'s, or a callback."
+            )
+        elif value:  # 0, None and False are what Lightning has without it
+            raise UsageError(f"Trainer({name}={value!r}): {_ELSEWHERE[name]}.")
+    if of_modules["deterministic"] not in (None, True, False, "warn"):
+        raise UsageError(f"deterministic {of_modules['deterministic']!r}: True, False or 'warn'.")
+    return of_modules, shown
+
+
+def check_for_units(of_modules: Mapping[str, Any], limits: Mapping[str, Any], interval: Any) -> None:
+    """
+    Raises:
+        UsageError: what an AutoUnit has elsewhere.
+    """
+    for name, where in _OF_UNITS.items():
+        if of_modules[name] and of_modules[name] != OF_MODULES[name]:
+            raise UsageError(f"Trainer({name}={of_modules[name]!r}): {where}.")
+    for name, limit in limits.items():
+        if isinstance(limit, float):
+            raise UsageError(f"limit_{name}_batches {limit!r}: a whole number of batches, or None for all.")
+    if isinstance(interval, float) and interval != 1.0:
+        raise UsageError(f"val_check_interval {interval!r}: a whole number of batches, or None for all.")
 
 
 def without_strategy(accelerator: Any, strategy: Any) -> tuple[Any, Any]:
@@ -138,22 +186,32 @@ def devices_of(given: Any) -> Any:
     return numbers if "," in given else (numbers[0] if numbers else "auto")
 
 
-def batches(name: str, given: Any) -> int | None:
-    """A number of batches; None and Lightning's 1.0 are all of them.
+def interval(given: Any) -> float | int:
+    """`val_check_interval`: a number of batches, or as a float a part of an epoch.
 
     Raises:
-        UsageError: a part of an epoch, or no number.
+        UsageError: neither.
     """
+    if given is None:
+        return 1.0
+    found = _batches("val_check_interval", given)
+    if found == 0:
+        raise UsageError(f"val_check_interval {given!r}: 1 batch or more; for no evaluation give limit_val_batches=0.")
+    return 1.0 if found is None else found
+
+
+def _batches(name: str, given: Any) -> float | int | None:
+    """A number of batches; None and Lightning's 1.0 are all of them; other floats are a part."""
     if given is None or (isinstance(given, float) and given == 1.0):
         return None
-    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
-        raise UsageError(f"{name} {given!r}: a whole number of batches, or None for all.")
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or given < 0 or (isinstance(given, float) and given > 1):
+        raise UsageError(f"{name} {given!r}: a whole number of batches, a part of them such as 0.1, or None for all.")
     return given
 
 
-def limits(fast_dev_run: bool | int, **given: Any) -> dict[str, int | None]:
+def checked_limits(fast_dev_run: bool | int, given: Mapping[str, Any]) -> dict[str, float | int | None]:
     """Batches of an epoch, by phase."""
     if isinstance(fast_dev_run, int) and fast_dev_run >= 0:
-        checked = {name: batches(f"limit_{name}_batches", value) for name, value in given.items()}
+        checked = {name: _batches(f"limit_{name}_batches", value) for name, value in given.items()}
         return dict.fromkeys(given, int(fast_dev_run)) if fast_dev_run else checked
     raise UsageError(f"fast_dev_run {fast_dev_run!r}: True, or a number of batches.")

@@ -1,19 +1,27 @@
-"""`echelon.loop.trainer.Trainer` with Lightning's options, also those of older releases."""
+"""`echelon.loop.trainer.Trainer` with Lightning's options, also those of older releases.
+
+It trains an AutoUnit, as the core's does, or a LightningModule: `session` says how.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from echelon.compat.lightning.pytorch import options
+from echelon.compat.lightning.pytorch.callbacks.base import Callback
+from echelon.compat.lightning.pytorch.module import LightningModule
+from echelon.compat.lightning.pytorch.module_runs import ModuleRuns
 from echelon.contracts.errors import UsageError
 from echelon.loop import trainer
-from echelon.loop.callback import Callback
+from echelon.loop.callback import Callback as LoopCallback
+from echelon.loop.trainer_rank import Plan
 from echelon.loop.unit import TrainUnit
 from echelon.parallel.precision import Precision
 from echelon.parallel.strategy import Strategy
@@ -25,8 +33,8 @@ logger = logging.getLogger(__name__)
 _DEFAULT_EPOCHS = 1000
 
 
-class Trainer(trainer.Trainer):
-    """Starts ranks and trains in them.
+class Trainer(ModuleRuns, trainer.Trainer):
+    """Starts ranks and trains in them, an AutoUnit or a LightningModule.
 
     Args:
         devices: how many ranks on this machine, or which GPUs, as a list; "auto" is one rank per GPU, else one.
@@ -38,13 +46,17 @@ class Trainer(trainer.Trainer):
         accumulate_grad_batches, gradient_clip_val: as AutoUnit's `gradient_accumulation_steps` and `clip_grad_norm`, or with
             gradient_clip_algorithm="value" `clip_grad_value`. None leaves the unit's own.
         callbacks: run in every rank; what rank 0's remember comes back, where it can be pickled.
-        default_root_dir: a run folder of each `fit`, and below `checkpoints` the unit's state after every epoch.
-        enable_checkpointing: False saves none; by default they are saved if there is a folder, and no saver among the callbacks.
-        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: batches of an epoch, per rank.
+        default_root_dir: a run folder of each `fit`, and below `checkpoints` the unit's state after every epoch. Of a
+            LightningModule, where its logger's folder is; by default the working directory.
+        enable_checkpointing: False saves none; by default they are saved if there is a folder, and no saver among the callbacks;
+            of a LightningModule always.
+        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: batches of an epoch, per rank; of a
+            LightningModule also a part of them, as 0.1.
         fast_dev_run: so many batches (True is one) of one epoch, and no checkpoints: to see whether it runs.
-        check_val_every_n_epoch: how often to evaluate; `val_check_interval` counts batches instead.
+        check_val_every_n_epoch: how often to evaluate; `val_check_interval` counts batches instead, or is a part of an epoch.
         gpus: Lightning's older word for `devices`; with `accelerator="ddp"` understood, with a hint.
-        others: Lightning's options of display are accepted and named; any other is refused.
+        others: Lightning's further options for a LightningModule, which `options.OF_MODULES` has, and those of display, which are
+            accepted and named; any other is refused.
     Raises:
         UsageError: a value that makes no sense; the text names it.
     """
@@ -61,8 +73,8 @@ class Trainer(trainer.Trainer):
         precision: str | int | torch.dtype | Precision | None = None,
         accumulate_grad_batches: int | None = None,
         gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: Literal["norm", "value"] = "norm",
-        callbacks: Callback | list[Callback] | None = None,
+        gradient_clip_algorithm: Literal["norm", "value"] | None = "norm",
+        callbacks: Any = None,
         default_root_dir: str | Path | None = None,
         enable_checkpointing: bool | None = None,
         limit_train_batches: int | float | None = None,
@@ -75,21 +87,29 @@ class Trainer(trainer.Trainer):
         gpus: int | str | Sequence[int] | None = None,
         **others: Any,
     ) -> None:
-        options.check_others(others)
-        limits = options.limits(
-            fast_dev_run, train=limit_train_batches, val=limit_val_batches, test=limit_test_batches, predict=limit_predict_batches
-        )
+        self.of_modules, self._shown = options.sorted_out(others)
+        given = {
+            "train": limit_train_batches,
+            "val": limit_val_batches,
+            "test": limit_test_batches,
+            "predict": limit_predict_batches,
+        }
+        self.given_limits, self.fast_dev_run = options.checked_limits(fast_dev_run, given), fast_dev_run
         if fast_dev_run:
             max_epochs, max_steps, enable_checkpointing, val_check_interval = 1, None, False, None
-        if gradient_clip_algorithm not in ("norm", "value"):
+        if gradient_clip_algorithm not in ("norm", "value", None):
             raise UsageError(f"gradient_clip_algorithm {gradient_clip_algorithm!r}: 'norm' or 'value'.")
         accelerator, strategy = options.without_strategy(accelerator, strategy)
-        every = options.batches("val_check_interval", val_check_interval)
+        self.val_check_interval = options.interval(val_check_interval)
+        self.check_val_every_n_epoch = check_val_every_n_epoch
+        whole = isinstance(self.val_check_interval, int)
         changes: dict[str, Any] = {
             "precision": options.precision_of(precision),
             "gradient_accumulation_steps": accumulate_grad_batches,
-            "clip_grad_norm" if gradient_clip_algorithm == "norm" else "clip_grad_value": gradient_clip_val or None,
+            "clip_grad_value" if gradient_clip_algorithm == "value" else "clip_grad_norm": gradient_clip_val or None,
         }
+        every = [] if callbacks is None else [callbacks] if not isinstance(callbacks, Iterable) else list(callbacks)
+        self.given_callbacks = [each for each in every if isinstance(each, Callback)]
         super().__init__(
             options.devices_of(devices),
             options.strategy_of(strategy),
@@ -97,28 +117,109 @@ class Trainer(trainer.Trainer):
             accelerator=accelerator,
             max_epochs=math.inf if max_epochs == -1 else max_epochs,
             max_steps=None if max_steps == -1 else max_steps,
-            max_steps_per_epoch=limits,
-            evaluate_every_n_epochs=check_val_every_n_epoch if every is None else None,
-            evaluate_every_n_steps=every,
+            max_steps_per_epoch={name: limit for name, limit in self.given_limits.items() if not isinstance(limit, float)},
+            evaluate_every_n_epochs=None if whole else check_val_every_n_epoch,
+            evaluate_every_n_steps=self.val_check_interval if isinstance(self.val_check_interval, int) else None,
             unit_options={name: value for name, value in changes.items() if value is not None},
-            callbacks=callbacks,
+            callbacks=[each for each in every if not isinstance(each, Callback)],
             run_dir=default_root_dir,
             gpus=options.devices_of(gpus),
         )
-        if enable_checkpointing and self.run_dir is None and not self.has_saver:
-            raise UsageError("enable_checkpointing=True: where to? Give default_root_dir, or a DistributedCheckpointSaver.")
+        self.enable_checkpointing = enable_checkpointing
         self.saves = self.saves and enable_checkpointing is not False
+        self.loop_callbacks: list[LoopCallback] = self.callbacks
+        self.callbacks = [*self.given_callbacks, *self.loop_callbacks]
+        self._begin_running()
+
+    # --- of an AutoUnit
+
+    def _plan(self) -> Plan:
+        return replace(super()._plan(), callbacks=self.loop_callbacks)
+
+    def _check_for_units(self) -> None:
+        """
+        Raises:
+            UsageError: an option that only a LightningModule has a meaning for.
+        """
+        options.check_for_units(self.of_modules, self.given_limits, self.val_check_interval)
+        if self.given_callbacks:
+            name = type(self.given_callbacks[0]).__name__
+            raise UsageError(f"callbacks: {name} acts on a LightningModule. For an AutoUnit write an echelon.Callback.")
+        if self.enable_checkpointing and self.run_dir is None and not self.has_saver:
+            raise UsageError("enable_checkpointing=True: where to? Give default_root_dir, or a DistributedCheckpointSaver.")
+        if self._shown:
+            logger.warning("Trainer(%s=...): has no effect here", "=..., ".join(sorted(self._shown)))
+
+    # --- of either
 
     def fit(
         self,
-        unit: TrainUnit[Any] | Callable[[], TrainUnit[Any]],
-        train_dataloaders: Iterable[Any],
-        val_dataloaders: Iterable[Any] | None = None,
-        *,
+        model: LightningModule | TrainUnit[Any] | Callable[[], TrainUnit[Any]],
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
     ) -> None:
-        """As `echelon.loop.trainer.Trainer.fit`."""
+        """As `echelon.loop.trainer.Trainer.fit`; or train a LightningModule.
+
+        Args:
+            datamodule: in place of loaders; it may also be the second argument.
+            ckpt_path: a checkpoint to go on from; "last" is the newest, "best" the best that a ModelCheckpoint has.
+        """
         if self.max_epochs is None and self.max_steps is None:
             self.max_epochs = _DEFAULT_EPOCHS
             logger.warning("Trainer without max_epochs and max_steps: %s epochs, as Lightning does", _DEFAULT_EPOCHS)
-        super().fit(unit, train_dataloaders, val_dataloaders, ckpt_path=ckpt_path)
+        if isinstance(model, torch.nn.Module):
+            self.run_module("fit", model, (train_dataloaders, val_dataloaders), datamodule, ckpt_path)
+            return
+        self._check_for_units()
+        super().fit(model, train_dataloaders, val_dataloaders, ckpt_path=ckpt_path)
+
+    def validate(  # type: ignore[override]
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: Any = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        **_: Any,
+    ) -> list[dict[str, float]]:
+        """As the core's; of a LightningModule what it logs, a dict for each loader."""
+        if model is None or isinstance(model, torch.nn.Module):
+            found: list[dict[str, float]] = self.run_module("validate", model, (dataloaders, None), datamodule, ckpt_path)
+            return found
+        self._check_for_units()
+        return super().validate(model, dataloaders, ckpt_path=ckpt_path)
+
+    def test(  # type: ignore[override]
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: Any = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        **_: Any,
+    ) -> list[dict[str, float]]:
+        """As `validate`, with `test_step`."""
+        if model is None or isinstance(model, torch.nn.Module):
+            found: list[dict[str, float]] = self.run_module("test", model, (dataloaders, None), datamodule, ckpt_path)
+            return found
+        self._check_for_units()
+        return super().test(model, dataloaders, ckpt_path=ckpt_path)
+
+    def predict(  # type: ignore[override]
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        return_predictions: bool | None = None,
+        ckpt_path: Any = None,
+        **_: Any,
+    ) -> list[Any]:
+        """As the core's: batch by batch, in the order of the loader's samples on any number of ranks that it starts."""
+        if model is None or isinstance(model, torch.nn.Module):
+            found: list[Any] = self.run_module("predict", model, (dataloaders, None), datamodule, ckpt_path)
+            return found
+        self._check_for_units()
+        return super().predict(model, dataloaders, ckpt_path=ckpt_path)

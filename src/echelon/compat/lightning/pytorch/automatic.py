@@ -1,0 +1,174 @@
+"""A LightningModule whose optimizer the loop steps, as an AutoUnit: `compute_loss` is `training_step`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from echelon.compat.lightning.pytorch.hooks import overridden
+from echelon.compat.lightning.pytorch.module import LightningModule
+from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer, NoOptimizer, Schedules, configured
+from echelon.compat.lightning.pytorch.units import Kept, Moves, StepCaller
+from echelon.contracts.errors import LossError
+from echelon.loop.auto import AutoUnit
+from echelon.loop.state import ActivePhase, State
+from echelon.parallel.micro_batch import MicroBatch
+
+__all__ = ["AutomaticUnit"]
+
+logger = logging.getLogger(__name__)
+
+
+class AutomaticUnit(AutoUnit[Any]):
+    """
+    Args:
+        lightning_module: also what is trained.
+        options: AutoUnit's.
+    """
+
+    may_stop = False
+    may_lack = (*AutoUnit.may_lack, "lightning", "schedules")  # type: ignore[assignment]
+
+    def __init__(self, trainer: Any, lightning_module: LightningModule, **options: Any) -> None:
+        super().__init__(module=lightning_module, step_lr_interval="step", zero_grad_at_train_step_start=True, **options)
+        self.trainer = trainer
+        self.eval_loss = self.test_loss = None  # type: ignore[assignment]  # what is logged has other names
+        self.lightning = Kept(trainer)
+        self.schedules = Schedules([], self.lightning_module.lr_scheduler_step)
+        self.moves = Moves(lightning_module, trainer.datamodule, self.device)
+        self.batch: Any = None  # the latest, for the hook after its update
+        self._steps = StepCaller(trainer, lightning_module, lambda: self.module, self.autocast)
+        self._must_clear = self._before_step = self._updated = False
+        self._waits = {
+            name: overridden(name, lightning_module, LightningModule)
+            for name in ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
+        }
+
+    @property
+    def lightning_module(self) -> LightningModule:
+        found = self.prepared.unwrapped
+        assert isinstance(found, LightningModule)
+        return found
+
+    # --- what is asked of it
+
+    def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, None]:
+        """The module's own; schedules are advanced by `schedules`."""
+        mine = self.lightning_module
+        made = mine.configure_optimizers()
+        if made is None:
+            logger.warning("%s.configure_optimizers returned None: nothing will be updated", type(mine).__name__)
+            made = NoOptimizer([p for p in mine.parameters() if p.requires_grad])
+        optimizers, schedules = configured(made, automatic=True)
+        self.schedules = Schedules(schedules, mine.lr_scheduler_step)
+        self.trainer.lightning_optimizers = [LightningOptimizer(optimizers[0], self._step_by_hook, mine)]
+        return optimizers[0], None
+
+    def compute_loss(self, state: State, data: Any) -> tuple[torch.Tensor, Any]:
+        output = self._steps.train(state, self.train_progress, data)
+        self.batch = data
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if not isinstance(loss, torch.Tensor):
+            raise LossError(
+                f"{type(self.lightning_module).__name__}.training_step returned {type(output).__name__}; return the loss, or a "
+                'dict with "loss". A batch that is to be left out has a loss of `0 * loss`; with several optimizers, set '
+                "`self.automatic_optimization = False`."
+            )
+        if self._must_clear:
+            self._clear(state)
+        return loss, output
+
+    def eval_step(self, state: State, data: Any) -> Any:
+        return self._steps.evaluate("validation", state.eval_state, self.eval_progress, data)
+
+    def test_step(self, state: State, data: Any) -> Any:
+        return self._steps.evaluate("test", state.test_state, self.test_progress, data)
+
+    def predict_step(self, state: State, data: Any) -> Any:
+        return self._steps.evaluate("predict", state.predict_state, self.predict_progress, data)
+
+    def placement(self, phase: str) -> tuple[Any, Any]:
+        return super().placement(phase) if not self.moves else (self.move_data_to_device, self._copies)
+
+    def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
+        if not self.moves:
+            return super().move_data_to_device(state, data, non_blocking)
+        phase = {ActivePhase.EVALUATE: "validation"}.get(state.active_phase, str(state.active_phase))
+        return self.moves(data, non_blocking, self.trainer.loader_idx_of(phase))
+
+    def epoch_closed(self, state: State, phase: str) -> None:
+        if phase == "train":
+            super().epoch_closed(state, phase)
+
+    # --- an update, with its hooks
+
+    def zero_grad(self, state: State) -> None:
+        """After `training_step`, where Lightning does it."""
+        self._must_clear = True
+
+    def _clear(self, state: State) -> None:
+        self._must_clear = False
+        trainer, optimizer = self.trainer, self.trainer.lightning_optimizers[0]
+        trainer.call("on_before_zero_grad", optimizer)
+        if self._waits["optimizer_zero_grad"]:
+            self.lightning_module.optimizer_zero_grad(trainer.current_epoch, trainer.batch_idx, optimizer)
+        else:
+            super().zero_grad(state)
+
+    def _backward(self, state: State, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> None:
+        self.trainer.call("on_before_backward", loss)
+        super()._backward(state, loss, micro_batch)
+        self.trainer.call("on_after_backward")
+
+    def _clip(self) -> torch.Tensor | None:
+        trainer, optimizer = self.trainer, self.trainer.lightning_optimizers[0]
+        self._before_step = True
+        trainer.call("on_before_optimizer_step", optimizer)
+        if not self._waits["configure_gradient_clipping"]:
+            return super()._clip()
+        with trainer.hook("configure_gradient_clipping"):
+            by_norm = self.clip_grad_norm
+            value, algorithm = (by_norm, "norm") if by_norm is not None else (self.clip_grad_value, "value")
+            self.lightning_module.configure_gradient_clipping(optimizer, value, algorithm if value is not None else None)
+        return None
+
+    def _step_optimizer(self) -> bool:
+        if not self._waits["optimizer_step"]:
+            self._before_step, updated = False, super()._step_optimizer()
+            return updated
+        self._updated = False
+        trainer, loss = self.trainer, self.window.latest_loss
+        with trainer.hook("optimizer_step"):
+            self.lightning_module.optimizer_step(
+                trainer.current_epoch, trainer.batch_idx, trainer.lightning_optimizers[0], lambda: loss
+            )
+        self._before_step = False
+        return self._updated
+
+    def _step_by_hook(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """`optimizer.step(...)` in the module's own `optimizer_step`."""
+        self._updated = super()._step_optimizer()
+        return closure() if closure is not None else None
+
+    def step_lr_scheduler(self) -> None:
+        self.schedules.step("step", self.train_progress.num_steps_completed_in_epoch + 1, None)
+
+    def on_train_epoch_end(self, state: State) -> None:
+        self.schedules.step("epoch", self.train_progress.num_epochs_completed, None)
+
+    # --- for the Trainer
+
+    def backward_by_hand(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        raise LossError("manual_backward is for `self.automatic_optimization = False`, to be set in the module's __init__.")
+
+    def averages(self, flag: bool) -> AbstractContextManager[None]:
+        raise LossError("toggle_model is for `self.automatic_optimization = False`, to be set in the module's __init__.")
+
+    @property
+    def updates(self) -> int:
+        """The window counts one as soon as its gradients are whole."""
+        return self.window.updates - self._before_step

@@ -1,0 +1,255 @@
+"""ModelCheckpoint: which checkpoints of a run are written and kept. Each is a folder of echelon's, under Lightning's name."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from echelon.checkpoint import commit
+from echelon.checkpoint.location import remove_tree
+from echelon.compat.lightning.pytorch.callbacks.base import Callback
+from echelon.contracts.errors import UsageError, require
+from echelon.contracts.numbers import whole
+from echelon.world import agree
+
+__all__ = ["Checkpoint", "ModelCheckpoint"]
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoint(Callback):
+    """Base of what saves."""
+
+
+class ModelCheckpoint(Checkpoint):
+    """Save after epochs or steps, and keep the best, or the latest.
+
+    Args:
+        dirpath: by default "checkpoints" in the logger's folder, or in the Trainer's default_root_dir.
+        filename: with names of logged values in it, such as "{epoch}-{val_loss:.2f}", which becomes "epoch=1-val_loss=0.31.ckpt".
+        monitor, mode: the logged value that tells which are best; None keeps the latest.
+        save_top_k: how many stay; -1 are all, 0 writes none.
+        save_last: "last.ckpt" always stands for the latest.
+        every_n_train_steps, every_n_epochs: when; by default after every epoch that was evaluated, or every epoch.
+        save_on_train_epoch_end: save at an epoch's end, and not after an evaluation.
+        save_weights_only: has no effect: a checkpoint is whole, and `load_from_checkpoint` reads only the weights of it.
+        enable_version_counter: a name that is taken gets "-v1".
+    Attributes:
+        best_model_path, best_model_score, last_model_path, best_k_models: paths are "" where there is none.
+    """
+
+    CHECKPOINT_NAME_LAST = "last"
+    FILE_EXTENSION = ".ckpt"
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: Literal["min", "max"] = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+    ) -> None:
+        require(mode in ("min", "max"), "mode", "'min' or 'max'", mode)
+        _refuse(save_on_exception=save_on_exception, train_time_interval=train_time_interval)
+        if every_n_train_steps and every_n_epochs:
+            raise UsageError("ModelCheckpoint: give every_n_train_steps or every_n_epochs.")
+        save_top_k = whole("save_top_k", save_top_k, at_least=-1)
+        if monitor is None and save_top_k not in (-1, 0, 1):
+            raise UsageError(f"ModelCheckpoint(save_top_k={save_top_k}) needs a monitor that tells which are best.")
+        if save_weights_only:
+            logger.warning("ModelCheckpoint(save_weights_only=True) has no effect: the optimizer's state is saved, too")
+        self.dirpath = os.path.realpath(os.path.expanduser(dirpath)) if dirpath is not None else None
+        self.filename, self.monitor, self.mode, self.verbose = filename, monitor, mode, verbose
+        self.save_last, self.save_top_k, self.save_weights_only = save_last, save_top_k, save_weights_only
+        self.auto_insert_metric_name, self.enable_version_counter = auto_insert_metric_name, enable_version_counter
+        nothing = every_n_train_steps is None and every_n_epochs is None
+        self._every_n_epochs = 1 if nothing else every_n_epochs or 0
+        self._every_n_train_steps = every_n_train_steps or 0
+        self._on_train_epoch_end = save_on_train_epoch_end
+        self._saved_at, self._waits = 0, False
+        self.best_k_models: dict[str, torch.Tensor] = {}
+        self.kth_best_model_path = self.best_model_path = self.last_model_path = ""
+        self.best_model_score: torch.Tensor | None = None
+        self.current_score: torch.Tensor | None = None
+
+    @property
+    def state_key(self) -> str:
+        return self._key(
+            monitor=self.monitor,
+            mode=self.mode,
+            every_n_train_steps=self._every_n_train_steps,
+            every_n_epochs=self._every_n_epochs,
+        )
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.dirpath = agree.from_rank0(lambda: self.dirpath or os.path.join(trainer.log_folder, "checkpoints"))
+
+    # --- when
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        every = self._every_n_train_steps
+        if self._waits or (every and trainer.global_step % every == 0):
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._saves_at_epoch_end(trainer):
+            self._save_if_due(trainer)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and not self._saves_at_epoch_end(trainer):
+            self._save_if_due(trainer)
+
+    def _saves_at_epoch_end(self, trainer: Any) -> bool:
+        if self._on_train_epoch_end is not None:
+            return self._on_train_epoch_end
+        if trainer.check_val_every_n_epoch != 1:
+            return not trainer.validates
+        return not trainer.validates or trainer.val_check_interval == 1.0
+
+    def _save_if_due(self, trainer: Any) -> None:
+        every = self._every_n_epochs
+        if self._waits or (every and (trainer.current_epoch + 1) % every == 0):
+            self._save(trainer)
+
+    # --- what
+
+    def _save(self, trainer: Any) -> None:
+        if trainer.fast_dev_run or trainer.sanity_checking or self._saved_at == trainer.global_step:
+            return
+        values: dict[str, Any] = {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        self._waits = not trainer.at_boundary or (self.monitor is not None and self.monitor not in values)
+        if self._waits:
+            if trainer.at_boundary and trainer.was_evaluated:
+                raise UsageError(
+                    f"ModelCheckpoint monitors {self.monitor!r}, which was not logged; logged were: "
+                    f"{', '.join(trainer.callback_metrics) or 'nothing'}."
+                )
+            return
+        self._saved_at = trainer.global_step
+        if self.save_top_k:
+            if self.monitor is None:
+                self._save_latest(trainer, values)
+            else:
+                self._save_best(trainer, values)
+        if self.save_last:
+            self._save_last(trainer)
+
+    def _save_latest(self, trainer: Any, values: Mapping[str, Any]) -> None:
+        previous, self.best_model_path = self.best_model_path, self._free_path(values)
+        trainer.save_checkpoint(self.best_model_path)
+        if self.save_top_k == 1 and previous:
+            _remove(previous)
+
+    def _save_best(self, trainer: Any, values: Mapping[str, Any]) -> None:
+        assert self.monitor is not None
+        value = float(values[self.monitor])
+        worst = math.inf if self.mode == "min" else -math.inf
+        self.current_score = current = torch.tensor(worst if math.isnan(value) else value)
+        is_full = self.save_top_k != -1 and len(self.best_k_models) >= self.save_top_k
+        better = agree.from_rank0(lambda: not is_full or self._is_better(current, self.best_k_models[self.kth_best_model_path]))
+        if not better:
+            return
+        doomed, path = self.kth_best_model_path if is_full else "", self._free_path(values)
+        models = {name: score for name, score in self.best_k_models.items() if name != doomed} | {path: current}
+        ordered = sorted(models, key=lambda name: float(models[name]), reverse=self.mode == "max")
+        self.best_k_models, self.kth_best_model_path = models, ordered[-1]
+        self.best_model_path, self.best_model_score = ordered[0], models[ordered[0]]
+        trainer.save_checkpoint(path)
+        if doomed:
+            _remove(doomed)
+        if self.verbose and agree.is_rank0():
+            logger.info(
+                "step %s: %s = %s is among the best %s: %s", trainer.global_step, self.monitor, value, self.save_top_k, path
+            )
+
+    def _is_better(self, score: torch.Tensor, than: torch.Tensor) -> bool:
+        return bool(score < than) if self.mode == "min" else bool(score > than)
+
+    def _save_last(self, trainer: Any) -> None:
+        """A link to a folder of its own, so that at every moment it stands for a whole checkpoint."""
+        assert self.dirpath is not None
+        last = Path(self.dirpath) / f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}"
+        folder = last.with_name(f".last-step={trainer.global_step}{self.FILE_EXTENSION}")
+        self.last_model_path = str(last)
+        trainer.save_checkpoint(folder)
+
+        def link() -> None:
+            older = os.readlink(last) if last.is_symlink() else None
+            aside = last.with_name(f".{last.name}.new")
+            aside.unlink(missing_ok=True)
+            aside.symlink_to(folder.name)
+            os.replace(aside, last)
+            if older is not None and older != folder.name and older.startswith(".last-"):
+                remove_tree(last.with_name(older))
+
+        commit.on_rank0(link)
+
+    # --- names
+
+    def format_checkpoint_name(self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None) -> str:
+        """The path for these values."""
+
+        def fill(found: re.Match[str]) -> str:
+            name, spec = found[1], found[2] or ""
+            value = metrics.get(name, 0)
+            number = value.item() if isinstance(value, torch.Tensor) else value
+            number = int(number) if spec.endswith("d") else number
+            return f"{name}={format(number, spec)}" if self.auto_insert_metric_name else format(number, spec)
+
+        name = re.sub(r"\{([^:{}]+)(?::([^{}]*))?\}", fill, filename or self.filename or "{epoch}-{step}")
+        name = f"{name}{'' if ver is None else f'-v{ver}'}{self.FILE_EXTENSION}"
+        return os.path.join(self.dirpath, name) if self.dirpath else name
+
+    def _free_path(self, values: Mapping[str, Any]) -> str:
+        def choose() -> str:
+            path, version = self.format_checkpoint_name(values), 0
+            while os.path.lexists(path):
+                version += 1
+                path = self.format_checkpoint_name(values, ver=version)
+            return path
+
+        return commit.on_rank0(choose)
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        names = ("monitor", "best_model_score", "best_model_path", "current_score", "dirpath", "best_k_models")
+        return {name: getattr(self, name) for name in (*names, "kth_best_model_path", "last_model_path")}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of checkpoints in another folder nothing is taken over but the best."""
+        self.best_model_path, self.best_model_score = state_dict["best_model_path"], state_dict["best_model_score"]
+        if state_dict["dirpath"] == self.dirpath:
+            self.best_k_models = {path: score for path, score in state_dict["best_k_models"].items() if os.path.isdir(path)}
+            self.last_model_path = state_dict["last_model_path"]
+            ordered = sorted(self.best_k_models, key=lambda p: float(self.best_k_models[p]), reverse=self.mode == "max")
+            self.kth_best_model_path = ordered[-1] if ordered else ""
+
+
+def _refuse(**options: Any) -> None:
+    for name, value in options.items():
+        if value:
+            raise UsageError(f"ModelCheckpoint({name}={value!r}) is not supported. Use every_n_train_steps.")
+
+
+def _remove(path: str) -> None:
+    """Collective."""
+    commit.on_rank0(lambda: remove_tree(Path(path)) if os.path.isdir(path) else None)

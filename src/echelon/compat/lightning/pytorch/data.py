@@ -1,0 +1,136 @@
+"""A phase's batches: from the call, the data module or the module; one loader or several, as far as limits go."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, SequentialSampler
+
+from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
+from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
+from echelon.contracts.errors import UsageError
+from echelon.data.base import BaseLoader, Combined
+from echelon.loop.trainer_rank import shared
+
+__all__ = ["Chain", "given_loaders", "length_of", "limit_of", "one_loader", "several_loaders", "without_shuffling"]
+
+_HOOKS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
+
+
+def given_loaders(phase: str, given: Any, module: Any, datamodule: Any) -> Any:
+    """What was given, or what the data module's or the module's hook makes; None if there is nothing."""
+    if given is not None:
+        return given
+    name = _HOOKS[phase]
+    if datamodule is not None and overridden(name, datamodule, LightningDataModule):
+        return getattr(datamodule, name)()
+    return getattr(module, name)() if datamodule is None and overridden(name, module, ModuleHooks) else None
+
+
+def _is_several(found: Any) -> bool:
+    values = list(found.values()) if isinstance(found, Mapping) else found
+    loaders = (DataLoader, BaseLoader, Combined)
+    return isinstance(values, (list, tuple)) and bool(values) and all(isinstance(each, loaders) for each in values)
+
+
+def one_loader(phase: str, found: Any, data_size: int, accumulation: int, *, divides: bool) -> Any:
+    """
+    Args:
+        divides: whether a DataLoader's samples are divided between the ranks; False leaves that to whoever made it.
+    Raises:
+        UsageError: there are several.
+    """
+    if _is_several(found):
+        if isinstance(found, (list, tuple)) and len(found) == 1:
+            found = found[0]
+        else:
+            raise UsageError(
+                f"{phase}: several dataloaders at once are not supported. Use one over a dataset that combines theirs, such as "
+                "echelon.Mixture or torch.utils.data.StackDataset."
+            )
+    return shared(found, data_size, accumulation) if divides else found
+
+
+def several_loaders(found: Any, data_size: int, *, divides: bool) -> list[Any]:
+    """Loaders to be read one after the other."""
+    values = list(found.values()) if isinstance(found, Mapping) else found
+    each_of = list(values) if _is_several(found) else [found]
+    return [shared(each, data_size, 1) if divides else each for each in each_of]
+
+
+def length_of(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def limit_of(name: str, limit: float | int | None, loader: Any) -> int | None:
+    """A number of batches; None is all of them.
+
+    Raises:
+        UsageError: a part of a loader that has no length, or of which nothing is left.
+    """
+    if limit is None or isinstance(limit, int):
+        return limit
+    if limit == 1.0:
+        return None
+    length = length_of(loader)
+    if length is None:
+        raise UsageError(f"{name}={limit}: the dataloader has no length. Give a number of batches.")
+    if limit and not int(length * limit):
+        raise UsageError(f"{name}={limit} of {length} batches is none. Give {1 / length:.3g} or more, or a number of batches.")
+    return int(length * limit)
+
+
+def without_shuffling(loader: Any) -> Any:
+    """The same batches in every epoch, for `overfit_batches`."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.sampler, SequentialSampler) or loader.batch_size is None:
+        return loader
+    return DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        shuffle=False,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        drop_last=loader.drop_last,
+    )
+
+
+class Chain(Combined):
+    """Loaders one after the other.
+
+    Args:
+        limits: batches of each; None is all of them.
+    """
+
+    def __init__(self, loaders: Sequence[Iterable[Any]], limits: Sequence[int | None]) -> None:
+        self._loaders, self._limits = list(loaders), list(limits)
+
+    def cut(self, most: int) -> Chain:
+        """With so many batches of each at most."""
+        return Chain(self._loaders, [most if limit is None else min(most, limit) for limit in self._limits])
+
+    @property
+    def loaders(self) -> list[Iterable[Any]]:
+        return self._loaders
+
+    def lengths(self) -> list[int | None]:
+        found = [length_of(each) for each in self._loaders]
+        return [
+            limit if length is None else length if limit is None else min(length, limit)
+            for length, limit in zip(found, self._limits, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        lengths = self.lengths()
+        if any(length is None for length in lengths):
+            raise TypeError("a loader has no length")
+        return sum(length or 0 for length in lengths)
+
+    def __iter__(self) -> Iterator[Any]:
+        for loader, limit in zip(self._loaders, self._limits, strict=True):
+            yield from itertools.islice(loader, limit)

@@ -1,0 +1,202 @@
+"""A module's and its callbacks' hooks, called from echelon's loop in Lightning's order.
+
+What differs from the loop's own: an epoch's evaluation comes before `on_train_epoch_end`, so that this hook sees its numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
+from echelon.loop.callback import Callback
+from echelon.loop.state import EntryPoint, State
+from echelon.world.device import copy_data_to_device
+
+__all__ = ["Hooking"]
+
+
+class Hooking(Callback):
+    """
+    Args:
+        max_updates: at which a module with manual optimization ends; others are ended by the loop.
+        may_stop: whether code of the user's may ask for a stop within a step.
+    Attributes:
+        outputs: what `predict_step` returned.
+        evaluated: the numbers of the latest evaluation or test.
+    """
+
+    def __init__(self, trainer: Any, max_updates: float | None, *, may_stop: bool) -> None:
+        self.trainer, self._max_updates = trainer, max_updates
+        self.may_stop = may_stop
+        self.outputs: list[Any] = []
+        self.evaluated: dict[str, torch.Tensor] = {}
+        self._open = self._postponed = self._stepped = self._plateaus_due = False
+
+    # --- training
+
+    def on_train_start(self, state: State, unit: Any) -> None:
+        trainer = self.trainer
+        trainer.loop_state, trainer.state.stage = state, "train"
+        trainer.current_epoch = unit.train_progress.num_epochs_completed
+        self._open = unit.train_progress.num_steps_completed_in_epoch > 0  # one that is resumed
+        trainer.call("on_train_start")
+
+    def on_train_epoch_start(self, state: State, unit: Any) -> None:
+        self._count_step()
+        self.trainer.current_epoch, self._open = unit.train_progress.num_epochs_completed, True
+        self.trainer.call("on_train_epoch_start")
+
+    def on_train_step_start(self, state: State, unit: Any) -> None:
+        self._count_step()
+        self.trainer.batch_idx = unit.train_progress.num_steps_completed_in_epoch
+
+    def on_train_step_end(self, state: State, unit: Any) -> None:
+        trainer, here = self.trainer, state.train_state
+        assert here is not None
+        batch_idx = unit.train_progress.num_steps_completed_in_epoch - 1
+        outputs, batch = _as_dict(unit, here.step_output), unit.batch
+        self._stepped = unit.at_boundary
+        results = trainer.results["train"]
+        trainer.publish(results.of_step(), write=False)
+        trainer.call("on_train_batch_end", outputs, batch, batch_idx)
+        unit.batch = None
+        trainer.publish(results.of_step(), write=unit.at_boundary and trainer.logs_now)
+        if unit.at_boundary and isinstance(unit, AutomaticUnit):
+            unit.schedules.step("step", batch_idx + 1, trainer.callback_metrics)
+        if self._max_updates is not None and unit.updates >= self._max_updates:
+            state.stop()
+        self._stop_if_asked(state, unit)
+
+    def on_train_epoch_end(self, state: State, unit: Any) -> None:
+        self._plateaus_due = True
+        self._postponed = state.eval_state is not None and unit.train_progress.evaluation_due and not state.should_stop
+        if not self._postponed:
+            self._close_epoch(state, unit)
+
+    def _close_epoch(self, state: State, unit: Any) -> None:
+        trainer = self.trainer
+        trainer.state.stage = "train"
+        self._open = self._postponed = False
+        results = trainer.results["train"]
+        trainer.publish(results.of_epoch(), write=False)
+        trainer.call_at_epoch_end(lambda: self._step_plateaus(unit, last=True))
+        trainer.publish(results.of_epoch(), write=True)
+        results.reset()
+        trainer.current_epoch += 1
+        self._stop_if_asked(state, unit)
+
+    def on_train_end(self, state: State, unit: Any) -> None:
+        is_signal = state.should_stop and not state.stopped_by_script
+        if not is_signal and (self._postponed or (self._open and unit.train_progress.num_steps_completed_in_epoch)):
+            self._close_epoch(state, unit)
+        self.trainer.call("on_train_end")
+
+    def _step_plateaus(self, unit: Any, *, last: bool) -> None:
+        """Once an epoch, as soon as what they monitor is known: before anything is saved that a run resumes from."""
+        if not self._plateaus_due or not isinstance(unit, AutomaticUnit):
+            return
+        metrics = self.trainer.callback_metrics
+        waiting = [s for s in unit.schedules.all if s.reduce_on_plateau and s.interval == "epoch" and s.monitor not in metrics]
+        if last or not waiting:
+            self._plateaus_due = False
+            unit.schedules.step("epoch", unit.train_progress.num_epochs_completed, metrics)
+
+    def _count_step(self) -> None:
+        if self._stepped:
+            self._stepped = False
+            self.trainer.log_step += 1
+
+    def _stop_if_asked(self, state: State, unit: Any) -> None:
+        trainer = self.trainer
+        progress = unit.train_progress
+        enough = (trainer.min_epochs or 0) <= progress.num_epochs_completed and (trainer.min_steps or 0) <= unit.updates
+        if trainer.should_stop and enough:
+            state.stop()
+
+    # --- evaluation
+
+    def on_eval_start(self, state: State, unit: Any) -> None:
+        self._start("validation", state)
+
+    def on_eval_epoch_start(self, state: State, unit: Any) -> None:
+        self.trainer.call("on_validation_epoch_start")
+
+    def on_eval_epoch_end(self, state: State, unit: Any) -> None:
+        self._end_epoch("validation")
+        if self._postponed:
+            self._step_plateaus(unit, last=False)
+
+    def on_eval_end(self, state: State, unit: Any) -> None:
+        trainer = self.trainer
+        trainer.call("on_validation_end")
+        if state.entry_point is not EntryPoint.FIT:
+            return
+        trainer.was_evaluated, trainer.state.stage = True, "train"
+        if self._postponed:
+            self._close_epoch(state, unit)
+        else:
+            self._stop_if_asked(state, unit)
+
+    def on_test_start(self, state: State, unit: Any) -> None:
+        self._start("test", state)
+
+    def on_test_epoch_start(self, state: State, unit: Any) -> None:
+        self.trainer.call("on_test_epoch_start")
+
+    def on_test_epoch_end(self, state: State, unit: Any) -> None:
+        self._end_epoch("test")
+
+    def on_test_end(self, state: State, unit: Any) -> None:
+        self.trainer.call("on_test_end")
+
+    def _start(self, phase: str, state: State) -> None:
+        trainer = self.trainer
+        trainer.loop_state, trainer.state.stage = state, phase
+        if phase in trainer.results:
+            trainer.results[phase].reset()
+        trainer.call(f"on_{phase}_start")
+
+    def _end_epoch(self, phase: str) -> None:
+        trainer = self.trainer
+        results = trainer.results[phase]
+        results.dataloader_idx = None
+        if not trainer.sanity_checking:
+            trainer.publish(results.of_epoch(), write=False)
+        trainer.call(f"on_{phase}_epoch_end")
+        if not trainer.sanity_checking:
+            numbers = results.of_epoch()
+            trainer.publish(numbers, write=True)
+            self.evaluated = numbers.logged
+
+    # --- prediction
+
+    def on_predict_start(self, state: State, unit: Any) -> None:
+        self._start("predict", state)
+
+    def on_predict_epoch_start(self, state: State, unit: Any) -> None:
+        self.trainer.call("on_predict_epoch_start")
+
+    def on_predict_step_end(self, state: State, unit: Any) -> None:
+        here = state.predict_state
+        if here is not None and not here.step.is_padding:
+            self.outputs.append(copy_data_to_device(here.step_output, torch.device("cpu")))
+
+    def on_predict_epoch_end(self, state: State, unit: Any) -> None:
+        self.trainer.call("on_predict_epoch_end")
+
+    def on_predict_end(self, state: State, unit: Any) -> None:
+        self.trainer.call("on_predict_end")
+
+
+def _as_dict(unit: Any, output: Any) -> dict[str, Any]:
+    """What a step gave, as `on_train_batch_end` gets it."""
+    loss = None
+    if isinstance(unit, AutomaticUnit):
+        loss, output = output
+    found = dict(output) if isinstance(output, Mapping) else {"loss": output} if output is not None else {}
+    if loss is not None:
+        found["loss"] = loss
+    return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in found.items()}

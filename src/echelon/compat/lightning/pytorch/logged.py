@@ -1,0 +1,226 @@
+"""What `self.log` was given, as numbers over all ranks: sums and weights are added up, means are divided once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from echelon.contracts.errors import UsageError
+from echelon.world import agree
+
+__all__ = ["How", "Numbers", "Results"]
+
+REDUCTIONS = ("mean", "sum", "min", "max")
+
+
+@dataclass(frozen=True)
+class How:
+    """How a value is logged: the arguments of `self.log`, which must not change between two calls of one place."""
+
+    on_step: bool
+    on_epoch: bool
+    prog_bar: bool = False
+    logger: bool = True
+    reduce: str = "mean"
+    sync_dist: bool = False
+    rank_zero_only: bool = False
+
+    @staticmethod
+    def reduction(given: Any) -> str:
+        """Of a name, or a function of torch's or Python's.
+
+        Raises:
+            UsageError: it is none of the four.
+        """
+        name = str(given if isinstance(given, str) else getattr(given, "__name__", given)).lower()
+        name = {"avg": "mean", "amin": "min", "amax": "max"}.get(name, name)
+        if name not in REDUCTIONS:
+            raise UsageError(f"self.log: reduce_fx must be 'mean', 'sum', 'min' or 'max', got {given!r}. Log a metric object.")
+        return name
+
+
+@dataclass
+class Numbers:
+    """Numbers by name, for three readers."""
+
+    callback: dict[str, torch.Tensor] = field(default_factory=dict)
+    logged: dict[str, torch.Tensor] = field(default_factory=dict)
+    bar: dict[str, float] = field(default_factory=dict)
+
+
+class _One:
+    """One value that is logged: the latest, and the epoch's so far on this rank."""
+
+    def __init__(self, key: str, name: str, how: How, suffix: str) -> None:
+        self.key, self.name, self.how, self.suffix = key, name, how, suffix
+        self.metric: Any = None
+        self.reset()
+
+    def reset(self) -> None:
+        self.latest: Any = None
+        self.latest_weight: Any = 1
+        self.fresh = False  # since the batch began
+        self.total: Any = None
+        self.weight: Any = 0
+        self.dtype = torch.float32
+
+    def add(self, value: torch.Tensor, weight: float) -> None:
+        self.latest, self.latest_weight, self.fresh = value, weight, True
+        if value.dtype == torch.float64:
+            self.dtype = torch.float64
+        if not self.how.on_epoch:
+            return
+        wide = value if value.device.type == "mps" else value.double()
+        if self.how.reduce == "mean":
+            if weight == 0:
+                return
+            self.total = wide * weight if self.total is None else self.total + wide * weight
+            self.weight += weight
+        elif self.total is None:
+            self.total, self.weight = wide, 1
+        elif self.how.reduce == "sum":
+            self.total = self.total + wide
+        else:
+            self.total = torch.minimum(self.total, wide) if self.how.reduce == "min" else torch.maximum(self.total, wide)
+
+    def share(self) -> list[float] | None:
+        """What this rank has, for the others."""
+        if self.how.rank_zero_only and not agree.is_rank0():
+            return None
+        return None if self.total is None else [float(self.total), float(self.weight)]
+
+    def names(self, *, step: bool) -> tuple[str, str]:
+        """(its name, and the name that says whether it is of a step or an epoch, if it is logged for both)."""
+        forked = f"{self.name}_{'step' if step else 'epoch'}" if self.how.on_step and self.how.on_epoch else self.name
+        return self.name + self.suffix, forked + self.suffix
+
+
+def _together(reduce: str, shares: list[list[float]]) -> float:
+    values = [value for value, _ in shares]
+    if reduce in ("min", "max"):
+        return min(values) if reduce == "min" else max(values)
+    if reduce == "sum":
+        return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+    weight = sum(weight for _, weight in shares)
+    return sum(values) / weight if weight else math.nan
+
+
+class Results:
+    """What a phase has logged since its epoch began.
+
+    Args:
+        training: a step's values are for callbacks, too.
+    """
+
+    def __init__(self, *, training: bool) -> None:
+        self.training = training
+        self.batch_size: Callable[[], float] = lambda: 1
+        self.dataloader_idx: int | None = None
+        self._all: dict[str, _One] = {}
+        self._step = Numbers()
+
+    def begin_batch(self, batch_size: Callable[[], float], dataloader_idx: int | None) -> None:
+        self.batch_size, self.dataloader_idx, self._step = batch_size, dataloader_idx, Numbers()
+        for each in self._all.values():
+            each.fresh = False
+
+    def log(self, hook: str, name: str, value: Any, how: How, batch_size: float | None, *, add_idx: bool) -> None:
+        """Take in a value.
+
+        Raises:
+            UsageError: it was logged in other ways in the same hook before.
+        """
+        suffix = f"/dataloader_idx_{self.dataloader_idx}" if add_idx and self.dataloader_idx is not None else ""
+        key = f"{hook}.{name}{suffix}"
+        one = self._all.setdefault(key, _One(key, name, how, suffix))
+        if one.how != how:
+            raise UsageError(f"self.log({name!r}, ...) is called twice in {hook} with different options.")
+        if callable(getattr(value, "compute", None)):
+            one.metric, one.fresh = value, True
+            one.latest = getattr(value, "_forward_cache", None)
+            return
+        tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+        tensor = tensor if tensor.is_floating_point() else tensor.float()
+        needs = how.on_epoch and how.reduce == "mean"
+        one.add(
+            tensor.reshape(()), (batch_size if batch_size is not None else self.batch_size()) if needs or how.sync_dist else 1
+        )
+
+    def of_step(self) -> Numbers:
+        """What the batch under way has logged for its step so far. Collective if some of it has `sync_dist`."""
+        fresh = [one for one in self._all.values() if one.fresh and one.how.on_step and one.latest is not None]
+        found: list[tuple[_One, torch.Tensor]] = []
+        shared = [one for one in fresh if one.how.sync_dist and not one.how.rank_zero_only]
+        told: list[Any] = []
+        if shared and agree.is_joined():
+            told = agree.gather({one.key: _share_of_step(one) for one in shared})
+        for one in fresh:
+            value = one.latest
+            if shares := [each[one.key] for each in told if one.key in each]:
+                value = torch.tensor(_together(one.how.reduce, shares), dtype=one.dtype)
+            one.fresh = False
+            found.append((one, value))
+        numbers, step = self._numbers(found, step=True), self._step
+        step.callback |= numbers.callback
+        step.logged |= numbers.logged
+        step.bar |= numbers.bar
+        return step
+
+    def of_epoch(self) -> Numbers:
+        """What the epoch's values are, over all ranks. Collective."""
+        mine = {key: one.share() for key, one in self._all.items() if one.how.on_epoch and one.metric is None}
+        hows: dict[str, list[Any]] = {
+            key: [one.name, one.suffix, list(vars(one.how).values()), one.metric is not None] for key, one in self._all.items()
+        }
+        shares, forms = [mine], [hows]
+        if agree.is_joined():
+            told = agree.gather([mine, hows])
+            shares, forms = [each[0] for each in told], [each[1] for each in told]
+        found: list[tuple[_One, torch.Tensor]] = []
+        every = {key: form for each in reversed(forms) for key, form in each.items()}
+        for key, (name, suffix, options, is_metric) in every.items():
+            one = self._all.get(key)
+            if one is None:  # another rank alone has logged it
+                one = _One(key, name, How(*options), suffix)
+            if not one.how.on_epoch:
+                continue
+            if is_metric:
+                if one.metric is None:
+                    raise UsageError(f"self.log({name!r}, <metric>) was called on some ranks only, and its value is all ranks'.")
+                found.append((one, one.metric.compute().detach()))
+                continue
+            known = [share for each in shares if (share := each.get(key)) is not None]
+            if known:
+                found.append((one, torch.tensor(_together(one.how.reduce, known), dtype=one.dtype)))
+        return self._numbers(found, step=False)
+
+    def _numbers(self, found: list[tuple[_One, torch.Tensor]], *, step: bool) -> Numbers:
+        numbers = Numbers()
+        for one, value in found:
+            name, forked = one.names(step=step)
+            if one.how.logger:
+                numbers.logged[forked] = value
+            if self.training or not step:
+                numbers.callback[name] = numbers.callback[forked] = value
+            if one.how.prog_bar:
+                numbers.bar[forked] = float(value)
+        return numbers
+
+    def reset(self) -> None:
+        """Begin an epoch."""
+        for one in self._all.values():
+            if one.metric is not None:
+                one.metric.reset()
+        self._all.clear()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+
+def _share_of_step(one: _One) -> list[float]:
+    weight = float(one.latest_weight) if one.how.reduce == "mean" else 1.0
+    return [float(one.latest) * weight, weight]

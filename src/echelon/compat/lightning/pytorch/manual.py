@@ -1,0 +1,242 @@
+"""A LightningModule that steps its optimizers itself, `automatic_optimization = False`, as a unit.
+
+ddp      the module is wrapped as a whole, for its start and its buffers; `manual_backward` averages gradients afterwards, since a
+         step may have several backward passes, each of other parameters
+sharded  each network among the module's attributes is sharded by itself, so that each pass gathers and reduces its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer, Schedules, configured
+from echelon.compat.lightning.pytorch.units import Kept, Moves, StepCaller
+from echelon.contracts.errors import UsageError
+from echelon.contracts.overrides import overrides
+from echelon.loop.state import ActivePhase, State
+from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
+from echelon.parallel.loose import average_
+from echelon.parallel.parallelize import prepare_module
+from echelon.parallel.precision import Precision
+from echelon.parallel.prepared import Prepared
+from echelon.parallel.shards import is_split
+from echelon.parallel.strategy import resolve
+from echelon.world import agree
+from echelon.world.init import World, init_from_env
+
+__all__ = ["ManualUnit"]
+
+_SHARDED = ("fsdp", "fsdp2", "hsdp", "zero2", "zero3")
+_AT_ONCE = 1 << 25  # elements of gradients that are averaged in one message
+
+
+class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any]):
+    """
+    Args:
+        strategy, precision: as AutoUnit's.
+    """
+
+    may_stop = False
+    may_lack = ("lightning", "schedules")
+
+    def __init__(self, trainer: Any, lightning_module: Any, *, strategy: Any = None, precision: Any = None, **_: Any) -> None:
+        super().__init__()
+        self.device = init_from_env()
+        self.trainer, self.eval_loss = trainer, None
+        decided = overrides()
+        self.computes = Precision.of(decided.precision or precision)
+        if self.computes.dtype is torch.float16:
+            raise UsageError(
+                'precision "16-mixed" needs a gradient scaler, which automatic_optimization = False lacks. Use "bf16-mixed".'
+            )
+        chosen = resolve(strategy)
+        if decided.strategy is not None:
+            chosen = decided.strategy(chosen) if callable(decided.strategy) else resolve(decided.strategy)
+        name = chosen.name if chosen is not None else "noop"
+        if name not in ("noop", "ddp", *_SHARDED):
+            raise UsageError(f"strategy {name!r} with automatic_optimization = False: use 'ddp', 'fsdp', 'zero2' or 'zero3'.")
+        self._parts: list[Prepared[Any]] = []
+        self._loose: list[nn.Parameter] = []
+        self.module: nn.Module = lightning_module
+        if name in _SHARDED:
+            self._shard(lightning_module, strategy)
+        else:
+            self.module = prepare_module(lightning_module, self.device, strategy=strategy, precision=self.computes)
+            self._parts = [Prepared.of(self.module, World.current(self.device))]
+            self._loose = list(lightning_module.parameters()) if self._is_ddp else []
+        self.batch: Any = None
+        self.lightning = Kept(trainer)
+        self.schedules = Schedules([], lightning_module.lr_scheduler_step)
+        self.moves = Moves(lightning_module, trainer.datamodule, self.device)
+        self.updates, self._averages = 0, True
+        self._steps = StepCaller(trainer, lightning_module, lambda: self.module, self.autocast)
+
+    @property
+    def _is_ddp(self) -> bool:
+        return isinstance(self.module, DistributedDataParallel)
+
+    def _shard(self, module: Any, strategy: Any) -> None:
+        networks = list(_networks(module))
+        seen: dict[nn.Parameter, str] = {}
+        for name, network in networks:
+            for parameter in network.parameters():
+                if seen.setdefault(parameter, name) != name:
+                    raise UsageError(
+                        f"{type(module).__name__}.{seen[parameter]} and .{name} share parameters, and each is sharded by itself "
+                        "with automatic_optimization = False. Put them into one module, or use strategy='ddp'."
+                    )
+        for _, network in networks:
+            prepare_module(network, self.device, strategy=strategy, precision=self.computes)
+            self._parts.append(Prepared.of(network, World.current(self.device)))
+        inside = {p for _, network in networks for p in network.parameters()}
+        self._loose = [p for p in module.parameters() if p not in inside]
+        with torch.no_grad():
+            for tensor in (*self._loose, *module.buffers()):
+                tensor.data = tensor.data.to(self.device)
+            if agree.is_joined():
+                for parameter in self._loose:
+                    dist.broadcast(parameter.data, 0)
+
+    @property
+    def lightning_module(self) -> Any:
+        return self._steps.module
+
+    # --- what the loop asks
+
+    @property
+    def forward_is_collective(self) -> bool:
+        return any(part.forward_is_collective for part in self._parts)
+
+    @property
+    def data_rank_and_size(self) -> tuple[int, int] | None:
+        return next((found for part in self._parts if (found := part.data_rank_and_size) is not None), None)
+
+    def placement(self, phase: str) -> tuple[Any, Any]:
+        return (None, None) if self.device.type == "cpu" and not self.moves else (self.move_data_to_device, None)
+
+    def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
+        phase = {ActivePhase.EVALUATE: "validation"}.get(state.active_phase, str(state.active_phase))
+        return self.moves(data, non_blocking or self.device.type == "cuda", self.trainer.loader_idx_of(phase))
+
+    def configure(self) -> None:
+        """Build the optimizers, as attributes that checkpoints have, if there are none yet."""
+        if self.trainer.lightning_optimizers:
+            return
+        made = self.lightning_module.configure_optimizers()
+        optimizers, schedules = configured(made, automatic=False) if made is not None else ([], [])
+        for i, optimizer in enumerate(optimizers):
+            setattr(self, f"optimizer_{i}", optimizer)
+        self.schedules = Schedules(schedules, self.lightning_module.lr_scheduler_step)
+        module = self.lightning_module
+        self.trainer.lightning_optimizers = [LightningOptimizer(optimizer, self._step, module) for optimizer in optimizers]
+
+    def autocast(self) -> Any:
+        return self.computes.autocast(self.device)
+
+    def train_step(self, state: State, data: Any) -> Any:
+        self.batch = data
+        with self._passes(), self.autocast():
+            return self._steps.train(state, self.train_progress, data)
+
+    def eval_step(self, state: State, data: Any) -> Any:
+        self._send_buffers()
+        return self._steps.evaluate("validation", state.eval_state, self.eval_progress, data)
+
+    def test_step(self, state: State, data: Any) -> Any:
+        self._send_buffers()
+        return self._steps.evaluate("test", state.test_state, self.test_progress, data)
+
+    def predict_step(self, state: State, data: Any) -> Any:
+        self._send_buffers()
+        return self._steps.evaluate("predict", state.predict_state, self.predict_progress, data)
+
+    def _passes(self) -> AbstractContextManager[Any]:
+        self._send_buffers()
+        # `manual_backward` averages: the wrapper would wait for gradients of all parameters, once per step.
+        return self.module.no_sync() if self._is_ddp else nullcontext()  # type: ignore[operator]
+
+    def _send_buffers(self) -> None:
+        if self._is_ddp:
+            vars(self.module)["require_forward_param_sync"] = True
+
+    # --- for the Trainer
+
+    @contextmanager
+    def averages(self, flag: bool) -> Iterator[None]:
+        before, self._averages = self._averages, flag
+        try:
+            yield
+        finally:
+            self._averages = before
+
+    def backward_by_hand(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        trainer, module = self.trainer, self.lightning_module
+        trainer.call("on_before_backward", loss)
+        aside = self._put_aside()
+        with torch.autocast(self.device.type, enabled=False) if self.computes.dtype is not None else nullcontext():
+            module.backward(loss, *args, **kwargs)
+        for parameter, gradient in aside:
+            parameter.grad = gradient
+        if self._averages and agree.is_joined():
+            self._average()
+        trainer.call("on_after_backward")
+
+    def _put_aside(self) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
+        """Sharded parameters of optimizers that are toggled off: what this pass adds to their gradients is dropped."""
+        wanted = self.lightning_module._wanted
+        if wanted is None:
+            return []
+        held = (p for each in self.trainer.optimizers for group in each.param_groups for p in group["params"])
+        aside = [(p, p.grad) for p in held if p not in wanted and is_split(p)]
+        for parameter, _ in aside:
+            parameter.grad = None
+        return aside
+
+    def _average(self) -> None:
+        """A mean that is averaged again stays what it is, so several passes may precede an update."""
+        groups = self._parts[0].data_groups if self._parts else [None]
+        waiting: list[nn.Parameter] = []
+        size = 0
+        for parameter in (p for p in self._loose if p.requires_grad):
+            waiting.append(parameter)
+            size += parameter.numel()
+            if size >= _AT_ONCE:
+                average_(waiting, groups)
+                waiting, size = [], 0
+        if waiting:
+            average_(waiting, groups)
+
+    def _step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        trainer = self.trainer
+        mine = next((each for each in trainer.lightning_optimizers if each.optimizer is optimizer), optimizer)
+
+        def passes() -> Any:
+            made = closure() if closure is not None else None
+            trainer.call("on_before_optimizer_step", mine)
+            return made
+
+        if closure is None:
+            passes()
+            made = optimizer.step(**options)
+        else:
+            made = optimizer.step(passes, **options)
+        self.updates += 1
+        return made
+
+
+def _networks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The networks among a module's attributes: what has parameters, within lists and dicts of modules each by itself."""
+    for name, child in module.named_children():
+        if not any(True for _ in child.parameters()):
+            continue
+        if type(child).forward is nn.Module.forward and not isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+            yield from _networks(child, f"{prefix}{name}.")
+        elif not isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+            yield f"{prefix}{name}", child

@@ -1,0 +1,217 @@
+"""What `configure_optimizers` may return, as optimizers and schedules; and when schedules advance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from echelon.contracts.errors import UsageError
+from echelon.loop.unit import LRScheduler
+
+__all__ = ["LightningOptimizer", "NoOptimizer", "Schedule", "Schedules", "configured"]
+
+
+@dataclass
+class Schedule:
+    """A scheduler, and when it advances.
+
+    Args:
+        interval, frequency: after every n-th "step" (an update) of an epoch, or every n-th "epoch".
+        monitor: the logged value that ReduceLROnPlateau sees.
+        strict: whether it is an error if that was not logged.
+        name: for LearningRateMonitor.
+    """
+
+    scheduler: Any
+    interval: Literal["step", "epoch"] = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    name: str | None = None
+    reduce_on_plateau: bool = False
+
+    @classmethod
+    def of(cls, given: Any, monitor: str | None, *, automatic: bool) -> Schedule:
+        options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+        if "scheduler" not in options:
+            raise UsageError(f"configure_optimizers: an lr_scheduler's dict must have a 'scheduler', got {', '.join(options)}.")
+        if unknown := sorted(options.keys() - {field.name for field in fields(cls)}):
+            raise UsageError(f"configure_optimizers: an lr_scheduler's dict has no {unknown[0]!r}.")
+        made = cls(**options)
+        if made.interval not in ("step", "epoch"):
+            raise UsageError(f"configure_optimizers: interval must be 'step' or 'epoch', got {made.interval!r}.")
+        made.reduce_on_plateau = made.reduce_on_plateau or isinstance(made.scheduler, ReduceLROnPlateau)
+        made.monitor = made.monitor or monitor
+        if automatic and made.reduce_on_plateau and made.monitor is None:
+            raise UsageError(
+                "configure_optimizers: ReduceLROnPlateau needs a monitor: "
+                '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}.'
+            )
+        return made
+
+
+class NoOptimizer(torch.optim.Optimizer):
+    """What stands for `configure_optimizers` that returns None: nothing is updated."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+
+    def step(self, closure: Any = None) -> Any:
+        return closure() if closure is not None else None
+
+
+def configured(made: Any, *, automatic: bool) -> tuple[list[torch.optim.Optimizer], list[Schedule]]:
+    """Optimizers and schedules of what a module's `configure_optimizers` returned.
+
+    Raises:
+        UsageError: it is none of what it may return; several optimizers without manual optimization.
+    """
+    optimizers, schedules, monitor = _taken_apart(made)
+    if automatic and len(optimizers) > 1:
+        raise UsageError(
+            f"configure_optimizers returned {len(optimizers)} optimizers. With several, set `self.automatic_optimization = "
+            "False` in __init__, and take them in training_step: `first, second = self.optimizers()`."
+        )
+    found = [Schedule.of(each, monitor, automatic=automatic) for each in schedules]
+    for each in found:
+        if getattr(each.scheduler, "optimizer", optimizers[0]) not in optimizers:
+            raise UsageError("configure_optimizers: a scheduler has an optimizer that is not returned with it.")
+        if not (hasattr(each.scheduler, "state_dict") and hasattr(each.scheduler, "load_state_dict")):
+            raise UsageError(f"configure_optimizers: {type(each.scheduler).__name__} has no state_dict and load_state_dict.")
+    for optimizer in optimizers:
+        if automatic and isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError("LBFGS asks for several passes to an update: set `self.automatic_optimization = False`.")
+    return optimizers, found
+
+
+def _taken_apart(made: Any) -> tuple[list[torch.optim.Optimizer], list[Any], str | None]:
+    if isinstance(made, torch.optim.Optimizer):
+        return [made], [], None
+    if isinstance(made, Mapping):
+        return [_optimizer_in(made)], _schedules_in(made), made.get("monitor")
+    if isinstance(made, (list, tuple)) and made:
+        if len(made) == 2 and isinstance(made[0], (list, tuple)) and all(isinstance(o, torch.optim.Optimizer) for o in made[0]):
+            return list(made[0]), list(made[1]) if isinstance(made[1], (list, tuple)) else [made[1]], None
+        if all(isinstance(each, torch.optim.Optimizer) for each in made):
+            return list(made), [], None
+        if all(isinstance(each, Mapping) for each in made):
+            schedules = [_with_monitor(s, each.get("monitor")) for each in made for s in _schedules_in(each)]
+            return [_optimizer_in(each) for each in made], schedules, None
+    raise UsageError(
+        f"configure_optimizers returned {type(made).__name__}, which is none of: an optimizer, a list of them, a pair of lists "
+        'of optimizers and schedulers, {"optimizer": ..., "lr_scheduler": ...}, a list of such dicts, None.'
+    )
+
+
+def _optimizer_in(made: Mapping[str, Any]) -> torch.optim.Optimizer:
+    if unknown := sorted(made.keys() - {"optimizer", "lr_scheduler", "monitor", "frequency"}):
+        raise UsageError(f"configure_optimizers: its dict has no {unknown[0]!r}.")
+    optimizer = made.get("optimizer")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"configure_optimizers: its dict must have an 'optimizer', got {optimizer!r}.")
+    return optimizer
+
+
+def _schedules_in(made: Mapping[str, Any]) -> list[Any]:
+    return [made["lr_scheduler"]] if made.get("lr_scheduler") is not None else []
+
+
+def _with_monitor(schedule: Any, monitor: str | None) -> Any:
+    if monitor is None:
+        return schedule
+    return {"monitor": monitor, **schedule} if isinstance(schedule, Mapping) else {"scheduler": schedule, "monitor": monitor}
+
+
+class Schedules:
+    """All schedules of a run; part of checkpoints.
+
+    Args:
+        advance: as `LightningModule.lr_scheduler_step`.
+    """
+
+    def __init__(self, schedules: list[Schedule], advance: Callable[[Any, Any], None]) -> None:
+        self.all, self._advance = schedules, advance
+
+    def step(self, interval: str, count: int, metrics: Mapping[str, Any] | None) -> None:
+        """Advance those of an interval.
+
+        Args:
+            count: how many of these intervals have passed: batches of this epoch, or epochs.
+            metrics: what was logged; None advances those that need none, instead of those that do.
+        Raises:
+            UsageError: what one monitors was not logged.
+        """
+        for each in self.all:
+            if each.interval != interval or count % each.frequency or each.reduce_on_plateau == (metrics is None):
+                continue
+            seen = None
+            if metrics is not None:
+                seen = metrics.get(each.monitor or "")
+                if seen is None and each.strict:
+                    raise UsageError(
+                        f"ReduceLROnPlateau monitors {each.monitor!r}, which was not logged; logged were: "
+                        f"{', '.join(metrics) or 'nothing'}."
+                    )
+                if seen is None:
+                    continue
+            self._advance(each.scheduler, seen)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"schedulers": [each.scheduler.state_dict() for each in self.all]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for each, state in zip(self.all, state_dict["schedulers"], strict=True):
+            each.scheduler.load_state_dict(state)
+
+
+def advance(scheduler: Any, metric: Any) -> None:
+    """What a module does that does not override `lr_scheduler_step`."""
+    if metric is None:
+        scheduler.step()
+    else:
+        scheduler.step(metric)
+
+
+def is_plain(scheduler: Any) -> bool:
+    return isinstance(scheduler, LRScheduler)
+
+
+class LightningOptimizer:
+    """An optimizer as `self.optimizers()` gives it: its steps are counted, and call the hooks.
+
+    Args:
+        step: takes the optimizer and a closure or None.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[..., Any], module: Any) -> None:
+        self._optimizer, self._step, self._module = optimizer, step, module
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        return self._step(self._optimizer, closure, **options)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Context in which only this optimizer's parameters have gradients.
+
+        Args:
+            sync_grad: False leaves gradients of this rank as they are, to be averaged in a later backward pass.
+        """
+        with self._module.toggled_optimizer(self), self._module._backward_averages(sync_grad):
+            yield
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer)

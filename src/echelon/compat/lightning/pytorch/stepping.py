@@ -1,0 +1,56 @@
+"""How a module's steps are called: through the wrapper that a strategy put around it, and with the arguments that they take."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["arguments", "places", "through"]
+
+
+def through(wrapper: nn.Module, module: Any, step: Callable[..., Any], *args: Any) -> Any:
+    """`step(*args)` as the forward pass of `wrapper`, which is around `module` or is it.
+
+    A DistributedDataParallel then reduces what the step's backward pass makes, whichever layers the step has called; a sharded
+    module is gathered. The batch does not go through the wrapper: it would be cast as activations are.
+    """
+    if wrapper is module and not isinstance(module, FSDPModule):
+        return step(*args)
+    vars(module)["forward"] = partial(_forward_is_a_step, module, step, args)
+    try:
+        return wrapper()
+    finally:
+        vars(module).pop("forward", None)
+
+
+def _forward_is_a_step(module: Any, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    del vars(module)["forward"]
+    vars(module)["_within_step"] = isinstance(module, FSDPModule)
+    try:
+        return step(*args)
+    finally:
+        vars(module)["_within_step"] = False
+
+
+def places(step: Callable[..., Any]) -> int:
+    """How many of (batch, batch_idx, dataloader_idx) a step takes by position."""
+    parameters = inspect.signature(step).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return 3
+    return sum(p.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def arguments(name: str, taken: int, batch: Any, batch_idx: int, dataloader_idx: int | None) -> tuple[Any, ...]:
+    """What a step takes of (batch, batch_idx, dataloader_idx); the last only where there are several loaders."""
+    if dataloader_idx is None:
+        return (batch, batch_idx) if taken > 1 else (batch,)
+    if taken < 3:
+        raise UsageError(f"there are several dataloaders: {name} must take (batch, batch_idx, dataloader_idx=0).")
+    return batch, batch_idx, dataloader_idx

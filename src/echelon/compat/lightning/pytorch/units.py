@@ -1,0 +1,106 @@
+"""What both kinds of units share: the steps of evaluations and predictions, and how a module's state gets into checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
+from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
+from echelon.compat.lightning.pytorch.stepping import arguments, places, through
+from echelon.loop.loss import rows
+from echelon.loop.state import step_under_way
+from echelon.world.device import copy_data_to_device
+
+if TYPE_CHECKING:
+    from echelon.loop.state import State
+
+__all__ = ["Kept", "Moves", "StepCaller"]
+
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class Kept:
+    """What a checkpoint has beside tensors of modules and optimizers: hyperparameters, callbacks, what hooks add."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._trainer.dump_checkpoint()
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._trainer.take_checkpoint(state_dict)
+
+
+class Moves:
+    """A batch's way to the device, with the hooks of the module or of its data module."""
+
+    def __init__(self, module: Any, datamodule: LightningDataModule | None, device: torch.device) -> None:
+        self.device = device
+        self._hooks: list[Any] = []
+        for name in _TRANSFERS:
+            if datamodule is not None and overridden(name, datamodule, LightningDataModule):
+                self._hooks.append(getattr(datamodule, name))
+            else:
+                self._hooks.append(getattr(module, name) if overridden(name, module, ModuleHooks) else None)
+
+    def __bool__(self) -> bool:
+        return any(self._hooks)
+
+    def __call__(self, batch: Any, non_blocking: bool, dataloader_idx: int) -> Any:
+        before, move, after = self._hooks
+        batch = before(batch, dataloader_idx) if before else batch
+        batch = move(batch, self.device, dataloader_idx) if move else copy_data_to_device(batch, self.device, non_blocking)
+        return after(batch, dataloader_idx) if after else batch
+
+
+class StepCaller:
+    """Calls the steps of a module that take no part in training, with their hooks.
+
+    Args:
+        autocast: makes the context of a forward pass.
+    """
+
+    def __init__(self, trainer: Any, module: Any, wrapper: Callable[[], Any], autocast: Callable[[], Any]) -> None:
+        self._trainer, self.module, self._wrapper, self._autocast = trainer, module, wrapper, autocast
+        self._places: dict[str, int] = {}  # by a step's name, how many arguments it takes
+
+    def _arguments(self, name: str, step: Any, batch: Any, batch_idx: int, dataloader_idx: int | None) -> tuple[Any, ...]:
+        if name not in self._places:
+            self._places[name] = places(step)
+        return arguments(name, self._places[name], batch, batch_idx, dataloader_idx)
+
+    def evaluate(self, phase: str, here: Any, progress: Any, batch: Any) -> Any:
+        """Args:
+        phase: "validation", "test" or "predict".
+        here: the phase's state.
+        """
+        trainer, module = self._trainer, self.module
+        batch_idx, dataloader_idx = trainer.place_of(phase, progress.num_steps_completed_in_epoch)
+        step = getattr(module, f"{phase}_step")
+        taken = self._arguments(f"{phase}_step", step, batch, batch_idx, dataloader_idx)
+        if step_under_way(here).is_padding:  # a rank that has fewer batches takes part in collectives alone
+            with self._autocast(), trainer.silence():
+                return through(self._wrapper(), module, step, *taken)
+        trainer.begin_batch(phase, lambda: rows(batch), dataloader_idx)
+        place = (batch, batch_idx) if dataloader_idx is None else (batch, batch_idx, dataloader_idx)
+        trainer.call(f"on_{phase}_batch_start", *place)
+        with self._autocast(), trainer.hook(f"{phase}_step"):
+            output = through(self._wrapper(), module, step, *taken)
+        trainer.call(f"on_{phase}_batch_end", output, *place)
+        trainer.end_evaluation_batch(phase)
+        return output
+
+    def train(self, state: State, progress: Any, batch: Any) -> Any:
+        """`training_step`, with the hook before it."""
+        trainer, module = self._trainer, self.module
+        batch_idx = progress.num_steps_completed_in_epoch
+        trainer.begin_batch("train", lambda: rows(batch), None)
+        trainer.call("on_train_batch_start", batch, batch_idx)
+        taken = self._arguments("training_step", module.training_step, batch, batch_idx, None)
+        with trainer.hook("training_step"):
+            return through(self._wrapper(), module, module.training_step, *taken)

@@ -1,0 +1,50 @@
+"""`lightning.pytorch.utilities`: what programs use of it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from echelon.contracts.rank import RankInfo
+from echelon.parallel.shards import whole
+
+__all__ = ["grad_norm", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+
+def rank_zero_only(function: Callable[P, R]) -> Callable[P, R | None]:
+    """The function on rank 0; elsewhere it does nothing and gives None."""
+
+    @functools.wraps(function)
+    def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return function(*args, **kwargs) if RankInfo.from_env().rank == 0 else None
+
+    return on_rank_zero
+
+
+@rank_zero_only
+def rank_zero_info(message: str, *args: Any, **kwargs: Any) -> None:
+    logger.info(message)
+
+
+@rank_zero_only
+def rank_zero_warn(message: str, *args: Any, **kwargs: Any) -> None:
+    logger.warning(message)
+
+
+def grad_norm(module: torch.nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, float]:
+    """Norms of the gradients by parameter, and of all together, under Lightning's names. Collective if they are sharded."""
+    kind = float(norm_type)
+    named = {n: whole(p.grad).norm(kind) for n, p in module.named_parameters() if p.grad is not None}
+    found = {f"grad_{kind}_norm{group_separator}{name}": float(norm) for name, norm in named.items()}
+    if named:
+        found[f"grad_{kind}_norm_total"] = float(torch.stack(list(named.values())).norm(kind))
+    return found

@@ -1,0 +1,300 @@
+"""LightningModules on echelon's loop: what they train is what plain PyTorch trains, on one rank and on two, ddp and fsdp."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import echelon
+from echelon.compat.lightning.pytorch import Callback, LightningModule, Trainer
+from echelon.compat.lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from echelon.compat.lightning.pytorch.hooks import ModuleHooks
+from echelon.compat.lightning.pytorch.loggers import CSVLogger
+from echelon.contracts.errors import CheckpointUnreadableError, UsageError
+from echelon.parallel.shards import whole
+from tests.compat.lightning_modules import GAN, Autoencoder, Classifier, Transformer, images, loader_of, made, plainly
+from tests.conftest import clean_environment
+from tests.models import largest_difference
+
+pytestmark = [pytest.mark.standing_ranks, pytest.mark.usefixtures("forked_programs")]
+
+KINDS: list[Any] = [Classifier, Autoencoder, Transformer, GAN]
+QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+
+
+def train(folder: str, strategy: str, kinds: list[Any]) -> dict[str, Any]:
+    found = {}
+    for kind in kinds:
+        module = made(kind)
+        trainer = Trainer(max_epochs=2, strategy=strategy, **QUIET)
+        trainer.fit(module, loader_of(kind, trainer.world_size))
+        weights = {name: whole(t).detach() for name, t in trainer.unit.prepared_modules()["module"].state().state_dict().items()}
+        found[kind.__name__] = weights, {n: float(v) for n, v in trainer.callback_metrics.items()}, trainer.global_step
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_trains_as_plain_pytorch_does(kind: Any, tmp_path: Path) -> None:
+    weights, _, updates = train(str(tmp_path), "auto", [kind])[kind.__name__]
+    assert largest_difference(weights, plainly(kind, 2)) < 1e-14
+    assert updates == (16 if kind is GAN else 8)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero2", marks=pytest.mark.full)])
+def test_two_ranks_train_as_one_process_does(strategy: str, ranks: Any, tmp_path: Path) -> None:
+    alone = train(str(tmp_path), "auto", KINDS)
+    for told in ranks(2, train, str(tmp_path), strategy, KINDS):
+        for kind in KINDS:
+            weights, numbers, updates = told[kind.__name__]
+            assert largest_difference(weights, plainly(kind, 2)) < 1e-12, kind
+            assert numbers.keys() == alone[kind.__name__][1].keys()
+            for name in (n for n in numbers if n.endswith(("_epoch", "_acc"))):  # means over all ranks
+                assert numbers[name] == pytest.approx(alone[kind.__name__][1][name], rel=1e-6), (kind, name)
+            assert updates == (16 if kind is GAN else 8)
+
+
+# --- beside the weights
+
+
+class Remembers(Callback):
+    """What it has seen comes back to the caller."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append(float(trainer.callback_metrics["val_loss"]))
+
+
+def test_ranks_of_its_own_uneven_data_and_a_resume_on_one_rank(tmp_path: Path) -> None:
+    module, remembers, rest = made(Classifier), Remembers(), DataLoader(images(19, 7), batch_size=4)
+    saver = ModelCheckpoint(dirpath=tmp_path, monitor="val_loss", save_last=True, filename="{epoch}-{val_loss:.2f}")
+    trainer = Trainer(
+        max_epochs=2, devices=2, strategy="fsdp", accelerator="cpu", callbacks=[remembers, saver], logger=CSVLogger(tmp_path)
+    )
+    trainer.fit(module, loader_of(Classifier, 2), rest)
+    assert largest_difference(dict(module.state_dict()), plainly(Classifier, 2)) < 1e-14
+    x, y = images(19, 7).tensors
+    with torch.no_grad():
+        loss = float(nn.functional.cross_entropy(module(x), y))
+    assert float(trainer.callback_metrics["val_loss"]) == remembers.seen[1] == pytest.approx(loss, rel=1e-12)
+    assert (trainer.current_epoch, trainer.global_step) == (2, 8)
+    assert Path(saver.best_model_path).name == f"epoch=1-val_loss={loss:.2f}.ckpt"
+    assert trainer.test(dataloaders=rest) == [{"test_loss": pytest.approx(loss, rel=1e-12)}]
+    assert torch.equal(torch.cat(trainer.predict(module, rest)), module(x).argmax(1))
+    assert "train_loss_epoch" in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text()
+    loaded = Classifier.load_from_checkpoint(saver.last_model_path)
+    assert loaded.hparams == {"lr": 0.1, "hidden": 12} and largest_difference(loaded.state_dict(), module.state_dict()) == 0
+    again = made(Classifier)
+    Trainer(max_epochs=3, **QUIET).fit(again, loader_of(Classifier, 1), ckpt_path=saver.last_model_path)
+    assert largest_difference(dict(again.state_dict()), plainly(Classifier, 3)) < 1e-14
+
+
+class Small(LightningModule):
+    """Writes down its hooks."""
+
+    made: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.calls: list[str] = []
+        for name in dir(ModuleHooks):
+            if name.startswith("on_") and "checkpoint" not in name and "transfer" not in name:
+                vars(self)[name] = lambda *_, name=name: self.calls.append(name)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.calls.append("training_step")
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.calls.append("validation_step")
+        self.log("val_loss", self.layer(batch[0]).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return self.made(self.optimizer) if self.made is not None else self.optimizer
+
+
+def two_batches() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+
+
+def test_hooks_run_in_lightnings_order() -> None:
+    """As a program under Lightning 2.6.6 writes them down."""
+    module = Small()
+    Trainer(max_epochs=1, limit_train_batches=1, limit_val_batches=1, num_sanity_val_steps=0, **QUIET).fit(
+        module, two_batches(), two_batches()
+    )
+    evaluation = ["start", "epoch_start", "batch_start", "step", "batch_end", "epoch_end", "end"]
+    assert module.calls == [
+        "on_fit_start",
+        "on_train_start",
+        "on_train_epoch_start",
+        "on_train_batch_start",
+        "training_step",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "on_train_batch_end",
+        *(f"on_validation_{name}" if name != "step" else "validation_step" for name in evaluation),
+        "on_train_epoch_end",
+        "on_train_end",
+        "on_fit_end",
+    ]
+
+
+def plateau(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.99)
+
+
+FORMS: list[tuple[Any, float]] = [
+    (lambda o: [o], 0.1),
+    (lambda o: ([o], [torch.optim.lr_scheduler.StepLR(o, 1, 0.5)]), 0.025),
+    (lambda o: {"optimizer": o, "lr_scheduler": torch.optim.lr_scheduler.StepLR(o, 1, 0.5)}, 0.025),
+    (
+        lambda o: {
+            "optimizer": o,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(o, 1, 0.5), "interval": "step", "frequency": 2},
+        },
+        0.025,
+    ),
+    (lambda o: {"optimizer": o, "lr_scheduler": plateau(o), "monitor": "val_loss"}, 0.01),
+    (lambda o: [{"optimizer": o, "lr_scheduler": {"scheduler": plateau(o), "monitor": "val_loss", "name": "lr"}}], 0.01),
+    (lambda o: {"optimizer": o, "lr_scheduler": {"scheduler": plateau(o), "monitor": "none", "strict": False}}, 0.1),
+]
+
+
+@pytest.mark.parametrize("form", range(len(FORMS)))
+def test_every_form_of_configure_optimizers(form: int) -> None:
+    module = Small()
+    made_of, rate = FORMS[form]
+    module.made = made_of
+    Trainer(max_epochs=2, **QUIET).fit(module, two_batches(), two_batches())
+    assert module.optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+
+
+def test_none_updates_nothing() -> None:
+    module = Small()
+    before = module.layer.weight.detach().clone()
+    module.configure_optimizers = lambda: None  # type: ignore[method-assign]
+    Trainer(max_epochs=1, **QUIET).fit(module, two_batches())
+    assert torch.equal(module.layer.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("made_of", "says"),
+    [
+        (lambda o: [o, o], "automatic_optimization = False"),
+        (lambda o: {"optimizer": o, "lr_scheduler": plateau(o)}, "needs a monitor"),
+        (
+            lambda o: {"optimizer": o, "lr_scheduler": {"scheduler": plateau(o), "monitor": "loss"}},
+            "'loss', which was not logged",
+        ),
+        (lambda o: {"optimizer": o, "schedule": None}, "no 'schedule'"),
+        (lambda o: 3, "returned int"),
+    ],
+)
+def test_what_configure_optimizers_may_not_return_is_named(made_of: Any, says: str) -> None:
+    module = Small()
+    module.made = made_of
+    with pytest.raises(UsageError, match=says):
+        Trainer(max_epochs=1, **QUIET).fit(module, two_batches(), two_batches())
+
+
+def test_early_stopping_ends_the_run_after_its_patience() -> None:
+    module = Small()
+    stopping = EarlyStopping("val_loss", patience=2, min_delta=1e9)
+    trainer = Trainer(max_epochs=9, callbacks=[stopping], **QUIET)
+    trainer.fit(module, two_batches(), two_batches())
+    assert (trainer.current_epoch, stopping.stopped_epoch) == (3, 2)  # inf is improved upon at first
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["Classifier", "Autoencoder", "Transformer", "GAN"])
+def test_prove_passes(name: str, tmp_path: Path) -> None:
+    program = Path(__file__).parent / "programs/lightning_module.py"
+    options = ["--float64", "--ranks", "1,2", "--accumulation", "1", "--strategies", "ddp,fsdp", "--runs", str(tmp_path)]
+    command = [sys.executable, "-m", "echelon", "prove", *options, str(program), name]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_file_of_lightnings_own_is_read_without_executing_it(tmp_path: Path) -> None:
+    source = made(Classifier)
+    saved = {"state_dict": source.state_dict(), "hyper_parameters": {"lr": 0.5, "hidden": 12}, "epoch": 3, "global_step": 9}
+    torch.save(saved, tmp_path / "epoch=2-step=9.ckpt")
+    loaded = Classifier.load_from_checkpoint(tmp_path / "epoch=2-step=9.ckpt")
+    assert loaded.hparams.lr == 0.5 and largest_difference(dict(loaded.state_dict()), dict(source.state_dict())) == 0
+    torch.save({**saved, "callbacks": {"x": Path("/")}}, tmp_path / "with code.ckpt")
+    with pytest.raises(CheckpointUnreadableError, match="without executing"):
+        Classifier.load_from_checkpoint(tmp_path / "with code.ckpt")
+
+
+class Keeps(GAN):
+    """Saves something of its own."""
+
+    kept: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"list": [1, 2], "tensor": torch.ones(2)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.kept = checkpoint["mine"]
+
+
+def test_manual_optimization_resumes_with_its_optimizers_and_what_hooks_saved(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=6, save_top_k=-1)
+    Trainer(max_epochs=2, callbacks=[saver], logger=False, accelerator="cpu").fit(made(Keeps), loader_of(GAN, 1))
+    module = made(Keeps)
+    trainer = Trainer(max_epochs=2, **QUIET)
+    loader = echelon.Loader(images(), 8, shuffle=False)  # which goes on in mid-epoch
+    Trainer(
+        max_epochs=1,
+        max_steps=6,
+        callbacks=[saver2 := ModelCheckpoint(dirpath=tmp_path / "b", every_n_train_steps=6)],
+        logger=False,
+        accelerator="cpu",
+    ).fit(made(Keeps), loader)
+    trainer.fit(module, echelon.Loader(images(), 8, shuffle=False), ckpt_path=saver2.best_model_path)
+    assert largest_difference(dict(module.state_dict()), plainly(GAN, 2)) < 1e-14
+    assert trainer.global_step == 16 and module.kept["list"] == [1, 2]
+    assert sorted(path.name for path in tmp_path.glob("epoch*")) == ["epoch=0-step=6.ckpt", "epoch=1-step=12.ckpt"]
+
+
+def test_several_loaders_parts_of_an_epoch_and_evaluations_within_it() -> None:
+    module = Small()
+    module.validation_step = lambda batch, batch_idx, dataloader_idx=0: module.log("v", float(dataloader_idx))  # type: ignore
+    trainer = Trainer(max_epochs=1, val_check_interval=0.5, limit_val_batches=0.5, **QUIET)
+    trainer.fit(module, two_batches(), [two_batches(), two_batches()])
+    assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {
+        "v/dataloader_idx_0": 0,
+        "v/dataloader_idx_1": 1,
+    }
+    assert module.calls.count("on_validation_end") == 3 and module.calls.count("on_validation_batch_end") == 6
+    assert trainer.validate(module, two_batches()) == [{"v": 0}]
+    with pytest.raises(UsageError, match="must divide it"):
+        Trainer(max_epochs=1, val_check_interval=2, limit_train_batches=3, **QUIET).fit(
+            Small(), DataLoader(TensorDataset(torch.ones(6, 2)), batch_size=2), two_batches()
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"gradient_clip_val": 1.0}, "self.clip_gradients"),
+        ({"accumulate_grad_batches": 2}, "every n-th batch"),
+        ({"precision": "16-mixed"}, "bf16-mixed"),
+    ],
+)
+def test_what_manual_optimization_does_by_itself_is_not_the_trainers(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Trainer(max_epochs=1, **QUIET, **options).fit(made(GAN), loader_of(GAN, 1))
