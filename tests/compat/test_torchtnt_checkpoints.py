@@ -484,10 +484,13 @@ def _spoil(path: Path, how: str) -> None:
         torch.save(torch.zeros(2), path / place.relative_path)
         place.offset, place.length = 0, (path / place.relative_path).stat().st_size
     data = pickle.dumps(metadata)
+    if how == "room in the memo":  # None is remembered as the 16777216th object, and dropped
+        data = data[:2] + b"Nr\x00\x00\x00\x010" + data[2:]
     (path / ".metadata").write_bytes(data[:-40] if how == "cut off" else data)
 
 
 HOW = ["code", "code in a value", "another file", "beyond the end", "too large", "code in the data", "another tensor", "cut off"]
+HOW += ["room in the memo"]
 
 
 @pytest.mark.parametrize("how", HOW)

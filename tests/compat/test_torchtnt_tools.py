@@ -158,7 +158,7 @@ def test_a_snapshot_that_cannot_be_written_is_logged(
 ) -> None:
     (tmp_path / "file").write_text("")
     log_memory_snapshot(str(tmp_path / "file"))
-    assert "could not be written" in caplog.text
+    assert "Failed to log memory snapshot to" in caplog.text
     log_memory_snapshot(str(tmp_path), "mine")
     log_memory_snapshot(f"memory://{tmp_path.name}")
     assert (tmp_path / "mine_rank0/snapshot.pickle").exists()
@@ -282,7 +282,7 @@ def test_weights_and_statistics_are_copied_to_a_twin() -> None:
             transfer_weights(other, target)
     assert all(map(torch.equal, before, target.parameters()))
     for other in (nn.Linear(2, 3), _with_norms(track=False), _with_norms(width=1)):
-        with pytest.raises(UsageError, match="differ"):
+        with pytest.raises(UsageError, match=r"differ|must have same number of batch norm layers"):
             transfer_batch_norm_stats(other, target)
 
 

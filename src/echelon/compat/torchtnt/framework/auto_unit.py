@@ -15,10 +15,12 @@ from torch import nn
 from echelon.compat.torchtnt.framework import unit
 from echelon.compat.torchtnt.framework.averages import Averages, source_of
 from echelon.compat.torchtnt.framework.callbacks.dcp_saver import without_effect
+from echelon.compat.torchtnt.utils.precision import convert_precision_str_to_dtype
 from echelon.compat.torchtnt.utils.prepare_module import (
     ActivationCheckpointParams,
     TorchCompileParams,
     compile_backward,
+    convert_str_to_strategy,
     on_mesh,
 )
 from echelon.contracts.errors import UsageError
@@ -26,6 +28,7 @@ from echelon.loop import auto, auto_predict
 from echelon.loop.auto import TrainStepResults
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.averaged import SWALRParams, SWAParams
+from echelon.parallel.precision import Shards
 from echelon.parallel.prepared import NO_CONTEXT
 
 __all__ = [
@@ -48,6 +51,8 @@ class _Configures(ABCMeta):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__call__(*args, **kwargs)
+        for name in ("optimizer", "lr_scheduler"):  # what the constructor may have set under these names counts for nothing there
+            vars(made).pop(name, None)
         if made.training:
             made.configure()
         else:
@@ -92,8 +97,8 @@ class AutoUnit(
             compile_backward(torch_compile_params)
         super().__init__(
             module=module,
-            strategy=strategy if global_mesh is None else on_mesh(strategy, global_mesh),
-            precision=precision,
+            strategy=_checked(strategy) if global_mesh is None else on_mesh(strategy, global_mesh),
+            precision=_known(precision),
             gradient_accumulation_steps=gradient_accumulation_steps,
             detect_anomaly=_detects(detect_anomaly, torch_compile_params),
             torch_compile_params=torch_compile_params,
@@ -127,51 +132,70 @@ class AutoUnit(
     @property
     def maybe_autocast_precision(self) -> Any:
         """Context in which losses are computed."""
-        return self.autocast()
+        dtype = self.computes.dtype
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     # --- the stages of a step, for the user's timer
 
     _timer: Any = None
+    _in_loop = False
 
     def phase_started(self, state: Any, phase: str) -> None:
-        self._timer = state.timer
+        self._timer, self._in_loop = state.timer, True
         super().phase_started(state, phase)
 
-    def _timed(self, stage: str) -> Any:
-        return NO_CONTEXT if self._timer is None else self._timer.time(f"{type(self).__name__}.{stage}")
+    def phase_ended(self, state: Any, phase: str) -> None:
+        self._in_loop = False
+        super().phase_ended(state, phase)
+
+    def _timed(self, stage: str, state: Any = None) -> Any:
+        timer = self._timer if state is None else state.timer
+        return NO_CONTEXT if timer is None else timer.time(f"{type(self).__name__}.{stage}")
 
     def _forward(self, state: Any, micro_batch: Any) -> Any:
-        with self._timed("compute_loss"):
+        with self._timed("compute_loss", state):
             return super()._forward(state, micro_batch)
 
     def _backward(self, state: Any, loss: Any, micro_batch: Any) -> None:
-        with self._timed("backward"):
+        with self._timed("backward", state):
             super()._backward(state, loss, micro_batch)
+
+    def _update(self, state: Any) -> Any:
+        self._timer = state.timer
+        if self.grad_scaler is not None and self._shards is None:  # a step that a program takes itself, without a loop
+            self._shards = Shards(self.optimizer, self.module.parameters())
+        return super()._update(state)
 
     def _step_optimizer(self) -> bool:
         with self._timed("optimizer_step"):
             return super()._step_optimizer()
 
     def zero_grad(self, state: Any) -> None:
-        with self._timed("optimizer_zero_grad"):
+        with self._timed("optimizer_zero_grad", state):
             super().zero_grad(state)
 
     def _advance(self) -> None:
-        with self._timed("lr_scheduler_step"):
+        averaged = self.swa_scheduler is not None and self.swa_model is not None and self.swa_model.begun
+        with self._timed("swa_lr_scheduler_step" if averaged else "lr_scheduler_step"):
             super()._advance()
 
     def eval_step(self, state: Any, data: T) -> Any:
-        with self._timed("compute_loss"):
+        with self._timed("compute_loss", state):
             return super().eval_step(state, data)
 
     def predict_step(self, state: Any, data: T) -> Any:
-        with self._timed("forward"):
+        with self._timed("forward", state):
             return super().predict_step(state, data)
 
     def epoch_closed(self, state: Any, phase: str) -> None:
         if phase == "train" and isinstance(self.swa_model, Averages) and self.swa_model.per_epoch:
             self.swa_model.average_if_due()
         super().epoch_closed(state, phase)
+
+    def on_train_epoch_end(self, state: Any) -> None:
+        """The loop has advanced the schedule by now; what a program calls itself does it here."""
+        if not self._in_loop and self.step_lr_interval == "epoch":
+            self.epoch_closed(state, "train")
 
     def evaluating(self) -> Any:
         return NO_CONTEXT if isinstance(self.swa_model, Averages) else super().evaluating()
@@ -181,12 +205,26 @@ class AutoUnit(
             if name == "module":
                 logger.warning("The self.module attribute is managed by AutoUnit and is not meant to be reassigned.")
             elif value is mine or value is getattr(mine, "module", None):
-                logger.error(
-                    "Attribute '%s' of the custom TNT Unit stores a reference to the model managed by AutoUnit: it would be "
-                    "saved twice. Use self.module.",
+                logger.error(  # in its words to the letter
+                    "Attribute '%s' of the custom TNT Unit stores a reference to the model managedby AutoUnit. This is known to "
+                    "cause errors on checkpointing and model training mode. Please remove this attribute and access the existing "
+                    "`self.module` instead.",
                     name,
                 )
         super().__setattr__(name, value)
+
+
+def _checked(strategy: Any) -> Any:
+    """A strategy; of a name that is none, TorchTNT's words."""
+    return convert_str_to_strategy(strategy) if isinstance(strategy, str) else strategy
+
+
+def _known(precision: Any) -> Any:
+    """What to compute in; of a name that is none, TorchTNT's words."""
+    return convert_precision_str_to_dtype(precision) if isinstance(precision, str) and precision not in _NAMED else precision
+
+
+_NAMED = ("fp32", "bf16", "fp16", "float8")
 
 
 def _detects(detect_anomaly: bool | None, compiled: Any) -> bool | None:
@@ -219,6 +257,7 @@ class AutoPredictUnit(auto_predict.AutoPredictUnit[T], unit.PredictUnit[T]):
         *,
         module: nn.Module,
         strategy: Any = None,
+        precision: Any = None,
         detect_anomaly: bool | None = None,
         torch_compile_params: Any = None,
         global_mesh: Any = None,
@@ -226,7 +265,8 @@ class AutoPredictUnit(auto_predict.AutoPredictUnit[T], unit.PredictUnit[T]):
     ) -> None:
         super().__init__(
             module=module,
-            strategy=strategy if global_mesh is None else on_mesh(strategy, global_mesh),
+            strategy=_checked(strategy) if global_mesh is None else on_mesh(strategy, global_mesh),
+            precision=_known(precision),
             detect_anomaly=_detects(detect_anomaly, torch_compile_params),
             torch_compile_params=torch_compile_params,
             **options,

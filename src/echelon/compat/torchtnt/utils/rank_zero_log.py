@@ -24,27 +24,27 @@ def rank_zero_print(*args: Any, **kwargs: Any) -> None:
         print(*args, **kwargs)
 
 
-def _log(level: int, args: Any, logger: logging.Logger | None, stacklevel: int = 1, **kwargs: Any) -> None:
+def _log(name: str, args: Any, logger: logging.Logger | None, stacklevel: int = 1, **kwargs: Any) -> None:
     """The record names the line that called the function below."""
     if get_global_rank() == 0:
-        (logger or _logger).log(level, *args, stacklevel=stacklevel + 2, **kwargs)
+        getattr(logger or _logger, name)(*args, stacklevel=stacklevel + 2, **kwargs)
 
 
 def rank_zero_debug(*args: Any, logger: logging.Logger | None = None, **kwargs: Any) -> None:
-    _log(logging.DEBUG, args, logger, **kwargs)
+    _log("debug", args, logger, **kwargs)
 
 
 def rank_zero_info(*args: Any, logger: logging.Logger | None = None, **kwargs: Any) -> None:
-    _log(logging.INFO, args, logger, **kwargs)
+    _log("info", args, logger, **kwargs)
 
 
 def rank_zero_warn(*args: Any, logger: logging.Logger | None = None, **kwargs: Any) -> None:
-    _log(logging.WARNING, args, logger, **kwargs)
+    _log("warning", args, logger, **kwargs)
 
 
 def rank_zero_error(*args: Any, logger: logging.Logger | None = None, **kwargs: Any) -> None:
-    _log(logging.ERROR, args, logger, **kwargs)
+    _log("error", args, logger, **kwargs)
 
 
 def rank_zero_critical(*args: Any, logger: logging.Logger | None = None, **kwargs: Any) -> None:
-    _log(logging.CRITICAL, args, logger, **kwargs)
+    _log("critical", args, logger, **kwargs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import pickletools
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -73,6 +74,13 @@ class _Unpickler(pickle.Unpickler):
         return self._made.setdefault(name, type(name, (_Record,), {}))
 
 
+def _check_memo(data: bytes) -> None:
+    """An object is remembered under an index, up to which Python makes room at once: five bytes could ask for 64 GiB."""
+    for opcode, index, _ in pickletools.genops(data):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and isinstance(index, int) and index > len(data):
+            raise ValueError(f"it remembers an object as its {index}th, and has {len(data)} bytes")
+
+
 class Saved(Tensors):
     """A checkpoint that torch.distributed.checkpoint wrote.
 
@@ -92,6 +100,7 @@ class Saved(Tensors):
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointNotFoundError(f"{folder} holds no checkpoint: it has no {METADATA}.") from None
         try:
+            _check_memo(data)
             metadata = _Unpickler(data).load()
             self.paths: dict[str, tuple[Any, ...]] = {_text(k): _path(v) for k, v in _dict(metadata["planner_data"]).items()}
             entries = _dict(metadata["state_dict_metadata"])
