@@ -95,6 +95,17 @@ def test_a_step_by_hand_with_mocks_a_scaler_and_a_timer() -> None:
     assert isinstance(Classifier().maybe_autocast_precision, torch.autocast)
 
 
+def test_a_hook_that_is_set_on_the_unit_is_called() -> None:
+    unit = Classifier()
+    unit.on_train_step_end = MagicMock()  # type: ignore[method-assign]
+    unit.train_step(_state(), BATCH)
+    train(unit, [BATCH] * 2, max_epochs=1)
+    assert unit.on_train_step_end.call_count == 3
+    with patch.object(Classifier, "on_train_step_end") as hook:
+        train(unit := Classifier(), [BATCH] * 2, max_epochs=1)
+    assert hook.call_count == 2 and unit.train_progress.num_steps_completed == 2
+
+
 def test_what_the_constructor_makes_is_replaced_by_what_configures() -> None:
     class Early(Classifier):
         def __init__(self) -> None:

@@ -357,7 +357,7 @@ def handler(monkeypatch: pytest.MonkeyPatch) -> Any:
             SimpleNamespace(value=k.__name__, load=lambda m=m: m) for k, m in ((Fails, Fails), (Collects, lambda: collects))
         ]
     }
-    monkeypatch.setattr(event_handlers, "entry_points", lambda group: found.get(group, []))
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: found.get(group, []))
     event_handlers.get_event_handlers.cache_clear()
     yield collects
     event_handlers.get_event_handlers.cache_clear()
@@ -383,7 +383,7 @@ def test_an_interval_ends_after_an_exception_too(handler: Collects, caplog: pyte
 
 
 def test_what_is_no_handler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_handlers, "entry_points", lambda group: [SimpleNamespace(value="x:make", load=lambda: dict)])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [SimpleNamespace(value="x:make", load=lambda: dict)])
     event_handlers.get_event_handlers.cache_clear()
-    with pytest.raises(UsageError, match="x:make makes a dict"):
+    with pytest.raises(UsageError, match="The factory function for x:make did not return a EventHandler object"):
         log_event(Event("any"))

@@ -25,6 +25,7 @@ from echelon.compat.torchtnt.utils.prepare_module import (
 )
 from echelon.contracts.errors import UsageError
 from echelon.loop import auto, auto_predict
+from echelon.loop.accept import keeps
 from echelon.loop.auto import TrainStepResults
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.averaged import SWALRParams, SWAParams
@@ -142,6 +143,9 @@ class AutoUnit(
 
     def phase_started(self, state: Any, phase: str) -> None:
         self._timer, self._in_loop = state.timer, True
+        self._reports_step = not keeps(
+            self, "on_train_step_end", auto.AutoUnit
+        )  # it may have been set since, on the class or here
         super().phase_started(state, phase)
 
     def phase_ended(self, state: Any, phase: str) -> None:
@@ -212,6 +216,8 @@ class AutoUnit(
                     name,
                 )
         super().__setattr__(name, value)
+        if name == "on_train_step_end":
+            self._reports_step = True
 
 
 def _checked(strategy: Any) -> Any:
