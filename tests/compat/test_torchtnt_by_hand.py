@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from echelon.compat.torchtnt.framework import AutoPredictUnit, AutoUnit, EntryPoint, PhaseState, State, TrainUnit, train
+from echelon.compat.torchtnt.framework.auto_unit import GradScalerParams
 from echelon.compat.torchtnt.framework.callbacks import (
     BaseCSVWriter,
     GarbageCollector,
@@ -30,7 +31,7 @@ from echelon.compat.torchtnt.framework.callbacks.periodic_distributed_sync impor
 from echelon.compat.torchtnt.framework.unit import AppStateMixin
 from echelon.compat.torchtnt.utils import device, distributed, env
 from echelon.compat.torchtnt.utils.anomaly_evaluation import IsNaNEvaluator, ThresholdEvaluator
-from echelon.compat.torchtnt.utils.loggers import AnomalyLogger, CSVLogger, JSONLogger, TrackedMetric
+from echelon.compat.torchtnt.utils.loggers import AnomalyLogger, CSVLogger, FileLogger, JSONLogger, TrackedMetric
 from echelon.compat.torchtnt.utils.prepare_module import ActivationCheckpointParams, on_meta_device
 from echelon.compat.torchtnt.utils.progress import Progress
 from echelon.compat.torchtnt.utils.timer import Timer
@@ -232,6 +233,30 @@ def test_rows_are_in_the_file_as_soon_as_there_are_enough_of_them(tmp_path: Path
         first.log("loss", 1.0, 1)
         first.log("loss", 2.0, 1)
         assert rows(tmp_path / f"one-{name}") == [{"step": 1, "loss": 2.0}]
+
+
+def test_a_file_logger_of_a_programs_own(tmp_path: Path) -> None:
+    class Mine(FileLogger):
+        flushed: list[list[int]]
+
+        def flush(self) -> None:
+            self.flushed = [*getattr(self, "flushed", []), [*self._log_buffer]]
+
+        def close(self) -> None:
+            self.flush()
+
+    mine = Mine(str(tmp_path / "mine"), 2, False)
+    for step in range(5):
+        mine.log("loss", 1.0, step)
+    assert mine.flushed == [[0, 1], [0, 1, 2, 3]]
+
+
+def test_a_scale_and_parallel_losses() -> None:
+    scaler = Classifier(precision="fp16", grad_scaler_params=GradScalerParams(init_scale=4.0, growth_interval=7)).grad_scaler
+    assert scaler is not None and scaler.get_growth_interval() == 7 and scaler.state_dict().get("scale", 4.0) == 4.0
+    for options in ({}, {"strategy": "noop"}):
+        with pytest.raises(ValueError, match="enable_loss_parallel is only supported with TPStrategy"):
+            Classifier(enable_loss_parallel=True, **options)
 
 
 def test_anomalies_as_torchtnt_tells_them(caplog: pytest.LogCaptureFixture) -> None:

@@ -484,8 +484,8 @@ def _spoil(path: Path, how: str) -> None:
         torch.save(torch.zeros(2), path / place.relative_path)
         place.offset, place.length = 0, (path / place.relative_path).stat().st_size
     data = pickle.dumps(metadata)
-    if how == "room in the memo":  # None is remembered as the 16777216th object, and dropped
-        data = data[:2] + b"Nr\x00\x00\x00\x010" + data[2:]
+    if how == "room in the memo":  # all of it is remembered as the 16777216th object
+        data = pickle.dumps(metadata, protocol=2)[:-1] + b"r\x00\x00\x00\x01."
     (path / ".metadata").write_bytes(data[:-40] if how == "cut off" else data)
 
 

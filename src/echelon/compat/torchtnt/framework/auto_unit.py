@@ -6,7 +6,7 @@ import functools
 import logging
 from abc import ABCMeta
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from echelon.compat.torchtnt.utils.precision import convert_precision_str_to_dty
 from echelon.compat.torchtnt.utils.prepare_module import (
     ActivationCheckpointParams,
     TorchCompileParams,
+    TPStrategy,
     compile_backward,
     convert_str_to_strategy,
     on_mesh,
@@ -29,13 +30,16 @@ from echelon.loop.accept import keeps
 from echelon.loop.auto import TrainStepResults
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.averaged import SWALRParams, SWAParams
-from echelon.parallel.precision import Shards
+from echelon.parallel import tensor
+from echelon.parallel.precision import Precision, Shards
 from echelon.parallel.prepared import NO_CONTEXT
+from echelon.parallel.shards import is_split
 
 __all__ = [
     "ActivationCheckpointParams",
     "AutoPredictUnit",
     "AutoUnit",
+    "GradScalerParams",
     "SWALRParams",
     "SWAParams",
     "TorchCompileParams",
@@ -45,6 +49,20 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+@dataclass
+class GradScalerParams:
+    """How the loss of fp16 is scaled, as `torch.amp.GradScaler` has it."""
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    def of(self, precision: Any) -> Precision:
+        """The precision with these."""
+        return replace(Precision.of(_known(precision)), **vars(self))
 
 
 class _Configures(ABCMeta):
@@ -72,8 +90,10 @@ class AutoUnit(
         enable_loss_parallel: losses over logits that tensor parallelism has split by class are computed without gathering them.
         gradient_accumulation_sync: no effect: gradients travel once in a window, and the memory for them is bounded by the
             strategy.
+        grad_scaler_params: of fp16's gradient scaler.
     Raises:
-        UsageError: compiled autograd of what is not compiled; a mesh for a strategy that has none.
+        UsageError: losses in parallel of logits that nothing splits;
+            compiled autograd of what is not compiled; a mesh for a strategy that has none.
     """
 
     def __init__(
@@ -89,6 +109,7 @@ class AutoUnit(
         global_mesh: Any = None,
         enable_loss_parallel: bool = False,
         gradient_accumulation_sync: bool = False,
+        grad_scaler_params: GradScalerParams | None = None,
         **options: Any,
     ) -> None:
         without_effect("AutoUnit", gradient_accumulation_sync=gradient_accumulation_sync or None)
@@ -96,10 +117,12 @@ class AutoUnit(
             raise UsageError(f"gradient_accumulation_steps must be > 0. Got {gradient_accumulation_steps}")
         if enable_compiled_autograd:
             compile_backward(torch_compile_params)
+        if enable_loss_parallel and not isinstance(strategy, (TPStrategy, tensor.TPStrategy)) and not _is_split(module):
+            raise UsageError(f"enable_loss_parallel is only supported with TPStrategy, got {strategy!r}.")
         super().__init__(
             module=module,
             strategy=_checked(strategy) if global_mesh is None else on_mesh(strategy, global_mesh),
-            precision=_known(precision),
+            precision=_known(precision) if grad_scaler_params is None else grad_scaler_params.of(precision),
             gradient_accumulation_steps=gradient_accumulation_steps,
             detect_anomaly=_detects(detect_anomaly, torch_compile_params),
             torch_compile_params=torch_compile_params,
@@ -223,6 +246,11 @@ class AutoUnit(
 def _checked(strategy: Any) -> Any:
     """A strategy; of a name that is none, TorchTNT's words."""
     return convert_str_to_strategy(strategy) if isinstance(strategy, str) else strategy
+
+
+def _is_split(module: nn.Module) -> bool:
+    """Whether a program has split the module's parameters itself."""
+    return any(is_split(parameter) for parameter in module.parameters())
 
 
 def _known(precision: Any) -> Any:

@@ -20,5 +20,7 @@ class CSVLogger(FileLogger, file.CSVLogger):
     ) -> None:
         super().__init__(path, steps_before_flushing, log_all_ranks)
 
+    _check, _append = file.CSVLogger._check, file.CSVLogger._append
+
     def _without_last(self, text: str) -> str:
         return "".join(text.splitlines(keepends=True)[:-1])
