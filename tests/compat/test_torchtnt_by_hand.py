@@ -32,7 +32,13 @@ from echelon.compat.torchtnt.framework.unit import AppStateMixin
 from echelon.compat.torchtnt.utils import device, distributed, env
 from echelon.compat.torchtnt.utils.anomaly_evaluation import IsNaNEvaluator, ThresholdEvaluator
 from echelon.compat.torchtnt.utils.loggers import AnomalyLogger, CSVLogger, FileLogger, JSONLogger, TrackedMetric
-from echelon.compat.torchtnt.utils.prepare_module import ActivationCheckpointParams, on_meta_device
+from echelon.compat.torchtnt.utils.prepare_module import (
+    ActivationCheckpointParams,
+    TorchCompileParams,
+    apply_torch_compile,
+    on_meta_device,
+    prepare_module,
+)
 from echelon.compat.torchtnt.utils.progress import Progress
 from echelon.compat.torchtnt.utils.timer import Timer
 
@@ -121,6 +127,17 @@ def test_what_the_constructor_makes_is_replaced_by_what_configures() -> None:
         for make in (Classifier, lambda **o: AutoPredictUnit(module=nn.Linear(1, 1), device=CPU, **o)):
             with pytest.raises(ValueError, match=words):
                 make(**options)
+
+
+def test_a_backend_that_torch_has_not() -> None:
+    params = TorchCompileParams(backend="none such")
+    for use in (
+        lambda: Classifier(torch_compile_params=params),
+        lambda: prepare_module(nn.Linear(1, 1), CPU, torch_compile_params=params),
+        lambda: apply_torch_compile(nn.Linear(1, 1), params),
+    ):
+        with pytest.raises(RuntimeError, match="Invalid backend: 'none such'"):
+            use()
 
 
 def test_what_is_tracked_is_refused_before_the_constructor() -> None:

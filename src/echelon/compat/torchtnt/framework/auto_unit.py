@@ -20,6 +20,7 @@ from echelon.compat.torchtnt.utils.prepare_module import (
     ActivationCheckpointParams,
     TorchCompileParams,
     TPStrategy,
+    compilable,
     compile_backward,
     convert_str_to_strategy,
     on_mesh,
@@ -125,7 +126,7 @@ class AutoUnit(
             precision=_known(precision) if grad_scaler_params is None else grad_scaler_params.of(precision),
             gradient_accumulation_steps=gradient_accumulation_steps,
             detect_anomaly=_detects(detect_anomaly, torch_compile_params),
-            torch_compile_params=torch_compile_params,
+            torch_compile_params=compilable(torch_compile_params),
             **options,
         )
         self.enable_compiled_autograd = enable_compiled_autograd
@@ -302,7 +303,7 @@ class AutoPredictUnit(auto_predict.AutoPredictUnit[T], unit.PredictUnit[T]):
             strategy=_checked(strategy) if global_mesh is None else on_mesh(strategy, global_mesh),
             precision=_known(precision),
             detect_anomaly=_detects(detect_anomaly, torch_compile_params),
-            torch_compile_params=torch_compile_params,
+            torch_compile_params=compilable(torch_compile_params),
             **options,
         )
 

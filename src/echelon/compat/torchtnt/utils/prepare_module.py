@@ -128,6 +128,10 @@ class TPStrategy(Strategy):
         )
 
 
+class BackendError(UsageError, RuntimeError):
+    """torch.compile has no such backend."""
+
+
 class NotCompiledError(UsageError, RuntimeError):
     """What only a compiled module has was asked of another."""
 
@@ -181,7 +185,7 @@ def prepare_module(
         module,
         device,
         strategy=chosen,
-        torch_compile_params=torch_compile_params,
+        torch_compile_params=compilable(torch_compile_params),
         activation_checkpoint_params=activation_checkpoint_params,
     )
     return _with_older_methods(made) if isinstance(chosen, fsdp.FSDPStrategy) else made
@@ -217,6 +221,18 @@ def on_mesh(strategy: Strategy | str | None, global_mesh: GlobalMeshCoordinator 
     if chosen.mesh is not None:
         raise UsageError("FSDP2Strategy(mesh=...) and global_mesh both choose the ranks. Give one of them.")
     return replace(chosen, mesh=global_mesh.dp_mesh)
+
+
+def compilable(params: Any) -> Any:
+    """The same parameters.
+
+    Raises:
+        BackendError, a RuntimeError: torch has no such backend.
+    """
+    backend = getattr(params, "backend", None)
+    if isinstance(backend, str) and backend not in torch.compiler.list_backends(exclude_tags=()):
+        raise BackendError(f"Invalid backend: {backend!r}, see `torch._dynamo.list_backends()` for available backends.")
+    return params
 
 
 def compile_backward(torch_compile_params: TorchCompileParams | None) -> None:
@@ -265,7 +281,7 @@ def apply_ac(module: nn.Module, activation_checkpoint_params: ActivationCheckpoi
 
 def apply_torch_compile(module: nn.Module, torch_compile_params: TorchCompileParams) -> None:
     """Compile the module, or the submodules that the parameters name, in place."""
-    Recipe(torch_compile=torch_compile_params).compile(module)
+    Recipe(torch_compile=compilable(torch_compile_params)).compile(module)
 
 
 def on_meta_device(module: nn.Module) -> bool:
