@@ -486,11 +486,15 @@ def _spoil(path: Path, how: str) -> None:
     data = pickle.dumps(metadata)
     if how == "room in the memo":  # all of it is remembered as the 16777216th object
         data = pickle.dumps(metadata, protocol=2)[:-1] + b"r\x00\x00\x00\x01."
+    if how == "tuples within tuples":  # sixty, of two each, as a dict's key
+        data = pickle.dumps(metadata, protocol=2)[:-1] + b"})" + b"2\x86" * 60 + b"Ns0."
+    if how == "a deep tuple":
+        data = pickle.dumps(metadata, protocol=2)[:-1] + b"})" + b"\x85" * 1_000_000 + b"Ns0."
     (path / ".metadata").write_bytes(data[:-40] if how == "cut off" else data)
 
 
 HOW = ["code", "code in a value", "another file", "beyond the end", "too large", "code in the data", "another tensor", "cut off"]
-HOW += ["room in the memo"]
+HOW += ["room in the memo", "tuples within tuples", "a deep tuple"]
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import pickletools
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -19,6 +18,7 @@ from echelon.checkpoint.header import SIZES
 from echelon.checkpoint.location import Location, open_file, read_file
 from echelon.checkpoint.plain import dtype_of
 from echelon.checkpoint.tensors import Tensors
+from echelon.compat.torchtnt.framework.callbacks.pickle_bombs import check
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointNotFoundError
 from echelon.contracts.terminal import printable
 
@@ -74,13 +74,6 @@ class _Unpickler(pickle.Unpickler):
         return self._made.setdefault(name, type(name, (_Record,), {}))
 
 
-def _check_memo(data: bytes) -> None:
-    """An object is remembered under an index, up to which Python makes room at once: five bytes could ask for 64 GiB."""
-    for opcode, index, _ in pickletools.genops(data):
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and isinstance(index, int) and index > len(data):
-            raise ValueError(f"it remembers an object as its {index}th, and has {len(data)} bytes")
-
-
 class Saved(Tensors):
     """A checkpoint that torch.distributed.checkpoint wrote.
 
@@ -100,7 +93,7 @@ class Saved(Tensors):
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointNotFoundError(f"{folder} holds no checkpoint: it has no {METADATA}.") from None
         try:
-            _check_memo(data)
+            check(data)
             metadata = _Unpickler(data).load()
             self.paths: dict[str, tuple[Any, ...]] = {_text(k): _path(v) for k, v in _dict(metadata["planner_data"]).items()}
             entries = _dict(metadata["state_dict_metadata"])

@@ -6,11 +6,11 @@ import logging
 from typing import Any
 
 from echelon.compat.torchtnt.framework.callbacks.by_phase import progress_of
+from echelon.compat.torchtnt.utils.distributed import barrier
 from echelon.loop.callback import Callback
 from echelon.loop.callbacks.steps import at_least
 from echelon.loop.state import State
 from echelon.observe.loggers.logger import rank
-from echelon.world import agree
 
 __all__ = ["PeriodicDistributedSync"]
 
@@ -44,4 +44,4 @@ class PeriodicDistributedSync(Callback):
         progress = progress_of(unit, phase)
         if progress.num_steps_completed_in_epoch % self.sync_every_n_steps == 0:  # an earlier epoch's may differ between ranks
             logger.info("Barrier at step %s on rank %s", progress.num_steps_completed, rank())
-            agree.any_rank(False)
+            barrier()
