@@ -182,7 +182,7 @@ def _watched_by_rank_0_only() -> list[str]:
     logger = InMemoryLogger()
     rates = ThroughputLogger(logger, {"rows": 1})
     RUNS["train"](Numbers(), range(2), [IterationTimeLogger(logger), TimeWaitForBatchLogger(logger), rates])
-    SystemResourcesMonitor(logger).write_system_stats(1)
+    SystemResourcesMonitor(logger).write_system_stats("epoch", 1)
     bar = io.StringIO()
     RUNS["train"](Numbers(), range(2), [TQDMProgressBar(file=bar)])
     return [*sorted({name.split()[0] for row in logger.log_buffer.values() for name in row}), str(bool(bar.getvalue()))]

@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -483,11 +484,23 @@ def _spoil(path: Path, how: str) -> None:
     elif how == "another tensor":
         torch.save(torch.zeros(2), path / place.relative_path)
         place.offset, place.length = 0, (path / place.relative_path).stat().st_size
+    elif how == "a deep tuple in the data":
+        with zipfile.ZipFile(path / place.relative_path, "w") as archive:
+            archive.writestr("archive/data.pkl", b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns.")
+            archive.writestr("archive/version", b"3\n")
+        place.offset, place.length = 0, (path / place.relative_path).stat().st_size
     data = pickle.dumps(metadata)
+    if how == "room in the memo":  # all of it is remembered as the 16777216th object
+        data = pickle.dumps(metadata, protocol=2)[:-1] + b"r\x00\x00\x00\x01."
+    if how == "tuples within tuples":  # sixty, of two each, as a dict's key
+        data = pickle.dumps(metadata, protocol=2)[:-1] + b"})" + b"2\x86" * 60 + b"Ns0."
+    if how == "a deep tuple":
+        data = pickle.dumps(metadata, protocol=2)[:-1] + b"})" + b"\x85" * 1_000_000 + b"Ns0."
     (path / ".metadata").write_bytes(data[:-40] if how == "cut off" else data)
 
 
 HOW = ["code", "code in a value", "another file", "beyond the end", "too large", "code in the data", "another tensor", "cut off"]
+HOW += ["room in the memo", "tuples within tuples", "a deep tuple", "a deep tuple in the data"]
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -28,7 +28,7 @@ from echelon.compat.torchtnt.utils.device_mesh import (
     get_dp_mesh,
     get_dp_mesh_size,
 )
-from echelon.compat.torchtnt.utils.optimizer import extract_lr_from_optimizer, init_optim_state
+from echelon.compat.torchtnt.utils.optimizer import extract_lr_from_optimizer, init_optim_state, make_state
 from echelon.compat.torchtnt.utils.progress import (
     Progress,
     estimated_steps_in_epoch,
@@ -235,7 +235,7 @@ def _wrapped(folder: str) -> dict[str, Any]:
             done = checkpoint.load_from_full_model_state_dict(empty, {**whole_state, "more": torch.ones(1)}, CPU)
             found["loaded"] = largest_difference(whole(empty), whole(modules[0])), list(done.unexpected_keys)
     plain = tnt.prepare_ddp(net(), CPU)
-    found["ddp"] = len(tnt.get_module_state_dict(plain)), len(tnt.get_module_state_dict(plain, rank0_only=True))
+    found["ddp"] = [*tnt.get_module_state_dict(plain)], [*tnt.get_module_state_dict(plain, rank0_only=True)]
     found["average"] = _averages()
     found["scaler"] = [_inf_on_one_rank(make) for make in kinds.values()]
     return found
@@ -304,7 +304,7 @@ def test_sharded_states_averages_and_scalers(ranks: Ranks, tmp_path: Path) -> No
             equal, steps, lr, untouched, names, is_whole, on_rank0 = found[kind]
             assert equal and untouched and names and is_whole, kind
             assert steps == [1.0, 2.0] and lr == [0.1, 0.05] and on_rank0 == (0 if rank else size), kind
-        assert found["loaded"] == (0.0, ["more"]) and found["ddp"] == (size, 0 if rank else size)
+        assert found["loaded"] == (0.0, ["more"]) and found["ddp"] == ([*net().state_dict()],) * 2
         assert largest_difference(found["average"], whole(want.module)) < 1e-12
         assert found["scaler"] == [(True, 2.0**15)] * 2  # both skipped, and lowered the scale
 
@@ -374,7 +374,10 @@ def test_an_optimizers_state_is_made_without_a_trace(kind: str) -> None:
     modules[0].last.bias.requires_grad_(False)
     modules[1].last.bias.requires_grad_(False)
     kept = modules[0].first.weight.grad = torch.ones_like(modules[0].first.weight)
-    init_optim_state(first)
+    with pytest.raises(RuntimeError, match="requires that no existing gradients for parameters are found"):
+        init_optim_state(first)
+    assert not first.state
+    make_state(first)  # as FSDPOptimizerWrapper does, also in the middle of an accumulation
     assert modules[0].first.weight.grad is kept and modules[0].last.weight.grad is None
     assert len(first.state) == len(list(modules[0].parameters())) - 1 and first.param_groups[0].get("weight_decay", 0.1) == 0.1
     for state in first.state.values():
@@ -516,8 +519,11 @@ def test_several_states_as_one() -> None:
     with pytest.raises(RuntimeError, match=r"first\.bias"):
         other.load_state_dict(saved)
     stateful.MultiStateful(other.stateful_objs, strict=False).load_state_dict(saved)
-    with pytest.raises(KeyError, match="words"):
-        stateful.MultiStateful({"words": words}).load_state_dict(saved)
+    only = stateful.MultiStateful({"progress": Progress(), "words": stateful.DictStateful(c=3)})
+    only.load_state_dict({"progress": saved["progress"]})
+    assert only.stateful_objs["progress"].num_steps_completed == 5 and only.stateful_objs["words"] == {"c": 3}
+    with pytest.raises(KeyError, match="unknown"):
+        only.load_state_dict({"unknown": {}})
 
 
 def test_checkpoints_of_a_run_are_found(tmp_path: Path) -> None:
@@ -579,7 +585,7 @@ def test_strings_of_an_fsdp_strategy_are_checked_when_it_is_made() -> None:
 
 def test_errors_have_torchtnts_kinds_and_words() -> None:
     device = torch.device("cpu")
-    with pytest.raises(ValueError, match=r"Strategy foo not supported\. Please use one of \['ddp', 'fsdp', 'noop'\]"):
+    with pytest.raises(ValueError, match=r"Strategy foo not supported\. Please use one of \['ddp', 'fsdp', 'fsdp2', 'noop'\]"):
         tnt.convert_str_to_strategy("foo")
     with pytest.raises(ValueError, match="Unknown strategy received: 3"):
         tnt.prepare_module(net(), device, strategy=3)  # type: ignore[arg-type]

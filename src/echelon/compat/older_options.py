@@ -96,4 +96,10 @@ class ActivationCheckpointParams(activation.ActivationCheckpointParams):
         context_fn: Any = None,
         **options: Any,
     ) -> None:
+        check_fn = None if auto_wrap_policy is not None else check_fn  # the policy goes first, as there
         super().__init__(check_fn=check_fn, auto_wrap_policy=auto_wrap_policy, context_fn=context_fn, **options)
+
+    def chosen(self, module: nn.Module) -> list[nn.Module]:
+        """Where nothing is asked for all is recomputed, as there: block by block, or of a model without blocks child by child."""
+        asked = self.check_fn is not None or self.auto_wrap_policy is not None
+        return super().chosen(module) or ([] if asked else list(module.children()) or [module])

@@ -131,7 +131,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
     def zero_grad(self, state: State) -> None:
         """Drop all gradients. What torch's own `zero_grad` does, without its profiler range, which takes longer than the work."""
         optimizer = self.optimizer
-        if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
+        if getattr(type(optimizer), "zero_grad", None) is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None

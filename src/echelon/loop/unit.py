@@ -186,6 +186,11 @@ def wants_iterator(step: Any) -> bool:
     return get_origin(hint) is Iterator or hint is Iterator
 
 
+def _data_for(step: Any, batches: Iterator[T]) -> T | Iterator[T]:
+    """What a step is given: the next batch, or all of them if it fetches its own."""
+    return batches if wants_iterator(step) else next(batches)
+
+
 class TrainUnit(Unit, Generic[T], ABC):
     """Training: write `train_step`. `on_train_*` hooks run before the callbacks' hooks of the same name.
 
@@ -219,9 +224,9 @@ class TrainUnit(Unit, Generic[T], ABC):
     def on_train_end(self, state: State) -> None:
         """After the last epoch."""
 
-    def get_next_train_batch(self, state: State, data_iter: Iterator[T]) -> T:
+    def get_next_train_batch(self, state: State, data_iter: Iterator[T]) -> Any:
         """Fetch a batch; override to combine or replace batches."""
-        return next(data_iter)
+        return _data_for(self.train_step, data_iter)
 
 
 class EvalUnit(Unit, Generic[T], ABC):
@@ -250,8 +255,8 @@ class EvalUnit(Unit, Generic[T], ABC):
     def on_eval_end(self, state: State) -> None:
         """After the evaluation."""
 
-    def get_next_eval_batch(self, state: State, data_iter: Iterator[T]) -> T:
-        return next(data_iter)
+    def get_next_eval_batch(self, state: State, data_iter: Iterator[T]) -> Any:
+        return _data_for(self.eval_step, data_iter)
 
 
 class PredictUnit(Unit, Generic[T], ABC):
@@ -280,8 +285,8 @@ class PredictUnit(Unit, Generic[T], ABC):
     def on_predict_end(self, state: State) -> None:
         """After the pass over the loader."""
 
-    def get_next_predict_batch(self, state: State, data_iter: Iterator[T]) -> T:
-        return next(data_iter)
+    def get_next_predict_batch(self, state: State, data_iter: Iterator[T]) -> Any:
+        return _data_for(self.predict_step, data_iter)
 
 
 class TestUnit(Unit, Generic[T], ABC):
@@ -312,5 +317,5 @@ class TestUnit(Unit, Generic[T], ABC):
     def on_test_end(self, state: State) -> None:
         """After the pass over the loader."""
 
-    def get_next_test_batch(self, state: State, data_iter: Iterator[T]) -> T:
-        return next(data_iter)
+    def get_next_test_batch(self, state: State, data_iter: Iterator[T]) -> Any:
+        return _data_for(self.test_step, data_iter)

@@ -6,7 +6,7 @@ import functools
 import logging
 from abc import ABCMeta
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,23 +15,32 @@ from torch import nn
 from echelon.compat.torchtnt.framework import unit
 from echelon.compat.torchtnt.framework.averages import Averages, source_of
 from echelon.compat.torchtnt.framework.callbacks.dcp_saver import without_effect
+from echelon.compat.torchtnt.utils.precision import convert_precision_str_to_dtype
 from echelon.compat.torchtnt.utils.prepare_module import (
     ActivationCheckpointParams,
     TorchCompileParams,
+    TPStrategy,
+    compilable,
     compile_backward,
+    convert_str_to_strategy,
     on_mesh,
 )
 from echelon.contracts.errors import UsageError
 from echelon.loop import auto, auto_predict
+from echelon.loop.accept import keeps
 from echelon.loop.auto import TrainStepResults
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.averaged import SWALRParams, SWAParams
+from echelon.parallel import tensor
+from echelon.parallel.precision import Precision, Shards
 from echelon.parallel.prepared import NO_CONTEXT
+from echelon.parallel.shards import is_split
 
 __all__ = [
     "ActivationCheckpointParams",
     "AutoPredictUnit",
     "AutoUnit",
+    "GradScalerParams",
     "SWALRParams",
     "SWAParams",
     "TorchCompileParams",
@@ -43,11 +52,27 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+@dataclass
+class GradScalerParams:
+    """How the loss of fp16 is scaled, as `torch.amp.GradScaler` has it."""
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    def of(self, precision: Any) -> Precision:
+        """The precision with these."""
+        return replace(Precision.of(_known(precision)), **vars(self))
+
+
 class _Configures(ABCMeta):
     """Optimizer and scheduler are built right after the whole constructor; None without training."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__call__(*args, **kwargs)
+        for name in ("optimizer", "lr_scheduler"):  # what the constructor may have set under these names counts for nothing there
+            vars(made).pop(name, None)
         if made.training:
             made.configure()
         else:
@@ -66,8 +91,10 @@ class AutoUnit(
         enable_loss_parallel: losses over logits that tensor parallelism has split by class are computed without gathering them.
         gradient_accumulation_sync: no effect: gradients travel once in a window, and the memory for them is bounded by the
             strategy.
+        grad_scaler_params: of fp16's gradient scaler.
     Raises:
-        UsageError: compiled autograd of what is not compiled; a mesh for a strategy that has none.
+        UsageError: losses in parallel of logits that nothing splits;
+            compiled autograd of what is not compiled; a mesh for a strategy that has none.
     """
 
     def __init__(
@@ -83,6 +110,7 @@ class AutoUnit(
         global_mesh: Any = None,
         enable_loss_parallel: bool = False,
         gradient_accumulation_sync: bool = False,
+        grad_scaler_params: GradScalerParams | None = None,
         **options: Any,
     ) -> None:
         without_effect("AutoUnit", gradient_accumulation_sync=gradient_accumulation_sync or None)
@@ -90,13 +118,15 @@ class AutoUnit(
             raise UsageError(f"gradient_accumulation_steps must be > 0. Got {gradient_accumulation_steps}")
         if enable_compiled_autograd:
             compile_backward(torch_compile_params)
+        if enable_loss_parallel and not isinstance(strategy, (TPStrategy, tensor.TPStrategy)) and not _is_split(module):
+            raise UsageError(f"enable_loss_parallel is only supported with TPStrategy, got {strategy!r}.")
         super().__init__(
             module=module,
-            strategy=strategy if global_mesh is None else on_mesh(strategy, global_mesh),
-            precision=precision,
+            strategy=_checked(strategy) if global_mesh is None else on_mesh(strategy, global_mesh),
+            precision=_known(precision) if grad_scaler_params is None else grad_scaler_params.of(precision),
             gradient_accumulation_steps=gradient_accumulation_steps,
             detect_anomaly=_detects(detect_anomaly, torch_compile_params),
-            torch_compile_params=torch_compile_params,
+            torch_compile_params=compilable(torch_compile_params),
             **options,
         )
         self.enable_compiled_autograd = enable_compiled_autograd
@@ -127,51 +157,73 @@ class AutoUnit(
     @property
     def maybe_autocast_precision(self) -> Any:
         """Context in which losses are computed."""
-        return self.autocast()
+        dtype = self.computes.dtype
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     # --- the stages of a step, for the user's timer
 
     _timer: Any = None
+    _in_loop = False
 
     def phase_started(self, state: Any, phase: str) -> None:
-        self._timer = state.timer
+        self._timer, self._in_loop = state.timer, True
+        self._reports_step = not keeps(
+            self, "on_train_step_end", auto.AutoUnit
+        )  # it may have been set since, on the class or here
         super().phase_started(state, phase)
 
-    def _timed(self, stage: str) -> Any:
-        return NO_CONTEXT if self._timer is None else self._timer.time(f"{type(self).__name__}.{stage}")
+    def phase_ended(self, state: Any, phase: str) -> None:
+        self._in_loop = False
+        super().phase_ended(state, phase)
+
+    def _timed(self, stage: str, state: Any = None) -> Any:
+        timer = self._timer if state is None else state.timer
+        return NO_CONTEXT if timer is None else timer.time(f"{type(self).__name__}.{stage}")
 
     def _forward(self, state: Any, micro_batch: Any) -> Any:
-        with self._timed("compute_loss"):
+        with self._timed("compute_loss", state):
             return super()._forward(state, micro_batch)
 
     def _backward(self, state: Any, loss: Any, micro_batch: Any) -> None:
-        with self._timed("backward"):
+        with self._timed("backward", state):
             super()._backward(state, loss, micro_batch)
+
+    def _update(self, state: Any) -> Any:
+        self._timer = state.timer
+        if self.grad_scaler is not None and self._shards is None:  # a step that a program takes itself, without a loop
+            self._shards = Shards(self.optimizer, self.module.parameters())
+        return super()._update(state)
 
     def _step_optimizer(self) -> bool:
         with self._timed("optimizer_step"):
             return super()._step_optimizer()
 
     def zero_grad(self, state: Any) -> None:
-        with self._timed("optimizer_zero_grad"):
+        with self._timed("optimizer_zero_grad", state):
             super().zero_grad(state)
 
     def _advance(self) -> None:
-        with self._timed("lr_scheduler_step"):
+        averaged = self.swa_scheduler is not None and self.swa_model is not None and self.swa_model.begun
+        with self._timed("swa_lr_scheduler_step" if averaged else "lr_scheduler_step"):
             super()._advance()
 
     def eval_step(self, state: Any, data: T) -> Any:
-        with self._timed("compute_loss"):
+        with self._timed("compute_loss", state):
             return super().eval_step(state, data)
 
     def predict_step(self, state: Any, data: T) -> Any:
-        with self._timed("forward"):
+        with self._timed("forward", state):
             return super().predict_step(state, data)
 
     def epoch_closed(self, state: Any, phase: str) -> None:
         if phase == "train" and isinstance(self.swa_model, Averages) and self.swa_model.per_epoch:
             self.swa_model.average_if_due()
         super().epoch_closed(state, phase)
+
+    def on_train_epoch_end(self, state: Any) -> None:
+        """The loop has advanced the schedule by now; what a program calls itself does it here."""
+        if not self._in_loop and self.step_lr_interval == "epoch":
+            self.epoch_closed(state, "train")
 
     def evaluating(self) -> Any:
         return NO_CONTEXT if isinstance(self.swa_model, Averages) else super().evaluating()
@@ -181,12 +233,33 @@ class AutoUnit(
             if name == "module":
                 logger.warning("The self.module attribute is managed by AutoUnit and is not meant to be reassigned.")
             elif value is mine or value is getattr(mine, "module", None):
-                logger.error(
-                    "Attribute '%s' of the custom TNT Unit stores a reference to the model managed by AutoUnit: it would be "
-                    "saved twice. Use self.module.",
+                logger.error(  # in its words to the letter
+                    "Attribute '%s' of the custom TNT Unit stores a reference to the model managedby AutoUnit. This is known to "
+                    "cause errors on checkpointing and model training mode. Please remove this attribute and access the existing "
+                    "`self.module` instead.",
                     name,
                 )
         super().__setattr__(name, value)
+        if name == "on_train_step_end":
+            self._reports_step = True
+
+
+def _checked(strategy: Any) -> Any:
+    """A strategy; of a name that is none, TorchTNT's words."""
+    return convert_str_to_strategy(strategy) if isinstance(strategy, str) else strategy
+
+
+def _is_split(module: nn.Module) -> bool:
+    """Whether a program has split the module's parameters itself."""
+    return any(is_split(parameter) for parameter in module.parameters())
+
+
+def _known(precision: Any) -> Any:
+    """What to compute in; of a name that is none, TorchTNT's words."""
+    return convert_precision_str_to_dtype(precision) if isinstance(precision, str) and precision not in _NAMED else precision
+
+
+_NAMED = ("fp32", "bf16", "fp16", "float8")
 
 
 def _detects(detect_anomaly: bool | None, compiled: Any) -> bool | None:
@@ -219,6 +292,7 @@ class AutoPredictUnit(auto_predict.AutoPredictUnit[T], unit.PredictUnit[T]):
         *,
         module: nn.Module,
         strategy: Any = None,
+        precision: Any = None,
         detect_anomaly: bool | None = None,
         torch_compile_params: Any = None,
         global_mesh: Any = None,
@@ -226,9 +300,10 @@ class AutoPredictUnit(auto_predict.AutoPredictUnit[T], unit.PredictUnit[T]):
     ) -> None:
         super().__init__(
             module=module,
-            strategy=strategy if global_mesh is None else on_mesh(strategy, global_mesh),
+            strategy=_checked(strategy) if global_mesh is None else on_mesh(strategy, global_mesh),
+            precision=_known(precision),
             detect_anomaly=_detects(detect_anomaly, torch_compile_params),
-            torch_compile_params=torch_compile_params,
+            torch_compile_params=compilable(torch_compile_params),
             **options,
         )
 

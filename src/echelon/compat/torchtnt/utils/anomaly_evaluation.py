@@ -22,28 +22,37 @@ class MetricAnomalyEvaluator(ABC):
 
 
 class ThresholdEvaluator(MetricAnomalyEvaluator):
-    """A value below `min_val` or above `max_val` is wrong. nan is neither: see `IsNaNEvaluator`."""
+    """A value that is not between `min_val` and `max_val` is wrong, and so is nan.
+
+    Attributes:
+        curr_val: the latest value.
+    """
 
     def __init__(self, *, min_val: float = -math.inf, max_val: float = math.inf) -> None:
         if min_val > max_val:
             raise UsageError(f"min_val must be at most max_val, {max_val}, got {min_val}.")
-        self._min, self._max, self._value = min_val, max_val, math.nan
+        self.min_val, self.max_val = min_val, max_val
+        self.curr_val: float = min_val
 
     def update(self, value: Scalar) -> None:
-        self._value = scalar_to_float(value)
+        self.curr_val = scalar_to_float(value)
 
     def is_anomaly(self) -> bool:
-        return self._value < self._min or self._value > self._max
+        return not self.min_val <= self.curr_val <= self.max_val
 
 
 class IsNaNEvaluator(MetricAnomalyEvaluator):
-    """nan is wrong."""
+    """nan is wrong.
+
+    Attributes:
+        curr_val: the latest value.
+    """
 
     def __init__(self) -> None:
-        self._value = 0.0
+        self.curr_val: float = 0
 
     def update(self, value: Scalar) -> None:
-        self._value = scalar_to_float(value)
+        self.curr_val = scalar_to_float(value)
 
     def is_anomaly(self) -> bool:
-        return math.isnan(self._value)
+        return math.isnan(self.curr_val)

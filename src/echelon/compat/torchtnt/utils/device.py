@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, TypedDict, TypeVar
 
 import torch
 
+from echelon.compat.torchtnt.utils.distributed import get_local_rank
 from echelon.compat.torchtnt.utils.resources import cpu_stats as get_psutil_cpu_stats
-from echelon.compat.torchtnt.utils.resources import gpu_stats
-from echelon.contracts.errors import UsageError
+from echelon.compat.torchtnt.utils.resources import gpu_stats, nvidia_smi
+from echelon.contracts.errors import LauncherEnvironmentError, UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.world import device as devices
 from echelon.world.device import record_stream as record_data_in_stream
@@ -26,6 +28,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class CPUStats(TypedDict):
@@ -51,9 +55,27 @@ class GPUStats(TypedDict, total=False):
     temperature_memory_celsius: float
 
 
+class TooFewDevicesError(UsageError, RuntimeError):
+    """More ranks than devices."""
+
+
 def get_device_from_env() -> torch.device:
-    """cuda:LOCAL_RANK, which becomes the current device, or the CPU."""
-    device = devices.device_of(RankInfo.from_env())
+    """cuda:LOCAL_RANK, which becomes the current device, or the CPU.
+
+    Raises:
+        TooFewDevicesError, a RuntimeError: there are not so many.
+    """
+    try:
+        info = RankInfo.from_env()
+    except LauncherEnvironmentError:  # LOCAL_RANK alone is enough here
+        local = get_local_rank()
+        info = RankInfo(rank=local, local_rank=local, world_size=local + 1, local_world_size=local + 1)
+    try:
+        device = devices.device_of(info)
+    except UsageError as error:
+        if info.local_rank < max(1, torch.cuda.device_count()):
+            raise
+        raise TooFewDevicesError(f"The local rank is larger than the number of available GPUs. {error}") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
@@ -74,22 +96,29 @@ def copy_data_to_device(
 
 
 def get_nvidia_smi_gpu_stats(device: torch.device) -> GPUStats:
-    """What nvidia-smi says of a device of torch's; nothing where there is no nvidia-smi.
+    """What nvidia-smi says of a device of torch's.
 
     Raises:
+        FileNotFoundError: there is no nvidia-smi.
         UsageError: the device is no GPU.
     """
     if device.type != "cuda":
         raise UsageError(f"get_nvidia_smi_gpu_stats: {device} is no GPU.")
+    if nvidia_smi() is None:
+        raise FileNotFoundError("nvidia-smi: command not found.")
     # A UUID means the same to both; nvidia-smi counts GPUs that CUDA_VISIBLE_DEVICES hides from torch.
-    return gpu_stats(f"GPU-{torch.cuda.get_device_properties(device).uuid}")  # type: ignore[return-value]
+    known = torch.version.cuda is not None and torch.cuda.is_available()
+    return gpu_stats(f"GPU-{torch.cuda.get_device_properties(device).uuid}" if known else device.index or 0)  # type: ignore[return-value]
 
 
 def collect_system_stats(device: torch.device) -> dict[str, Any]:
     """Processor and memory, and for a GPU what nvidia-smi and torch's allocator know."""
     stats: dict[str, Any] = dict(get_psutil_cpu_stats())
     if device.type == "cuda":
-        stats |= get_nvidia_smi_gpu_stats(device)
+        try:
+            stats |= get_nvidia_smi_gpu_stats(device)
+        except FileNotFoundError:
+            logger.warning("Unable to find nvidia-smi. Skipping GPU stats collection.")
         stats |= torch.cuda.memory_stats(device)
     return stats
 

@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
+class MissingDeviceError(UsageError, RuntimeError):
+    """There is no device of the type that was asked for."""
+
+
 def init_from_env(
     *,
     device_type: str | None = None,
@@ -36,6 +40,8 @@ def init_from_env(
             for "file" the environment names no file that all ranks know, and a warning says so.
         float32_matmul_precision: set on GPUs, as TorchTNT does: by default products of float32 have TensorFloat-32's 10 bits of
             mantissa. "highest" keeps all 23.
+    Raises:
+        MissingDeviceError, a RuntimeError: there is no such device.
     """
     if dist_init_method_type not in ("env", "tcp", "file"):
         raise UsageError(f"dist_init_method_type {dist_init_method_type!r}: 'env', 'tcp' or 'file'.")
@@ -46,7 +52,12 @@ def init_from_env(
             "they meet at the launcher's address. For a file of yours: torch.distributed.init_process_group(init_method="
             "get_file_init_method(filename=...))"
         )
-    device = init.init_from_env(device_type, pg_backend, pg_timeout)
+    try:
+        device = init.init_from_env(device_type, pg_backend, pg_timeout)
+    except UsageError as error:
+        if device_type in (None, "cpu") or torch.cuda.is_available():
+            raise
+        raise MissingDeviceError(f"Device type is specified to {device_type} but got cpu from env. {error}") from None
     if device.type == "cuda":
         set_float32_precision(float32_matmul_precision)
     return device

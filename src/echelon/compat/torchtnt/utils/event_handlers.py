@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import logging
 import random
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Protocol, runtime_checkable
 
 from echelon.compat.torchtnt.utils.event import Event, EventMetadataValue
@@ -25,18 +25,22 @@ class EventHandler(Protocol):
     def handle_event(self, event: Event) -> None: ...
 
 
+class HandlerError(UsageError, RuntimeError):
+    """An entry point makes what takes no events."""
+
+
 @cache
 def get_event_handlers() -> list[EventHandler]:
     """What the factories of the entry points make; once.
 
     Raises:
-        UsageError: a factory that makes something else.
+        HandlerError, a RuntimeError: a factory that makes something else.
     """
     handlers = []
-    for entry in entry_points(group="tnt_event_handlers"):
+    for entry in importlib.metadata.entry_points(group="tnt_event_handlers"):
         handler = entry.load()()
         if not isinstance(handler, EventHandler):
-            raise UsageError(f"the entry point {entry.value} makes a {type(handler).__name__}, which has no handle_event.")
+            raise HandlerError(f"The factory function for {entry.value} did not return a EventHandler object: no handle_event.")
         handlers.append(handler)
     return handlers
 

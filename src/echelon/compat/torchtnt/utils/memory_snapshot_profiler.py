@@ -69,13 +69,19 @@ class MemorySnapshotProfiler(MemorySnapshotProfilerBase):
     def __init__(self, output_dir: str, memory_snapshot_params: MemorySnapshotParams | None = None) -> None:
         self.output_dir, self.params = output_dir, memory_snapshot_params or MemorySnapshotParams()
         start, stop, observes = self.params.start_step, self.params.stop_step, self.params.enable_oom_observer
-        if start is not None and (start < 0 or stop is None or start >= stop):
-            raise UsageError(f"start_step must be < stop_step, and 0 or more; got {start} and {stop}.")
+        if start is not None and start < 0:
+            raise UsageError("start_step must be nonnegative.")
+        if start is not None and stop is None:
+            raise UsageError("stop_step must be specified when start_step is set.")
+        if start is not None and stop is not None and start >= stop:
+            raise UsageError("start_step must be < stop_step.")
         if stop is not None and stop <= 0:
-            raise UsageError(f"stop_step must be positive. Got {stop}.")
+            raise UsageError("stop_step must be positive.")
         if start is None and not observes:
             raise UsageError(
-                "stop_step must be enabled with either start_step or enable_oom_observer. Else nothing would be recorded."
+                "At least one of start_step/stop_step or enable_oom_observer must be set."
+                if stop is None
+                else "stop_step must be enabled with either start_step or enable_oom_observer."
             )
         self.step_num, self.is_started = 0, False
         if observes:
@@ -88,7 +94,7 @@ class MemorySnapshotProfiler(MemorySnapshotProfilerBase):
         if self.is_started:
             return
         if not torch.cuda.is_available():
-            logger.warning("no CUDA here, so no memory history")
+            logger.warning("CUDA unavailable. Not recording memory history.")
             return
         torch.cuda.memory._record_memory_history(max_entries=self.params.max_entries)
         self.is_started = True

@@ -45,7 +45,9 @@ def transfer_batch_norm_stats(src_module: nn.Module, dst_module: nn.Module) -> N
     """
     source, target = ([m for m in module.modules() if isinstance(m, _BATCH_NORMS)] for module in (src_module, dst_module))
     if len(source) != len(target):
-        raise UsageError(f"the modules differ: {len(source)} batch norms, and {len(target)}.")
+        raise UsageError(
+            f"Modules must have same number of batch norm layers. Src module has {len(source)}, dst module has {len(target)}."
+        )
     for new, old in zip(source, target, strict=True):
         values, into = dict(new.named_buffers(recurse=False)), dict(old.named_buffers(recurse=False))
         if {name: value.shape for name, value in values.items()} != {name: value.shape for name, value in into.items()}:

@@ -61,16 +61,16 @@ def log_memory_snapshot(output_dir: str, file_prefix: str | None = None) -> None
         file_prefix: by default "memory_snapshot".
     """
     if not torch.cuda.is_available():
-        logger.info("no CUDA here, so no memory snapshot")
+        logger.info("CUDA unavailable. Not logging snapshot")
         return
     folder = f"{output_dir.rstrip('/')}/{file_prefix or 'memory_snapshot'}_rank{World.current(torch.device('cpu')).rank}"
     try:
         snapshot = torch.cuda.memory._snapshot()  # torch documents it; there is no name without the underscore
         _write(folder, snapshot)
-    except Exception:
-        logger.exception("the memory snapshot %s could not be written", folder)
+    except Exception as error:
+        logger.exception("Failed to log memory snapshot to %s: %s", folder, error)
     else:
-        logger.info("wrote the memory snapshot %s", folder)
+        logger.info("Logged memory snapshot to %s", folder)
 
 
 def _write(folder: str, snapshot: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ def attach_oom_observer(output_dir: str, trace_max_entries: int = 1000000) -> No
         trace_max_entries: how many of the latest events are kept.
     """
     if not torch.cuda.is_available():
-        logger.info("no CUDA here, so no observer of its memory")
+        logger.info("CUDA unavailable. Not attaching OOM observer.")
         return
 
     def observe(device: int, wanted: int, allocated: int, free: int) -> None:

@@ -8,10 +8,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from echelon.contracts.errors import UsageError
 from echelon.loop.callbacks.learning_rate import learning_rates
 from echelon.parallel.partition import Partition
 
-__all__ = ["extract_lr_from_optimizer", "init_optim_state"]
+__all__ = ["extract_lr_from_optimizer", "init_optim_state", "make_state"]
+
+
+class GradientsError(UsageError, RuntimeError):
+    """There are gradients where there should be none."""
 
 
 def extract_lr_from_optimizer(optim: Optimizer, prefix: str) -> dict[str, float]:
@@ -24,7 +29,20 @@ def init_optim_state(optimizer: Optimizer) -> None:
 
     It takes a step with gradients of zero, after which parameters, gradients, options and step counts are as they were. What it
     averages is zero, since it saw neither gradients nor weight decay. echelon's own checkpoints need none of this.
+
+    Raises:
+        GradientsError, a RuntimeError: a parameter has a gradient.
     """
+    if not optimizer.state and any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        raise GradientsError(
+            "Initializing the optimizer states requires that no existing gradients for parameters are found. Call "
+            "optimizer.zero_grad() first."
+        )
+    make_state(optimizer)
+
+
+def make_state(optimizer: Optimizer) -> None:
+    """As `init_optim_state`; gradients that are there stay."""
     partition = Partition.of(optimizer)
     with partition.alone() if partition is not None else nullcontext():
         _make_state(Partition.behind(optimizer))

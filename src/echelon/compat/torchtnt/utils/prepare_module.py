@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from echelon.compat import older_options
 from echelon.compat.older_options import ActivationCheckpointParams
 from echelon.compat.torchtnt.utils.distributed import get_global_rank
 from echelon.compat.torchtnt.utils.fsdp_utils import BackwardPrefetch, MixedPrecision, ShardingStrategy, StateDictType
-from echelon.compat.torchtnt.utils.optimizer import init_optim_state
+from echelon.compat.torchtnt.utils.optimizer import make_state
 from echelon.contracts.errors import UsageError
 from echelon.parallel import fsdp, parallelize, tensor
 from echelon.parallel.activation import checkpoint_activations
@@ -23,7 +24,6 @@ from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.gradients import clip_by_norm_
 from echelon.parallel.materialize import materialize
-from echelon.parallel.materialize import on_meta_tensors as on_meta_device
 from echelon.parallel.parallelize import prepare_ddp
 from echelon.parallel.recipe import Recipe, TorchCompileParams
 from echelon.parallel.state import states_by_name
@@ -58,6 +58,7 @@ __all__ = [
     "prepare_module",
 ]
 
+logger = logging.getLogger(__name__)
 
 # What a string may mean there.
 _OF_STRINGS: dict[str, Any] = {
@@ -127,6 +128,10 @@ class TPStrategy(Strategy):
         )
 
 
+class BackendError(UsageError, RuntimeError):
+    """torch.compile has no such backend."""
+
+
 class NotCompiledError(UsageError, RuntimeError):
     """What only a compiled module has was asked of another."""
 
@@ -140,7 +145,9 @@ def convert_str_to_strategy(strategy: str) -> Strategy:
     try:
         found = resolve(strategy)
     except UsageError as error:
-        raise UsageError(f"Strategy {strategy} not supported. Please use one of ['ddp', 'fsdp', 'noop']. {error}") from None
+        raise UsageError(
+            f"Strategy {strategy} not supported. Please use one of ['ddp', 'fsdp', 'fsdp2', 'noop']. {error}"
+        ) from None
     assert found is not None
     return FSDPStrategy() if type(found) is fsdp.FSDPStrategy else found
 
@@ -178,7 +185,7 @@ def prepare_module(
         module,
         device,
         strategy=chosen,
-        torch_compile_params=torch_compile_params,
+        torch_compile_params=compilable(torch_compile_params),
         activation_checkpoint_params=activation_checkpoint_params,
     )
     return _with_older_methods(made) if isinstance(chosen, fsdp.FSDPStrategy) else made
@@ -214,6 +221,18 @@ def on_mesh(strategy: Strategy | str | None, global_mesh: GlobalMeshCoordinator 
     if chosen.mesh is not None:
         raise UsageError("FSDP2Strategy(mesh=...) and global_mesh both choose the ranks. Give one of them.")
     return replace(chosen, mesh=global_mesh.dp_mesh)
+
+
+def compilable(params: Any) -> Any:
+    """The same parameters.
+
+    Raises:
+        BackendError, a RuntimeError: torch has no such backend.
+    """
+    backend = getattr(params, "backend", None)
+    if isinstance(backend, str) and backend not in torch.compiler.list_backends(exclude_tags=()):
+        raise BackendError(f"Invalid backend: {backend!r}, see `torch._dynamo.list_backends()` for available backends.")
+    return params
 
 
 def compile_backward(torch_compile_params: TorchCompileParams | None) -> None:
@@ -262,7 +281,13 @@ def apply_ac(module: nn.Module, activation_checkpoint_params: ActivationCheckpoi
 
 def apply_torch_compile(module: nn.Module, torch_compile_params: TorchCompileParams) -> None:
     """Compile the module, or the submodules that the parameters name, in place."""
-    Recipe(torch_compile=torch_compile_params).compile(module)
+    Recipe(torch_compile=compilable(torch_compile_params)).compile(module)
+
+
+def on_meta_device(module: nn.Module) -> bool:
+    """Whether the module's own parameters, not those of its submodules, are on the meta device."""
+    first = next(module.parameters(recurse=False), None)
+    return first is not None and first.is_meta
 
 
 def materialize_meta_params(module: nn.Module, device: torch.device) -> None:
@@ -278,10 +303,15 @@ def get_module_state_dict(module: nn.Module, rank0_only: bool = False) -> dict[s
     """The module's state; of a sharded one with whole tensors, by the names that its author gave them. Collective if sharded.
 
     Args:
-        rank0_only: the other ranks get nothing; a sharded state is gathered in host memory.
+        rank0_only: of a sharded module the other ranks get nothing, and the state is gathered in host memory.
     """
+    logger.info("Generating module state dict")
     if not _is_sharded(module):
-        return {} if rank0_only and get_global_rank() else module.state_dict()
+        if rank0_only:
+            logger.warning(
+                "Provided rank0_only=True, but this is no-op for DDP or no strategy. Returning state dict in module's device."
+            )
+        return (module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module).state_dict()
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     # On a CPU torch 2.13 crashes if an older FSDP is told to offload.
@@ -302,7 +332,7 @@ class FSDPOptimizerWrapper:
     """An optimizer's state by parameter name, for `torch.distributed.checkpoint`; the methods are collective.
 
     echelon's own checkpoints name every optimizer's state without a wrapper. State that is not there yet is made first
-    (`init_optim_state`), so that a checkpoint can be read into it.
+    (`utils.optimizer.make_state`), so that a checkpoint can be read into it.
 
     Args:
         module: the sharded module; of the optimizer's parameters it may have more.
@@ -317,7 +347,7 @@ class FSDPOptimizerWrapper:
         return states_by_name({"module": self.module, "optimizer": self.optimizer})["optimizer"]
 
     def state_dict(self) -> dict[str, Any]:
-        init_optim_state(self.optimizer)
+        make_state(self.optimizer)
         state: dict[str, Any] = self._by_name().state_dict()
         return state
 

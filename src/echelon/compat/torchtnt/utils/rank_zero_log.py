@@ -24,27 +24,26 @@ def rank_zero_print(*args: Any, **kwargs: Any) -> None:
         print(*args, **kwargs)
 
 
-def _log(level: int, args: Any, logger: logging.Logger | None, stacklevel: int = 1, **kwargs: Any) -> None:
-    """The record names the line that called the function below."""
+def rank_zero_debug(*args: Any, logger: logging.Logger | None = None, stacklevel: int = 1, **kwargs: Any) -> None:
     if get_global_rank() == 0:
-        (logger or _logger).log(level, *args, stacklevel=stacklevel + 2, **kwargs)
+        (logger or _logger).debug(*args, stacklevel=stacklevel + 1, **kwargs)
 
 
-def rank_zero_debug(*args: Any, logger: logging.Logger | None = None, **kwargs: Any) -> None:
-    _log(logging.DEBUG, args, logger, **kwargs)
+def rank_zero_info(*args: Any, logger: logging.Logger | None = None, stacklevel: int = 1, **kwargs: Any) -> None:
+    if get_global_rank() == 0:
+        (logger or _logger).info(*args, stacklevel=stacklevel + 1, **kwargs)
 
 
-def rank_zero_info(*args: Any, logger: logging.Logger | None = None, **kwargs: Any) -> None:
-    _log(logging.INFO, args, logger, **kwargs)
+def rank_zero_warn(*args: Any, logger: logging.Logger | None = None, stacklevel: int = 1, **kwargs: Any) -> None:
+    if get_global_rank() == 0:
+        (logger or _logger).warning(*args, stacklevel=stacklevel + 1, **kwargs)
 
 
-def rank_zero_warn(*args: Any, logger: logging.Logger | None = None, **kwargs: Any) -> None:
-    _log(logging.WARNING, args, logger, **kwargs)
+def rank_zero_error(*args: Any, logger: logging.Logger | None = None, stacklevel: int = 1, **kwargs: Any) -> None:
+    if get_global_rank() == 0:
+        (logger or _logger).error(*args, stacklevel=stacklevel + 1, **kwargs)
 
 
-def rank_zero_error(*args: Any, logger: logging.Logger | None = None, **kwargs: Any) -> None:
-    _log(logging.ERROR, args, logger, **kwargs)
-
-
-def rank_zero_critical(*args: Any, logger: logging.Logger | None = None, **kwargs: Any) -> None:
-    _log(logging.CRITICAL, args, logger, **kwargs)
+def rank_zero_critical(*args: Any, logger: logging.Logger | None = None, stacklevel: int = 1, **kwargs: Any) -> None:
+    if get_global_rank() == 0:
+        (logger or _logger).critical(*args, stacklevel=stacklevel + 1, **kwargs)

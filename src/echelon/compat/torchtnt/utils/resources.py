@@ -7,7 +7,7 @@ import subprocess
 
 import psutil
 
-__all__ = ["cpu_stats", "gpu_stats"]
+__all__ = ["cpu_stats", "gpu_stats", "nvidia_smi"]
 
 # What nvidia-smi calls it, and what we do.
 _GPU = {
@@ -38,6 +38,11 @@ def cpu_stats() -> dict[str, float]:
     }
 
 
+def nvidia_smi() -> str | None:
+    """Where the program is, if there is one."""
+    return shutil.which("nvidia-smi")
+
+
 def gpu_stats(gpu: int | str) -> dict[str, float]:
     """What nvidia-smi reports of one GPU; empty if there is none, without the values that it does not know.
 
@@ -46,7 +51,7 @@ def gpu_stats(gpu: int | str) -> dict[str, float]:
     Args:
         gpu: its number on this machine, whatever CUDA_VISIBLE_DEVICES says, or its UUID.
     """
-    program = shutil.which("nvidia-smi")
+    program = nvidia_smi()
     if program is None:
         return {}
     command = [program, f"--query-gpu={','.join(_GPU)}", "--format=csv,nounits,noheader", f"--id={gpu}"]

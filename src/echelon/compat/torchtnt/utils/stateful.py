@@ -38,15 +38,15 @@ class MultiStateful:
         return {name: each.state_dict() for name, each in self.stateful_objs.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """
+        """Of those whose state is in there; the others stay as they are.
+
         Raises:
-            KeyError: one of them has no state in there, unless not `strict`.
+            KeyError: it has a state of none of them.
         """
-        for name, each in self.stateful_objs.items():
-            if name not in state_dict and not self.strict:
-                continue
+        for name, state in state_dict.items():
+            each = self.stateful_objs[name]
             takes_strict = "strict" in inspect.signature(each.load_state_dict).parameters
-            each.load_state_dict(state_dict[name], **({"strict": self.strict} if takes_strict else {}))
+            each.load_state_dict(state, **({"strict": self.strict} if takes_strict else {}))
 
 
 class DictStateful(dict[K, V]):

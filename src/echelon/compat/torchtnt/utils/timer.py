@@ -128,6 +128,10 @@ class AggregatedTimer(Timer):
         self.sums = {}
 
 
+class BoundsError(UsageError, AssertionError):
+    """Bounds that cannot be."""
+
+
 class BoundedTimer(Timer):
     """Keeps the latest durations of each name.
 
@@ -135,13 +139,13 @@ class BoundedTimer(Timer):
         lower_bound: how many are left when there are too many.
         upper_bound: how many are too many.
     Raises:
-        UsageError: bounds that are not 0 < lower_bound < upper_bound.
+        BoundsError, an AssertionError: bounds that are not 0 < lower_bound < upper_bound.
     """
 
     def __init__(self, lower_bound: int, upper_bound: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if not 0 < lower_bound < upper_bound:
-            raise UsageError(f"lower_bound {lower_bound}, upper_bound {upper_bound}: 0 < lower_bound < upper_bound.")
+            raise BoundsError(f"lower_bound {lower_bound}, upper_bound {upper_bound}: 0 < lower_bound < upper_bound.")
         self.lower_bound, self.upper_bound = lower_bound, upper_bound
 
     def record(self, action_name: str, seconds: float) -> None:

@@ -11,7 +11,7 @@ from typing import IO, Any
 import torch
 
 from echelon.loop.callback import Callback
-from echelon.loop.state import State
+from echelon.loop.state import State, step_under_way
 from echelon.world.init import World
 
 __all__ = ["BaseCSVWriter"]
@@ -60,10 +60,14 @@ class BaseCSVWriter(Callback, ABC):
             self._table.writerow(self.header_row)
 
     def on_predict_step_end(self, state: State, unit: Any) -> None:
-        assert state.predict_state is not None and self._file is not None
-        if state.predict_state.step.is_padding:
+        here = state.predict_state
+        assert here is not None
+        if step_under_way(here).is_padding:
             return  # another rank writes this sample
-        rows = self.get_step_output_rows(state, unit, state.predict_state.step_output)
+        if self._file is None:
+            self.on_predict_start(state, unit)
+        assert self._file is not None
+        rows = self.get_step_output_rows(state, unit, here.step_output)
         if rows and isinstance(rows[0], (list, tuple)):
             self._table.writerows(rows)
         elif rows:

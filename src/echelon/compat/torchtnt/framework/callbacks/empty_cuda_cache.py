@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
+from echelon.compat.torchtnt.framework.callbacks.by_phase import by_phase, steps_so_far
 from echelon.loop.callback import Callback
-from echelon.loop.callbacks.steps import at_least, steps_so_far
+from echelon.loop.callbacks.steps import at_least
 from echelon.loop.state import State
 
 __all__ = ["EmptyCudaCache"]
 
 
+@by_phase("step_end")
 class EmptyCudaCache(Callback):
     """Gives unused memory of torch's allocator back to the GPU every n-th step, at the same steps on all ranks.
 
@@ -26,8 +28,6 @@ class EmptyCudaCache(Callback):
         at_least(1, step_interval=step_interval)
         self._interval = step_interval
 
-    def on_train_step_end(self, state: State, unit: Any) -> None:
-        if steps_so_far(state, unit) % self._interval == 0:
+    def step_end(self, state: State, unit: Any, phase: str) -> None:
+        if steps_so_far(state, unit, phase) % self._interval == 0:
             torch.cuda.empty_cache()
-
-    on_eval_step_end = on_predict_step_end = on_test_step_end = on_train_step_end

@@ -5,13 +5,14 @@ one.
 import gc
 from typing import Any
 
+from echelon.compat.torchtnt.framework.callbacks.by_phase import by_phase, steps_so_far
 from echelon.loop.callbacks import garbage
-from echelon.loop.callbacks.steps import steps_so_far
 from echelon.loop.state import State
 
 __all__ = ["GarbageCollector"]
 
 
+@by_phase("step_end")
 class GarbageCollector(garbage.GarbageCollector):
     """As echelon's."""
 
@@ -23,10 +24,9 @@ class GarbageCollector(garbage.GarbageCollector):
         if self._was_on:
             gc.enable()
 
-    def on_train_step_end(self, state: State, unit: Any) -> None:
+    def step_end(self, state: State, unit: Any, phase: str) -> None:
         gc.collect(generation=1)
-        if steps_so_far(state, unit) % self._interval == 0:
+        if steps_so_far(state, unit, phase) % self._interval == 0:
             gc.collect()
-        gc.disable()  # in case something has switched it on
-
-    on_eval_step_end = on_predict_step_end = on_test_step_end = on_train_step_end
+        if phase == "train":
+            gc.disable()  # in case something has switched it on

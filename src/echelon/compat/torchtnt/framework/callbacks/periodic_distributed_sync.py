@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+from echelon.compat.torchtnt.framework.callbacks.by_phase import progress_of
+from echelon.compat.torchtnt.utils.distributed import barrier
 from echelon.loop.callback import Callback
-from echelon.loop.callbacks.steps import at_least, progress_of
+from echelon.loop.callbacks.steps import at_least
 from echelon.loop.state import State
-from echelon.world import agree
+from echelon.observe.loggers.logger import rank
 
 __all__ = ["PeriodicDistributedSync"]
+
+logger = logging.getLogger(__name__)
 
 
 class PeriodicDistributedSync(Callback):
@@ -24,10 +29,19 @@ class PeriodicDistributedSync(Callback):
 
     def __init__(self, sync_every_n_steps: int = 1000) -> None:
         at_least(1, sync_every_n_steps=sync_every_n_steps)
-        self._every = sync_every_n_steps
+        self.sync_every_n_steps = sync_every_n_steps
 
     def on_eval_step_end(self, state: State, unit: Any) -> None:
-        if progress_of(state, unit).num_steps_completed_in_epoch % self._every == 0:
-            agree.any_rank(False)
+        self._meet(unit, "eval")
 
-    on_predict_step_end = on_test_step_end = on_eval_step_end
+    def on_predict_step_end(self, state: State, unit: Any) -> None:
+        self._meet(unit, "predict")
+
+    def on_test_step_end(self, state: State, unit: Any) -> None:
+        self._meet(unit, "test")
+
+    def _meet(self, unit: Any, phase: str) -> None:
+        progress = progress_of(unit, phase)
+        if progress.num_steps_completed_in_epoch % self.sync_every_n_steps == 0:  # an earlier epoch's may differ between ranks
+            logger.info("Barrier at step %s on rank %s", progress.num_steps_completed, rank())
+            barrier()

@@ -60,7 +60,7 @@ class SlowRankDetector(Callback):
         require(isinstance(device, torch.device | None), "device", "a torch.device or None", device)
         self._every_steps, self._every_epochs = check_every_n_steps, check_every_n_epochs
         self._group, self._logger, self._device = pg, logger, device
-        self._since, self._checked = time.perf_counter(), 0
+        self._since, self._checked = time.perf_counter(), -1
 
     def on_train_start(self, state: State, unit: Any) -> None:
         self._checked = unit.train_progress.num_steps_completed
@@ -87,7 +87,8 @@ class SlowRankDetector(Callback):
         fast, slow = min(durations, key=durations.__getitem__), max(durations, key=durations.__getitem__)
         difference = durations[slow] - durations[fast]
         _log.info(
-            "fastest rank %s took %.6f s, slowest rank %s %.6f s since the last check: %.6f s more; epochs %s, steps %s",
+            "Time difference between fastest rank (%s: %s sec) and slowest rank (%s: %s sec) is %s seconds after %s epochs and "
+            "%s steps.",
             *(fast, durations[fast], slow, durations[slow], difference, progress.num_epochs_completed, step),
         )
         if self._logger is not None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from echelon.compat.torchtnt.utils.resources import cpu_stats, gpu_stats
-from echelon.loop.callbacks.steps import LogsAtInterval, progress_of
+from echelon.compat.torchtnt.framework.callbacks.by_phase import by_phase, progress_of
+from echelon.compat.torchtnt.utils.device import collect_system_stats
+from echelon.loop.callbacks.steps import LogsAtInterval
 from echelon.loop.state import State
 from echelon.world import agree
 
 __all__ = ["SystemResourcesMonitor"]
 
 
+@by_phase("epoch_start", "step_start")
 class SystemResourcesMonitor(LogsAtInterval):
     """Logs what `torchtnt.utils.resources` here knows, and torch's memory counters of the GPU, by completed steps of the phase.
 
@@ -24,30 +26,24 @@ class SystemResourcesMonitor(LogsAtInterval):
         logging_interval: "epoch" logs as epochs start, "step" before each step; asking nvidia-smi takes tens of milliseconds.
     """
 
-    def write_system_stats(self, step: int) -> None:
-        """Ask, and log."""
+    @property
+    def device(self) -> torch.device:
+        """Whose memory is looked at: the current GPU, or the CPU."""
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    def write_system_stats(self, logging_interval: Literal["epoch", "step"], step: int) -> None:
+        """Ask, and log, if this is the interval at which it is to be logged."""
+        if logging_interval != self.logging_interval:
+            return
         written = [each for each in self._loggers if agree.is_rank0() or getattr(each, "log_all_ranks", False)]
         if not written:
             return
-        stats: dict[str, Any] = dict(cpu_stats())
-        if torch.cuda.is_available():
-            stats |= gpu_stats(_nvidia_name(torch.cuda.current_device()))
-            stats |= torch.cuda.memory_stats()
+        stats = collect_system_stats(self.device)
         for logger in written:
             logger.log_dict(stats, step)
 
-    def on_train_epoch_start(self, state: State, unit: Any) -> None:
-        if self.logging_interval == "epoch":
-            self.write_system_stats(progress_of(state, unit).num_steps_completed)
+    def epoch_start(self, state: State, unit: Any, phase: str) -> None:
+        self.write_system_stats("epoch", progress_of(unit, phase).num_steps_completed)
 
-    def on_train_step_start(self, state: State, unit: Any) -> None:
-        if self.logging_interval == "step":
-            self.write_system_stats(progress_of(state, unit).num_steps_completed)
-
-    on_eval_epoch_start = on_predict_epoch_start = on_test_epoch_start = on_train_epoch_start
-    on_eval_step_start = on_predict_step_start = on_test_step_start = on_train_step_start
-
-
-def _nvidia_name(device: int) -> str:
-    """nvidia-smi counts GPUs that CUDA_VISIBLE_DEVICES hides from torch; a UUID means the same to both."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    def step_start(self, state: State, unit: Any, phase: str) -> None:
+        self.write_system_stats("step", progress_of(unit, phase).num_steps_completed)

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from echelon.contracts.errors import UsageError
+from echelon.loop.accept import inner_of
 from echelon.loop.callback import Callback
 from echelon.loop.state import State
 from echelon.parallel.shards import whole
@@ -37,7 +38,7 @@ class TensorBoardParameterMonitor(Callback):
 
     def on_train_epoch_end(self, state: State, unit: Any) -> None:
         step, writes = unit.train_progress.num_steps_completed, agree.is_rank0()
-        for attribute, prepared in unit.prepared_modules().items():
+        for attribute, prepared in inner_of(unit).prepared_modules().items():
             for name, parameter in prepared.named_parameters():
                 value = whole(parameter.detach())
                 if not writes or self._writer is None or not value.numel():

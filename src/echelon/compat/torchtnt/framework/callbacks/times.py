@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from echelon.compat.torchtnt.framework.callbacks.by_phase import by_phase, progress_of, state_of
 from echelon.contracts.errors import UsageError
 from echelon.loop.callback import Callback
-from echelon.loop.callbacks.steps import at_least, progress_of
-from echelon.loop.state import ActivePhase, State
+from echelon.loop.callbacks.steps import at_least
+from echelon.loop.state import PhaseState, State
 from echelon.observe.loggers.logger import MetricLogger
 from echelon.world import agree
 
@@ -32,6 +33,7 @@ def _least(least: int, name: str, value: int) -> None:
     at_least(least, **{name: value})
 
 
+@by_phase("step_end", "end")
 class _EachStep(Callback):
     """Calls `log_step` on rank 0, where a step is to be logged."""
 
@@ -42,25 +44,23 @@ class _EachStep(Callback):
         _least(0, "warmup_steps", warmup_steps)
         self._logger, self.log_every_n_steps, self.warmup_steps = logger, log_every_n_steps, warmup_steps
 
-    def log_step(self, state: State, step: int, *, ended: bool) -> None:
+    def log_step(self, here: Any, phase: str, step: int, *, ended: bool) -> None:
         """
         Args:
+            here: the phase's state.
             step: its number, from 1.
             ended: at the phase's end; else the step after it is under way.
         """
 
-    def on_train_step_end(self, state: State, unit: Any) -> None:
-        self._log_if_due(state, progress_of(state, unit).num_steps_completed - 1, ended=False)
+    def step_end(self, state: State, unit: Any, phase: str) -> None:
+        self._log_if_due(state, phase, progress_of(unit, phase).num_steps_completed - 1, ended=False)
 
-    def on_train_end(self, state: State, unit: Any) -> None:
-        self._log_if_due(state, progress_of(state, unit).num_steps_completed, ended=True)
+    def end(self, state: State, unit: Any, phase: str) -> None:
+        self._log_if_due(state, phase, progress_of(unit, phase).num_steps_completed, ended=True)
 
-    on_eval_step_end = on_predict_step_end = on_test_step_end = on_train_step_end
-    on_eval_end = on_predict_end = on_test_end = on_train_end
-
-    def _log_if_due(self, state: State, step: int, *, ended: bool) -> None:
+    def _log_if_due(self, state: State, phase: str, step: int, *, ended: bool) -> None:
         if step > self.warmup_steps and step % self.log_every_n_steps == 0 and agree.is_rank0():
-            self.log_step(state, step, ended=ended)
+            self.log_step(state_of(state, phase), phase, step, ended=ended)
 
     def _log(self, name: str, value: float, step: int) -> None:
         """To a MetricLogger, or a SummaryWriter of TensorBoard."""
@@ -68,15 +68,14 @@ class _EachStep(Callback):
         log(name, value, step)
 
 
-def _durations(state: State, series: str) -> list[float]:
-    here = state.active_phase_state()
+def _durations(here: Any, series: str) -> list[float]:
     return list(here.iteration_timer.recorded_durations.get(series, ())) if here is not None else []
 
 
-def _of_steps(state: State, *, ended: bool) -> list[float]:
+def _of_steps(here: Any, phase: str, *, ended: bool) -> list[float]:
     """Durations of the steps before the one under way, which the loop has noted already."""
-    here, found = state.active_phase_state(), _durations(state, f"{state.active_phase}_iteration_time")
-    in_loop = not ended and here is not None and here.feed is not None
+    found = _durations(here, f"{phase}_iteration_time")
+    in_loop = not ended and isinstance(here, PhaseState) and here.feed is not None
     return found[:-1] if in_loop else found
 
 
@@ -91,10 +90,10 @@ class IterationTimeLogger(_EachStep):
     """
 
     _NAMES = {  # noqa: RUF012
-        ActivePhase.TRAIN: "Train Iteration Time (seconds)",
-        ActivePhase.EVALUATE: "Eval Iteration Time (seconds)",
-        ActivePhase.PREDICT: "Prediction Iteration Time (seconds)",
-        ActivePhase.TEST: "Test Iteration Time (seconds)",
+        "train": "Train Iteration Time (seconds)",
+        "eval": "Eval Iteration Time (seconds)",
+        "predict": "Prediction Iteration Time (seconds)",
+        "test": "Test Iteration Time (seconds)",
     }
 
     def __init__(
@@ -104,10 +103,10 @@ class IterationTimeLogger(_EachStep):
         super().__init__(logger, log_every_n_steps, warmup_steps)
         self.moving_avg_window = moving_avg_window
 
-    def log_step(self, state: State, step: int, *, ended: bool) -> None:
-        latest = _of_steps(state, ended=ended)[-self.moving_avg_window :]
+    def log_step(self, here: Any, phase: str, step: int, *, ended: bool) -> None:
+        latest = _of_steps(here, phase, ended=ended)[-self.moving_avg_window :]
         if latest:
-            self._log(self._NAMES[state.active_phase], sum(latest) / len(latest), step)
+            self._log(self._NAMES[phase], sum(latest) / len(latest), step)
 
 
 class TimeWaitForBatchLogger(_EachStep):
@@ -119,28 +118,26 @@ class TimeWaitForBatchLogger(_EachStep):
     """
 
     _NAMES = {  # noqa: RUF012
-        ActivePhase.TRAIN: "Time Wait For Batch (Train)",
-        ActivePhase.EVALUATE: "Time Wait For Batch (Eval)",
-        ActivePhase.PREDICT: "Time Wait For Batch (Predict)",
-        ActivePhase.TEST: "Time Wait For Batch (Test)",
+        "train": "Time Wait For Batch (Train)",
+        "eval": "Time Wait For Batch (Eval)",
+        "predict": "Time Wait For Batch (Predict)",
+        "test": "Time Wait For Batch (Test)",
     }
 
     def __init__(self, logger: MetricLogger | Any, *, log_every_n_steps: int = 1, warmup_steps: int = 0) -> None:
         super().__init__(logger, log_every_n_steps, warmup_steps)
 
-    def on_train_step_end(self, state: State, unit: Any) -> None:
-        self._log_if_due(state, progress_of(state, unit).num_steps_completed, ended=False)
+    def step_end(self, state: State, unit: Any, phase: str) -> None:
+        self._log_if_due(state, phase, progress_of(unit, phase).num_steps_completed, ended=False)
 
-    def on_train_end(self, state: State, unit: Any) -> None: ...
+    def end(self, state: State, unit: Any, phase: str) -> None: ...
 
-    on_eval_step_end = on_predict_step_end = on_test_step_end = on_train_step_end
-    on_eval_end = on_predict_end = on_test_end = on_train_end
-
-    def log_step(self, state: State, step: int, *, ended: bool) -> None:
-        if waits := _durations(state, _WAITS):
-            self._log(self._NAMES[state.active_phase], waits[-1], step)
+    def log_step(self, here: Any, phase: str, step: int, *, ended: bool) -> None:
+        if waits := _durations(here, _WAITS):
+            self._log(self._NAMES[phase], waits[-1], step)
 
 
+@by_phase("dataloader_iter_creation_start")
 class ThroughputLogger(_EachStep):
     """Logs items per second of a step, its wait for data included, and of an epoch:
     "Train: <item> per second (step granularity)", "... (epoch granularity)".
@@ -155,10 +152,10 @@ class ThroughputLogger(_EachStep):
     """
 
     _NAMES = {  # noqa: RUF012
-        ActivePhase.TRAIN: "Train",
-        ActivePhase.EVALUATE: "Eval",
-        ActivePhase.PREDICT: "Predict",
-        ActivePhase.TEST: "Test",
+        "train": "Train",
+        "eval": "Eval",
+        "predict": "Predict",
+        "test": "Test",
     }
 
     def __init__(
@@ -176,45 +173,53 @@ class ThroughputLogger(_EachStep):
                 raise UsageError(f"throughput_per_batch item {item} must be at least 1, got {number}")
         super().__init__(logger, log_every_n_steps, warmup_steps)
         self._items = dict(throughput_per_batch)
-        self._since: dict[ActivePhase, float] = {}
-        self._steps: Counter[ActivePhase] = Counter()
+        self._since: dict[str, float] = {}
+        self._steps: Counter[str] = Counter()
 
-    def log_step(self, state: State, step: int, *, ended: bool) -> None:
-        times, waits = _of_steps(state, ended=ended), _durations(state, _WAITS)
+    def log_step(self, here: Any, phase: str, step: int, *, ended: bool) -> None:
+        times, waits = _of_steps(here, phase, ended=ended), _durations(here, _WAITS)
         wait = -1 if ended else -2  # the step under way has waited already
         if times and len(waits) >= -wait:
-            self._rates(state, "step", 1, times[-1] + waits[wait], step)
+            self._rates(phase, "step", 1, times[-1] + waits[wait], step)
+
+    def _begin(self, phase: str) -> None:
+        self._since[phase] = time.perf_counter()
+        self._steps[phase] = 0
 
     def on_train_epoch_start(self, state: State, unit: Any) -> None:
-        self._since[state.active_phase] = time.perf_counter()
-        self._steps[state.active_phase] = 0
+        self._begin("train")
 
-    def on_train_dataloader_iter_creation_start(self, state: State, unit: Any) -> None:
-        if state.active_phase not in self._since:  # an epoch that is resumed in its middle has no start
-            self.on_train_epoch_start(state, unit)
+    def on_eval_start(self, state: State, unit: Any) -> None:
+        self._begin("eval")
 
-    def on_train_step_end(self, state: State, unit: Any) -> None:
-        super().on_train_step_end(state, unit)
-        self._steps[state.active_phase] += 1
+    def on_predict_start(self, state: State, unit: Any) -> None:
+        self._begin("predict")
+
+    def on_test_start(self, state: State, unit: Any) -> None:
+        self._begin("test")
+
+    def dataloader_iter_creation_start(self, state: State, unit: Any, phase: str) -> None:
+        if phase not in self._since:  # an epoch that is resumed in its middle has no start
+            self._begin(phase)
+
+    def step_end(self, state: State, unit: Any, phase: str) -> None:
+        super().step_end(state, unit, phase)
+        self._steps[phase] += 1
 
     def on_train_epoch_end(self, state: State, unit: Any) -> None:
-        since, steps = self._since.pop(state.active_phase, None), self._steps[state.active_phase]
+        self._log_epoch(unit, "train")
+
+    def end(self, state: State, unit: Any, phase: str) -> None:
+        super().end(state, unit, phase)
+        if phase != "train":
+            self._log_epoch(unit, phase)
+
+    def _log_epoch(self, unit: Any, phase: str) -> None:
+        since, steps = self._since.pop(phase, None), self._steps[phase]
         if since is not None and agree.is_rank0():
-            epoch = progress_of(state, unit).num_epochs_completed
-            self._rates(state, "epoch", steps, time.perf_counter() - since, epoch)
+            self._rates(phase, "epoch", steps, time.perf_counter() - since, progress_of(unit, phase).num_epochs_completed)
 
-    def on_eval_end(self, state: State, unit: Any) -> None:
-        self.on_train_end(state, unit)
-        self.on_train_epoch_end(state, unit)
-
-    on_eval_start = on_predict_start = on_test_start = on_train_epoch_start
-    on_eval_dataloader_iter_creation_start = on_predict_dataloader_iter_creation_start = on_train_dataloader_iter_creation_start
-    on_test_dataloader_iter_creation_start = on_train_dataloader_iter_creation_start
-    on_eval_step_end = on_predict_step_end = on_test_step_end = on_train_step_end
-    on_predict_end = on_test_end = on_eval_end
-
-    def _rates(self, state: State, granularity: str, steps: int, seconds: float, at: int) -> None:
+    def _rates(self, phase: str, granularity: str, steps: int, seconds: float, at: int) -> None:
         if steps and seconds > 0:
-            phase = self._NAMES[state.active_phase]
             for item, number in self._items.items():
-                self._log(f"{phase}: {item} per second ({granularity} granularity)", number * steps / seconds, at)
+                self._log(f"{self._NAMES[phase]}: {item} per second ({granularity} granularity)", number * steps / seconds, at)

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from typing import Any, TextIO
 
+from echelon.compat.torchtnt.framework.callbacks.by_phase import by_phase, progress_of, state_of
 from echelon.contracts.errors import UsageError
 from echelon.data.prefetch import known_length
 from echelon.loop.callback import Callback
-from echelon.loop.callbacks.steps import at_least, progress_of
-from echelon.loop.state import ActivePhase, State
+from echelon.loop.callbacks.steps import at_least
+from echelon.loop.state import PhaseState, State
 from echelon.world import agree
 
 __all__ = ["TQDMProgressBar"]
 
-_NAMES = {
-    ActivePhase.TRAIN: "Train Epoch",
-    ActivePhase.EVALUATE: "Eval Epoch",
-    ActivePhase.PREDICT: "Predict Epoch",
-    ActivePhase.TEST: "Test Epoch",
-}
 
-
+@by_phase("epoch_start", "dataloader_iter_creation_end", "step_end", "epoch_end", "end")
 class TQDMProgressBar(Callback):
     """Rank 0 draws a bar for every epoch, one that is resumed in its middle included. On a terminal echelon draws progress by
     itself; this is for a notebook, or a file.
@@ -43,64 +38,59 @@ class TQDMProgressBar(Callback):
             raise UsageError("TQDMProgressBar needs tqdm: pip install 'echelon[tqdm]'.") from None
         self._tqdm, self._refresh_rate, self._file = tqdm, refresh_rate, file
         self._options = {} if mininterval is None else {"mininterval": mininterval}
-        self._bars: dict[ActivePhase, Any] = {}
+        self._bars: dict[str, Any] = {}
 
-    def on_train_epoch_start(self, state: State, unit: Any) -> None:
-        progress, here = progress_of(state, unit), state.active_phase_state()
+    def epoch_start(self, state: State, unit: Any, phase: str) -> None:
+        progress, here = progress_of(unit, phase), state_of(state, phase)
         if here is not None:
             before = progress.num_steps_completed - progress.num_steps_completed_in_epoch
             ends = (known_length(here.dataloader), here.max_steps_per_epoch, here.max_steps and here.max_steps - before)
-            self._open(state, unit, min((end for end in ends if end is not None), default=None))
+            self._open(unit, phase, min((end for end in ends if end is not None), default=None))
 
-    def on_train_dataloader_iter_creation_end(self, state: State, unit: Any) -> None:
-        here = state.active_phase_state()
-        left = here.feed.total if here is not None and here.feed is not None else None
-        done = progress_of(state, unit).num_steps_completed_in_epoch
+    def dataloader_iter_creation_end(self, state: State, unit: Any, phase: str) -> None:
+        here = state_of(state, phase)
+        left = here.feed.total if isinstance(here, PhaseState) and here.feed is not None else None
+        done = progress_of(unit, phase).num_steps_completed_in_epoch
         total = None if left is None else done + left
         if done:  # an epoch that is resumed has no start
-            self._open(state, unit, total)
-        elif (bar := self._bars.get(state.active_phase)) is not None:
+            self._open(unit, phase, total)
+        elif (bar := self._bars.get(phase)) is not None:
             bar.total = total
 
-    def _open(self, state: State, unit: Any, total: int | None) -> None:
-        self._close(state, unit)
+    def _open(self, unit: Any, phase: str, total: int | None) -> None:
+        self._close(phase)
         if agree.is_rank0():
-            progress = progress_of(state, unit)
-            self._bars[state.active_phase] = self._tqdm(
-                desc=f"{_NAMES[state.active_phase]} {progress.num_epochs_completed}",
+            progress = progress_of(unit, phase)
+            self._bars[phase] = self._tqdm(
+                desc=f"{phase.capitalize()} Epoch {progress.num_epochs_completed}",
                 total=total,
                 initial=progress.num_steps_completed_in_epoch,
                 file=self._file,
                 **self._options,
             )
 
-    def on_train_step_end(self, state: State, unit: Any) -> None:
-        bar = self._bars.get(state.active_phase)
+    def step_end(self, state: State, unit: Any, phase: str) -> None:
+        bar = self._bars.get(phase)
         if bar is not None:
-            done = progress_of(state, unit).num_steps_completed_in_epoch
+            done = progress_of(unit, phase).num_steps_completed_in_epoch
             if done % self._refresh_rate == 0:
                 bar.update(done - bar.n)
 
-    def on_train_epoch_end(self, state: State, unit: Any) -> None:
-        bar = self._bars.get(state.active_phase)
+    def epoch_end(self, state: State, unit: Any, phase: str) -> None:
+        bar = self._bars.get(phase)
         if bar is not None:  # the progress has begun to count the next epoch
-            bar.update(max(0, progress_of(state, unit).num_steps_completed_in_prev_epoch - bar.n))
-        self._close(state, unit)
+            bar.update(max(0, progress_of(unit, phase).num_steps_completed_in_prev_epoch - bar.n))
+        self._close(phase)
 
-    def _close(self, state: State, unit: Any) -> None:
+    def end(self, state: State, unit: Any, phase: str) -> None:
         """Of an epoch that was cut short as well."""
-        bar = self._bars.pop(state.active_phase, None)
+        self._close(phase)
+
+    def _close(self, phase: str) -> None:
+        bar = self._bars.pop(phase, None)
         if bar is not None:
             bar.close()
-
-    on_train_end = on_eval_end = on_predict_end = on_test_end = _close
 
     def on_exception(self, state: State, unit: Any, exc: BaseException) -> None:
         while self._bars:
             self._bars.popitem()[1].close()
-
-    on_eval_epoch_start = on_predict_epoch_start = on_test_epoch_start = on_train_epoch_start
-    on_eval_dataloader_iter_creation_end = on_predict_dataloader_iter_creation_end = on_train_dataloader_iter_creation_end
-    on_test_dataloader_iter_creation_end = on_train_dataloader_iter_creation_end
-    on_eval_step_end = on_predict_step_end = on_test_step_end = on_train_step_end
-    on_eval_epoch_end = on_predict_epoch_end = on_test_epoch_end = on_train_epoch_end

@@ -30,14 +30,14 @@ class AbstractRandomDataset(Dataset[TItem], abc.ABC, Generic[TItem]):
 
     def __post_init__(self) -> None:
         if self.size <= 0:
-            raise UsageError(f"size {self.size}: above 0.")
+            raise UsageError(f"Size must be greater than zero. (Received {self.size})")
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, idx: int) -> TItem:
         if not 0 <= idx < self.size:
-            raise IndexError(f"index {idx} of a dataset of {self.size} items")
+            raise IndexError(f"Index {idx} out of range [0, {self.size - 1}]")
         return self._generate_random_item()
 
     @abc.abstractmethod
@@ -51,6 +51,7 @@ def generate_random_square_image_tensor(num_channels: int, side_length: int) -> 
     Raises:
         UsageError: a size that is not above 0.
     """
-    if num_channels <= 0 or side_length <= 0:
-        raise UsageError(f"num_channels {num_channels}, side_length {side_length}: both above 0.")
+    for name, value in (("num_channels", num_channels), ("side_length", side_length)):
+        if value <= 0:
+            raise UsageError(f"{name} must be greater than zero. Received: {value}")
     return torch.rand(num_channels, side_length, side_length)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from echelon.compat.torchtnt.utils.anomaly_evaluation import MetricAnomalyEvaluator
+from echelon.compat.torchtnt.utils.loggers.utils import scalar_to_float
 from echelon.contracts.errors import require
-from echelon.observe.loggers.logger import Scalar, scalar_to_float
+from echelon.observe.loggers.logger import Scalar
 
 __all__ = ["AnomalyLogger", "TrackedMetric"]
 
@@ -22,8 +24,9 @@ class TrackedMetric:
     Args:
         name: under which it is logged.
         anomaly_evaluators: each is asked by itself; one object for several metrics would mix their values.
-        warmup_steps: values of steps up to this one are not looked at.
-        evaluate_every_n_steps: look at steps that are multiples of it; looking makes the host wait for a GPU's number.
+        warmup_steps: after steps up to this one evaluators are told the value, and not asked.
+        evaluate_every_n_steps: ask after steps that are multiples of it. Evaluators are told every value, and the host waits for
+            a GPU's.
     """
 
     name: str
@@ -40,11 +43,12 @@ class AnomalyLogger:
     """Looks at tracked metrics; subclass it, or a logger that inherits from it, and override `on_anomaly_detected`."""
 
     def __init__(self, tracked_metrics: Sequence[TrackedMetric] | None = None) -> None:
-        self._tracked: dict[str, TrackedMetric] = {}
-        for metric in tracked_metrics or ():
-            if metric.name in self._tracked:
-                logger.warning("metric %s is tracked twice; the first is used, with its own evaluators", metric.name)
-            self._tracked.setdefault(metric.name, metric)
+        times = Counter(metric.name for metric in tracked_metrics or ())
+        for name in (name for name, number in times.items() if number > 1):
+            logger.warning("Found multiple configs for metric '%s'. Skipping.", name)
+        self._tracked = {metric.name: metric for metric in tracked_metrics or () if times[metric.name] == 1}
+        if tracked_metrics:
+            logger.info("Started tracking anomalies for the following metrics: %s", list(self._tracked))
 
     def log(self, name: str, data: Scalar, step: int) -> None:
         self._look_at(name, data, step)
@@ -56,14 +60,29 @@ class AnomalyLogger:
     def close(self) -> None: ...
 
     def on_anomaly_detected(self, name: str, data: Scalar, step: int) -> None:
-        """Called for each evaluator that finds a value wrong. By default it is logged as a warning."""
-        logger.warning("step %s: %s is %s", step, name, scalar_to_float(data))
+        """Called for each evaluator that finds a value wrong, and for what is no single number. All are warned of, too; what
+        this raises is logged."""
 
     def _look_at(self, name: str, data: Scalar, step: int) -> None:
         metric = self._tracked.get(name)
-        if metric is None or step <= metric.warmup_steps or step % metric.evaluate_every_n_steps:
+        if metric is None:
             return
+        try:
+            value = scalar_to_float(data)
+        except ValueError as error:
+            logger.warning("Error when extracting a single numerical value from the provided metric: %s", error)
+            self.on_anomaly_detected(name, data, step)
+            return
+        due = step > metric.warmup_steps and step % metric.evaluate_every_n_steps == 0
         for evaluator in metric.anomaly_evaluators:
-            evaluator.update(data)
-            if evaluator.is_anomaly():
-                self.on_anomaly_detected(name, data, step)
+            evaluator.update(value)
+            if due and evaluator.is_anomaly():
+                kind = type(evaluator).__name__
+                logger.warning("Found anomaly in metric: %s, with value: %s, using evaluator: %s", name, data, kind)
+                self._tell(name, value, step)
+
+    def _tell(self, name: str, value: float, step: int) -> None:
+        try:
+            self.on_anomaly_detected(name, value, step)
+        except Exception as error:  # the user's; training goes on
+            logger.warning("Exception when calling on_anomaly_hook: %s", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -9,6 +10,8 @@ from collections.abc import Mapping
 from echelon.observe.loggers.logger import Scalar, scalar_to_float
 
 __all__ = ["InMemoryLogger"]
+
+logger = logging.getLogger(__name__)
 
 
 class InMemoryLogger:
@@ -20,6 +23,7 @@ class InMemoryLogger:
 
     def __init__(self) -> None:
         self.log_buffer: OrderedDict[int, dict[str, float]] = OrderedDict()
+        logger.info("Logging metrics in-memory")
 
     def log(self, name: str, data: Scalar, step: int) -> None:
         self.log_dict({name: data}, step)

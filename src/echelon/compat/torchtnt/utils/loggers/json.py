@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 
+from echelon.compat.torchtnt.utils.loggers.file import FileLogger
 from echelon.contracts.errors import UsageError
 from echelon.contracts.events import encode
 from echelon.contracts.files import write_whole
-from echelon.observe.loggers.file import FileLogger
 
 __all__ = ["JSONLogger"]
 
@@ -26,6 +26,10 @@ class JSONLogger(FileLogger):
                 raise UsageError(
                     f"{self._path} exists, and is not a JSON array, so this logger did not write it. Choose another path."
                 )
+
+    def _without_last(self, text: str) -> str:
+        before = text[: text.rindex("{")].rstrip(",\n")
+        return "[]\n" if before == "[" else f"{before}\n]\n"
 
     def _append(self, rows: list[dict[str, float]]) -> None:
         text = ",\n".join(encode(row) for row in rows)

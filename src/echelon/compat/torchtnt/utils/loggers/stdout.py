@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from echelon.contracts.errors import UsageError
 from echelon.observe.loggers.logger import Scalar, rank, scalar_to_float
 
 __all__ = ["StdoutLogger"]
+
+logger = logging.getLogger(__name__)
 
 
 class StdoutLogger:
@@ -20,14 +23,15 @@ class StdoutLogger:
     def __init__(self, precision: int = 4) -> None:
         if precision < 0:
             raise UsageError(f"precision must be at least 0 digits, got {precision}.")
-        self._precision, self._prints = precision, rank() == 0
+        self._precision = precision
         self._step: int | None = None
+        logger.info("Logging metrics to stdout")
 
     def log(self, name: str, data: Scalar, step: int) -> None:
         self.log_dict({name: data}, step)
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        if not self._prints:
+        if rank() != 0:
             return
         numbers = "".join(f" {name}={scalar_to_float(data):.{self._precision}f}" for name, data in payload.items())
         if step != self._step:
@@ -37,5 +41,5 @@ class StdoutLogger:
 
     def close(self) -> None:
         """End the line, and leave one empty."""
-        if self._prints:
+        if rank() == 0:
             print("\n", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from echelon.observe.loggers import tensorboard
 from echelon.observe.loggers.logger import Scalar
 
 __all__ = ["TensorBoardLogger"]
+
+logger = logging.getLogger(__name__)
 
 
 class TensorBoardLogger(tensorboard.TensorBoardLogger, AnomalyLogger):
@@ -25,6 +28,8 @@ class TensorBoardLogger(tensorboard.TensorBoardLogger, AnomalyLogger):
     ) -> None:
         AnomalyLogger.__init__(self, tracked_metrics)
         tensorboard.TensorBoardLogger.__init__(self, path, *args, **kwargs)
+        if self.writer is not None:
+            logger.info("TensorBoard SummaryWriter instantiated. Files will be stored in: %s", path)
 
     def close(self) -> None:
         super().close()

@@ -15,7 +15,7 @@ def scalar_to_float(scalar: Scalar) -> float:
     Raises:
         UsageError, a ValueError: it holds more, or none.
     """
-    given = scalar.numel() if hasattr(scalar, "numel") else 1
+    kind, given = ("tensor", scalar.numel()) if hasattr(scalar, "numel") else ("ndarray", getattr(scalar, "size", 1))
     if given != 1:
-        raise UsageError(f"Scalar tensor must contain a single item, {given} given.")
+        raise UsageError(f"Scalar {kind} must contain a single item, {given} given.")
     return logger.scalar_to_float(scalar)

@@ -1,0 +1,353 @@
+"""What programs for TorchTNT call themselves, without a loop: hooks, steps, loggers, with a State of their own making."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.compat.torchtnt.framework import AutoPredictUnit, AutoUnit, EntryPoint, PhaseState, State, TrainUnit, train
+from echelon.compat.torchtnt.framework.auto_unit import GradScalerParams
+from echelon.compat.torchtnt.framework.callbacks import (
+    BaseCSVWriter,
+    GarbageCollector,
+    IterationTimeLogger,
+    ModuleSummary,
+    SystemResourcesMonitor,
+    TensorBoardParameterMonitor,
+    ThroughputLogger,
+    TimeWaitForBatchLogger,
+)
+from echelon.compat.torchtnt.framework.callbacks.periodic_distributed_sync import PeriodicDistributedSync
+from echelon.compat.torchtnt.framework.unit import AppStateMixin
+from echelon.compat.torchtnt.utils import device, distributed, env
+from echelon.compat.torchtnt.utils.anomaly_evaluation import IsNaNEvaluator, ThresholdEvaluator
+from echelon.compat.torchtnt.utils.loggers import AnomalyLogger, CSVLogger, FileLogger, JSONLogger, TrackedMetric
+from echelon.compat.torchtnt.utils.prepare_module import (
+    ActivationCheckpointParams,
+    TorchCompileParams,
+    apply_torch_compile,
+    on_meta_device,
+    prepare_module,
+)
+from echelon.compat.torchtnt.utils.progress import Progress
+from echelon.compat.torchtnt.utils.timer import Timer
+
+CPU = torch.device("cpu")
+BATCH = (torch.ones(4, 2), torch.tensor([0, 1, 1, 0]))
+
+
+def _state(entry: str = "TRAIN", timer: Any = None) -> State:
+    phase = PhaseState(dataloader=[BATCH], max_epochs=1)
+    return State(entry_point=EntryPoint[entry], train_state=phase, eval_state=phase, predict_state=phase, timer=timer)
+
+
+class Classifier(AutoUnit[Any]):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(module=nn.Linear(2, 2), device=CPU, **options)
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+
+    def compute_loss(self, state: Any, data: Any) -> tuple[torch.Tensor, Any]:
+        outputs = self.module(data[0])
+        return nn.functional.cross_entropy(outputs, data[1]), outputs
+
+
+# --- an AutoUnit's own steps
+
+
+@pytest.mark.parametrize(("interval", "after_step", "after_epoch"), [("step", 0.05, 0.05), ("epoch", 0.1, 0.05)])
+def test_the_schedule_advances_when_a_program_takes_steps_and_ends_epochs(
+    interval: Any, after_step: float, after_epoch: float
+) -> None:
+    unit, state = Classifier(step_lr_interval=interval), _state()
+    unit.train_step(state, BATCH)
+    assert unit.optimizer.param_groups[0]["lr"] == after_step
+    unit.on_train_epoch_end(state)
+    assert unit.optimizer.param_groups[0]["lr"] == after_epoch
+    trained = Classifier(step_lr_interval=interval)
+    train(trained, [BATCH] * 2, max_epochs=2)  # in a loop once, although the hook is called there, too
+    assert trained.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 ** (4 if interval == "step" else 2))
+
+
+def test_a_step_by_hand_with_mocks_a_scaler_and_a_timer() -> None:
+    class Mocked(Classifier):
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[Any, Any]:
+            return MagicMock(), MagicMock()
+
+    unit = Mocked()
+    unit.train_step(_state(), BATCH)
+    unit.optimizer.step.assert_called_once_with()  # type: ignore[attr-defined]
+    unit.optimizer.zero_grad.assert_called_once_with(set_to_none=True)  # type: ignore[attr-defined]
+
+    half, timer = Classifier(precision="fp16", clip_grad_norm=1.0), Timer()
+    before = half.module.weight.detach().clone()  # type: ignore[operator]
+    half.train_step(_state(timer=timer), BATCH)
+    assert not torch.equal(before, half.module.weight)  # type: ignore[arg-type]
+    assert {"Classifier.compute_loss", "Classifier.backward", "Classifier.optimizer_step"} <= timer.recorded_durations.keys()
+    with patch("torch.nn.utils.clip_grad_value_") as clip:
+        Classifier(clip_grad_value=2.0).train_step(_state(), BATCH)
+    clip.assert_called_once()
+    assert isinstance(Classifier().maybe_autocast_precision, torch.autocast)
+
+
+def test_a_hook_that_is_set_on_the_unit_is_called() -> None:
+    unit = Classifier()
+    unit.on_train_step_end = MagicMock()  # type: ignore[method-assign]
+    unit.train_step(_state(), BATCH)
+    train(unit, [BATCH] * 2, max_epochs=1)
+    assert unit.on_train_step_end.call_count == 3
+    with patch.object(Classifier, "on_train_step_end") as hook:
+        train(unit := Classifier(), [BATCH] * 2, max_epochs=1)
+    assert hook.call_count == 2 and unit.train_progress.num_steps_completed == 2
+
+
+def test_what_the_constructor_makes_is_replaced_by_what_configures() -> None:
+    class Early(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.optimizer = torch.optim.Adam(self.module.parameters())
+
+    assert isinstance(Early().optimizer, torch.optim.SGD)
+    for options, words in (
+        ({"precision": "foo"}, "Precision foo not supported"),
+        ({"strategy": "bar"}, r"Strategy bar not supported. Please use one of \['ddp'"),
+    ):
+        for make in (Classifier, lambda **o: AutoPredictUnit(module=nn.Linear(1, 1), device=CPU, **o)):
+            with pytest.raises(ValueError, match=words):
+                make(**options)
+
+
+def test_a_backend_that_torch_has_not() -> None:
+    params = TorchCompileParams(backend="none such")
+    for use in (
+        lambda: Classifier(torch_compile_params=params),
+        lambda: prepare_module(nn.Linear(1, 1), CPU, torch_compile_params=params),
+        lambda: apply_torch_compile(nn.Linear(1, 1), params),
+    ):
+        with pytest.raises(RuntimeError, match="Invalid backend: 'none such'"):
+            use()
+
+
+def test_what_is_tracked_is_refused_before_the_constructor() -> None:
+    class Early(AppStateMixin):
+        def __init__(self, value: Any) -> None:
+            self.value = value
+            super().__init__()
+
+    for value in (nn.Linear(1, 1), torch.optim.SGD(nn.Linear(1, 1).parameters()), Progress()):
+        with pytest.raises(AttributeError, match=r"Please call super\(\).__init__\(\) before setting attributes"):
+            Early(value)
+    assert Early(3).value == 3
+
+
+def test_a_step_that_iterates_is_given_the_iterator() -> None:
+    class Iterates(TrainUnit[Iterator[int]]):
+        def train_step(self, state: State, data: Iterator[int]) -> int:
+            return next(data)
+
+    batches = iter([1, 2])
+    assert Iterates().get_next_train_batch(_state(), batches) is batches
+    assert Classifier().get_next_train_batch(_state(), batches) == 1
+
+
+# --- callbacks
+
+
+@pytest.mark.parametrize("phase", ["train", "eval", "predict"])
+def test_loggers_go_by_the_hook_and_not_by_the_active_phase(phase: str) -> None:
+    words = {"train": ("Train", "Train"), "eval": ("Eval", "Eval"), "predict": ("Prediction", "Predict")}[phase]
+    unit, mock = MagicMock(), MagicMock()
+    getattr(unit, f"{phase}_progress").num_steps_completed = 3
+    durations = {f"{phase}_iteration_time": [1.0, 3.0], "data_wait_time": [0.5, 1.0, 2.0]}
+    getattr(mock, f"{phase}_state").iteration_timer.recorded_durations = durations
+    for state in (mock, _state("FIT")):
+        getattr(state, f"{phase}_state").iteration_timer.recorded_durations.update(durations)
+        logger = MagicMock()
+        for callback in (IterationTimeLogger(logger), TimeWaitForBatchLogger(logger), ThroughputLogger(logger, {"items": 8})):
+            getattr(callback, f"on_{phase}_step_end")(state, unit)
+        assert [call.args for call in logger.log.call_args_list] == [
+            (f"{words[0]} Iteration Time (seconds)", 3.0, 2),
+            (f"Time Wait For Batch ({words[1]})", 2.0, 3),
+            (f"{words[1]}: items per second (step granularity)", 2.0, 2),
+        ]
+
+
+def test_callbacks_by_hand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    class Rows(BaseCSVWriter):
+        def get_step_output_rows(self, state: Any, unit: Any, step_output: Any) -> list[Any]:
+            return [["a", "b"], ["c", "d"]]
+
+    for state in (_state("PREDICT"), MagicMock()):
+        rows = Rows(["x", "y"], tmp_path, ",", f"{type(state).__name__}.csv")
+        rows.on_predict_step_end(state, MagicMock())
+        rows.on_predict_end(state, MagicMock())
+        assert Path(rows.output_path).read_text().split() == ["x,y", "a,b", "c,d"]
+
+    stats = MagicMock()
+    monitor = SystemResourcesMonitor(stats, logging_interval="step")
+    monitor.write_system_stats("epoch", 1)
+    monitor.write_system_stats("step", 2)
+    assert stats.log_dict.call_count == 1 and stats.log_dict.call_args.args[1] == 2 and monitor.device.type in ("cpu", "cuda")
+
+    unit, written = MagicMock(), MagicMock(spec=["add_histogram"])
+    unit.tracked_modules.return_value = {"net": nn.Linear(1, 1)}
+    TensorBoardParameterMonitor(written).on_train_epoch_end(_state(), unit)
+    assert [call.args[0] for call in written.add_histogram.call_args_list] == ["Parameters/net/weight", "Parameters/net/bias"]
+    names: list[str] = []
+    ModuleSummary(process_fn=lambda found: names.extend(each.module_name for each in found)).on_train_start(_state(), unit)
+    assert names == ["net"]
+
+    sync = PeriodicDistributedSync(sync_every_n_steps=2)
+    unit.eval_progress = Progress(0, 4, 4)
+    sync.on_eval_step_end(_state("EVALUATE"), unit)
+    assert sync.sync_every_n_steps == 2 and "Barrier at step 4 on rank 0" in caplog.text
+
+    collector, state = GarbageCollector(2), _state("FIT")
+    unit.train_progress = unit.eval_progress
+    collector.on_eval_start(state, unit)
+    collector.on_eval_step_end(state, unit)
+    assert gc.isenabled()
+
+
+# --- loggers
+
+
+def test_rows_are_in_the_file_as_soon_as_there_are_enough_of_them(tmp_path: Path) -> None:
+    for kind, name in ((CSVLogger, "a.csv"), (JSONLogger, "a.json")):
+        path = tmp_path / name
+
+        def rows(path: Path = path) -> list[dict[str, float]]:
+            if path.suffix == ".json":
+                return [{k: v for k, v in row.items() if k != "time"} for row in json.loads(path.read_text())]
+            with open(path, newline="") as file:
+                return [{k: float(v) for k, v in row.items() if k != "time" and v} for row in csv.DictReader(file)]
+
+        logger = kind(str(path), steps_before_flushing=2)
+        logger.log("loss", 1.0, 1)
+        assert not path.exists() or not path.stat().st_size
+        logger.log("loss", 2.0, 2)
+        assert rows() == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
+        logger.log("loss", 3.0, 2)  # the same step once more: its row is made anew
+        logger.log("norm", 5.0, 2)
+        logger.log("loss", 4.0, 3)
+        logger.close()
+        assert rows() == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 3.0, "norm": 5.0}, {"step": 3, "loss": 4.0}]
+        first = kind(str(tmp_path / f"one-{name}"), steps_before_flushing=1)
+        first.log("loss", 1.0, 1)
+        first.log("loss", 2.0, 1)
+        assert rows(tmp_path / f"one-{name}") == [{"step": 1, "loss": 2.0}]
+
+
+def test_a_file_logger_of_a_programs_own(tmp_path: Path) -> None:
+    class Mine(FileLogger):
+        flushed: list[list[int]]
+
+        def flush(self) -> None:
+            self.flushed = [*getattr(self, "flushed", []), [*self._log_buffer]]
+
+        def close(self) -> None:
+            self.flush()
+
+    mine = Mine(str(tmp_path / "mine"), 2, False)
+    for step in range(5):
+        mine.log("loss", 1.0, step)
+    assert mine.flushed == [[0, 1], [0, 1, 2, 3]]
+
+
+def test_a_scale_and_parallel_losses() -> None:
+    scaler = Classifier(precision="fp16", grad_scaler_params=GradScalerParams(init_scale=4.0, growth_interval=7)).grad_scaler
+    assert scaler is not None and scaler.get_growth_interval() == 7 and scaler.state_dict().get("scale", 4.0) == 4.0
+    for options in ({}, {"strategy": "noop"}):
+        with pytest.raises(ValueError, match="enable_loss_parallel is only supported with TPStrategy"):
+            Classifier(enable_loss_parallel=True, **options)
+
+
+def test_anomalies_as_torchtnt_tells_them(caplog: pytest.LogCaptureFixture) -> None:
+    class Told(AnomalyLogger):
+        def __init__(self, tracked: list[TrackedMetric]) -> None:
+            super().__init__(tracked)
+            self.told: list[tuple[str, Any, int]] = []
+
+        def on_anomaly_detected(self, name: str, data: Any, step: int) -> None:
+            self.told.append((name, data, step))
+            raise RuntimeError("of the user's")
+
+    seen = MagicMock(**{"is_anomaly.return_value": False})
+    limits = ThresholdEvaluator(max_val=2.0)
+    tracked = [TrackedMetric("a", [limits, seen], 1, 2), TrackedMetric("twice", [limits]), TrackedMetric("twice", [seen])]
+    logger = Told([*tracked, TrackedMetric("nan", [IsNaNEvaluator()])])
+    for step in range(5):
+        logger.log_dict({"a": 5, "twice": 9}, step)
+    logger.log("nan", float("nan"), 7)
+    assert logger.told[:2] == [("a", 5.0, 2), ("a", 5.0, 4)] and logger.told[2][::2] == ("nan", 7)
+    assert seen.update.call_count == 5 and (limits.min_val, limits.max_val, limits.curr_val) == (-float("inf"), 2.0, 5.0)
+    for words in (
+        "Found multiple configs for metric 'twice'. Skipping.",
+        "Exception when calling on_anomaly_hook: of the user's",
+    ):
+        assert words in caplog.text
+    with pytest.raises(RuntimeError, match="of the user's"):
+        logger.log("nan", torch.ones(2), 8)
+
+
+# --- ranks and devices
+
+
+def test_variables_that_are_set_alone_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    asks = (distributed.get_global_rank, distributed.get_world_size, distributed.get_local_rank, distributed.get_local_world_size)
+    for name in names:
+        for each in names:
+            monkeypatch.delenv(each, raising=False)
+        monkeypatch.setenv(name, "3")
+        assert [ask() for ask in asks] == [
+            3 if each == name else default for each, default in zip(names, (0, 1, 0, 1), strict=True)
+        ]
+        monkeypatch.setenv(name, "")
+        assert [ask() for ask in asks] == [0, 1, 0, 1]
+
+
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="Device type is specified to cuda but got cpu from env"):
+            monkeypatch.delenv("LOCAL_RANK")
+            env.init_from_env(device_type="cuda")
+        monkeypatch.setenv("LOCAL_RANK", "2")
+    with (
+        patch("torch.cuda.is_available", return_value=True),
+        patch("torch.cuda.device_count", return_value=2),
+        pytest.raises(RuntimeError, match="The local rank is larger than the number of available GPUs"),
+    ):
+        device.get_device_from_env()
+    with patch("shutil.which", return_value=None), pytest.raises(FileNotFoundError, match="nvidia-smi: command not found"):
+        device.get_nvidia_smi_gpu_stats(torch.device("cuda:0"))
+    with pytest.raises(TypeError, match="Invalid value for `coherence_mode` provided"):
+        distributed.sync_bool(True, coherence_mode="foo")  # type: ignore[arg-type]
+
+
+def test_modules_on_the_meta_device_and_what_recomputes() -> None:
+    with torch.device("meta"):
+        inner = nn.Linear(2, 2)
+    outer = nn.Sequential(inner)
+    assert on_meta_device(inner) and not on_meta_device(outer) and not on_meta_device(nn.ReLU())
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert ActivationCheckpointParams(object()).chosen(net) == list(net)  # what has no blocks is recomputed child by child
+    policy = ActivationCheckpointParams(object(), check_fn=lambda _: True, auto_wrap_policy=lambda *_a, **_k: False)
+    assert policy.check_fn is None
