@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -110,6 +113,24 @@ def test_a_wrapped_module_is_the_same_object_and_counts_once(offload: bool) -> N
     with disable_checkpointing():
         module(torch.ones(3, 4))["out"].sum().backward()
     assert module.seen == [(False, False)]
+
+
+def test_a_wrapped_module_is_freed_with_its_last_reference_and_held_by_a_graph() -> None:
+    module: Any = checkpoint_wrapper(nn.Linear(4, 4))
+    weight, loss = module.weight, module(torch.ones(2, 4)).sum()
+    again = pickle.loads(pickle.dumps(module))
+    gc.disable()
+    try:
+        reference = weakref.ref(module)
+        del module
+        assert reference() is not None
+        loss.backward()
+        del loss
+        assert reference() is None and weight.grad is not None
+    finally:
+        gc.enable()
+    again(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(again.weight.grad, weight.grad)
 
 
 def _unit(kind: str) -> Regression:

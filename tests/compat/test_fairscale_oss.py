@@ -107,8 +107,10 @@ def _saved_and_loaded(before: list[list[Batch]], after: list[list[Batch]], folde
     with pytest.raises(CheckpointError):  # as it was before the steps
         optimizer.state_dict()
     done["straight"] = values(module)
-    with pytest.raises(CheckpointMismatchError, match="doesn't match the size of optimizer's group"):
+    with pytest.raises(CheckpointMismatchError, match="has a different number of parameter groups"):
         optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
+    with pytest.raises(ValueError, match="contains a parameter group that doesn't match the size of optimizer's group"):
+        optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}] * 3})
     parts = optimizer.partition_parameters()
     assert [sum(len(part[g]["params"]) for part in parts) for g in range(3)] == done["own"][1]
     return done
