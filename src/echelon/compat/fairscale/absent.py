@@ -63,7 +63,7 @@ _INSTEAD = {
     "nn.pipe.types": _PIPELINE,
     "optim.adam": "torch.optim.Adam(fused=True) on a GPU, echelon.AutoUnit(precision='fp16').",
     "optim.layerwise_gradient_scaler": "ShardedGradScaler: one scale for all layers; AutoUnit(precision='bf16') needs none.",
-    "utils": "what FairScale 0.4.6 moved to fairscale.internal; see there.",
+    "utils": _HELPERS,
     "utils.containers": _HELPERS,
     "utils.params": _HELPERS,
     "utils.parallel": _HELPERS,
