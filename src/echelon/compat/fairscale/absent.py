@@ -21,7 +21,6 @@ _INSTEAD = {
     "experimental": "keep FairScale's file.",
     "experimental.nn": "strategy 'fsdp' with cpu_offload=True for OffloadModel, torch.nn.SyncBatchNorm; else FairScale's file.",
     "experimental.nn.ampnet_pipe": _PIPELINE,
-    "experimental.nn.ampnet_pipe.pipe": _PIPELINE,
     "experimental.nn.auto_shard": _PIPELINE,
     "experimental.nn.data_parallel": _SLOWMO,
     "experimental.nn.data_parallel.gossip": _SLOWMO,
@@ -39,36 +38,33 @@ _INSTEAD = {
     "fair_dev.testing": "pytest, and torch.multiprocessing.spawn.",
     "fair_dev.testing.testing": "pytest, and torch.multiprocessing.spawn.",
     "internal": _HELPERS,
-    "internal.containers": _HELPERS,
     "internal.object": "torch.distributed.broadcast_object_list.",
-    "internal.parallel": _HELPERS,
-    "internal.params": _HELPERS,
     "internal.reduce_scatter_bucketer": "nothing: what travels in one message is decided inside.",
-    "internal.state_dict": _HELPERS,
     "internal.version": "torch.__version__, which compares with tuples and strings.",
     "nn.model_parallel": "strategy 'tp', or torch.distributed.tensor.parallel.",
     "nn.model_parallel.initialize": "strategy 'tp', or torch.distributed.device_mesh.init_device_mesh.",
-    "nn.model_parallel.layers": "strategy 'tp', or torch.distributed.tensor.parallel.",
     "nn.moe": _EXPERTS,
-    "nn.moe.moe_layer": _EXPERTS,
-    "nn.moe.top2gate": _EXPERTS,
     "nn.pipe": _PIPELINE,
-    "nn.pipe.async_pipe": _PIPELINE,
-    "nn.pipe.balance": _PIPELINE,
-    "nn.pipe.checkpoint": _PIPELINE,
-    "nn.pipe.microbatch": _PIPELINE,
-    "nn.pipe.pipe": _PIPELINE,
-    "nn.pipe.rpc": _PIPELINE,
-    "nn.pipe.skip": _PIPELINE,
-    "nn.pipe.types": _PIPELINE,
     "optim.adam": "torch.optim.Adam(fused=True) on a GPU, echelon.AutoUnit(precision='fp16').",
     "optim.layerwise_gradient_scaler": "ShardedGradScaler: one scale for all layers; AutoUnit(precision='bf16') needs none.",
+    "nn.checkpoint.checkpoint_utils": "nothing: statistics are counted once by themselves.",
+    "nn.misc.param_bucket": "nothing: what travels in one message is decided inside.",
     "utils": _HELPERS,
-    "utils.containers": _HELPERS,
-    "utils.params": _HELPERS,
-    "utils.parallel": _HELPERS,
-    "utils.state_dict": _HELPERS,
-    "utils.testing": "pytest, and torch.multiprocessing.spawn.",
+}
+
+# Modules below these, of which the same is to be said.
+_BELOW = {
+    "experimental.nn.ampnet_pipe": "ampnet pipe",
+    "experimental.nn.data_parallel.gossip": "gossiper graph_manager mixing_manager utils utils.cuda_metering utils.helpers",
+    "experimental.nn.distributed_pipeline": "data graph loss partition_handler pipeline trace",
+    "experimental.wgit": "cli pygit repo sha1_store signal_sparsity signal_sparsity_profiling utils version",
+    "internal": "containers parallel params state_dict",
+    "nn.model_parallel": "cross_entropy layers mappings random utils",
+    "nn.moe": "moe_layer top2gate",
+    "nn.pipe": "async_pipe async_pipeline async_schedule balance balance.blockpartition balance.profile batchnorm checkpoint "
+    "copy dependency messages microbatch phony pipe pipeline rpc skip skip.layout skip.namespace skip.portal skip.skippable "
+    "skip.tracker stream types worker",
+    "utils": "containers parallel params state_dict testing",
 }
 
 
@@ -87,6 +83,10 @@ class _Absent(ModuleType):
 
 
 def register(package: str) -> None:
-    """Let the modules of the table be imported below `package`."""
-    for name, instead in _INSTEAD.items():
-        sys.modules.setdefault(f"{package}.{name}", _Absent(package, name, instead))
+    """Let the modules of the tables be imported below `package`."""
+    below = {f"{name}.{each}": _INSTEAD[name] for name, modules in _BELOW.items() for each in modules.split()}
+    for name, instead in (_INSTEAD | below).items():
+        module = sys.modules.setdefault(f"{package}.{name}", _Absent(package, name, instead))
+        around, _, last = module.__name__.rpartition(".")
+        if isinstance(parent := sys.modules.get(around), _Absent):
+            setattr(parent, last, module)
