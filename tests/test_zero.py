@@ -29,9 +29,12 @@ def _mine() -> list[Batch]:
 
 
 def test_the_largest_goes_to_who_has_least() -> None:
-    assert assign([3, 9, 3, 4], 2) == [1, 0, 1, 1]
-    assert assign([5], 3) == [0]
-    assert assign([2, 2, 2, 2], 2) == [0, 1, 0, 1]
+    assert assign([3, 9, 3, 4], [0, 0]) == [1, 0, 1, 1]
+    assert assign([5], [0, 0, 0]) == [0]
+    assert assign([2, 2, 2, 2], [0, 0]) == [0, 1, 0, 1]
+    load = [0, 0]
+    assert assign([3, 9, 3, 4], load, largest_first=False) == [0, 1, 0, 0] and load == [10, 9]
+    assert assign([2], load) == [1], "what comes later goes to whom has least, too"
 
 
 def _held(strategy: str) -> tuple[int, int, set[str]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import echelon as ech
 from echelon.compat.fairscale.nn import FullyShardedDataParallel, ShardedDataParallel
 from echelon.compat.fairscale.nn.checkpoint import checkpoint_wrapper, is_checkpointing, is_recomputing
 from echelon.compat.fairscale.nn.checkpoint.checkpoint_activations import disable_checkpointing
-from echelon.compat.fairscale.optim.grad_scaler import ShardedGradScaler
+from echelon.compat.fairscale.optim.grad_scaler import GradScaler, ShardedGradScaler
 from tests.compat.fairscale import mine, oss, updates, values
 from tests.conftest import Ranks
 from tests.models import largest_difference, net, plain_training
@@ -69,6 +72,19 @@ def test_a_fused_optimizer_skips_with_the_others(ranks: Ranks) -> None:
     assert ranks(2, _fused) == [(True, 2.0), (True, 2.0)]
 
 
+def test_the_plain_scaler_takes_fairscales_arguments_and_half_gradients() -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    scaler = GradScaler(4.0, 8.0, 0.25, 1)
+    for gradient in (torch.full_like(weight, 4.0), torch.full_like(weight, float("inf"))):
+        scaler.scale(weight.sum())  # type: ignore[no-untyped-call]
+        weight.grad = gradient
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert weight.tolist() == [0.5, 0.5] and scaler.get_scale() == 8.0  # 4 * 8 * 0.25
+
+
 def test_the_scaler_works_without_a_group() -> None:
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -110,6 +126,24 @@ def test_a_wrapped_module_is_the_same_object_and_counts_once(offload: bool) -> N
     with disable_checkpointing():
         module(torch.ones(3, 4))["out"].sum().backward()
     assert module.seen == [(False, False)]
+
+
+def test_a_wrapped_module_is_freed_with_its_last_reference_and_held_by_a_graph() -> None:
+    module: Any = checkpoint_wrapper(nn.Linear(4, 4))
+    weight, loss = module.weight, module(torch.ones(2, 4)).sum()
+    again = pickle.loads(pickle.dumps(module))
+    gc.disable()
+    try:
+        reference = weakref.ref(module)
+        del module
+        assert reference() is not None
+        loss.backward()
+        del loss
+        assert reference() is None and weight.grad is not None
+    finally:
+        gc.enable()
+    again(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(again.weight.grad, weight.grad)
 
 
 def _unit(kind: str) -> Regression:

@@ -307,7 +307,7 @@ def _wrapped() -> dict[str, Any]:
     chained.first.weight.grad = torch.zeros_like(chained.first.weight, requires_grad=True)
     with pytest.raises(RuntimeError, match="gradients that don't require grad"):
         ShardedDataParallel(chained, oss(chained))(batch(1, 0)[0])
-    with pytest.raises(UsageError, match="one type of device"):
+    with pytest.raises(UsageError, match="must be on the same type of devices"):
         ShardedDataParallel(nn.Sequential(net(), nn.Linear(1, 1, device="meta")), optimizer)
     sparse = nn.Embedding(4, 1, sparse=True)
     broken = ShardedDataParallel(sparse, oss(sparse, momentum=0))

@@ -14,6 +14,7 @@ from torch import nn
 
 from echelon.compat.fairscale.nn import FullyShardedDataParallel, auto_wrap, enable_wrap, wrap
 from echelon.compat.fairscale.nn.data_parallel import auto_wrap_bn, get_fsdp_instances
+from echelon.compat.fairscale.nn.data_parallel.options import check
 from echelon.compat.fairscale.nn.wrap import config_auto_wrap_policy, default_auto_wrap_policy
 from echelon.compat.fairscale.nn.wrap.auto_wrap import ConfigAutoWrap
 from echelon.contracts.errors import UsageError
@@ -86,8 +87,9 @@ def _fsdp_options() -> dict[str, Any]:
     on_0 = FullyShardedDataParallel(net(), state_dict_on_rank_0_only=True, state_dict_device=torch.device("cpu"))
     found["keys"] = len(on_0.state_dict())
     said = []
+    grads_alone = {"move_grads_to_cpu": True, "move_params_to_cpu": False}  # which is the same on a CPU
     refused: list[Callable[[], Any]] = [
-        lambda: FullyShardedDataParallel(net(), move_grads_to_cpu=True),
+        lambda: check(net(), {"fp32_reduce_scatter": False, **grads_alone}, torch.device("cuda")),
         lambda: FullyShardedDataParallel(net(), fp32_reduce_scatter=True),
         lambda: FullyShardedDataParallel(net(), process_group_reduce_scatter="another"),
         lambda: FullyShardedDataParallel(net(), compute_dtype=torch.float16),

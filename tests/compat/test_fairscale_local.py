@@ -93,7 +93,7 @@ def _attributes() -> list[dict[str, Any]]:
         )
     offloaded = _nested(cpu_offload=True, verbose=True)
     assert offloaded.cpu_offload and offloaded.move_params_to_cpu and offloaded.move_grads_to_cpu
-    assert offloaded.extra_repr().startswith("rank=")
+    assert offloaded.extra_repr().startswith("self=")
     model = _nested(gradient_predivide_factor=1.0, process_group_reduce_scatter=ProcessGroupName.default)
     assert (model.gradient_predivide_factor, model.gradient_postdivide_factor) == (1.0, 2.0)
     model.set_gradient_divide_factors(4.0, 0.5, recursive=True)

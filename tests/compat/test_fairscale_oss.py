@@ -107,8 +107,10 @@ def _saved_and_loaded(before: list[list[Batch]], after: list[list[Batch]], folde
     with pytest.raises(CheckpointError):  # as it was before the steps
         optimizer.state_dict()
     done["straight"] = values(module)
-    with pytest.raises(CheckpointMismatchError, match="doesn't match the size of optimizer's group"):
+    with pytest.raises(CheckpointMismatchError, match="has a different number of parameter groups"):
         optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
+    with pytest.raises(ValueError, match="contains a parameter group that doesn't match the size of optimizer's group"):
+        optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}] * 3})
     parts = optimizer.partition_parameters()
     assert [sum(len(part[g]["params"]) for part in parts) for g in range(3)] == done["own"][1]
     return done
@@ -251,3 +253,11 @@ assert group() is None, "held until the interpreter is taken down"
 def test_a_group_is_freed_neither_at_once_nor_with_the_interpreter() -> None:
     done = subprocess.run([sys.executable, "-c", ENDS], env=clean_environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("end", ["destroyed", "left"])
+def test_ranks_of_spawn_end(tmp_path: Path, end: str) -> None:
+    program = [sys.executable, "-m", "tests.compat.programs.fairscale_spawn", end, str(tmp_path)]
+    done = subprocess.run(program, env=clean_environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.count("ended") == 2, done.stdout + done.stderr

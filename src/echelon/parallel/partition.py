@@ -30,11 +30,16 @@ __all__ = ["Partition", "assign", "is_zero_redundancy", "parameter_groups", "par
 _ALIGNMENT_BYTES = 64  # what vectorised kernels like their tensors to start at
 
 
-def assign(sizes: Sequence[int], owners: int) -> list[int]:
-    """The owner of each item, so that owners have about equally much: the largest first, to whom has least. Deterministic."""
-    load, chosen = [0] * owners, [0] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        chosen[i] = min(range(owners), key=lambda r: (load[r], r))
+def assign(sizes: Sequence[int], load: list[int], *, largest_first: bool = True) -> list[int]:
+    """The owner of each item, so that owners have about equally much: to whom has least. Deterministic.
+
+    Args:
+        load: what each owner has; what it gets is added.
+        largest_first: else in the order of the items, which divides less evenly.
+    """
+    chosen = [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)) if largest_first else range(len(sizes)):
+        chosen[i] = min(range(len(load)), key=lambda r: (load[r], r))
         load[chosen[i]] += sizes[i]
     return chosen
 
@@ -65,6 +70,7 @@ class Partition:
         names: parameter names for messages.
         what: who divides, for messages.
         unfreezing: what to do about a parameter that was unfrozen too late, for messages.
+        largest_first: as in `assign`.
     Attributes:
         groups: every group's parameters, of all owners, in the order of the optimizer's groups.
         owners: the rank within the group that owns a parameter; frozen ones are not in it.
@@ -82,6 +88,7 @@ class Partition:
         *,
         what: str = "strategy 'zero1'",
         unfreezing: str = "Unfreeze it before the module is prepared; give it an lr of 0 until then.",
+        largest_first: bool = True,
     ) -> None:
         self._what, self._unfreezing = what, unfreezing
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -97,6 +104,7 @@ class Partition:
         self._buffers: list[_Buffer] = []
         self._frozen: list[nn.Parameter] = []
         self._is_alone = False
+        self._load, self._largest_first = [0] * self._size, largest_first
         self._optimizer = weakref.ref(optimizer)
         self._take(optimizer)
         optimizer.register_step_pre_hook(self._before)
@@ -176,7 +184,8 @@ class Partition:
         self._divide(optimizer, parameters)
 
     def _divide(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-        owners = dict(zip(parameters, assign([p.numel() * p.element_size() for p in parameters], self._size), strict=True))
+        sizes = [p.numel() * p.element_size() for p in parameters]
+        owners = dict(zip(parameters, assign(sizes, self._load, largest_first=self._largest_first), strict=True))
         self.owners |= owners
         for group, everyones in zip(optimizer.param_groups, self.groups, strict=True):
             group["params"] = [p for p in everyones if self.owners.get(p) == self._rank]

@@ -11,8 +11,10 @@ from echelon.compat.fairscale.nn.wrap import auto_wrap, config_auto_wrap_policy,
 
 if TYPE_CHECKING:
     from echelon.compat.fairscale.nn.data_parallel import FullyShardedDataParallel
+    from echelon.compat.fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
 
 __all__ = [
+    "FlattenParamsWrapper",
     "FullyShardedDataParallel",
     "ShardedDataParallel",
     "auto_wrap",
@@ -28,13 +30,15 @@ _EXPERTS = "nothing of torch's own yet; keep FairScale's file."
 
 __getattr__ = later(
     "nn",
-    {"FullyShardedDataParallel": "nn.data_parallel.fully_sharded_data_parallel"},
+    {
+        "FlattenParamsWrapper": "nn.misc.flatten_params_wrapper",
+        "FullyShardedDataParallel": "nn.data_parallel.fully_sharded_data_parallel",
+    },
     {
         "Pipe": _PIPELINE,
         "PipeRPCWrapper": _PIPELINE,
         "MOELayer": _EXPERTS,
         "Top2Gate": _EXPERTS,
         "model_parallel": "strategy 'tp', or torch.distributed.tensor.parallel.",
-        "FlattenParamsWrapper": "strategy 'fsdp', which splits parameters as they are.",
     },
 )

@@ -8,18 +8,18 @@ from echelon.compat.fairscale.names import later
 from echelon.compat.fairscale.optim.oss import OSS
 
 if TYPE_CHECKING:
+    from echelon.compat.fairscale.optim.adascale import AdaScale, AdaScaleWrapper
     from echelon.compat.fairscale.optim.grad_scaler import GradScaler, ShardedGradScaler
 
-__all__ = ["OSS", "GradScaler", "ShardedGradScaler"]
-
-_ADASCALE = "nothing of torch's own; keep FairScale's file."
+__all__ = ["OSS", "AdaScale", "AdaScaleWrapper", "GradScaler", "ShardedGradScaler"]
 
 __getattr__ = later(
     "optim",
-    {"GradScaler": "optim.grad_scaler", "ShardedGradScaler": "optim.grad_scaler"},
     {
-        "AdaScale": _ADASCALE,
-        "AdaScaleWrapper": _ADASCALE,
+        **dict.fromkeys(("AdaScale", "AdaScaleWrapper"), "optim.adascale"),
+        **dict.fromkeys(("GradScaler", "ShardedGradScaler"), "optim.grad_scaler"),
+    },
+    {
         "Adam": "torch.optim.Adam(fused=True) on a GPU.",
         "Precision": "echelon.AutoUnit(precision='fp16'), or torch.autocast.",
     },

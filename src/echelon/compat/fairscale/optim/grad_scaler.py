@@ -6,10 +6,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.amp import GradScaler
+from torch.amp import GradScaler as TorchGradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
 __all__ = ["GradScaler", "ShardedGradScaler"]
+
+
+class GradScaler(TorchGradScaler):  # type: ignore[misc, unused-ignore]
+    """torch's scaler with FairScale's arguments; half-precision gradients, which torch's refuses, are unscaled as well.
+
+    Args:
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.amp.GradScaler, in its order.
+        device: where the loss is; by default a GPU if there is one.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        device: str | None = None,
+    ) -> None:
+        super().__init__(_device(device), init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        """torch (2.13) has no public way to allow it."""
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
 
 
 class ShardedGradScaler(TorchShardedGradScaler):  # type: ignore[misc, unused-ignore]
@@ -33,7 +58,7 @@ class ShardedGradScaler(TorchShardedGradScaler):  # type: ignore[misc, unused-ig
         device: str | None = None,
     ) -> None:
         super().__init__(
-            device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            _device(device),
             init_scale=init_scale,
             backoff_factor=backoff_factor,
             growth_factor=growth_factor,
@@ -47,7 +72,7 @@ class ShardedGradScaler(TorchShardedGradScaler):  # type: ignore[misc, unused-ig
         if dist.is_initialized():
             super().unscale_(optimizer)
         else:  # torch's own would ask for a group
-            GradScaler.unscale_(self, optimizer)
+            TorchGradScaler.unscale_(self, optimizer)
         self._unscaled.add(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -59,3 +84,7 @@ class ShardedGradScaler(TorchShardedGradScaler):  # type: ignore[misc, unused-ig
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         self._unscaled.clear()
         super().update(new_scale)
+
+
+def _device(given: str | None) -> str:
+    return given or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -15,7 +15,7 @@ from echelon.compat.collect import collect
 from echelon.compat.fairscale.clip import clip_owned_
 from echelon.compat.fairscale.groups import outlive
 from echelon.contracts.errors import CheckpointError, CheckpointMismatchError, UsageError
-from echelon.parallel.partition import Partition
+from echelon.parallel.partition import Partition, assign
 from echelon.world.init import ensure_group
 
 __all__ = ["OSS"]
@@ -23,6 +23,10 @@ __all__ = ["OSS"]
 logger = logging.getLogger(__name__)
 
 _NO_OPTIONS = ("params", "param_names")
+
+
+class OtherParametersError(CheckpointMismatchError, ValueError):
+    """A state of other groups or numbers of parameters than the optimizer has."""
 
 
 class OSS(torch.optim.Optimizer):
@@ -73,6 +77,7 @@ class OSS(torch.optim.Optimizer):
             group,
             what="OSS",
             unfreezing="Call refresh_trainable() after unfreezing, on the optimizer or on ShardedDataParallel.",
+            largest_first=False,  # so the owners are FairScale's
         )
         self.partition.stands_behind(self)
         self._is_built = True
@@ -126,8 +131,9 @@ class OSS(torch.optim.Optimizer):
         self.partition.refresh()
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """By rank, the parameter groups with what that rank owns."""
-        owners = self.partition.owners
+        """By rank, the parameter groups with what that rank owns; frozen parameters are spread as well."""
+        frozen = [p for p in self._parameters if p not in self.partition.owners]
+        owners = self.partition.owners | dict(zip(frozen, assign([1] * len(frozen), [0] * self.world_size), strict=True))
         return [
             [{**group, "params": [p for p in group["params"] if owners.get(p) == rank]} for group in self.param_groups]
             for rank in range(self.world_size)
@@ -161,8 +167,10 @@ class OSS(torch.optim.Optimizer):
                 "consolidate_state_dict() on all ranks, and state_dict() on the one that receives it (recipient_rank; -1: all)."
             )
         numbers = {p: number for number, p in enumerate(self._parameters)}
+        state: dict[Any, Any] = dict(sorted((n, s) for each in self._everyones for n, s in each.items()))
+        state |= {key: each for key, each in self.optim.state.items() if not isinstance(key, torch.Tensor)}
         return {
-            "state": dict(sorted((n, s) for each in self._everyones for n, s in each.items())),
+            "state": state,
             "param_groups": [{**group, "params": [numbers[p] for p in group["params"]]} for group in self.param_groups],
         }
 
@@ -170,17 +178,21 @@ class OSS(torch.optim.Optimizer):
         """Take this rank's part of a whole state, of any number of ranks or of the undivided optimizer; it stays as it is.
 
         Raises:
-            CheckpointMismatchError: it belongs to other parameters.
+            OtherParametersError: a ValueError; it belongs to other parameters.
         """
         given = state_dict["param_groups"]
         sizes, wanted = [len(g["params"]) for g in given], [len(g["params"]) for g in self.param_groups]
         if sizes != wanted:
-            raise CheckpointMismatchError(
-                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: it has groups of "
-                f"{sizes} parameters, and this optimizer of {wanted}."
+            other = (
+                "has a different number of parameter groups"
+                if len(sizes) != len(wanted)
+                else "contains a parameter group that doesn't match the size of optimizer's group"
+            )
+            raise OtherParametersError(
+                f"loaded state dict {other}: groups of {sizes} parameters, and this optimizer of {wanted}."
             )
         saved = dict(zip(self._parameters, (n for group in given for n in group["params"]), strict=True))
-        state: dict[int, Any] = {}
+        state: dict[Any, Any] = {key: _copy(each) for key, each in state_dict["state"].items() if not isinstance(key, int)}
         groups: list[dict[str, Any]] = []
         count = 0
         for own, options in zip(self.optim.param_groups, given, strict=True):

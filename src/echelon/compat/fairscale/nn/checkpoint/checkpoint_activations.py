@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -51,6 +52,32 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False, *, conte
 
 
 class _Recompute(activation.Recompute):
+    """Does not hold its module, so that it is freed with its last reference, as with FairScale; a graph holds it (`contexts`)."""
+
+    def __init__(self, module: nn.Module, offload_to_cpu: bool, contexts: Any) -> None:
+        forward = module.forward
+        is_its_own = getattr(forward, "__self__", None) is module
+        self._take(module, None if is_its_own else forward, offload_to_cpu, contexts)
+
+    def _take(self, module: nn.Module, function: Any, offload: bool, contexts: Any) -> None:
+        self._of, self._function = weakref.ref(module), function
+        self._offload, self._contexts = offload, contexts
+
+    @property
+    def _module(self) -> Any:  # type: ignore[override]
+        return self._of()
+
+    @property
+    def _forward(self) -> Any:  # type: ignore[override]
+        module = self._of()
+        return self._function or type(module).forward.__get__(module)  # type: ignore[union-attr]
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._of(), self._function, self._offload, self._contexts
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._take(*state)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward(*args, **kwargs) if _now.disabled else super().__call__(*args, **kwargs)
 

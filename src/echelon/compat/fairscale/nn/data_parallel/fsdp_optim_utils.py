@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from echelon.compat.collect import collect
+from echelon.compat.fairscale.nn.data_parallel.readable import get_fsdp_instances
 from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import Piece, pieces
 from echelon.contracts.errors import CheckpointMismatchError, UsageError
 
@@ -20,8 +21,12 @@ __all__ = ["gathered", "sharded"]
 
 
 def gathered(module: TorchFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """The whole state in host memory on the group's rank 0, by the parameters' numbers; None elsewhere. Collective."""
+    """The whole state in host memory on the group's rank 0, by the parameters' numbers; None elsewhere. Collective.
+
+    Of a wrapper in a group of one rank it is that of rank 0: "uncollected_local_ids" has the number of the wrapper.
+    """
     group = _one_group(module)
+    alone = {i for i, each in enumerate(get_fsdp_instances(module)) if _is_alone(each, module)}
     wrappers = [each for each in module.modules() if isinstance(each, TorchFSDP)]
     held: dict[torch.Tensor, Piece] = {piece.parameter: piece for each in wrappers for piece in pieces(each)}
     owner: dict[torch.Tensor, int] = {p.parameter: i for i, each in enumerate(wrappers) for p in pieces(each)}
@@ -33,12 +38,13 @@ def gathered(module: TorchFSDP, optimizer: torch.optim.Optimizer) -> dict[str, A
         return None
     whole: dict[int, dict[str, Any]] = {}
     for parameter, number in numbers.items():
-        if parts := [each[number] for each in everyones if each.get(number)]:
+        those = everyones[:1] if owner.get(parameter) in alone else everyones
+        if parts := [each[number] for each in those if each.get(number)]:
             shape = held[parameter].shape
             whole[number] = {key: _joined([part[key] for part in parts if key in part], shape) for key in parts[0]}
     groups = [{**each, "params": [numbers[p] for p in each["params"]]} for each in optimizer.param_groups]
     local = {number: owner.get(p) if number in whole else None for p, number in numbers.items()}
-    return {"state": whole, "param_groups": groups, "param_id_map": local, "uncollected_local_ids": []}
+    return {"state": whole, "param_groups": groups, "param_id_map": local, "uncollected_local_ids": sorted(alone)}
 
 
 def sharded(module: TorchFSDP, full: dict[str, Any]) -> dict[str, Any]:
@@ -57,8 +63,13 @@ def sharded(module: TorchFSDP, full: dict[str, Any]) -> dict[str, Any]:
     return {"state": state, "param_groups": [dict(group) for group in full["param_groups"]]}
 
 
+def _is_alone(wrapper: TorchFSDP, around: TorchFSDP) -> bool:
+    """Whether every rank has another state of it, as of an expert: the first rank's stands for all."""
+    return wrapper.world_size == 1 < around.world_size
+
+
 def _one_group(module: TorchFSDP) -> dist.ProcessGroup | None:
-    groups = {id(each): each for m in module.modules() if isinstance(m, TorchFSDP) for each in [m.process_group]}
+    groups = {id(m.process_group): m.process_group for m in get_fsdp_instances(module) if not _is_alone(m, module)}
     if len(groups) > 1:
         raise UsageError("an optimizer's state over several process groups: save it with echelon.DistributedCheckpointSaver.")
     return next(iter(groups.values()))

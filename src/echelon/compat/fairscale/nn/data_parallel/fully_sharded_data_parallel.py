@@ -5,10 +5,8 @@ For new programs `echelon`'s strategy "fsdp" is the better choice: it builds on 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum, StrEnum, auto
 from typing import Any
 
 import torch
@@ -22,50 +20,27 @@ from echelon.compat.fairscale.groups import outlive
 from echelon.compat.fairscale.names import later
 from echelon.compat.fairscale.nn.data_parallel import local_state
 from echelon.compat.fairscale.nn.data_parallel.fsdp_optim_utils import gathered, sharded
+from echelon.compat.fairscale.nn.data_parallel.options import ProcessGroupName, check, own_parameters, reduce_group
 from echelon.compat.fairscale.nn.data_parallel.pickled import form_of
+from echelon.compat.fairscale.nn.data_parallel.readable import Readable, TrainingState, get_fsdp_instances
 from echelon.compat.fairscale.nn.data_parallel.shared import Owners
 from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import (
     OwnOfBoth,
+    around_conversion,
     divisors,
     forwards_may_precede_backwards,
     plain,
     set_divisors,
+    without_messages,
 )
-from echelon.contracts.errors import UsageError
 from echelon.world.init import World, ensure_group
 
 __all__ = ["FullyShardedDataParallel", "ProcessGroupName", "TrainingState", "get_fsdp_instances", "no_pre_load_state_dict_hook"]
 
 __getattr__ = later("nn.data_parallel.fully_sharded_data_parallel", {"auto_wrap_bn": "nn.wrap.batch_norm"}, {})
 
-logger = logging.getLogger(__name__)
 
-_HELD_ANYWAY = {"disable_reshard_on_root": True, "bucket_cap_mb": 25}
-
-
-class ProcessGroupName(StrEnum):
-    """What `process_group_reduce_scatter` may be beside a group; torch overlaps its messages whichever it is."""
-
-    default = "default"
-    reduce_scatter = "reduce_scatter"
-
-
-class TrainingState(Enum):
-    """What a wrapper is doing."""
-
-    IDLE = auto()
-    FORWARD = auto()
-    BACKWARD_PRE = auto()
-    BACKWARD_POST = auto()
-    SUMMON_FULL_PARAMS = auto()
-
-    @classmethod
-    def of(cls, torchs: Enum) -> TrainingState:
-        """torch has one name for a forward and a backward."""
-        return cls.__members__.get(torchs.name, cls.FORWARD)
-
-
-class FullyShardedDataParallel(TorchFSDP):
+class FullyShardedDataParallel(Readable, TorchFSDP):
     """Parameters, gradients and optimizer state in shards, one flat parameter per wrapped module.
 
     Parameters keep their names (`use_orig_params`), and start from rank 0's values. Collective. Arguments are attributes.
@@ -124,12 +99,14 @@ class FullyShardedDataParallel(TorchFSDP):
     ) -> None:
         options = {k: v for k, v in locals().items() if k not in ("self", "module", "process_group", "__class__")}
         device = compute_device or World.current().device
-        ensure_group(device)
-        outlive(process_group)
+        is_real = process_group is None or isinstance(process_group, dist.ProcessGroup)
+        if is_real:
+            ensure_group(device)
+            outlive(process_group)
         offload = move_params_to_cpu or cpu_offload
         low = (compute_dtype or torch.float16) if mixed_precision else None
         attributes = options | {
-            "process_group_reduce_scatter": _reduce_group(process_group_reduce_scatter, process_group),
+            "process_group_reduce_scatter": reduce_group(process_group_reduce_scatter, process_group),
             "move_params_to_cpu": offload,
             "cpu_offload": offload,
             "move_grads_to_cpu": offload if move_grads_to_cpu is None else move_grads_to_cpu,
@@ -138,9 +115,10 @@ class FullyShardedDataParallel(TorchFSDP):
             "state_dict_device": state_dict_device or device,
             "uncollected_opt_state": {},
         }
-        _check(module, attributes)
-        shared = Owners.take_back(module, dict(_own_parameters(module)))
-        if device.type == "cpu" and self.starts_from_rank0:  # where torch's `sync_module_states` refuses to work
+        check(module, attributes, device)
+        shared = Owners.take_back(module, dict(own_parameters(module)))
+        from_rank0 = self.starts_from_rank0 and is_real
+        if device.type == "cpu" and from_rank0:  # where torch's `sync_module_states` refuses to work
             _send_from_rank0(module, process_group)
         super().__init__(
             module,
@@ -153,10 +131,12 @@ class FullyShardedDataParallel(TorchFSDP):
                 buffer_dtype=buffer_dtype or low,
             ),
             device_id=device,
-            sync_module_states=device.type != "cpu" and self.starts_from_rank0,
+            sync_module_states=device.type != "cpu" and from_rank0,
             use_orig_params=True,
             ignored_states=[*shared, *self.without] or None,
         )
+        if not is_real:
+            without_messages(self)
         self._take(attributes)
         self.options = options
         if shared:
@@ -174,10 +154,15 @@ class FullyShardedDataParallel(TorchFSDP):
         self.gradient_predivide_factor = float(before or divisors(self)[0])
         self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
         set_divisors(self, self.gradient_predivide_factor, self.gradient_postdivide_factor)
+        for each in get_fsdp_instances(self)[1:]:  # its optimizer state is another on every rank, as experts' is
+            if each.world_size == 1 < self.world_size:
+                each.no_broadcast_optim_state = True  # type: ignore[assignment]
         Owners.claim(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         Owners.check(self)
+        if self.training_state is TrainingState.SUMMON_FULL_PARAMS:
+            self.assert_state(TrainingState.IDLE)
         if self.force_input_to_fp32 and not self.mixed_precision:
             args, kwargs = _in_float32(args), _in_float32(kwargs)
         with forwards_may_precede_backwards(self):
@@ -196,12 +181,26 @@ class FullyShardedDataParallel(TorchFSDP):
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield (name if self.__dict__.get("flatten_parameters", True) else plain(name)), parameter
 
-    def extra_repr(self) -> str:
-        shown = ["world_size", "flatten_parameters", "mixed_precision"]
-        if self.verbose:
-            shown = ["rank", *shown, "reshard_after_forward", "compute_dtype", "buffer_dtype", "fp32_reduce_scatter"]
-            shown += ["compute_device", "move_params_to_cpu", "move_grads_to_cpu", "bucket_cap_mb", "force_input_to_fp32"]
-        return "".join(f"{name}={getattr(self, name)}, " for name in shown)
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate, on each rank.
+
+        Raises:
+            StateError: an AssertionError; a wrapper is around this one.
+        """
+        self.assert_outermost("no_sync on inner FSDP is not supported")
+        with super().no_sync():
+            yield
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """`half()`, `float()`, `to(...)`: unless in mixed precision, it computes in the parameters' new type."""
+        before = {p.dtype for p in self.parameters()}
+        with around_conversion(self):
+            super()._apply(*args, **kwargs)
+        after = {p.dtype for p in self.parameters()}
+        if not self.mixed_precision and after != before and len(after) == 1:
+            self.compute_dtype = after.pop()
+        return self
 
     def reset_parameters(self) -> None:
         """The module's own `reset_parameters`, on whole parameters, with rank 0's values. Collective.
@@ -221,13 +220,21 @@ class FullyShardedDataParallel(TorchFSDP):
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divide gradients by `pre` before ranks add them, and by `post` afterwards; `recursive` means wrappers in it, too."""
+        self.assert_state(TrainingState.IDLE)
         for each in get_fsdp_instances(self) if recursive else [self]:
             each.gradient_predivide_factor, each.gradient_postdivide_factor = pre, post  # type: ignore[assignment]
             set_divisors(each, pre, post)
 
     @contextmanager
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:  # type: ignore[override]
-        """Inside, parameters are whole; what is written to them is kept, unless `volatile`. Collective."""
+        """Inside, parameters are whole; what is written to them is kept, unless `volatile`. Collective.
+
+        Raises:
+            StateError: a ValueError; in a forward, a backward or another one of these.
+        """
+        for each in get_fsdp_instances(self) if recurse else [self]:
+            if isinstance(each, Readable):
+                each.assert_state(TrainingState.IDLE)
         with TorchFSDP.summon_full_params(self, recurse=recurse, writeback=not volatile):
             yield
 
@@ -236,7 +243,9 @@ class FullyShardedDataParallel(TorchFSDP):
 
         Raises:
             NotImplementedError: wrappers with several process groups.
+            StateError: an AssertionError; a wrapper is around this one.
         """
+        self.assert_outermost("clip_grad_norm should only be called on the root (parent) instance")
         if any(each.process_group is not self.process_group for each in get_fsdp_instances(self)):
             raise NotImplementedError(
                 "clip_grad_norm requires that all params share one process group. clip_grad_by_value_ should work"
@@ -284,40 +293,6 @@ class FullyShardedDataParallel(TorchFSDP):
         return local_state.consolidated(shard_weights, shard_metadata, with_module_buffers, strict)
 
 
-def _reduce_group(given: Any, group: dist.ProcessGroup | None) -> Any:
-    if isinstance(given, dist.ProcessGroup):
-        return given
-    if given is not None and given not in tuple(ProcessGroupName):
-        raise TypeError("unsupported type for reduce_scatter process group")
-    return group if group is not None else dist.group.WORLD
-
-
-def _check(module: nn.Module, given: dict[str, Any]) -> None:
-    if given["fp32_reduce_scatter"] and not given["mixed_precision"]:
-        raise ValueError("fp32_reduce_scatter requires mixed_precision=True")
-    if given["move_grads_to_cpu"] != given["move_params_to_cpu"]:
-        raise UsageError(f"move_grads_to_cpu={given['move_grads_to_cpu']}: gradients lie where the shards do. Leave it out.")
-    own = dict(_own_parameters(module))
-    half = given["compute_dtype"] is torch.float16 and not given["mixed_precision"]
-    if half and any(p.dtype is not torch.float16 for p in own.values()):
-        raise ValueError("Expecting FP16 param type in pure FP16 mode.")
-    if not half and any(p.dtype is torch.float16 for p in own.values()):
-        raise ValueError("Expecting FP16 param type in FP32 & MP modes.")
-    changed = [name for name, usual in _HELD_ANYWAY.items() if given[name] != usual]
-    if changed and (not dist.is_initialized() or dist.get_rank() == 0):
-        logger.info("FullyShardedDataParallel(%s=...) has no effect: torch decides", "=..., ".join(changed))
-
-
-def _own_parameters(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-    """Those that are in no wrapper within the module."""
-    if isinstance(module, TorchFSDP):
-        return
-    for name, parameter in module.named_parameters(recurse=False):
-        yield path + name, parameter
-    for name, child in module.named_children():
-        yield from _own_parameters(child, f"{path}{name}.")
-
-
 def _in_float32(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype is torch.float16 else value
@@ -332,12 +307,6 @@ def _send_from_rank0(module: nn.Module, group: dist.ProcessGroup | None) -> None
     for tensor in (*module.parameters(), *module.buffers()):
         if id(tensor) not in done:
             dist.broadcast(tensor.detach(), group_src=0, group=group)
-
-
-def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[TorchFSDP]:
-    """The FullyShardedDataParallel modules within a module; `skip_empty` leaves out those without parameters."""
-    found = [m for m in mod.modules() if isinstance(m, TorchFSDP)]
-    return [m for m in found if not skip_empty or any(True for _ in m.parameters())]
 
 
 @contextmanager

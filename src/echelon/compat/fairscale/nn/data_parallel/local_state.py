@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import Piece, forget_whole, length, pieces, plain, shared_names
 
-__all__ = ["consolidated", "load_local_state", "local_metadata", "local_state"]
+__all__ = ["consolidated", "load_local_state", "local_metadata", "local_state", "padding"]
 
 _FLAT = "flat_param_0"
 
@@ -33,7 +33,7 @@ def local_state(module: TorchFSDP, prefix: str = "") -> dict[str, torch.Tensor]:
     for path, wrapper in _wrappers(module):
         for key, held in _parts(wrapper).items():
             own = torch.cat([piece.values for piece in held])
-            found[f"{prefix}{path}{key}"] = torch.cat([own, own.new_zeros(_padding(wrapper, held))])
+            found[f"{prefix}{path}{key}"] = torch.cat([own, own.new_zeros(padding(wrapper, held))])
     # In mixed precision, buffers are low between forwards.
     low = bool(getattr(module, "mixed_precision", False))
     for name, buffer in _buffers(module):
@@ -53,7 +53,7 @@ def load_local_state(module: TorchFSDP, state: Mapping[str, torch.Tensor], stric
     for path, wrapper in _wrappers(module):
         for key, held in _parts(wrapper).items():
             wanted[path + key] = [piece.values for piece in held]
-            sizes[path + key] = sum(piece.parameter.numel() for piece in held) + _padding(wrapper, held)
+            sizes[path + key] = sum(piece.parameter.numel() for piece in held) + padding(wrapper, held)
     wanted |= {name: [buffer] for name, buffer in _buffers(module)}
     missing, unexpected = [k for k in wanted if k not in state], [k for k in state if k not in wanted]
     errors = [f"size mismatch for {k}: {tuple(state[k].shape)}, not ({n},)" for k, n in sizes.items() if _other(state, k, n)]
@@ -85,7 +85,7 @@ def local_metadata(module: TorchFSDP) -> dict[str, Any]:
                 "names": [piece.name for piece in held],
                 "shapes": [piece.shape for piece in held],
                 "numels": [piece.shape.numel() for piece in held],
-                "padding": _padding(wrapper, held),
+                "padding": padding(wrapper, held),
             }
             for key, held in _parts(wrapper).items()
         }
@@ -146,7 +146,7 @@ def _parts(wrapper: TorchFSDP) -> dict[str, list[Piece]]:
     return {piece.name: [piece] for piece in held}
 
 
-def _padding(wrapper: TorchFSDP, held: list[Piece]) -> int:
+def padding(wrapper: TorchFSDP, held: list[Piece]) -> int:
     """Ranks' parts of a flattened wrapper are of one size."""
     if not getattr(wrapper, "flatten_parameters", True):
         return 0

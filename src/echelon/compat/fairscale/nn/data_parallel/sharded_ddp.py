@@ -32,6 +32,10 @@ __all__ = ["ShardedDDPPrepared", "ShardedDataParallel"]
 logger = logging.getLogger(__name__)
 
 
+class DevicesError(UsageError, AssertionError):
+    """A module's parameters lie on devices of several types."""
+
+
 class ShardedDataParallel(nn.Module):
     """A module whose gradients are averaged over the ranks and kept only where the optimizer's state is.
 
@@ -50,7 +54,8 @@ class ShardedDataParallel(nn.Module):
         reduce_fp16: send gradients in half precision: half the traffic, and their rounding.
         warn_on_trainable_params_changed: say so when that is noticed.
     Raises:
-        UsageError: an optimizer that is not divided; another process group than the optimizers'; devices of several types.
+        UsageError: an optimizer that is not divided; another process group than the optimizers'.
+        DevicesError: an AssertionError.
     """
 
     module: nn.Module
@@ -70,7 +75,7 @@ class ShardedDataParallel(nn.Module):
         super().__init__()
         kinds = {p.device.type for p in module.parameters()}
         if len(kinds) > 1:
-            raise UsageError(f"ShardedDataParallel: module must be on one type of device, but has parameters on {sorted(kinds)}.")
+            raise DevicesError(f"ShardedDataParallel's input module must be on the same type of devices, not on {sorted(kinds)}.")
         self.module = module
         optimizers = [sharded_optimizer] if isinstance(sharded_optimizer, torch.optim.Optimizer) else list(sharded_optimizer)
         self.sharded_optimizers = optimizers
@@ -111,6 +116,8 @@ class ShardedDataParallel(nn.Module):
         """Take up what was frozen, unfrozen, added to the optimizers or moved since. Collective."""
         for partition in self.partitions:
             partition.refresh()
+        self._is_new = True
+        self._check_gradients()
         before, self._gradients = self._gradients, self._laid_out()
         self._gradients.succeed(before)
 

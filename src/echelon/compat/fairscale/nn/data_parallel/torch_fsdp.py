@@ -23,6 +23,7 @@ from torch.distributed.fsdp._runtime_utils import _post_backward_hook
 __all__ = [
     "OwnOfBoth",
     "Piece",
+    "around_conversion",
     "divisors",
     "forget_whole",
     "forwards_may_precede_backwards",
@@ -33,6 +34,7 @@ __all__ = [
     "set_divisors",
     "shared_names",
     "unignore",
+    "without_messages",
 ]
 
 _PREFIX = "_fsdp_wrapped_module"
@@ -99,6 +101,24 @@ def forget_whole(wrapper: TorchFSDP) -> None:
     handle: Any = wrapper._handle
     if handle is not None and handle.uses_sharded_strategy:
         handle.reshard(True)
+
+
+@contextmanager
+def around_conversion(wrapper: TorchFSDP) -> Iterator[None]:
+    """Parameters are cast or moved inside; what they are gathered into later has their type and device."""
+    handle: Any = wrapper._handle
+    has_run = handle is not None and hasattr(handle.flat_param, "_local_shard")
+    if has_run:
+        forget_whole(wrapper)
+    yield
+    if has_run:
+        handle.init_flat_param_attributes()
+
+
+def without_messages(wrapper: TorchFSDP) -> None:
+    """A stand-in for a group of one rank: gradients are whole already."""
+    if wrapper.world_size == 1:
+        vars(wrapper)["_comm_hook"] = lambda state, gradient: None
 
 
 def divisors(wrapper: TorchFSDP) -> tuple[float, float]:

@@ -102,6 +102,10 @@ class _Read(type):
         return _current[-1].policy if _current else None
 
     @property
+    def move_module_cuda_half(cls) -> bool:
+        return bool(_current) and _current[-1].half
+
+    @property
     def kwargs(cls) -> dict[str, Any]:
         return dict(_current[-1].arguments) if _current else {}
 

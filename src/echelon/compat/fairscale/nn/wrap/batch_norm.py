@@ -16,6 +16,19 @@ from echelon.contracts.errors import UsageError
 __all__ = ["auto_wrap_bn"]
 
 
+_CONFIG = {
+    "mixed_precision": False,
+    "flatten_parameters": False,
+    "reshard_after_forward": False,
+    "bucket_cap_mb": 0,
+    "force_input_to_fp32": False,
+}
+
+
+class CollisionError(UsageError, AssertionError):
+    """A batch norm is to be wrapped by another policy already."""
+
+
 def auto_wrap_bn(
     module: nn.Module,
     single_rank_pg: bool = False,
@@ -34,12 +47,13 @@ def auto_wrap_bn(
     """
     if single_rank_pg:
         raise UsageError("auto_wrap_bn(single_rank_pg=True): leave batch norms out of the wrapping, or use nn.SyncBatchNorm.")
-    config = fsdp_config or {"process_group": process_group, "mixed_precision": False, "reshard_after_forward": False}
+    config = _CONFIG | {"process_group": process_group} if fsdp_config is None else fsdp_config
     for each in module.modules():
         if isinstance(each, _BatchNorm):
             if assert_on_collision and hasattr(each, "wrapper_config"):
-                raise UsageError(
-                    "auto_wrap_bn: a batch norm has a wrapper_config already. Remove it, or assert_on_collision=False."
+                raise CollisionError(
+                    "Module shouldn't already have a wrapper_config. Is it tagged already by another policy? Remove it, or "
+                    "auto_wrap_bn(assert_on_collision=False)."
                 )
             each.wrapper_config = config  # type: ignore[assignment]
     with enable_wrap(config_auto_wrap_policy, wrapper_cls=FullyShardedDataParallel) if wrap_it else nullcontext():

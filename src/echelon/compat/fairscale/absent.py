@@ -1,0 +1,92 @@
+"""Modules of FairScale of which nothing is here: import lines that name them work, and a use says what to take instead."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from echelon.compat.names import Missing
+
+__all__ = ["register"]
+
+_EXPERTS = "nothing of torch's own; keep FairScale's file."
+_HELPERS = "a helper inside of FairScale: keep its file, it needs nothing but torch."
+_PIPELINE = "torch.distributed.pipelining (pipeline, ScheduleGPipe, Schedule1F1B)."
+_SLOWMO = (
+    "torch's PostLocalSGDOptimizer with a PeriodicModelAverager, without the slow momentum; keep FairScale's files for that."
+)
+
+_INSTEAD = {
+    "experimental": "keep FairScale's file.",
+    "experimental.nn": "strategy 'fsdp' with cpu_offload=True for OffloadModel, torch.nn.SyncBatchNorm; else FairScale's file.",
+    "experimental.nn.ampnet_pipe": _PIPELINE,
+    "experimental.nn.auto_shard": _PIPELINE,
+    "experimental.nn.data_parallel": _SLOWMO,
+    "experimental.nn.data_parallel.gossip": _SLOWMO,
+    "experimental.nn.data_parallel.gossip.distributed": _SLOWMO,
+    "experimental.nn.distributed_pipeline": _PIPELINE,
+    "experimental.nn.mevo": "echelon's linear_cross_entropy, which takes a vocabulary's loss in chunks.",
+    "experimental.nn.offload": "strategy 'fsdp' with cpu_offload=True.",
+    "experimental.nn.sync_batchnorm": "torch.nn.SyncBatchNorm.",
+    "experimental.optim": "torch.amp.GradScaler.",
+    "experimental.optim.dynamic_loss_scaler": "torch.amp.GradScaler.",
+    "experimental.tooling": "torch.profiler and torch.cuda.memory._record_memory_history.",
+    "experimental.tooling.layer_memory_tracker": "torch.profiler and torch.cuda.memory._record_memory_history.",
+    "experimental.wgit": "keep FairScale's files.",
+    "fair_dev": "pytest, and torch.multiprocessing.spawn.",
+    "fair_dev.testing": "pytest, and torch.multiprocessing.spawn.",
+    "fair_dev.testing.testing": "pytest, and torch.multiprocessing.spawn.",
+    "internal": _HELPERS,
+    "internal.object": "torch.distributed.broadcast_object_list.",
+    "internal.reduce_scatter_bucketer": "nothing: what travels in one message is decided inside.",
+    "internal.version": "torch.__version__, which compares with tuples and strings.",
+    "nn.model_parallel": "strategy 'tp', or torch.distributed.tensor.parallel.",
+    "nn.model_parallel.initialize": "strategy 'tp', or torch.distributed.device_mesh.init_device_mesh.",
+    "nn.moe": _EXPERTS,
+    "nn.pipe": _PIPELINE,
+    "optim.adam": "torch.optim.Adam(fused=True) on a GPU, echelon.AutoUnit(precision='fp16').",
+    "optim.layerwise_gradient_scaler": "ShardedGradScaler: one scale for all layers; AutoUnit(precision='bf16') needs none.",
+    "nn.checkpoint.checkpoint_utils": "nothing: statistics are counted once by themselves.",
+    "nn.misc.param_bucket": "nothing: what travels in one message is decided inside.",
+    "utils": _HELPERS,
+}
+
+# Modules below these, of which the same is to be said.
+_BELOW = {
+    "experimental.nn.ampnet_pipe": "ampnet pipe",
+    "experimental.nn.data_parallel.gossip": "gossiper graph_manager mixing_manager utils utils.cuda_metering utils.helpers",
+    "experimental.nn.distributed_pipeline": "data graph loss partition_handler pipeline trace",
+    "experimental.wgit": "cli pygit repo sha1_store signal_sparsity signal_sparsity_profiling utils version",
+    "internal": "containers parallel params state_dict",
+    "nn.model_parallel": "cross_entropy layers mappings random utils",
+    "nn.moe": "moe_layer top2gate",
+    "nn.pipe": "async_pipe async_pipeline async_schedule balance balance.blockpartition balance.profile batchnorm checkpoint "
+    "copy dependency messages microbatch phony pipe pipeline rpc skip skip.layout skip.namespace skip.portal skip.skippable "
+    "skip.tracker stream types worker",
+    "utils": "containers parallel params state_dict testing",
+}
+
+
+class _Absent(ModuleType):
+    """A module whose every name stands for something that is not here."""
+
+    def __init__(self, package: str, name: str, instead: str) -> None:
+        super().__init__(f"{package}.{name}", f"Not part of echelon.compat. Instead: {instead}")
+        self.__path__: list[str] = []  # a module below it is looked for nowhere else
+        vars(self).update(_name=name, _instead=instead)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Missing(f"fairscale.{self._name}.{name} is not part of echelon.compat. Instead: {self._instead}")
+
+
+def register(package: str) -> None:
+    """Let the modules of the tables be imported below `package`."""
+    below = {f"{name}.{each}": _INSTEAD[name] for name, modules in _BELOW.items() for each in modules.split()}
+    for name, instead in (_INSTEAD | below).items():
+        module = sys.modules.setdefault(f"{package}.{name}", _Absent(package, name, instead))
+        around, _, last = module.__name__.rpartition(".")
+        if isinstance(parent := sys.modules.get(around), _Absent):
+            setattr(parent, last, module)

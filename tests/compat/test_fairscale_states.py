@@ -1,0 +1,181 @@
+"""FullyShardedDataParallel: when a method may be called, what programs read, stand-ins for groups, experts, conversions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.compat.fairscale.nn import FullyShardedDataParallel, auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
+from echelon.compat.fairscale.nn.data_parallel import TrainingState, auto_wrap_bn, get_fsdp_instances
+from echelon.compat.fairscale.nn.wrap.auto_wrap import ConfigAutoWrap
+from tests.conftest import Ranks
+from tests.models import batch, net
+
+pytestmark = pytest.mark.standing_ranks
+
+
+def _nested(**options: Any) -> Any:
+    module: Any = net(dtype=torch.float32)
+    module.first = FullyShardedDataParallel(module.first, **options)
+    module.last = FullyShardedDataParallel(module.last, **options)
+    return FullyShardedDataParallel(module, **options)
+
+
+def _rows() -> torch.Tensor:
+    return batch(4, dist.get_rank(), torch.float32)[0]
+
+
+def _states() -> list[Any]:
+    model = _nested()
+    seen: list[Any] = []
+    inner = model.blocks[0].register_forward_hook(lambda *_: seen.append(model.training_state))
+    model(_rows()).sum().backward()
+    inner.remove()
+    with model.summon_full_params():
+        seen.append(model.training_state)
+        for refused in (lambda: model(_rows()), model.summon_full_params().__enter__, model.no_sync().__enter__):
+            with pytest.raises(ValueError):
+                refused()
+        with pytest.raises(ValueError, match=r"expected to be in states .*IDLE.* but current state is TrainingState\.SUMMON"):
+            model.set_gradient_divide_factors(1.0, 2.0, False)
+    model.assert_state([TrainingState.IDLE, TrainingState.FORWARD])
+    with pytest.raises(ValueError, match="expected to be in states"):
+        model.assert_state(TrainingState.FORWARD)
+    for method in (functools.partial(model.first.clip_grad_norm_, 1.0), model.first.no_sync().__enter__):
+        with pytest.raises(AssertionError, match=r"root|inner"):
+            method()
+    model(_rows()).sum().backward()
+    seen.append(
+        (len(model.params_with_grad), len(model.non_shared_params()), model.buffer_size, sum(model.numel_padded_per_param))
+    )
+    empty = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2))))
+    seen.append((len(get_fsdp_instances(empty)), len(get_fsdp_instances(empty, skip_empty=True))))
+    assert str(model).startswith("FullyShardedDataParallel(\n  world_size=2, flatten_parameters=True, mixed_precision=False, ")
+    return seen
+
+
+def test_states_errors_and_what_is_read(ranks: Ranks) -> None:
+    everyones = ranks(2, _states)
+    for seen in everyones:
+        assert seen[:2] == [TrainingState.FORWARD, TrainingState.SUMMON_FULL_PARAMS] and seen[3] == (2, 1)
+    sizes = [seen[2] for seen in everyones]
+    assert [size[1] for size in sizes] == [1, 1]
+    assert all(size[2] == sum(p.numel() for p in net().blocks.parameters()) and size[0] >= 3 for size in sizes)
+
+
+class _Group:
+    """What some programs pass when they want no messages."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def test_a_stand_in_for_a_group_needs_no_ranks() -> None:
+    options: dict[str, Any] = {"process_group": _Group(0, 1), "process_group_reduce_scatter": _Group(0, 1)}
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, flatten_parameters=False, **options):
+        assert ConfigAutoWrap.in_autowrap_context and not ConfigAutoWrap.move_module_cuda_half
+        one: Any = wrap(nn.Linear(5, 5))
+        many: Any = auto_wrap(
+            nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)]),
+            functools.partial(default_auto_wrap_policy, min_num_params=60),
+        )
+    assert not dist.is_initialized()
+    assert (one.rank, one.world_size, one.flatten_parameters) == (0, 1, False) and isinstance(many, FullyShardedDataParallel)
+    many(torch.ones(2, 5)).sum().backward()
+    assert all(p.grad is not None for p in many.parameters())
+    half = FullyShardedDataParallel(nn.Linear(5, 5), process_group=_Group(1, 2))  # type: ignore[arg-type]
+    assert half.rank == 1 and 0 < sum(p.numel() for p in half.parameters()) < 30 and not dist.is_initialized()
+
+
+def _experts() -> tuple[Any, ...]:
+    """A layer that is another one on every rank, in a group of that rank alone."""
+    group = [dist.new_group([i]) for i in range(2)][dist.get_rank()]
+
+    def made() -> tuple[Any, torch.optim.Optimizer]:
+        module: Any = net(dtype=torch.float32)
+        torch.manual_seed(dist.get_rank())
+        module.last = FullyShardedDataParallel(nn.Linear(8, 1), process_group=group)
+        model = FullyShardedDataParallel(module)
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+    model, optimizer = made()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(_rows()).square().mean().backward()
+        optimizer.step()
+    full = model.gather_full_optim_state_dict(optimizer)
+    own = optimizer.state[model.last.module.weight]["exp_avg"].clone()
+    everyones: list[Any] = [full]
+    dist.broadcast_object_list(everyones, 0)
+    other, loaded = made()
+    loaded.load_state_dict(other.get_shard_from_optim_state_dict(everyones[0]))
+    shared = optimizer.state[model.first.weight], loaded.state[other.first.weight]
+    with pytest.raises(NotImplementedError, match="all params share one process group"):
+        model.clip_grad_norm_(1.0)
+    number = [name for name, _ in net().named_parameters()].index("last.weight")
+    whole = None if full is None else full["state"][number]["exp_avg"]
+    same = not shared[0] or torch.equal(shared[0]["exp_avg"], shared[1]["exp_avg"])
+    return model.last.no_broadcast_optim_state, everyones[0]["uncollected_local_ids"], whole, own.cpu(), same
+
+
+def test_the_optimizer_state_of_experts(ranks: Ranks) -> None:
+    first, second = ranks(2, _experts)
+    assert first[:2] == second[:2] == (True, [1]) and first[4] and second[4]
+    assert second[2] is None and torch.equal(first[2].flatten(), first[3].flatten())
+    assert not torch.equal(first[3], second[3])
+
+
+def _converted() -> list[Any]:
+    model = _nested()
+    seen: list[Any] = [model(_rows()).dtype]
+    for convert, rows in ((model.half, _rows().half()), (model.float, _rows()), (model.double, _rows().double())):
+        convert()
+        seen.append((model.compute_dtype, model(rows).dtype, {p.dtype for p in model.parameters()}))
+    low = _nested(mixed_precision=True)
+    low(_rows())
+    low.half()
+    low.float()
+    seen.append((low.compute_dtype, low(_rows()).dtype))
+    return seen
+
+
+def test_a_wrapped_model_is_cast_and_cast_back(ranks: Ranks) -> None:
+    for seen in ranks(2, _converted):
+        assert seen[0] == torch.float32 and seen[4] == (torch.float16, torch.float16)
+        assert seen[1:4] == [(each, each, {each}) for each in (torch.float16, torch.float32, torch.float64)]
+
+
+def _batch_norms() -> dict[str, Any]:
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    tagged = auto_wrap_bn(made(), wrap_it=False)
+    again: Callable[[], Any] = functools.partial(auto_wrap_bn, tagged)
+    with pytest.raises(AssertionError, match="Module shouldn't already have a wrapper_config"):
+        again()
+    config: dict[str, Any] = tagged[1].wrapper_config  # type: ignore[index, assignment]
+    return config
+
+
+def test_batch_norms_are_tagged_as_there(ranks: Ranks) -> None:
+    for config in ranks(2, _batch_norms):
+        assert config == {
+            "process_group": None,
+            "mixed_precision": False,
+            "flatten_parameters": False,
+            "reshard_after_forward": False,
+            "bucket_cap_mb": 0,
+            "force_input_to_fp32": False,
+        }
