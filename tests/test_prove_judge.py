@@ -46,7 +46,8 @@ def _values(seed: int, noise: float, **changes: Any) -> dict[str, Any]:
 def _judged(mine: dict[str, Any], right: dict[str, Any], wide: dict[str, Any], *, half: bool = False) -> Verdict:
     with tempfile.TemporaryDirectory() as name:
         folders = Path(name, "row"), Path(name, "right"), Path(name, "right", "again-wide-0")
-        start = {"parameters": {n: torch.full((size,), 0.1) for n, size in SIZES.items()}, "buffers": {}}
+        start = {"parameters": {n: torch.full((size,), 0.1, dtype=mine["parameters"][n].dtype) for n, size in SIZES.items()}}
+        start["buffers"] = {}
         for folder, values in zip(folders, (mine, right, wide), strict=True):
             folder.mkdir()
             torch.save(values, folder / "update-000.pt")
@@ -98,6 +99,19 @@ def test_in_half_precision_parameters_may_differ_by_as_many_roundings_of_float32
         change = {"weight": lambda value, roundings=roundings: value + roundings * 2**-23 * value.abs().max()}
         verdict = _judged(_values(1, 1e-3, parameters=change), right, wide, half=True)
         assert (verdict.first is None) == agrees, (roundings, verdict)
+
+
+def test_of_complex_numbers_the_imaginary_part_is_compared_too() -> None:
+    def complex_(values: dict[str, Any], factor: float) -> dict[str, Any]:
+        for kind in ("gradients", "parameters"):
+            each = values[kind]["weight"]
+            values[kind]["weight"] = torch.complex(each, each * factor)
+        return values
+
+    right, wide = complex_(_values(1, 1e-7), 1.0), complex_(_values(2, 1e-9), 1.0)
+    assert _judged(complex_(_values(3, 1e-7), 1.0), right, wide).first is None
+    found = _judged(complex_(_values(3, 1e-7), 1.02), right, wide).first
+    assert found is not None and found.phase == "gradient"
 
 
 def test_the_same_bits_agree_however_far_rounding_reaches() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import echelon as ech
 from echelon.contracts.errors import UsageError
 from tests.conftest import Ranks
-from tests.models import Batch, Net, batch, largest_difference, whole
+from tests.models import Batch, Net, batch, largest_difference, plain_training, whole
 from tests.units import FORMS, KINDS, Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -34,7 +34,9 @@ class Scaled(nn.Module):
 
 
 class Temperature(Net):
-    """Scalars in the root and in blocks, one tied, one frozen, one that some steps do not use; and parameters of few elements."""
+    """Scalars in the root and in blocks, one tied, one frozen, one that some steps do not use; and parameters of few elements, or
+    of complex ones.
+    """
 
     tp_plan = None
 
@@ -45,12 +47,15 @@ class Temperature(Net):
         self.temperature = nn.Parameter(torch.tensor(0.3))
         self.fixed = nn.Parameter(torch.tensor(2.0), requires_grad=False)
         self.sometimes = nn.Parameter(torch.tensor(0.1))
+        self.phases = nn.Parameter(torch.linspace(-0.1, 0.1, 6, dtype=torch.float64).to(torch.complex128) * (1 + 0.5j))
         self.one, self.none = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(0, 8))
         self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         extra = self.sometimes if self.calls % 2 else 0.0
+        turned = (x.sum(1, keepdim=True) * self.phases).square()
+        extra = extra + (turned.real + 0.3 * turned.imag).sum(1, keepdim=True)
         return super().forward(x) * torch.exp(self.temperature) / self.fixed * self.one + extra + self.none.sum()
 
 
@@ -218,7 +223,9 @@ def test_scalars_go_through_checkpoints_to_every_strategy(ranks: Ranks, tmp_path
 
 
 def _half() -> list[Any]:
-    unit = Regression(module=_module().float(), strategy="fsdp", precision=ech.Precision(torch.float16, init_scale=2.0**40))
+    module = _module().float()
+    module.phases = nn.Parameter(module.phases.detach().to(torch.complex64), requires_grad=False)  # torch scales no complex ones
+    unit = Regression(module=module, strategy="fsdp", precision=ech.Precision(torch.float16, init_scale=2.0**40))
     ech.train(unit, [batch(2, i + dist.get_rank(), torch.float32) for i in range(3)], max_epochs=1)
     return [float(unit.prepared.unwrapped.temperature.detach()), unit.grad_scaler.get_scale()]
 
@@ -268,3 +275,27 @@ def _over_data() -> dict[str, torch.Tensor]:
     unit = Regression(module=_module(), strategy=strategy, gradient_accumulation_steps=2, clip_grad_norm=0.2, lr=0.02)
     ech.train(unit, _rows(dist.get_rank()), max_epochs=1)
     return whole(unit.module)
+
+
+class TwoTypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(4, 1, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * self.scale.double())
+
+
+def _of_two_types() -> tuple[float, bool]:
+    unit, rank = Regression(module=TwoTypes(), strategy="fsdp", lr=0.1, optimizer="SGD"), dist.get_rank()
+    ech.train(unit, [batch(4, 10 * i + rank) for i in range(3)], max_epochs=1)
+    rows = [[batch(4, 10 * i), batch(4, 10 * i + 1)] for i in range(3)]
+    want, _, _ = plain_training(rows, module=TwoTypes(), lr=0.1, optimizer="SGD")
+    return largest_difference(whole(unit.module), want), hasattr(unit.module.scale, "device_mesh")
+
+
+def test_what_is_of_another_type_than_its_surroundings_stays_whole(ranks: Ranks) -> None:
+    for far, is_split in ranks(2, _of_two_types):
+        assert far < 1e-6 and not is_split

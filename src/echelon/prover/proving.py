@@ -113,6 +113,7 @@ class Proving:
         key = ran.dtype, *data_of(ran.row, ran.records)
         if key not in self._references:
             folder = self.folder / f"reference-{len(self._references)}"
+            shutil.rmtree(folder, ignore_errors=True)  # of one that could not be computed for the row before
             folder.mkdir()
             self._references[key] = self._computed(ran, folder)
         if ran.dtype is self.dtype:
