@@ -6,11 +6,13 @@ import contextlib
 import copy
 import importlib
 import random
+import re
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -61,6 +63,76 @@ def zero_grad() -> None:
     had = [p for p in module.parameters() if p.grad is not None]
     model.zero_grad(set_to_none=False)
     assert had and all(p.grad is not None and not p.grad.any() for p in had)
+
+
+@together("in `eval()` ShardedDataParallel reduces nothing")
+def reduced_in_eval() -> None:
+    from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
+
+    module, plain = net(), net()
+    optimizer, other = oss(module), torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    model = ShardedDataParallel(module, optimizer).eval()
+    (data,) = updates(2, steps=1)
+    loss(model, mine([data])[0]).backward()
+    (sum(loss(plain, each) for each in data) / 2).backward()  # type: ignore[attr-defined]
+    optimizer.step()
+    other.step()
+    assert largest_difference(values(module), values(plain)) < 1e-12
+
+
+@together("a parameter that is unfrozen without `refresh_trainable`")
+def unfrozen() -> None:
+    from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
+
+    module = net()
+    module.first.requires_grad_(False)
+    optimizer = oss(module)
+    model = ShardedDataParallel(module, optimizer, auto_refresh_trainable=False)
+    module.first.requires_grad_(True)
+    loss(model, batch(2, 0)).backward()
+    refused(optimizer.step, "refresh_trainable")
+
+
+@together("`reduce_fp16` is switched off unless")
+def half_with_buckets() -> None:
+    from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
+
+    for size in (0, 2**23):
+        module = net(dtype=torch.float32)
+        model = ShardedDataParallel(module, oss(module), reduce_fp16=True, reduce_buffer_size=size)
+        loss(model, batch(4, dist.get_rank(), torch.float32)).backward()
+        had = [p.grad for p in module.parameters() if p.grad is not None]
+        assert had and all(torch.equal(gradient, gradient.half().float()) for gradient in had)
+
+
+@together("an exception in `no_sync` leaves")
+def no_sync_ends() -> None:
+    from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
+
+    module, plain = net(), net()
+    optimizer, other = oss(module), torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    model = ShardedDataParallel(module, optimizer)
+    with contextlib.suppress(ZeroDivisionError), model.no_sync():
+        raise ZeroDivisionError
+    (data,) = updates(2, steps=1)
+    loss(model, mine([data])[0]).backward()
+    (sum(loss(plain, each) for each in data) / 2).backward()  # type: ignore[attr-defined]
+    optimizer.step()
+    other.step()
+    assert largest_difference(values(module), values(plain)) < 1e-12
+
+
+@alone("`auto_wrap_bn(single_rank_pg=True)` gives")
+def batch_norms_of_one_rank(folder: Path) -> None:
+    from echelon.compat.fairscale.nn.data_parallel import auto_wrap_bn
+
+    refused(lambda: auto_wrap_bn(nn.BatchNorm1d(2), single_rank_pg=True), "SyncBatchNorm")
+
+
+@alone("`internal`, and `utils` of older")
+def internals(folder: Path) -> None:
+    for name in ("internal", "utils"):
+        assert importlib.import_module(f"echelon.compat.fairscale.{name}").__name__.endswith(name)
 
 
 @together("the optimizer's state travels as pickles")
@@ -508,23 +580,24 @@ def ports_are_numbers(folder: Path) -> None:
 
 
 def not_there(rows: list[tuple[str, str]]) -> list[str]:
-    """Of a table "What is not there": what is wrong with a name that lies in a module that is there."""
+    """Of a table "What is not there": what is wrong with a name or a module, which can be imported and says what to take."""
     wrong = []
     for names, _ in rows:
-        for name in names.replace("`", "").split(", "):
-            module, _, last = f"echelon.compat.fairscale.{name}".rpartition(".")
+        for name in re.findall("`([^`]+)`", names):
+            whole = f"echelon.compat.fairscale.{name}"
+            module, _, last = whole.rpartition(".")
+            found: Any
             try:
-                found = getattr(importlib.import_module(module), last)
+                found = importlib.import_module(whole)
             except ModuleNotFoundError:
-                continue
-            except AttributeError:
-                wrong.append(f"{name} cannot be imported")
-                continue
+                found = getattr(importlib.import_module(module), last)
             try:
-                found()
+                found.anything() if isinstance(found, ModuleType) else found()
             except UsageError as error:
                 if "Instead: " not in str(error):
                     wrong.append(f"{name}: {error}")
+            except AttributeError:
+                wrong.append(f"{name} does not say what to take instead")
             else:
                 wrong.append(f"{name} can be used")
     return wrong

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from echelon.compat import fairscale
-from echelon.compat.fairscale.absent import _BELOW, _INSTEAD
+from echelon.compat.fairscale.absent import BELOW, INSTEAD
 from echelon.compat.fairscale.nn import FlattenParamsWrapper
 from echelon.compat.fairscale.nn.misc.flatten_params_wrapper import FlatParameter
 from echelon.contracts.errors import UsageError
@@ -118,7 +118,7 @@ def test_lists_names_and_errors() -> None:
 
 
 def test_import_lines_of_what_is_not_here_work_and_uses_say_what_to_take() -> None:
-    modules = [*_INSTEAD, *(f"{name}.{each}" for name, below in _BELOW.items() for each in below.split())]
+    modules = [*INSTEAD, *(f"{name}.{each}" for name, below in BELOW.items() for each in below.split())]
     assert "nn.pipe.balance" in modules and "experimental.nn.data_parallel" in modules
     for module in modules:
         found = importlib.import_module(f"echelon.compat.fairscale.{module}").Something

@@ -258,6 +258,7 @@ def test_a_group_is_freed_neither_at_once_nor_with_the_interpreter() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("end", ["destroyed", "left"])
 def test_ranks_of_spawn_end(tmp_path: Path, end: str) -> None:
-    program = [sys.executable, "-m", "tests.compat.programs.fairscale_spawn", end, str(tmp_path)]
+    name = "fairscale_spawn"
+    program = [sys.executable, "-m", f"tests.compat.programs.{name}", end, str(tmp_path)]
     done = subprocess.run(program, env=clean_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.count("ended") == 2, done.stdout + done.stderr

@@ -26,6 +26,8 @@ LEFT_TO_OTHERS = ("Lightning", "Hugging Face")
 IMPORTS, NOT_THERE = "compat/test_migrating.py::test_import_lines", "compat/test_migrating.py::test_what_is_not_there"
 DDP, OSS = "compat/test_fairscale_ddp.py", "compat/test_fairscale_oss.py"
 FSDP, LOCAL = "compat/test_fairscale_fsdp.py", "compat/test_fairscale_local.py"
+FAIRSCALE = "compat/test_fairscale.py"
+ADASCALE, BY_HAND = "compat/test_fairscale_adascale.py", "compat/test_torchtnt_by_hand.py"
 LOOP, CONTROL, WATCH = "test_loop.py", "test_callbacks_control.py", "test_callbacks_watch.py"
 PROCESS, LOGGERS, SAVED = "test_callbacks_process.py", "test_loggers.py", "compat/test_torchtnt_checkpoints.py"
 RANKS, PREPARE, DATA = "compat/test_torchtnt_distributed.py", "compat/test_torchtnt_prepare.py", "compat/test_torchtnt_data.py"
@@ -48,12 +50,15 @@ TESTED: dict[str, str] = {
     "a pickled wrapped model": f"{LOCAL}::test_pickles_hold_a_ranks_own_part",
     "`local_state_dict` has equal parts": f"{LOCAL}::test_local_state_dicts_come_back_and_make_the_whole",
     "ShardedGradScaler is switched off on CPUs": "compat/test_fairscale.py::test_the_scaler_works_without_a_group",
+    "... updates no statistics of a batch norm": f"{FAIRSCALE}::test_a_wrapped_module_is_the_same_object_and_counts_once",
+    "`AdaScaleWrapper(debias_ewma=False)` sets": f"{ADASCALE}::test_state_groups_schedules_and_errors_in_one_process",
+    "AdaScale's averages are NumPy arrays": f"{ADASCALE}::test_state_groups_schedules_and_errors_in_one_process",
+    "`optim.layerwise_gradient_scaler`": NOT_THERE,
     "`nn.Pipe`": NOT_THERE,
     "`nn.model_parallel`": NOT_THERE,
     "`nn.MOELayer`": NOT_THERE,
     "`experimental.nn.data_parallel": NOT_THERE,
     "`optim.Adam`": NOT_THERE,
-    "`nn.FlattenParamsWrapper`": NOT_THERE,
     "`experimental.nn.OffloadModel`": NOT_THERE,
     "FSDP's `gather_full_optim_state_dict` over several": f"{FSDP}::test_fsdps_options_and_what_has_a_successor",
     # TorchTNT
@@ -149,6 +154,9 @@ TESTED: dict[str, str] = {
     "`GlobalMeshCoordinator(ep=...)`": (
         "compat/test_torchtnt_names.py::test_modules_have_their_names_with_all_parameters_and_members"
     ),
+    "A hook that a program calls itself": f"{BY_HAND}::test_loggers_go_by_the_hook_and_not_by_the_active_phase",
+    "A metric with several `TrackedMetric`s": f"{BY_HAND}::test_anomalies_as_torchtnt_tells_them",
+    '`MixedPrecision(reduce_dtype="fp32")` reduces': f"{PREPARE}::test_names_become_strategies_and_types",
     # nntool
     "`from nntool.": IMPORTS,
     '`main[config](x)` in mode "run"': f"{NNTOOL}::test_the_mode_run_gives_the_functions_value",

@@ -8,7 +8,7 @@ from typing import Any
 
 from echelon.compat.names import Missing
 
-__all__ = ["register"]
+__all__ = ["BELOW", "INSTEAD", "register"]
 
 _EXPERTS = "nothing of torch's own; keep FairScale's file."
 _HELPERS = "a helper inside of FairScale: keep its file, it needs nothing but torch."
@@ -17,7 +17,7 @@ _SLOWMO = (
     "torch's PostLocalSGDOptimizer with a PeriodicModelAverager, without the slow momentum; keep FairScale's files for that."
 )
 
-_INSTEAD = {
+INSTEAD = {
     "experimental": "keep FairScale's file.",
     "experimental.nn": "strategy 'fsdp' with cpu_offload=True for OffloadModel, torch.nn.SyncBatchNorm; else FairScale's file.",
     "experimental.nn.ampnet_pipe": _PIPELINE,
@@ -53,7 +53,7 @@ _INSTEAD = {
 }
 
 # Modules below these, of which the same is to be said.
-_BELOW = {
+BELOW = {
     "experimental.nn.ampnet_pipe": "ampnet pipe",
     "experimental.nn.data_parallel.gossip": "gossiper graph_manager mixing_manager utils utils.cuda_metering utils.helpers",
     "experimental.nn.distributed_pipeline": "data graph loss partition_handler pipeline trace",
@@ -84,8 +84,8 @@ class _Absent(ModuleType):
 
 def register(package: str) -> None:
     """Let the modules of the tables be imported below `package`."""
-    below = {f"{name}.{each}": _INSTEAD[name] for name, modules in _BELOW.items() for each in modules.split()}
-    for name, instead in (_INSTEAD | below).items():
+    below = {f"{name}.{each}": INSTEAD[name] for name, modules in BELOW.items() for each in modules.split()}
+    for name, instead in (INSTEAD | below).items():
         module = sys.modules.setdefault(f"{package}.{name}", _Absent(package, name, instead))
         around, _, last = module.__name__.rpartition(".")
         if isinstance(parent := sys.modules.get(around), _Absent):
