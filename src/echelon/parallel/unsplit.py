@@ -31,8 +31,8 @@ def of_another_type(module: nn.Module, units: Iterable[Sequence[nn.Module]], ign
     found: set[nn.Parameter] = set()
     done = set(ignored)
     for modules in (*units, (module,)):
-        mine = {p for each in modules for p in each.parameters() if p not in done}
-        done |= mine
+        mine = dict.fromkeys(p for each in modules for p in each.parameters() if p not in done)  # in order: the same on all ranks
+        done |= mine.keys()
         sizes: Counter[torch.dtype] = Counter()
         for parameter in mine:
             sizes[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0
