@@ -33,6 +33,7 @@ from echelon.launcher.functions import run as function
 from echelon.launcher.functions.run import launch, spawn
 from echelon.launcher.job import Failure, auto_ranks, parse_ranks
 from echelon.launcher.local.relay import Relay
+from tests import forked
 from tests.started import Started, wait_until
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -517,8 +518,21 @@ def test_many_launches_leak_no_descriptor_no_thread_and_no_zombie() -> None:
     assert [p for p in psutil.Process().children(recursive=True) if p.status() == psutil.STATUS_ZOMBIE] == []
 
 
-def test_the_server_has_one_thread_so_that_forking_it_is_safe() -> None:
-    assert psutil.Process(function.shared_server().pid).num_threads() == 1
+def test_the_server_has_one_thread_so_that_forking_it_is_safe(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import psutil\n"
+        "from echelon.launcher.functions.run import launch, shared_server\n"
+        "def loads():\n"
+        "    import echelon.loop.auto\n"
+        "if __name__ == '__main__':\n"
+        "    for _ in range(3):\n"  # the third finds a server that has what ranks had to load
+        "        launch(loads, ranks=1, quiet=True)\n"
+        "    print('threads', psutil.Process(shared_server().pid).num_threads())\n"
+    )
+    with forked.anew():  # of a server that is forked, the libraries learnt how many threads to have when its parent began
+        done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=90, cwd=tmp_path)
+    assert "threads 1\n" in done.stdout, done.stderr
 
 
 def test_what_a_rank_started_ends_with_it_even_in_a_session_of_its_own() -> None:
