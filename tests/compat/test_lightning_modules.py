@@ -77,7 +77,7 @@ def test_ranks_of_its_own_uneven_data_and_a_resume_on_one_rank(tmp_path: Path) -
     module, remembers, rest = made(Classifier), Remembers(), DataLoader(images(19, 7), batch_size=4)
     saver = ModelCheckpoint(dirpath=tmp_path, monitor="val_loss", save_last=True, filename="{epoch}-{val_loss:.2f}")
     trainer = Trainer(
-        max_epochs=2, devices=2, strategy="fsdp", accelerator="cpu", callbacks=[remembers, saver], logger=CSVLogger(tmp_path)
+        max_epochs=2, devices=2, strategy="fsdp", accelerator="cpu", callbacks=[saver, remembers], logger=CSVLogger(tmp_path)
     )
     trainer.fit(module, loader_of(Classifier, 2), rest)
     assert largest_difference(dict(module.state_dict()), plainly(Classifier, 2)) < 1e-14

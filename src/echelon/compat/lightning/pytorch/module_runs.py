@@ -56,11 +56,13 @@ class ModuleDone(Done):
     Args:
         numbers: what `validate` or `test` returns.
         trainer, loggers: their attributes, pickled one by one.
+        kinds: the types of those in `callbacks`.
     """
 
     numbers: Any = None
     trainer: dict[str, bytes] | None = None
     loggers: tuple[dict[str, bytes], ...] = ()
+    kinds: tuple[str, ...] = ()
 
 
 class ModuleRuns(Running):
@@ -316,8 +318,10 @@ class ModuleRuns(Running):
             module.trainer = self
             recall(module, done[0].unit)
             recall(self, done[0].trainer or {})
-            for mine, theirs in zip(self.lightning_callbacks, done[0].callbacks, strict=False):
-                recall(mine, theirs)
+            left = list(zip(done[0].kinds, done[0].callbacks, strict=True))  # in another order, and with the module's own
+            for mine in self.lightning_callbacks:
+                if (same := next((i for i, (kind, _) in enumerate(left) if kind == _kind(mine)), None)) is not None:
+                    recall(mine, left.pop(same)[1])
             for mine, theirs in zip(self.loggers, done[0].loggers, strict=False):
                 recall(mine, theirs)
             return in_order(done) if work.call == "predict" else done[0].numbers
@@ -362,9 +366,14 @@ def _in_rank(trainer: ModuleRuns, work: Work, folder: str) -> ModuleDone:
         remembered(own),
         [remembered(_state_of(each)) for each in trainer.lightning_callbacks],
         numbers=made if work.call != "predict" else None,
+        kinds=tuple(_kind(each) for each in trainer.lightning_callbacks),
         trainer=remembered(known),
         loggers=tuple(remembered(_state_of(each)) for each in trainer.loggers),
     )
+
+
+def _kind(callback: Any) -> str:
+    return f"{type(callback).__module__}.{type(callback).__qualname__}"
 
 
 def _state_of(thing: Any) -> dict[str, Any]:
