@@ -266,6 +266,22 @@ def test_draws_that_depend_on_the_precision_do_not_widen_the_tolerance(tmp_path:
     assert row.verdict == "DIFFERS" and row.first is not None and row.first.tolerance < 1e-5, row
 
 
+TOGETHER_ONLY = """
+class TogetherOnly(Auto):
+    def compute_loss(self, state, data):
+        if dist.get_world_size() == 1:
+            raise RuntimeError("not alone")
+        return super().compute_loss(state, data)
+ech.train(TogetherOnly(module=model(), strategy="ddp"), loader(), max_epochs=1)
+"""
+
+
+def test_a_reference_that_cannot_be_computed_fails_each_row_and_says_why(tmp_path: Path) -> None:
+    proof = prove_target(_script(tmp_path, TOGETHER_ONLY), matrix(["ddp", "zero1"], [2], [1], sgd=False), 1, False)
+    assert [row.verdict for row in proof.results] == ["failed"] * 2
+    assert all("could not be computed" in row.message and "not alone" in row.message for row in proof.results), proof.results
+
+
 def test_training_in_two_parts_is_compared_as_far_as_the_first_goes(tmp_path: Path) -> None:
     text = "u = Auto(module=model(), strategy='ddp')\nech.train(u, loader(), max_steps=2)\nech.train(u, loader(), max_epochs=2)\n"
     (row,) = prove_target(_script(tmp_path, text), matrix(["ddp"], [2], [1], sgd=False), 4, False).results
