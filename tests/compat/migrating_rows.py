@@ -49,6 +49,18 @@ def refused(call: Callable[[], Any], says: str) -> None:
 # --- FairScale
 
 
+def steps_as_one_process(model: nn.Module, optimizer: Any) -> None:
+    """A first step of `net()` on two ranks, compared."""
+    plain = net()
+    other = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    (data,) = updates(2, steps=1)
+    loss(model, mine([data])[0]).backward()
+    (sum(loss(plain, each) for each in data) / 2).backward()  # type: ignore[attr-defined]
+    optimizer.step()
+    other.step()
+    assert largest_difference(values(model), values(plain)) < 1e-12
+
+
 @together("`ShardedDataParallel.zero_grad()` writes zeros")
 def zero_grad() -> None:
     from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
@@ -69,15 +81,9 @@ def zero_grad() -> None:
 def reduced_in_eval() -> None:
     from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
 
-    module, plain = net(), net()
-    optimizer, other = oss(module), torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    model = ShardedDataParallel(module, optimizer).eval()
-    (data,) = updates(2, steps=1)
-    loss(model, mine([data])[0]).backward()
-    (sum(loss(plain, each) for each in data) / 2).backward()  # type: ignore[attr-defined]
-    optimizer.step()
-    other.step()
-    assert largest_difference(values(module), values(plain)) < 1e-12
+    module = net()
+    optimizer = oss(module)
+    steps_as_one_process(ShardedDataParallel(module, optimizer).eval(), optimizer)
 
 
 @together("a parameter that is unfrozen without `refresh_trainable`")
@@ -109,17 +115,12 @@ def half_with_buckets() -> None:
 def no_sync_ends() -> None:
     from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
 
-    module, plain = net(), net()
-    optimizer, other = oss(module), torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    module = net()
+    optimizer = oss(module)
     model = ShardedDataParallel(module, optimizer)
     with contextlib.suppress(ZeroDivisionError), model.no_sync():
         raise ZeroDivisionError
-    (data,) = updates(2, steps=1)
-    loss(model, mine([data])[0]).backward()
-    (sum(loss(plain, each) for each in data) / 2).backward()  # type: ignore[attr-defined]
-    optimizer.step()
-    other.step()
-    assert largest_difference(values(module), values(plain)) < 1e-12
+    steps_as_one_process(model, optimizer)
 
 
 @alone("`auto_wrap_bn(single_rank_pg=True)` gives")

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["ModuleHooks", "log_defaults", "overridden"]
+from echelon.world.device import copy_data_to_device
+
+__all__ = ["DataHooks", "ModuleHooks", "log_defaults", "overridden"]
 
 
 def overridden(name: str, thing: Any, base: type) -> bool:
@@ -40,8 +42,8 @@ def log_defaults(hook: str | None) -> tuple[bool, bool] | None:
     return (False, True) if hook in _EVALUATION_STEPS or hook in _EPOCHS else None
 
 
-class ModuleHooks:
-    """What a module may override beside its steps. `docs/migrating.md` has the order."""
+class DataHooks:
+    """What a module and a datamodule may both override."""
 
     def prepare_data(self) -> None:
         """Once on each node, before `setup`: downloads."""
@@ -52,12 +54,7 @@ class ModuleHooks:
     def teardown(self, stage: str) -> None:
         """As it ends."""
 
-    def configure_model(self) -> None:
-        """After `setup`: layers that `__init__` has not made."""
-
-    def configure_callbacks(self) -> Any:
-        """Callbacks of the module's own, which take the place of the Trainer's of the same class."""
-        return []
+    # A loader, a list or a dict of them; asked for only where the call was given none.
 
     def train_dataloader(self) -> Any:
         raise NotImplementedError
@@ -70,6 +67,26 @@ class ModuleHooks:
 
     def predict_dataloader(self) -> Any:
         raise NotImplementedError
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return copy_data_to_device(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+class ModuleHooks(DataHooks):
+    """What a module may override beside its steps. `docs/migrating.md` has the order."""
+
+    def configure_model(self) -> None:
+        """After `setup`: layers that `__init__` has not made."""
+
+    def configure_callbacks(self) -> Any:
+        """Callbacks of the module's own, which take the place of the Trainer's of the same class."""
+        return []
 
     def on_fit_start(self) -> None: ...
 
@@ -131,17 +148,6 @@ class ModuleHooks:
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Gradients are whole and averaged over the ranks, and not clipped yet."""
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        from echelon.world.device import copy_data_to_device
-
-        return copy_data_to_device(batch, device)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add to what is saved: tensors, numbers, strings, and lists and dicts of these."""

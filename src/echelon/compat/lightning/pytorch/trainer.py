@@ -176,50 +176,47 @@ class Trainer(ModuleRuns, trainer.Trainer):
         self._check_for_units()
         super().fit(model, train_dataloaders, val_dataloaders, ckpt_path=ckpt_path)
 
-    def validate(  # type: ignore[override]
+    def validate(
         self,
         model: Any = None,
         dataloaders: Any = None,
         ckpt_path: Any = None,
         verbose: bool = True,
         datamodule: Any = None,
-        **_: Any,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """As the core's; of a LightningModule what it logs, a dict for each loader."""
-        if model is None or isinstance(model, torch.nn.Module):
-            found: list[dict[str, float]] = self.run_module("validate", model, (dataloaders, None), datamodule, ckpt_path)
-            return found
-        self._check_for_units()
-        return super().validate(model, dataloaders, ckpt_path=ckpt_path)
+        found: list[dict[str, float]] = self._run("validate", model, dataloaders, datamodule, ckpt_path)
+        return found
 
-    def test(  # type: ignore[override]
+    def test(
         self,
         model: Any = None,
         dataloaders: Any = None,
         ckpt_path: Any = None,
         verbose: bool = True,
         datamodule: Any = None,
-        **_: Any,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """As `validate`, with `test_step`."""
-        if model is None or isinstance(model, torch.nn.Module):
-            found: list[dict[str, float]] = self.run_module("test", model, (dataloaders, None), datamodule, ckpt_path)
-            return found
-        self._check_for_units()
-        return super().test(model, dataloaders, ckpt_path=ckpt_path)
+        found: list[dict[str, float]] = self._run("test", model, dataloaders, datamodule, ckpt_path)
+        return found
 
-    def predict(  # type: ignore[override]
+    def predict(
         self,
         model: Any = None,
         dataloaders: Any = None,
         datamodule: Any = None,
         return_predictions: bool | None = None,
         ckpt_path: Any = None,
-        **_: Any,
+        weights_only: bool | None = None,
     ) -> list[Any]:
         """As the core's: batch by batch, in the order of the loader's samples on any number of ranks that it starts."""
+        found: list[Any] = self._run("predict", model, dataloaders, datamodule, ckpt_path)
+        return found
+
+    def _run(self, call: str, model: Any, dataloaders: Any, datamodule: Any, ckpt_path: Any) -> Any:
         if model is None or isinstance(model, torch.nn.Module):
-            found: list[Any] = self.run_module("predict", model, (dataloaders, None), datamodule, ckpt_path)
-            return found
+            return self.run_module(call, model, (dataloaders, None), datamodule, ckpt_path)
         self._check_for_units()
-        return super().predict(model, dataloaders, ckpt_path=ckpt_path)
+        return getattr(super(), call)(model, dataloaders, ckpt_path=ckpt_path)
