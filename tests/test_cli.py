@@ -689,7 +689,7 @@ def test_a_plain_script_shows_the_users_frames_and_not_ours(
     env = clean_environment() | ({"ECHELON_FULL_TRACEBACK": "1"} if full else {})
     words = [sys.executable, "train.py", *arguments]
     done = forked.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
-    ours = [line for line in done.stderr.splitlines() if f"{os.sep}echelon{os.sep}" in line and line.startswith("  File")]
+    ours = [line for line in done.stderr.splitlines() if line.startswith(f'  File "{Path(echelon.__file__).parent}{os.sep}')]
     assert done.returncode == 1 and says in done.stderr and "in main" in done.stderr
     assert ("in compute_loss" in done.stderr) == (arguments[0] == "3")
     assert bool(ours) == full and ("inside echelon left out" in done.stderr) != full
