@@ -33,6 +33,7 @@ from echelon.loop.unit import EvalUnit, TestUnit
 from echelon.loop.window import Window
 from echelon.parallel.activation import Preset
 from echelon.parallel.float8 import Float8
+from echelon.parallel.fused import fuse
 from echelon.parallel.precision import Precision, Shards, check_scaler
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.recipe import Compile, TorchCompileParams
@@ -66,8 +67,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
     """Training, evaluation, prediction and testing of one module with one optimizer.
 
     Write `compute_loss(state, data) -> (loss, outputs)`, with a *mean* loss, and
-    `configure_optimizers_and_lr_scheduler(module) -> (optimizer, scheduler or None)`. Several optimizers are a TrainUnit's
-    business.
+    `configure_optimizers_and_lr_scheduler(module) -> (optimizer, scheduler or None)`. For several optimizers write a TrainUnit.
 
     Args:
         module: the model; `self.module` is what the strategy made of it.
@@ -76,7 +76,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         step_lr_interval: call the scheduler after every "step" (that is, update) or every "epoch".
         precision: "fp32", "bf16", "fp16" (with a gradient scaler), "float8" (torchao), a torch dtype, or a Precision or Float8.
             Parameters, their gradients and optimizer state stay float32; a sharded strategy gathers parameters in this type.
-        gradient_accumulation_steps: micro-batches per update. A shorter last window of an epoch keeps its full weight.
+        gradient_accumulation_steps: micro-batches per update. A short last window keeps its full weight.
         detect_anomaly: stop with the rank and the value at the first loss that is inf or nan, before it reaches the
             parameters, and trace what produced it (`torch.autograd.set_detect_anomaly`; slow).
         clip_grad_norm: largest norm of the whole model's gradient; inf only measures it.
@@ -91,11 +91,10 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         deterministic: "bitwise" makes the parameters after any number of steps bit-equal on 1, 2, 4, ... ranks, for noop,
             ddp, fsdp and zero1 to zero3: `parallel/fixed_order` says how, BENCHMARKS.md what it costs. `bitwise_parts` is how
             many micro-batches a global batch has then, over all ranks.
-        zero_grad_at_train_step_start: clear gradients before an update's first micro-batch instead of after the update, so
-            that hooks can look at them.
+        zero_grad_at_train_step_start: clear gradients before an update, not after it, so that hooks can look at them.
         stop_after_nonfinite_losses: end the run with NonFiniteError after so many updates in a row whose loss over the global
-            batch is inf or nan; None never stops. 10 is more than a few bad batches, which fp16's scaler leaves out and a
-            run may survive, and few enough to lose nothing. A run without one finite loss ends so, too, however short it is.
+            batch is inf or nan; None never stops. 10 is more than the few bad batches that a run may survive, and few
+            enough to lose nothing. A run without one finite loss ends so, too, however short it is.
     """
 
     # What `weight` counts; names the throughput in metrics.jsonl: "<weight_unit>_per_s".
@@ -206,6 +205,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         made = self.prepared.optimizer(self.configure_optimizers_and_lr_scheduler)
         check_made(type(self).__name__, made)
         check_holds(self, made[0])
+        fuse(made[0])
         self.optimizer, self.lr_scheduler = made
         plateau = isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         self._plateau = plateau and not _overrides(self, AutoUnit, "step_lr_scheduler")
