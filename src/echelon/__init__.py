@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from echelon.loop.checkpointing.saver import BestCheckpointConfig, DistributedCheckpointSaver
     from echelon.loop.loss import count_tokens
     from echelon.loop.metrics import Mean
+    from echelon.loop.own.prepare import epochs, evaluating, prepare, window
     from echelon.loop.pretrained import save_pretrained
     from echelon.loop.progress import Progress
     from echelon.loop.run import evaluate, fit, predict, test, train
@@ -120,13 +121,16 @@ __all__ = [
     "count_tokens",
     "cu_seqlens",
     "data_axes",
+    "epochs",
     "evaluate",
+    "evaluating",
     "fit",
     "init_from_env",
     "launch",
     "linear_cross_entropy",
     "on_meta",
     "predict",
+    "prepare",
     "prepare_ddp",
     "prepare_fsdp",
     "prepare_fsdp2",
@@ -138,6 +142,7 @@ __all__ = [
     "spawn",
     "test",
     "train",
+    "window",
     "write_tokens",
 ]
 
@@ -167,6 +172,7 @@ _NAMES = {
     "loop.checkpointing.saver": ["BestCheckpointConfig", "DistributedCheckpointSaver"],
     "loop.loss": ["count_tokens"],
     "loop.metrics": ["Mean"],
+    "loop.own.prepare": ["epochs", "evaluating", "prepare", "window"],
     "loop.pretrained": ["save_pretrained"],
     "loop.progress": ["Progress"],
     "loop.run": ["evaluate", "fit", "predict", "test", "train"],

@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from echelon.contracts.errors import LossError, NonFiniteError
+from echelon.contracts.errors import LossError
 from echelon.data.parts import Pieces
 from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.averaged import AveragedWeights
 from echelon.loop.bitwise import BitEqual
-from echelon.loop.finite import FiniteWatch
+from echelon.loop.finite import FiniteWatch, check_loss
 from echelon.loop.loss import pass_zeros, problem_with, rows
 from echelon.loop.pieces import in_order, mean_loss
 from echelon.loop.state import step_under_way
 from echelon.loop.unit import TrainUnit
 from echelon.loop.utilization import Utilization
 from echelon.loop.window import Window
+from echelon.parallel import gradients
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.precision import Shards
 from echelon.parallel.prepared import NO_CONTEXT
-from echelon.world import agree
 
 if TYPE_CHECKING:
     from echelon.loop.record import Recorder
@@ -129,14 +129,8 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             self.lr_scheduler.step()
 
     def zero_grad(self, state: State) -> None:
-        """Drop all gradients. What torch's own `zero_grad` does, without its profiler range, which takes longer than the work."""
-        optimizer = self.optimizer
-        if getattr(type(optimizer), "zero_grad", None) is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-        else:  # an optimizer with one of its own
-            optimizer.zero_grad(set_to_none=True)
+        """Drop all gradients."""
+        gradients.clear(self.optimizer)
 
     # --- a step
 
@@ -256,15 +250,8 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         ) and (problem := problem_with(made, self.module)) is not None:
             raise LossError(f"{type(self).__name__}.compute_loss returned {problem}")
         if self.detect_anomaly:
-            self._check_finite(made[0], micro_batch.weight)
+            check_loss(made[0], micro_batch.weight, self.train_progress.num_steps_completed)
         return made
-
-    def _check_finite(self, loss: torch.Tensor, weight: Any) -> None:
-        """Before the backward pass, and agreed: a rank that raised alone would leave the others waiting in a collective."""
-        values = agree.gather(str(float(loss.detach()) if float(weight) else 0.0))
-        if bad := [f"rank {r}: {v}" for r, v in enumerate(values) if v in ("nan", "inf", "-inf")]:
-            step = self.train_progress.num_steps_completed
-            raise NonFiniteError(f"step {step}: the loss is not finite ({', '.join(bad)}). The parameters were not changed.")
 
     def _backward(self, state: State, loss: torch.Tensor, micro_batch: MicroBatch[T]) -> None:
         window, prepared, weight = self.window, self.prepared, micro_batch.weight
@@ -287,7 +274,18 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
 
     def _update(self, state: State) -> torch.Tensor | None:
         """Returns the gradient norm, if it is clipped."""
-        window, prepared, scaler, optimizer = self.window, self.prepared, self.grad_scaler, self.optimizer
+        weight, loss = self._end_window(state)
+        norm = self._clip()
+        updated = self._apply(state, weight, loss, norm)
+        if not self.zero_grad_at_train_step_start:
+            self.zero_grad(state)
+        if updated and self.step_lr_interval == "step":
+            self._advance()
+        return norm
+
+    def _end_window(self, state: State) -> tuple[Any, Any]:
+        """The gradients become those of the global batch. Returns its weight and its loss."""
+        window, prepared, scaler = self.window, self.prepared, self.grad_scaler
         micro_batches, (weight, loss, stop) = window.count, window.close()
         self._finite.take(loss, window.own_loss, window.updates - 1, micro_batches, self.train_progress)
         if stop:
@@ -300,24 +298,23 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         elif weight != window.reference:
             prepared.scale_grads(window.reference / weight)
             window.reference = window.reference if window.fixed else float(weight)
-        norm = self._clip()
+        return weight, loss
+
+    def _apply(self, state: State, weight: Any, loss: Any, norm: torch.Tensor | None) -> bool:
+        """The optimizer's step, and what follows from it. False if fp16's scaler left the update out."""
         self.latest_update = (loss, norm)
-        lr = optimizer.param_groups[0]["lr"]
+        lr = self.optimizer.param_groups[0]["lr"]
         updated = self._step_optimizer()
-        if updated and self._first_look is not None:
-            self._first_look.remove()
-            self._first_look = None
-        if not self.zero_grad_at_train_step_start:
-            self.zero_grad(state)
         if updated:
-            prepared.after_step()
-        if updated and self.swa_model is not None:
-            self.swa_model.step()
-        if updated and self.step_lr_interval == "step":
-            self._advance()
+            if self._first_look is not None:
+                self._first_look.remove()
+                self._first_look = None
+            self.prepared.after_step()
+            if self.swa_model is not None:
+                self.swa_model.step()
         if state.recorder is not None:
-            state.recorder.update(self.train_progress.num_steps_completed + 1, window.updates, loss, weight, lr, norm)
-        return norm
+            state.recorder.update(self.train_progress.num_steps_completed + 1, self.window.updates, loss, weight, lr, norm)
+        return updated
 
     def _clip(self) -> torch.Tensor | None:
         """Of whole gradients, before the optimizer's step. Returns their norm, if they are clipped by it."""

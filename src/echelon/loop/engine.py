@@ -29,7 +29,7 @@ from echelon.loop.steps import Between, Steps
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.world import agree, stop
 
-__all__ = ["Run"]
+__all__ = ["Run", "in_mode"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,24 +67,37 @@ class Run:
         here, progress = stage.here, stage.progress
         if here.max_epochs is None and here.max_steps is None and not here.endless:
             raise no_end(state.entry_point.name.lower())
-        with stop.listening(state.stop_for_signal), self._reporting.running(), torch.enable_grad(), _mode(self._inner, "train"):
-            if stop.asked() is not None:  # before this loop began
-                state.stop_for_signal()
-            agreements.on_limits(here, progress)
-            self._begin(stage)
-            check_tracked(self._inner)
-            self._agree_on_agreeing()
-            self._agree_to_stop()
-            self._reporting.event("train_start", total_steps=here.total_steps(), step=progress.num_steps_completed)
+        with self._training(), torch.enable_grad(), in_mode(self._inner, "train"):
+            self._begin_training(stage)
             self._evaluate_if_due()  # the state that was restored was saved before an evaluation
             while not state.should_stop and not here.is_complete(progress):
                 if not self._train_epoch(stage):
                     break
             leaves = self._end_training(stage)
-        for each in self._stages.values():  # their loaders' workers end here, and not when somebody collects cycles
-            each.here.feed = None
+        self._let_go()
         if leaves:
             raise SystemExit(REQUEUE)
+
+    @contextlib.contextmanager
+    def _training(self) -> Iterator[None]:
+        """Signals are heard, and sinks and callbacks learn of an error."""
+        with stop.listening(self.state.stop_for_signal), self._reporting.running():
+            yield
+
+    def _begin_training(self, stage: Stage) -> None:
+        state, here, progress = self.state, stage.here, stage.progress
+        if stop.asked() is not None:  # before this loop began
+            state.stop_for_signal()
+        agreements.on_limits(here, progress)
+        self._begin(stage)
+        check_tracked(self._inner)
+        self._agree_on_agreeing()
+        self._agree_to_stop()
+        self._reporting.event("train_start", total_steps=here.total_steps(), step=progress.num_steps_completed)
+
+    def _let_go(self) -> None:
+        for each in self._stages.values():  # their loaders' workers end here, and not when somebody collects cycles
+            each.here.feed = None
 
     def _end_training(self, stage: Stage) -> bool:
         """True if the process should exit with 75 and be started again."""
@@ -134,21 +147,24 @@ class Run:
 
     def _train_epoch(self, stage: Stage) -> bool:
         """Train an epoch, or what is left of one; False if a stop or `max_steps` cut it short."""
-        state, progress = self.state, stage.progress
-        fits = state.eval_state is not None
-        if progress.num_steps_completed_in_epoch == 0:
+        whole = self._open_epoch(stage).run()
+        return self._epoch_ended(stage, whole=whole)
+
+    def _open_epoch(self, stage: Stage) -> Steps:
+        if stage.progress.num_steps_completed_in_epoch == 0:
             stage.call(stage.hooks.epoch_start)
-        between = Between(
-            agree_to_stop=self._agree_after_step,
-            evaluate=self._evaluate_if_due if fits else None,
-        )
-        whole = Steps(stage, between).run()
+        evaluates = self.state.eval_state is not None
+        return Steps(stage, Between(self._agree_after_step, self._evaluate_if_due if evaluates else None))
+
+    def _epoch_ended(self, stage: Stage, *, whole: bool) -> bool:
+        """After its last step; False if the run is to end with it."""
+        state = self.state
         if state.rolled_back:
             state.rolled_back = False
             self._evaluate_if_due()  # the older state may be from before one
             return True
         if not whole:
-            if fits and progress.evaluation_due:  # max_steps ended the training
+            if state.eval_state is not None and stage.progress.evaluation_due:  # max_steps ended the training
                 self._agree_to_stop()
                 self._evaluate_if_due()
             return False
@@ -188,7 +204,7 @@ class Run:
         phase, within_fit = stage.phase, self.state.entry_point is EntryPoint.FIT
         # Sharded parameters that were touched under inference_mode can never be trained again.
         plain = within_fit or self._inner.forward_is_collective or phase != "predict"
-        with torch.no_grad() if plain else torch.inference_mode(), _mode(self._inner, "eval"):
+        with torch.no_grad() if plain else torch.inference_mode(), in_mode(self._inner, "eval"):
             self._reporting.event("eval_start", phase=phase, within_fit=within_fit)
             self._begin(stage)
             with self._inner.evaluating():
@@ -248,7 +264,7 @@ def _tell_of_nothing(stage: Stage) -> None:
 
 
 @contextlib.contextmanager
-def _mode(inner: Unit, mode: str) -> Iterator[None]:
+def in_mode(inner: Unit, mode: str) -> Iterator[None]:
     """Modules in train or eval mode, and put back as they were, each submodule by itself, whatever happens."""
     roots = inner.tracked_modules().values()
     before = [(m, m.training) for root in roots for m in root.modules()]

@@ -20,7 +20,7 @@ from echelon.loop.progress import Progress
 from echelon.world import agree
 from echelon.world.device import to_host
 
-__all__ = ["FiniteWatch"]
+__all__ = ["FiniteWatch", "check_loss"]
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +158,17 @@ class FiniteWatch:
                 self._row,
                 self._first,
             )
+
+
+def check_loss(loss: torch.Tensor, weight: Any, step: int) -> None:
+    """Before the backward pass, and agreed: a rank that raised alone would leave the others waiting in a collective.
+
+    Raises:
+        NonFiniteError: on all ranks.
+    """
+    values = agree.gather(str(float(loss.detach()) if float(weight) else 0.0))
+    if bad := [f"rank {r}: {v}" for r, v in enumerate(values) if v in ("nan", "inf", "-inf")]:
+        raise NonFiniteError(f"step {step}: the loss is not finite ({', '.join(bad)}). The parameters were not changed.")
 
 
 def _where(update: int, micro_batches: int, progress: Progress) -> _Where:

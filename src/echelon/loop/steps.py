@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,7 +59,20 @@ class Steps:
 
     def run(self) -> bool:
         """All of them; True if the epoch came to its end, False if it was cut short."""
-        stage, fetch, take, step, cuts = self.stage, self.fetch, self.take, self.step, self.cuts
+        state, here, step, steps = self.stage.state, self.stage.here, self.step, self.each()
+        for data in steps:
+            try:
+                here.step_output = step(state, data)
+            except StopIteration:
+                self._check_iterates(data)
+                break
+        return self.close()
+
+    def each(self) -> Iterator[Any]:
+        """The batches, one by one. When the next is asked for, the step on the one before has been taken; then what follows it
+        is done. `close` tells the rest.
+        """
+        stage, fetch, take, cuts = self.stage, self.fetch, self.take, self.cuts
         state, unit, inner, hooks, here, progress = stage.state, stage.unit, stage.inner, stage.hooks, stage.here, stage.progress
         trains, before_step = stage.trains, hooks.next_end + hooks.step_start
         agree_to_stop, evaluate = self.between.agree_to_stop, self.between.evaluate
@@ -89,11 +102,7 @@ class Steps:
             waits.append(fetched - start)
             for hook in before_step:
                 hook(state, unit)
-            try:
-                here.step_output = step(state, data)
-            except StopIteration:
-                self._check_iterates(data)
-                break
+            yield data
             progress.num_steps_completed += 1
             progress.num_steps_completed_in_epoch += 1
             evaluates = evaluate is not None and evaluation_due.after_step(here, progress)
@@ -108,7 +117,6 @@ class Steps:
                 agree_to_stop()
             if evaluates:
                 evaluate()  # type: ignore[misc]
-        return self._close(progress)
 
     def _fetch_agreed(self, fetch: Callable[[], Any]) -> Any:
         """Where no loader has a length: all ranks have one more batch, or none has."""
@@ -136,8 +144,9 @@ class Steps:
                 f"{type(self.stage.unit).__name__}.{self.stage.phase}_step raised StopIteration; annotate its data as Iterator."
             ) from None
 
-    def _close(self, progress: Progress) -> bool:
-        here = self.stage.here
+    def close(self) -> bool:
+        """After the last batch: True if the epoch came to its end, False if it was cut short."""
+        here, progress = self.stage.here, self.stage.progress
         pulse.at(Phase.BETWEEN, self.trained.num_steps_completed, self.evaluated.num_steps_completed_in_epoch)
         if self.cuts is not None:
             self.cuts.settle()

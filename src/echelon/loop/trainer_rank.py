@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from echelon.contracts.errors import UsageError
 from echelon.data.base import BaseLoader
-from echelon.data.loader import Loader
+from echelon.data.torch_loader import as_loader, is_distributed
 from echelon.loop.auto import AutoUnit
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.callback import Callback
@@ -266,23 +266,7 @@ def shared(loader: Any, data_size: int, accumulation: int) -> Any:
     Raises:
         UsageError: its samples cannot be divided.
     """
-    if data_size == 1 or not isinstance(loader, DataLoader) or isinstance(getattr(loader, "sampler", None), DistributedSampler):
+    if data_size == 1 or not isinstance(loader, DataLoader) or is_distributed(loader):
         return loader
-    sampler: Any = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
-    plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
-    if loader.batch_size is None or not plain or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
-        what = type(sampler if sampler is not None else loader.dataset).__name__
-        raise UsageError(
-            f"a DataLoader with {what} cannot be divided between {data_size} ranks: every one would see the same samples. "
-            "Use echelon.Loader, for iterable datasets echelon.StreamLoader, or a DistributedSampler of your own."
-        )
-    return Loader(
-        loader.dataset,
-        loader.batch_size * data_size * accumulation,
-        shuffle=isinstance(sampler, RandomSampler),
-        accumulation=accumulation,
-        tail="drop" if loader.drop_last else "keep",
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory or None,
-    )
+    why = f"cannot be divided between {data_size} ranks: every one would see the same samples"
+    return as_loader(loader, (loader.batch_size or 1) * data_size * accumulation, accumulation, why)

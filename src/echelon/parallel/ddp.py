@@ -70,23 +70,18 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         self._passes: Passes | None = None
         self.reduces_unfrozen()
 
-    def forward_backward(
-        self,
-        micro_batch: MicroBatch[Any],
-        forward: Callable[[MicroBatch[Any]], tuple[torch.Tensor, Any]],
-        backward: Callable[[torch.Tensor, MicroBatch[Any]], None],
-    ) -> tuple[torch.Tensor, Any]:
-        passes = self._passes
-        if passes is None:
-            passes = self._passes = Passes(self.module)
-        passes.ran = False
-        loss, outputs = forward(micro_batch)
-        if self._reduces and not passes.ran:
+    def forward_begins(self) -> None:
+        if self._passes is None:
+            self._passes = Passes(self.module)
+        self._passes.ran = False
+
+    def backward(
+        self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
+    ) -> None:
+        assert self._passes is not None
+        if self._reduces and not self._passes.ran:
             loss = send_through(self.module, loss)
-        backward(loss, micro_batch)
-        if self._loose or self._frozen:
-            self._average_loose()
-        return loss, outputs
+        super().backward(loss, micro_batch, backward)
 
     @property
     def forward_is_collective(self) -> bool:  # type: ignore[override]

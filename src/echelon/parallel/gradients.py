@@ -21,7 +21,19 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.parallel.shards import local
 
-__all__ = ["clip_by_norm_", "clip_by_value_", "scale_"]
+__all__ = ["clear", "clip_by_norm_", "clip_by_value_", "scale_"]
+
+
+def clear(optimizer: torch.optim.Optimizer) -> None:
+    """Drop all gradients of an optimizer's parameters: its own `zero_grad` if it has one, else what torch's does, without its
+    profiler range, which takes longer than the work.
+    """
+    if getattr(type(optimizer), "zero_grad", None) is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+    else:
+        optimizer.zero_grad(set_to_none=True)
 
 
 def scale_(parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:

@@ -224,11 +224,21 @@ class Prepared(Generic[M]):
         backward: Callable[[torch.Tensor, MicroBatch[Any]], None],
     ) -> tuple[torch.Tensor, Any]:
         """`forward(micro_batch)` gives loss and outputs, `backward(loss, micro_batch)` follows."""
+        self.forward_begins()
         loss, outputs = forward(micro_batch)
+        self.backward(loss, micro_batch, backward)
+        return loss, outputs
+
+    def forward_begins(self) -> None:
+        """Before a micro-batch's forward pass, where that is code of the user's own and only `backward` is called after it."""
+
+    def backward(
+        self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
+    ) -> None:
+        """The second half of `forward_backward`."""
         backward(loss, micro_batch)
         if self._loose or self._frozen:
             self._average_loose()
-        return loss, outputs
 
     def forward_backward_window(
         self,

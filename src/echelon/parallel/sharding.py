@@ -102,16 +102,12 @@ class FSDPPrepared(Prepared[nn.Module]):
                 self._same = SameGradients(self.module)
         return NO_CONTEXT
 
-    def forward_backward(
-        self,
-        micro_batch: MicroBatch[Any],
-        forward: Callable[[MicroBatch[Any]], tuple[torch.Tensor, Any]],
-        backward: Callable[[torch.Tensor, MicroBatch[Any]], None],
-    ) -> tuple[torch.Tensor, Any]:
-        made = super().forward_backward(micro_batch, forward, backward)
+    def backward(
+        self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
+    ) -> None:
+        super().backward(loss, micro_batch, backward)
         if self._same is not None:
             self._same.check(last=self._reduces)
-        return made
 
     def discard_window(self) -> None:
         if not self._reduces:  # what it kept would join the next window

@@ -1,0 +1,52 @@
+"""A torch DataLoader as an echelon.Loader: the same samples, divided between the ranks, in an order that can be resumed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from echelon.contracts.errors import UsageError
+from echelon.data.loader import Loader
+
+__all__ = ["as_loader", "is_distributed"]
+
+
+def is_distributed(loader: Any) -> bool:
+    """Whether whoever made it has divided it between the ranks already."""
+    return isinstance(loader, DataLoader) and isinstance(getattr(loader, "sampler", None), DistributedSampler)
+
+
+def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why: str) -> Loader:
+    """
+    Args:
+        global_batch: samples of an update, over all ranks and micro-batches.
+        why: what cannot be done with a loader that has an order of its own.
+    Raises:
+        UsageError: it has one: a sampler that is no torch's, or an iterable dataset.
+    """
+    sampler: Any = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
+    plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    if not (plain or is_distributed(loader)) or loader.batch_size is None or _has_own_batches(loader):
+        what = type(sampler if sampler is not None else loader.dataset).__name__
+        raise UsageError(
+            f"a DataLoader with {what} {why}. Use echelon.Loader (echelon.Weighted gives its samples weights), for iterable "
+            "datasets echelon.StreamLoader, or a DistributedSampler of your own."
+        )
+    divided = is_distributed(loader)
+    return Loader(
+        loader.dataset,
+        global_batch,
+        seed=sampler.seed if divided else 0,
+        shuffle=sampler.shuffle if divided else isinstance(sampler, RandomSampler),
+        accumulation=accumulation,
+        tail="drop" if loader.drop_last else "keep",
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory or None,
+    )
+
+
+def _has_own_batches(loader: DataLoader[Any]) -> bool:
+    return type(loader.batch_sampler) is not torch.utils.data.BatchSampler

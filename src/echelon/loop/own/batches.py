@@ -1,0 +1,88 @@
+"""Loaders in a loop of one's own: the training loader, whose iteration is an epoch, and loaders to evaluate on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from echelon.contracts.errors import UsageError
+from echelon.data.base import BaseLoader, Combined
+from echelon.data.parts import Padding
+from echelon.data.torch_loader import as_loader, is_distributed
+from echelon.loop.own.unit import LoopUnit
+from echelon.world.device import copy_data_to_device
+
+if TYPE_CHECKING:
+    from echelon.loop.own.session import Session
+
+__all__ = ["EvaluationBatches", "TrainingBatches", "training_loader"]
+
+
+class _Batches:
+    """A loader; what else it has can be asked as ever."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+class TrainingBatches(_Batches):
+    """This rank's batches, on its device. Each iteration is an epoch; the first goes on where a restored run stood."""
+
+    def __init__(self, loader: Any, session: Session) -> None:
+        super().__init__(loader)
+        self._session = session
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._session.batches()
+
+
+class EvaluationBatches(_Batches):
+    """This rank's share of the batches, on its device, each sample once over all ranks."""
+
+    def __init__(self, loader: Any, unit: LoopUnit) -> None:
+        super().__init__(self._divided(loader, unit))
+        self._unit = unit
+
+    @staticmethod
+    def _divided(loader: Any, unit: LoopUnit) -> Any:
+        size = unit.data_rank_and_size
+        ranks = size[1] if size is not None else 1
+        if isinstance(loader, DataLoader):
+            per_rank = loader.batch_size or 1
+            batch = per_rank * ranks if is_distributed(loader) else math.ceil(per_rank / ranks) * ranks
+            loader = as_loader(loader, batch, 1, "cannot be divided between the ranks, each of which would see all samples")
+        if isinstance(loader, (BaseLoader, Combined)) and size is not None:
+            loader.set_data_rank(*size)
+        return loader
+
+    def __iter__(self) -> Iterator[Any]:
+        together = self._unit.forward_is_collective
+        for batch in self.loader:
+            if not isinstance(batch, Padding):
+                yield copy_data_to_device(batch, self._unit.device)
+            elif together:
+                raise UsageError(
+                    "the last batch must have a sample for each rank, since every rank must call the model under this strategy, "
+                    "got fewer. Choose another batch size, or drop the last batch."
+                )
+
+
+def training_loader(loader: Any, accumulation: int | None) -> tuple[Any, int]:
+    """What is iterated over, and the micro-batches of an update."""
+    if isinstance(loader, DataLoader):
+        steps, per_rank = accumulation or 1, loader.batch_size or 1
+        ranks = loader.sampler.num_replicas if is_distributed(loader) else 1  # type: ignore[attr-defined]
+        why = "has an order that prepare() cannot divide between ranks and resume"
+        return as_loader(loader, per_rank * ranks * steps, steps, why), steps
+    return loader, accumulation or int(getattr(loader, "accumulation", 1))

@@ -1,0 +1,213 @@
+"""`prepare`, `epochs`, `window` and `evaluating`: a training loop of one's own on many processes.
+
+    model, optimizer, loader = echelon.prepare(model, optimizer, loader, strategy="fsdp", checkpoints="checkpoints")
+    for epoch in echelon.epochs(loader, 3):
+        for x, y in loader:
+            with echelon.window(model) as window:
+                window.backward(loss_of(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+
+An AutoUnit (`loop/own/unit.py`) is behind it, so that gradients are weighed, runs saved and resumed, and stops agreed on as in
+`train`; and what the loop's own code does in between, it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from echelon.checkpoint.layout import Stateful
+from echelon.contracts.errors import UsageError, require
+from echelon.contracts.numbers import whole
+from echelon.contracts.overrides import overrides
+from echelon.data.base import BaseLoader, Combined
+from echelon.loop.callback import Callback
+from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
+from echelon.loop.engine import in_mode
+from echelon.loop.own.batches import EvaluationBatches, TrainingBatches, training_loader
+from echelon.loop.own.refit import check_optimizer, refit, refuse_on_all
+from echelon.loop.own.session import Session
+from echelon.loop.own.unit import LoopUnit
+from echelon.loop.own.window import OwnWindow
+from echelon.loop.unit import LRScheduler
+from echelon.parallel.activation import Preset
+from echelon.parallel.float8 import Float8
+from echelon.parallel.precision import Precision
+from echelon.parallel.recipe import Compile
+from echelon.parallel.strategy import Strategy
+from echelon.world.init import init_from_env
+
+__all__ = ["epochs", "evaluating", "prepare", "window"]
+
+
+def prepare(
+    *objects: Any,
+    strategy: Strategy | str | None = "ddp",
+    precision: str | torch.dtype | Precision | Float8 | None = None,
+    gradient_accumulation_steps: int | None = None,
+    checkpoints: str | Path | DistributedCheckpointSaver | None = None,
+    callbacks: Sequence[Callback] = (),
+    compile: Compile = None,
+    activation_checkpoint_params: Preset = None,
+    device: torch.device | None = None,
+) -> Any:
+    """Make a loop's model, optimizer and loaders parallel. Every rank calls it; it joins the ranks if they have not met.
+
+    Args:
+        objects: in any order: one model, one optimizer over its parameters, one training loader; if wanted a scheduler, loaders
+            to evaluate on (those after the first), and objects with `state_dict` and `load_state_dict` to be saved as well. The
+            batch size of a torch DataLoader is that of one process: the ranks share it. With a DistributedSampler it is each
+            rank's. `echelon.Loader` says it itself.
+        strategy, precision, compile, activation_checkpoint_params, device: as in AutoUnit.
+        gradient_accumulation_steps: batches of a rank in an update; by default the loader's, 1 for a DataLoader.
+        checkpoints: a folder, in which every epoch is saved, and what a stop interrupts; or a DistributedCheckpointSaver. What is
+            there is restored, before this returns.
+        callbacks: as in `train`.
+    Returns:
+        what was given, in its order: the model as the strategy has it, the same optimizer and scheduler, loaders that give
+        this rank's batches on its device. One object alone comes back as it is, not in a tuple.
+    Raises:
+        UsageError: on all ranks: an optimizer of other parameters, several models or optimizers, what is none of these.
+    """
+    parts = _Parts.of(objects)
+    device = device or init_from_env()
+    accumulation = gradient_accumulation_steps
+    if accumulation is not None:
+        whole("gradient_accumulation_steps", accumulation, at_least=1)
+    loader, steps = training_loader(parts.loader, accumulation)
+    names = {p: name for name, p in parts.model.named_parameters()}
+    refuse_on_all(check_optimizer(parts.optimizer, parts.model, names))
+    unit = LoopUnit(
+        parts.model,
+        parts.optimizer,
+        parts.scheduler,
+        strategy=strategy,
+        precision=precision,
+        gradient_accumulation_steps=steps,
+        compile=compile,
+        activation_checkpoint_params=activation_checkpoint_params,
+        device=device,
+    )
+    refit(unit.prepared, parts.optimizer, names)
+    for i, each in enumerate(parts.stateful):
+        setattr(unit, f"stateful_{i}", each)
+    saver = checkpoints
+    if saver is not None and not isinstance(saver, DistributedCheckpointSaver):
+        saver = DistributedCheckpointSaver(saver, save_every_n_epochs=1)
+    session = Session(unit, loader, [*callbacks, *([saver] if saver is not None else [])])
+    session.take_over()
+    batches = TrainingBatches(loader, session)
+    session.adopt(unit.module, parts.model, parts.optimizer, batches)
+    if saver is not None and not overrides().observes:
+        DistributedCheckpointSaver.restore_from_latest(str(saver.dirpath), unit, train_dataloader=loader)
+    made = {id(parts.model): unit.module, id(parts.loader): batches}
+    made |= {id(each): EvaluationBatches(each, unit) for each in parts.evaluation}
+    returned = tuple(made.get(id(each), each) for each in objects)
+    return returned[0] if len(returned) == 1 else returned
+
+
+def epochs(prepared: Any, number: int) -> Iterator[int]:
+    """The epochs of a run, from the one where a restored run stands: in place of `range(number)`.
+
+    After the last, and after a stop, the run is saved and ended, so that code behind the loop finds it so. A signal ends the
+    process here, with exit code 75, once the run is saved.
+
+    Args:
+        prepared: the training loader, model or optimizer from `prepare`.
+    """
+    return Session.of(prepared, "echelon.epochs(...)").epochs(number)
+
+
+def window(prepared: Any, *, weight: float | torch.Tensor | None = None) -> OwnWindow:
+    """The context of one batch: forward pass, `window.backward(loss)`, clipping and the optimizer's step.
+
+    In it the model computes in the precision that `prepare` was given, and gradients travel with an update's last batch.
+
+    Args:
+        prepared: the model or optimizer from `prepare`.
+        weight: what this rank's batch counts in the mean over the global batch: by default its rows. Where the loss is a mean
+            over tokens, their number: `weight=(y != -100).sum()`.
+    """
+    return OwnWindow(Session.of(prepared, "echelon.window(...)"), weight)
+
+
+@contextlib.contextmanager
+def evaluating(prepared: Any) -> Iterator[None]:
+    """Evaluation in a loop of one's own: eval mode, no gradients, `prepare`'s precision. Every rank enters it."""
+    session = Session.of(prepared, "echelon.evaluating(...)")
+    unit = session.unit
+    unit.prepared.before_evaluation()
+    with in_mode(unit, "eval"), torch.no_grad(), unit.autocast():
+        yield
+    unit.prepared.reshard()
+    if session.run is not None and session.state.recorder is not None:
+        session.state.recorder.pause_clock()
+
+
+@dataclass
+class _Parts:
+    """The arguments of `prepare`, by what they are."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: Any
+    scheduler: Any = None
+    evaluation: list[Any] = field(default_factory=list)
+    stateful: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, objects: Sequence[Any]) -> _Parts:
+        found: dict[str, list[Any]] = {kind: [] for kind in ("model", "optimizer", "scheduler", "loader", "stateful")}
+        for each in objects:
+            found[_kind(each)].append(each)
+        for kind, least, remedy in (
+            (
+                "model",
+                1,
+                "Networks that train together are one nn.Module with several children; for several optimizers write a TrainUnit.",
+            ),
+            ("optimizer", 1, "For several optimizers write a TrainUnit (docs/trainer.md)."),
+            ("scheduler", 0, "Combine schedulers by torch.optim.lr_scheduler.SequentialLR or ChainedScheduler."),
+        ):
+            require(
+                least <= len(found[kind]) <= 1,
+                "objects",
+                f"one model, one optimizer, at most one scheduler, and loaders, with {'one' if least else 'at most one'} {kind}",
+                [type(each).__name__ for each in objects],
+                remedy,
+            )
+        if not found["loader"]:
+            raise UsageError(
+                "objects must have the training loader, a torch DataLoader or an echelon.Loader, got "
+                f"{', '.join(type(each).__name__ for each in objects)}."
+            )
+        first, *others = found["loader"]
+        (model,), (optimizer,), schedulers = found["model"], found["optimizer"], found["scheduler"]
+        return cls(model, optimizer, first, schedulers[0] if schedulers else None, others, found["stateful"])
+
+
+def _kind(thing: Any) -> str:
+    if isinstance(thing, nn.Module):
+        return "model"
+    if isinstance(thing, torch.optim.Optimizer):
+        return "optimizer"
+    if isinstance(thing, LRScheduler):
+        return "scheduler"
+    if isinstance(thing, (DataLoader, BaseLoader, Combined)):
+        return "loader"
+    if isinstance(thing, Stateful):
+        return "stateful"
+    if isinstance(thing, Iterable) and not isinstance(thing, (str, bytes, type)):
+        return "loader"
+    raise UsageError(
+        "objects must be models, optimizers, schedulers, loaders or what has state_dict and load_state_dict, got "
+        f"{type(thing).__name__}."
+    )

@@ -1,0 +1,62 @@
+"""An optimizer that was made before its model was sharded holds parameters that are no more; it is given those in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.world import agree
+
+__all__ = ["Names", "check_optimizer", "refit", "refuse_on_all"]
+
+Names = Mapping[nn.Parameter, str]
+
+
+def refuse_on_all(problem: str | None) -> None:
+    """Collective.
+
+    Raises:
+        UsageError: on all ranks, with the first rank's problem, if one has any.
+    """
+    first = next((told for told in agree.gather(problem) if told is not None), None)
+    if first is not None:
+        raise UsageError(first)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, names: Names) -> str | None:
+    """What is wrong with an optimizer for this module, before it is made parallel; None if nothing is."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p in names for p in held):
+        return None
+    shape = f" (first: {tuple(held[0].shape)})" if held else ""
+    return (
+        f"the optimizer must hold parameters of the {type(module).__name__} that prepare() is given with it, got a "
+        f"{type(optimizer).__name__} with {len(held)} others{shape}. Make it from that model's parameters(), before prepare()."
+    )
+
+
+def refit(prepared: Any, optimizer: torch.optim.Optimizer, names: Names) -> None:
+    """Put the parameters that a module has now in the place of those that it had.
+
+    Args:
+        names: of those that it had.
+    Raises:
+        UsageError: the optimizer has a state of parameters that are no more.
+    """
+    now = dict(prepared.named_parameters(every_name=True))
+    replaced = {p: now[name] for p, name in names.items() if name in now and now[name] is not p}
+    if not replaced:
+        return
+    if any(optimizer.state.get(p) for p in replaced):
+        raise UsageError(
+            f"the {type(optimizer).__name__} must be new when its model is sharded, got one that has stepped. Call prepare() "
+            "before the first step; to go on from an earlier run, restore its checkpoint."
+        )
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(p, p) for p in group["params"]]
+    for parameter in replaced:
+        optimizer.state.pop(parameter, None)

@@ -1,0 +1,256 @@
+"""What belongs together in a loop of one's own: the unit, its loader, and the run that is under way."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from echelon.contracts.errors import UsageError
+from echelon.contracts.numbers import whole
+from echelon.loop.callback import Callback
+from echelon.loop.observer import observed
+from echelon.loop.own.run import OwnRun
+from echelon.loop.own.unit import LoopUnit
+from echelon.loop.own.window import OwnWindow
+from echelon.loop.state import State
+
+__all__ = ["Session"]
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """What `prepare` made of its arguments.
+
+    Attributes:
+        batch: that the loop has; None outside of the loader's iteration.
+        window: of this batch, once the loop has opened one.
+    """
+
+    _of: ClassVar[weakref.WeakKeyDictionary[Any, Session]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, unit: LoopUnit, loader: Any, callbacks: Sequence[Callback]) -> None:
+        self.unit, self.loader, self.callbacks = unit, loader, list(callbacks)
+        self.run: OwnRun | None = None
+        self.batch: Any = None
+        self.window: OwnWindow | None = None
+        self._in_batch = self._in_epochs = self._stopped = self._skipped = False
+        self._epochs: int | None = None
+        self._iterations = 0  # of the loader, by this process
+        self._applying = self._accumulated = False
+        self._witness: torch.Tensor | None = None  # a parameter with a gradient, in the middle of an update
+
+    # --- which session something belongs to
+
+    def adopt(self, *objects: Any) -> None:
+        for each in objects:
+            Session._of[each] = self
+
+    @staticmethod
+    def of(thing: Any, asked_by: str) -> Session:
+        """
+        Raises:
+            UsageError: `prepare` has not seen it.
+        """
+        try:
+            found = Session._of.get(thing)
+        except TypeError:  # what has no weak references or hashes was not made by `prepare`
+            found = None
+        if found is None:
+            raise UsageError(
+                f"{asked_by} must be given what echelon.prepare(...) returned, its model, optimizer or training loader, got a "
+                f"{type(thing).__name__} that it did not."
+            )
+        return found
+
+    # --- the run
+
+    @property
+    def state(self) -> State:
+        assert self.run is not None
+        return self.run.state
+
+    def ready(self) -> OwnRun:
+        """The run, begun if it is not yet. Collective."""
+        if self.run is None:
+            callbacks = observed(self.unit, self.loader, self.callbacks) or []
+            self.run = OwnRun(self.unit, self.loader, callbacks, self._epochs)
+            self.take_over()  # a strategy that divides the optimizer has put a `zero_grad` of its own in its place
+        return self.run
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """See `prepare.epochs`."""
+        progress = self.unit.train_progress
+        self._epochs = whole("the number of epochs", number, at_least=0)
+        if self.run is not None:
+            self.run.stage.here.max_epochs = self._epochs
+        if progress.num_epochs_completed >= self._epochs:
+            return
+        run = self.ready()
+        self._in_epochs = True
+        while progress.num_epochs_completed < self._epochs and not self._stopped:
+            self._iterations = epoch = progress.num_epochs_completed
+            yield epoch
+            self._settle(run)
+            if self._iterations == epoch:
+                run.skip_epoch()
+            if run.state.should_stop and not self._stopped:
+                self._finish()
+        if not self._stopped:
+            self._finish()
+        self.run, self._in_epochs, self._stopped = None, False, False
+
+    def _finish(self) -> None:
+        assert self.run is not None
+        self._stopped = self.run.state.should_stop
+        self.run.finish()
+
+    def batches(self) -> Iterator[Any]:
+        """One iteration over the training loader: an epoch."""
+        run, unit = self.ready(), self.unit
+        self._settle(run)
+        self._iterations += 1
+        self._skipped = unit.instead is None and (self._stopped or self._is_done())
+        if self._skipped:
+            return
+        try:
+            for batch in run.batches() if unit.instead is None else unit.instead():
+                yield self._begin_batch(batch if unit.given is None else unit.given(batch))
+                self._end_batch()
+        except GeneratorExit:  # by a `break`; what is collective is left to `_settle`, as one rank alone may do this
+            self._in_batch = False
+            raise
+        self._stopped = run.state.should_stop
+
+    def _settle(self, run: OwnRun) -> None:
+        """See to an epoch that the loop left by a `break`. Collective, if it did."""
+        if self.window is not None:
+            self._end_batch()
+        run.settle()
+
+    def _is_done(self) -> bool:
+        """Whether a loop that counts its epochs by itself is at one that was trained before a restart."""
+        if self._in_epochs or self._iterations > self.unit.train_progress.num_epochs_completed:
+            return False
+        logger.info("epoch %s was trained before this run was restored: its batches are left out", self._iterations - 1)
+        return True
+
+    def _begin_batch(self, batch: Any) -> Any:
+        assert self.run is not None
+        self.batch, self.window, self._in_batch = batch, None, True
+        self.run.took_step = False
+        return batch
+
+    def _end_batch(self) -> None:
+        """The loop asks for the next batch, or has left its epoch."""
+        window, self.window, self._in_batch, batch = self.window, None, False, self.batch
+        self.batch = None
+        if window is None:
+            return
+        if window.is_last and not window.stepped:
+            raise UsageError(
+                "the update must end with optimizer.step(), got the next batch before it. Call it after window.backward(loss), "
+                "on the optimizer that prepare() returned."
+            )
+        if self.unit.taken is not None and window.trained is not None:
+            self.unit.taken(self.state, batch, *window.trained)
+
+    def failed(self, error: BaseException) -> None:
+        if self.run is not None and not isinstance(error, GeneratorExit):
+            self.run.failed(error)
+
+    # --- what the loop calls for
+
+    def enter(self, window: OwnWindow) -> None:
+        """
+        Raises:
+            UsageError: no batch of the prepared loader is under way, or it has had its window.
+        """
+        if not self._in_batch:
+            raise UsageError(
+                "echelon.window(...) must be entered for a batch of the training loader that prepare() returned, got none under "
+                "way. Iterate over that loader, `for batch in loader:`, and open one window in it for each batch."
+            )
+        if self.window is not None:
+            raise UsageError(
+                "echelon.window(...) must be entered once for each batch, got a second time. Put all of a batch into one."
+            )
+        if self._witness is not None and self._witness.grad is None:
+            raise UsageError(
+                "the gradients of an update must be kept until its last batch, but something has dropped them in the middle. "
+                "Clear them by zero_grad() of the optimizer that prepare() returned, which knows when."
+            )
+        self.window = window
+        assert self.run is not None
+        self.run.took_step = True
+
+    def went_back(self) -> None:
+        self._accumulated = True
+        assert self.window is not None
+        if self.window.is_last:
+            self._witness = None
+        elif self._witness is None:
+            self._witness = next((p for p in self.unit.module.parameters() if p.grad is not None), None)
+
+    def optimizer_step(self, original: Callable[..., Any], closure: Any = None) -> Any:
+        if self._applying:
+            return original() if closure is None else original(closure)
+        if closure is not None:
+            raise UsageError(
+                "optimizer.step() must be called without a closure in a prepared loop, got one. Write a TrainUnit for it."
+            )
+        window = self.window
+        if window is None or not window.went_back:
+            raise UsageError(
+                "optimizer.step() must follow window.backward(loss) in `with echelon.window(model) as window:`, got a call "
+                + ("without a window." if window is None else "in a window without it. loss.backward() would not weigh the loss.")
+            )
+        if not window.is_last:
+            return None
+        self._applying = True
+        try:
+            if self.unit.plain is not None:
+                window.stepped = window.updated = True
+                return original()
+            window.step()
+        finally:
+            self._applying = self._accumulated = False
+        return None
+
+    def zero_grad(self, original: Callable[..., Any], *args: Any, **options: Any) -> None:
+        if not self._accumulated:
+            original(*args, **options)
+
+    def scheduler_step(self, original: Callable[..., Any], *args: Any, **options: Any) -> None:
+        window = self.window
+        if self._in_batch and not (window is not None and window.updated):
+            return
+        if not self._skipped:  # its state knows of epochs that were trained before a restart
+            original(*args, **options)
+
+    def take_over(self) -> None:
+        """From now on `step` and `zero_grad` of these very objects know the window. Schedulers wrap `step` likewise."""
+        optimizer, scheduler = self.unit.configured
+        _replace(optimizer, "step", self.optimizer_step)
+        _replace(optimizer, "zero_grad", self.zero_grad)
+        if scheduler is not None:
+            _replace(scheduler, "step", self.scheduler_step)
+
+
+def _replace(thing: Any, name: str, by: Callable[..., Any]) -> None:
+    original = getattr(thing, name)
+    if getattr(original, "knows_window", False):  # or what wraps it does: `functools.wraps` copies the mark
+        return
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        return by(original, *args, **options)
+
+    method.knows_window = True  # type: ignore[attr-defined]
+    setattr(thing, name, types.MethodType(method, thing))

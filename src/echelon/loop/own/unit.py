@@ -1,0 +1,140 @@
+"""The unit behind a loop of one's own: an AutoUnit whose loss, backward pass and update are called for from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.loop.auto import AutoUnit
+from echelon.loop.state import State
+from echelon.parallel.micro_batch import MicroBatch
+
+__all__ = ["LoopUnit", "Plain"]
+
+
+@dataclass
+class Plain:
+    """How a micro-batch is trained on in plain PyTorch, with nothing of echelon's: for the reference of `echelon prove`.
+
+    Args:
+        share: of the global batch's mean: the loss is multiplied by it.
+        is_last: the optimizer steps after it.
+    """
+
+    share: float
+    is_last: bool
+    loss: torch.Tensor | None = None
+    norm: float | None = None
+
+
+class LoopUnit(AutoUnit[Any]):
+    """Model, optimizer and schedule of a loop of one's own, with the state that is saved.
+
+    Args:
+        optimizer: before the run begins it is given the parameters that the module has then.
+        options: of AutoUnit.
+    Attributes:
+        configured: the optimizer and the scheduler that the loop has.
+        plain: set where plain PyTorch computes.
+        instead: gives the batches in place of the loader; for `echelon prove`.
+        given, taken: called with each batch before the loop gets it, and after its step with (state, data, weight, loss).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any,
+        **options: Any,
+    ) -> None:
+        super().__init__(module=module, **options)
+        self._ended: tuple[Any, Any] = (None, None)  # weight and loss of the latest window
+        if self.prepared.takes_windows:
+            raise UsageError(
+                "the strategy must compute micro-batches one by one in a loop of your own, got one that takes the micro-batches "
+                "of an update at once. Write an AutoUnit."
+            )
+        self.configured = (optimizer, lr_scheduler)
+        self.plain: Plain | None = None
+        self.instead: Callable[[], Iterator[Any]] | None = None
+        self.given: Callable[[Any], Any] | None = None
+        self.taken: Callable[[State, Any, float, Any], None] | None = None
+
+    @property
+    def agrees_to_stop(self) -> bool:
+        return self._reduces
+
+    @property
+    def steps_by_itself(self) -> bool:
+        return False
+
+    def compute_loss(self, state: State, data: Any) -> tuple[torch.Tensor, Any]:
+        raise UsageError("the loss is computed in your own loop. `train` and `fit` need an AutoUnit with compute_loss.")
+
+    def train_step(self, state: State, data: Any) -> Any:
+        raise UsageError("steps are taken in your own loop. `train` and `fit` need a unit.")
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        return self.configured
+
+    def step_lr_scheduler(self) -> None:
+        """The loop does."""
+
+    # --- a step, in the order in which the loop calls for it
+
+    def open(self, state: State, data: Any, weight: Any) -> MicroBatch[Any]:
+        """Begin the micro-batch that the loader gave."""
+        window, prepared = self.window, self.prepared
+        if self._finite.is_long:
+            self._finite.raise_if_long(together=self._reduces)
+        assert state.train_state is not None
+        step = state.train_state.step
+        ends_window = window.open(step.is_last)
+        if step.is_padding:
+            weight = 0
+        elif isinstance(weight, torch.Tensor):
+            weight = float(weight) if weight.device.type == "cpu" else weight.double()
+        if window.reference is None:
+            window.estimate(0 if prepared.is_replica else weight, over_ranks=self._reduces)
+        micro_batch = MicroBatch(data, weight, ends_window)
+        if state.recorder is not None:
+            self._count_flops(state.recorder, [micro_batch])
+        if window.count == 1:
+            self._around_window.enter_context(prepared.window())
+        if self._bitwise is not None:
+            self._bitwise.begin(window.updates, window.count - 1)
+        prepared.forward_begins()
+        return micro_batch
+
+    def backward(self, state: State, micro_batch: MicroBatch[Any], loss: torch.Tensor) -> None:
+        """The weighted backward pass; after an update's last the gradients are those of its global batch."""
+        bitwise, last = self._bitwise, micro_batch.is_last
+        self.prepared.backward(loss, micro_batch, partial(self._backward, state))
+        if bitwise is not None:
+            bitwise.add(last=last)
+        if last:
+            self._around_window.close()
+            self._ended = self._end_window(state)
+
+    @property
+    def update_loss(self) -> Any:
+        """Of the latest window, over all ranks."""
+        return self._ended[1]
+
+    def apply(self, state: State, norm: torch.Tensor | None) -> bool:
+        """The optimizer's step; False if fp16's scaler left it out."""
+        return self._apply(state, *self._ended, norm)
+
+    def reduces(self, micro_batch: MicroBatch[Any]) -> bool:
+        """Whether the ranks' gradients are averaged in this micro-batch's backward pass."""
+        return micro_batch.is_last or self._bitwise is not None
+
+    def give_up(self) -> None:
+        """Forget an unfinished window, after an error or at the end of an epoch."""
+        self._leave_window()

@@ -1,0 +1,157 @@
+"""A micro-batch in a loop of one's own: forward, backward and, if it ends its window, the update."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from echelon.contracts.errors import LossError, UsageError
+from echelon.contracts.numbers import number
+from echelon.loop.loss import problem_with
+from echelon.loop.own.unit import LoopUnit
+from echelon.loop.state import State
+from echelon.parallel.micro_batch import MicroBatch
+
+__all__ = ["OwnWindow"]
+
+
+class _Session(Protocol):
+    """What a window asks of the session that it belongs to; see `session.py`."""
+
+    unit: LoopUnit
+    batch: Any
+
+    @property
+    def state(self) -> State: ...
+
+    def enter(self, window: OwnWindow) -> None: ...
+
+    def went_back(self) -> None: ...
+
+    def failed(self, error: BaseException) -> None: ...
+
+
+class OwnWindow:
+    """What `window` gives. Enter it once for each batch, and call the model, `backward` and the optimizer's step within.
+
+    Attributes:
+        is_last: whether the update follows: this batch is the last of its window. Before, the optimizer's `step` and `zero_grad`
+            and the scheduler's `step` do nothing, so they may be called in every batch.
+        loss: after the update, its mean loss over the global batch: a float, or a 0-dim tensor on the device.
+    """
+
+    def __init__(self, session: _Session, weight: float | torch.Tensor | None) -> None:
+        self._session, self._weight = session, weight
+        self._micro_batch: MicroBatch[Any] | None = None
+        self._context = ExitStack()
+        self._norm: torch.Tensor | None = None
+        self._open = False
+        self.is_last, self.loss = False, None
+        self.trained: tuple[float, torch.Tensor] | None = None  # weight and loss of this rank's batch
+        self.went_back = self.stepped = self.updated = (
+            False  # backward was called; the optimizer stepped; it was no skipped update
+        )
+
+    def __enter__(self) -> OwnWindow:
+        session, unit = self._session, self._session.unit
+        session.enter(self)
+        self._open = True
+        if unit.plain is not None:
+            self.is_last = unit.plain.is_last
+            return self
+        weight = unit.weight(session.batch) if self._weight is None else self._weight
+        self._micro_batch = unit.open(session.state, session.batch, weight)
+        self.is_last = self._micro_batch.is_last
+        self._context.enter_context(unit.prepared.accumulate(unit.reduces(self._micro_batch)))
+        self._context.enter_context(unit.autocast())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open = False
+        self._context.close()
+        if error is not None:
+            self._session.failed(error)
+        elif not self.went_back:
+            raise UsageError(
+                "the window ended without window.backward(loss). Call it once in each window, in place of loss.backward(); leave "
+                "a batch out by leaving out its window, on all ranks."
+            )
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool | None = None) -> None:
+        """In place of `loss.backward()`: the gradients are weighed and, with the window's last batch, averaged over the ranks.
+
+        After the last one they are those of the mean over the global batch, so that they can be looked at and clipped.
+
+        Args:
+            loss: the mean loss of the batch, a scalar.
+            retain_graph: as torch has it.
+        """
+        self._check_open("backward")
+        if self.went_back:
+            raise UsageError(
+                "window.backward must be called once in a window, got a second call. Add the losses and call it with their sum."
+            )
+        unit = self._session.unit
+        if (problem := problem_with((loss, None), unit.module)) is not None:
+            raise LossError(f"window.backward was given {problem}")
+        self.went_back = True
+        if unit.plain is not None:
+            (loss * unit.plain.share).backward(retain_graph=retain_graph)
+            unit.plain.loss = loss.detach()
+        else:
+            assert self._micro_batch is not None
+            unit.retain_graph = retain_graph
+            with torch.autocast(unit.device.type, enabled=False):
+                unit.backward(self._session.state, self._micro_batch, loss)
+            self.trained = self._micro_batch.weight, loss.detach()
+            if self.is_last:
+                self.loss = unit.update_loss
+        self._session.went_back()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor | None:
+        """In place of `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: over all ranks, before the step.
+
+        Returns:
+            the norm before clipping; None before the window's last batch, where nothing is clipped.
+        """
+        number("max_norm", max_norm, "above 0; inf only measures", lambda most: most > 0)
+        if not self._has_gradients("clip_grad_norm_"):
+            return None
+        unit = self._session.unit
+        if unit.plain is not None:
+            self._norm = torch.nn.utils.clip_grad_norm_(unit.module.parameters(), max_norm, norm_type)
+            unit.plain.norm = float(self._norm)
+        else:
+            self._norm = unit.prepared.clip_grad_norm_(max_norm, norm_type)
+        return self._norm
+
+    def clip_grad_value_(self, max_value: float) -> None:
+        """In place of `torch.nn.utils.clip_grad_value_(model.parameters(), max_value)`; nothing before the last batch."""
+        number("max_value", max_value, "above 0", lambda most: most > 0)
+        if self._has_gradients("clip_grad_value_"):
+            self._session.unit.prepared.clip_grad_value_(max_value)
+
+    def step(self) -> None:
+        """For the optimizer's `step`, in the window's last batch."""
+        if self.stepped:
+            raise UsageError("optimizer.step() must be called once in an update, got a second call.")
+        self.stepped = True
+        self.updated = self._session.unit.apply(self._session.state, self._norm)
+
+    def _has_gradients(self, name: str) -> bool:
+        """Whether there are gradients of a whole update."""
+        self._check_open(name)
+        if not self.went_back:
+            raise UsageError(f"window.{name} must come after window.backward(loss), got it before.")
+        if self.stepped:
+            raise UsageError(f"window.{name} must come before optimizer.step(), got it after.")
+        return self.is_last
+
+    def _check_open(self, name: str) -> None:
+        if not self._open:
+            raise UsageError(
+                f"window.{name} must be called inside its window, `with echelon.window(model) as window:`, got it outside."
+            )
