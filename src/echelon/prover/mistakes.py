@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 
 from echelon.prover.micro import NotJoinable, join
 from echelon.prover.reference import AutoReference, OwnReference, Reference, Values, by_index
-from echelon.prover.values import as_real, named_values, parameters_of
 
-__all__ = ["mistakes_of", "tried"]
+__all__ = ["mistakes_of"]
 
 
 @dataclass
@@ -72,26 +70,10 @@ def _of_own(reference: OwnReference, k: int) -> tuple[list[_Part], Values]:
     parts = []
     for record in reference.records:
         micros = record["updates"][k]
-        loss, gradients = tried(reference, [m.data for m in micros])
+        loss, gradients = reference.tried([m.data for m in micros])
         parts.append(_Part(record["rank"], sum(m.weight for m in micros), loss, gradients))
     whole = [reference.whole_batch([m.data for m in same]) for same in by_index(reference.records, k)]
-    return parts, tried(reference, whole)[1]
-
-
-def tried(reference: OwnReference, batches: list[Any]) -> tuple[float, Values]:
-    """Mean loss and gradients of steps that are then undone."""
-    tensors = {**dict(parameters_of(reference.unit)), **named_values(reference.unit)}
-    before = {n: t.detach().clone() for n, t in tensors.items()}
-    optimizers = list(reference.unit.tracked_optimizers().values())
-    saved = copy.deepcopy([o.state_dict() for o in optimizers])
-    losses = [loss for loss in map(reference.step, batches) if loss is not None]
-    gradients = as_real(reference.watch.take() or {})
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            tensor.copy_(before[name])
-    for optimizer, state in zip(optimizers, saved, strict=True):
-        optimizer.load_state_dict(state)
-    return sum(losses) / len(losses) if losses else float("nan"), gradients
+    return parts, reference.tried(whole)[1]
 
 
 def _micro_batch_of_all_ranks(reference: AutoReference, k: int, limit: float | None) -> dict[str, dict[str, Any]]:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from echelon.prover.micro import Micro, NotJoinable, digest, join, widened
-from echelon.prover.mistakes import tried
-from echelon.prover.reference import AutoReference, OwnReference, Reference, by_index
+from echelon.prover.micro import Micro, NotJoinable, digest, join
+from echelon.prover.reference import AutoReference, Reference, by_index
 from echelon.prover.values import named_values
 
 __all__ = ["probe"]
@@ -40,8 +39,7 @@ def probe(reference: Reference) -> dict[str, Any]:
             return tensor
 
         with contextlib.suppress(RuntimeError), torch.autograd.graph.saved_tensors_hooks(kept, lambda t: t):
-            loss, _ = reference.unit.compute_loss(reference.state, widened(micro.data, reference.dtype, reference.device))
-            facts["narrowest"] = _narrowest(loss, seen)
+            facts["narrowest"] = _narrowest(reference.loss_of(micro.data), seen)
         now = reference.sources.states()
         first, second = (_pass(reference, micro.data, now) for _ in range(2))
         facts["repeatable"] = abs(first - second) <= 1e-4 * abs(first) or first != first
@@ -73,12 +71,7 @@ def _pass(reference: Reference, data: Any, streams: Mapping[str, Any]) -> float:
     buffers = named_values(reference.unit)
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
     reference.sources.restore(streams)
-    if isinstance(reference, AutoReference):
-        loss, _ = reference.unit.compute_loss(reference.state, widened(data, reference.dtype, reference.device))
-        value = float(loss.detach())
-    else:
-        assert isinstance(reference, OwnReference)
-        value = tried(reference, [data])[0]
+    value = reference.try_loss(data)
     with torch.no_grad():
         for name, buffer in buffers.items():
             buffer.copy_(before[name])

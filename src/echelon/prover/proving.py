@@ -199,7 +199,7 @@ class Proving:
             result.label = Row(AS_WRITTEN, row.ranks, None, row.accumulation, row.optimizer).label
         if not records[0]["updates"]:
             self.idle = not self.kind
-            what = "no optimizer took a step before it ended" if self.kind else "it never called echelon's train or fit"
+            what = "no optimizer took a step before it ended" if self.kind else "it never called echelon's train, fit or prepare"
             result.verdict, result.message = "failed", f"there is nothing to compare: {what}."
             return
         times = records[0]["step_s"][1:] or records[0]["step_s"]

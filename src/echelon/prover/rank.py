@@ -16,16 +16,19 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.loop.callback import Callback
 from echelon.loop.observer import observing
+from echelon.loop.own.unit import LoopUnit
 from echelon.prover.generators import GLOBAL
 from echelon.prover.matrix import Row
 from echelon.prover.micro import on_host, plain, widened
 from echelon.prover.mistakes import mistakes_of
 from echelon.prover.probe import probe
-from echelon.prover.record import Enough, StepRecorder
-from echelon.prover.reference import How, Reference, Shake, reference_of
+from echelon.prover.record import StepRecorder
+from echelon.prover.reference import How, Reference, Shake
+from echelon.prover.references import reference_of
 from echelon.prover.row_strategy import RowStrategy
 from echelon.prover.samples import checksums
 from echelon.prover.target import Target
+from echelon.prover.turns import Enough, Turns
 from echelon.prover.wide import without_narrow_casts
 from echelon.prover.workarounds import noting_seeds, without_autocast
 from echelon.world import rng
@@ -89,13 +92,20 @@ class Replay:
         return self.instead_of_training(with_unit, torch.float64 if how == "wide" else self.dtype)
 
     def instead_of_training(self, work: Callable[[Any, Any], dict[str, Any]], dtype: torch.dtype) -> dict[str, Any]:
-        """Run the target up to its first `train` or `fit`, and return what `work(unit, dataloader)` does there."""
+        """Run the target up to where it would train, and return what `work(unit, dataloader)` does there."""
         found: dict[str, Any] = {}
+        turns: Turns | None = None
 
         def work_and_end(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
+            nonlocal turns
             _adapt(unit, self.row)
-            found.update(work(unit, dataloader))
-            raise Enough
+            if not isinstance(unit, LoopUnit):
+                found.update(work(unit, dataloader))
+                raise Enough
+            if turns is None:
+                unit.turns = turns = Turns(lambda: found.update(work(unit, dataloader)))
+                unit.instead = turns.batches
+            return []
 
         decided = Overrides("noop", self.row.precision or "fp32", 1, False, None, observes=True)
         with _deciding(decided, dtype, self.seed), observing(work_and_end):
@@ -104,7 +114,12 @@ class Replay:
             except Enough:
                 return found
         what = self.target.script or "the functions"
-        raise UsageError(f"{what} never called echelon's train or fit, so there is nothing to compare.")
+        if turns is not None:
+            raise UsageError(
+                f"the loop of {what} ended in one process after {turns.given} batches, before it had trained on all that the "
+                "ranks recorded. A loop that counts its batches by itself must count updates."
+            )
+        raise UsageError(f"{what} never called echelon's train, fit or prepare, so there is nothing to compare.")
 
 
 def run_reference(replay: Replay, how: How = "right", shake: Shake | None = None) -> dict[str, Any]:

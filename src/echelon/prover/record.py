@@ -10,14 +10,13 @@ import contextlib
 import functools
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
@@ -25,14 +24,16 @@ from echelon.loop import unit as units
 from echelon.loop.auto import AutoUnit
 from echelon.loop.callback import Callback
 from echelon.loop.loss import rows
+from echelon.loop.own.unit import LoopUnit
 from echelon.loop.state import ActivePhase, State
 from echelon.parallel.names import plain_name
-from echelon.parallel.partition import Partition
 from echelon.prover.generators import Sources, drawn_between
+from echelon.prover.gradients import GradientWatch
 from echelon.prover.micro import Micro, digest, widened
 from echelon.prover.peak import PeakMemory
 from echelon.prover.rank_record import RankRecord
 from echelon.prover.samples import Reading, plan_of
+from echelon.prover.turns import Enough
 from echelon.prover.values import (
     loss_in,
     modules_of,
@@ -45,69 +46,9 @@ from echelon.prover.values import (
     whole_parameters,
 )
 
-__all__ = ["Enough", "GradientWatch", "StepRecorder", "rates_of"]
+__all__ = ["StepRecorder"]
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-class Enough(BaseException):
-    """Ends a script when all updates that are compared have been seen. Not an Exception, so that no script swallows it."""
-
-
-class GradientWatch:
-    """Gradients by name as the optimizers of a unit see them when they step: of each parameter, when one that holds it does.
-
-    Of a parameter that no optimizer holds, at the first step of the update.
-    """
-
-    def __init__(self, unit: Any) -> None:
-        self._unit = unit
-        self._handle = register_optimizer_step_pre_hook(self._before_step)
-        self.pause: Callable[[], Any] = contextlib.nullcontext
-        self.looks = True
-        self.held: set[str] = set()
-        self.strangers = 0  # parameters in an optimizer that belong to no module of the unit
-        self.rates: list[list[float]] = []  # by update: of the groups of the optimizer that stepped first
-        self._values: dict[str, torch.Tensor] = {}
-        self._stepped = False
-
-    def take(self) -> dict[str, torch.Tensor] | None:
-        """What was seen since the last call; None if no optimizer stepped."""
-        values = self._values if self._stepped else None
-        self._values, self._stepped = {}, False
-        return values
-
-    def remove(self) -> None:
-        self._handle.remove()
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        tracked = self._unit.tracked_optimizers().values()
-        if any(Partition.behind(each) is optimizer is not each for each in tracked):
-            return  # it works behind one that was seen
-        with self.pause():
-            mine = _parameters_in([optimizer])
-            others = _parameters_in(tracked) - mine
-            named = [(prefix + n, p, each) for prefix, each in prepared_of(self._unit) for n, p in each.named_parameters()]
-            self.strangers = max(self.strangers, len(mine - {id(p) for _, p, _ in named}))
-            self.held |= {name for name, p, _ in named if id(p) in mine}
-            for name, parameter, prepared in named if self.looks else ():
-                if id(parameter) in others or not (id(parameter) in mine or not self._stepped):
-                    continue
-                gradient = prepared.gradient_of(parameter)
-                if gradient is not None:
-                    self._values[name] = whole(gradient)
-            if not self._stepped:
-                self.rates.append(rates_of(optimizer))
-            self._stepped = True
-
-
-def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rates of its groups."""
-    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-
-
-def _parameters_in(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
 class StepRecorder(Callback):
@@ -150,7 +91,10 @@ class StepRecorder(Callback):
         self._unit, self._sources, self._loader = unit, Sources(unit), dataloader
         self._describe(unit, dataloader)
         self._unlike_others(unit, unseeded)
-        if isinstance(unit, AutoUnit):
+        if isinstance(unit, LoopUnit):
+            self.record.dropouts = switch_off_dropout(unit)
+            self._watch_loop(unit)
+        elif isinstance(unit, AutoUnit):
             self._watch_auto(unit)
         else:
             self.record.dropouts = switch_off_dropout(unit)
@@ -179,7 +123,7 @@ class StepRecorder(Callback):
 
     def _describe(self, unit: Any, dataloader: Any) -> None:
         record = self.record
-        record.kind = "AutoUnit" if isinstance(unit, AutoUnit) else "TrainUnit"
+        record.kind = next(kind.__name__ for kind in (LoopUnit, AutoUnit, units.TrainUnit) if isinstance(unit, kind))
         record.is_replica = isinstance(unit, AutoUnit) and unit.prepared.is_replica
         record.has_plan = any(hasattr(module, "tp_plan") for _, module in modules_of(unit))
         record.loader = type(dataloader).__name__
@@ -193,7 +137,7 @@ class StepRecorder(Callback):
                     record.batch_norms.append(prefix + plain_name(name))
 
     def _watch_auto(self, unit: AutoUnit[Any]) -> None:
-        compute_loss, clip = unit.compute_loss, unit.prepared.clip_grad_norm_
+        compute_loss = unit.compute_loss
 
         def watched_loss(state: State, data: Any) -> tuple[torch.Tensor, Any]:
             if state.active_phase is not ActivePhase.TRAIN:
@@ -205,13 +149,33 @@ class StepRecorder(Callback):
             self._take(data, 0.0 if silent else float(unit.weight(data)), made[0], before, unit.train_progress)
             return made
 
+        record_is_replica = self.record.is_replica
+        unit.compute_loss = watched_loss  # type: ignore[method-assign]
+        self._watch_clipping(unit)
+
+    def _watch_loop(self, unit: LoopUnit) -> None:
+        before: dict[str, Any] = {}
+
+        def given(data: Any) -> Any:
+            nonlocal before
+            data = widened(data, self.dtype, unit.device)
+            before = self._states()
+            return data
+
+        def taken(state: State, data: Any, weight: Any, loss: Any) -> None:
+            self._take(data, 0.0 if self.record.is_replica else float(weight), loss, before, unit.train_progress)
+
+        unit.given, unit.taken, unit.left_out = given, taken, lambda: self._micros.clear()
+        self._watch_clipping(unit)
+
+    def _watch_clipping(self, unit: AutoUnit[Any]) -> None:
+        clip = unit.prepared.clip_grad_norm_
+
         def watched_clip(*args: Any, **options: Any) -> torch.Tensor:
             norm = clip(*args, **options)
             self._norm = float(norm)
             return norm
 
-        record_is_replica = self.record.is_replica
-        unit.compute_loss = watched_loss  # type: ignore[method-assign]
         unit.prepared.clip_grad_norm_ = watched_clip  # type: ignore[method-assign]
 
     def _watch_own(self, unit: Any) -> None:

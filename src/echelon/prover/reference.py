@@ -13,6 +13,7 @@ of. Again is one of
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ from echelon.loop.auto import AutoUnit
 from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.parallel.shards import local
 from echelon.prover.generators import Sources
+from echelon.prover.gradients import GradientWatch, rates_of
 from echelon.prover.micro import Micro, NotJoinable, digest, join, widened
-from echelon.prover.record import GradientWatch, rates_of
 from echelon.prover.values import (
     as_real,
     loss_in,
@@ -41,7 +42,7 @@ from echelon.prover.values import (
     widen,
 )
 
-__all__ = ["AGAIN", "AutoReference", "How", "OwnReference", "Reference", "Shake", "by_index", "micros_in_order", "reference_of"]
+__all__ = ["AGAIN", "AutoReference", "How", "OwnReference", "Reference", "Shake", "by_index", "micros_in_order"]
 
 Values = dict[str, torch.Tensor]
 How = Literal["right", "wide", "shaken"]
@@ -59,12 +60,6 @@ def by_index(records: list[dict[str, Any]], k: int) -> list[list[Micro]]:
     """Of update k: for each micro-batch, those of all ranks."""
     of_ranks = [r["updates"][k] for r in records]
     return [[r[m] for r in of_ranks if m < len(r)] for m in range(max(map(len, of_ranks)))]
-
-
-def reference_of(unit: Any, records: list[dict[str, Any]], folder: Path, dtype: torch.dtype, how: How, shake: Shake) -> Reference:
-    """The reference for this kind of unit."""
-    kind = AutoReference if isinstance(unit, AutoUnit) else OwnReference
-    return kind(unit, records, folder, dtype, how, shake)
 
 
 @dataclass(frozen=True)
@@ -121,6 +116,10 @@ class Reference(ABC):
     @abstractmethod
     def epoch_ended(self) -> None:
         """Before the unit hears of it."""
+
+    @abstractmethod
+    def try_loss(self, data: Any) -> float:
+        """Of one batch, as the unit computes it; nothing is trained."""
 
     # --- training
 
@@ -261,13 +260,19 @@ class AutoReference(Reference):
         for data, share, streams in pieces:
             self.sources.restore(streams)
             with self.unit.computes.autocast(self.device):
-                loss, _ = self.unit.compute_loss(self.state, widened(data, self.dtype, self.device))
+                loss = self.loss_of(data)
             if streams:
                 after = self.sources.states()
                 self.draws.append(digest({name: after.get(name) for name in streams}))
             (loss * share).backward()
             mean += float(loss.detach()) * share
         return mean
+
+    def try_loss(self, data: Any) -> float:
+        return float(self.loss_of(data).detach())
+
+    def loss_of(self, data: Any) -> torch.Tensor:
+        return self.unit.compute_loss(self.state, widened(data, self.dtype, self.device))[0]
 
     def _clip(self) -> float | None:
         norm, unit = None, self.unit
@@ -306,6 +311,24 @@ class OwnReference(Reference):
         gradients = self.watch.take() or {}
         self.held, self.rates = self.watch.held, self.watch.rates
         return {"loss": mean, "norm": None, "gradients": gradients}
+
+    def tried(self, batches: list[Any]) -> tuple[float, Values]:
+        """Mean loss and gradients of steps that are then undone."""
+        tensors = {**dict(parameters_of(self.unit)), **named_values(self.unit)}
+        before = {n: t.detach().clone() for n, t in tensors.items()}
+        optimizers = list(self.unit.tracked_optimizers().values())
+        saved = copy.deepcopy([o.state_dict() for o in optimizers])
+        losses = [loss for loss in map(self.step, batches) if loss is not None]
+        gradients = as_real(self.watch.take() or {})
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(before[name])
+        for optimizer, state in zip(optimizers, saved, strict=True):
+            optimizer.load_state_dict(state)
+        return sum(losses) / len(losses) if losses else float("nan"), gradients
+
+    def try_loss(self, data: Any) -> float:
+        return self.tried([data])[0]
 
     def step(self, batch: Any) -> float | None:
         return number_in(loss_in(self.unit.train_step(self.state, widened(batch, self.dtype, self.device))))

@@ -78,11 +78,10 @@ def prepare(
         UsageError: on all ranks: an optimizer of other parameters, several models or optimizers, what is none of these.
     """
     parts = _Parts.of(objects)
+    if gradient_accumulation_steps is not None:
+        whole("gradient_accumulation_steps", gradient_accumulation_steps, at_least=1)
     device = device or init_from_env()
-    accumulation = gradient_accumulation_steps
-    if accumulation is not None:
-        whole("gradient_accumulation_steps", accumulation, at_least=1)
-    loader, steps = training_loader(parts.loader, accumulation)
+    loader, steps = training_loader(parts.loader, gradient_accumulation_steps)
     names = {p: name for name, p in parts.model.named_parameters()}
     refuse_on_all(check_optimizer(parts.optimizer, parts.model, names))
     unit = LoopUnit(
@@ -97,21 +96,35 @@ def prepare(
         device=device,
     )
     refit(unit.prepared, parts.optimizer, names)
+    batches = _joined(parts, unit, loader, list(callbacks), checkpoints)
+    made = {id(parts.model): unit.module, id(parts.loader): batches}
+    made |= {id(each): EvaluationBatches(each, unit) for each in parts.evaluation}
+    returned = tuple(made.get(id(each), each) for each in objects)
+    return returned[0] if len(returned) == 1 else returned
+
+
+def _joined(
+    parts: _Parts,
+    unit: LoopUnit,
+    loader: Any,
+    callbacks: list[Callback],
+    checkpoints: str | Path | DistributedCheckpointSaver | None,
+) -> TrainingBatches:
+    """The training loader as the loop gets it, with all that belongs to it; restored."""
     for i, each in enumerate(parts.stateful):
         setattr(unit, f"stateful_{i}", each)
     saver = checkpoints
     if saver is not None and not isinstance(saver, DistributedCheckpointSaver):
         saver = DistributedCheckpointSaver(saver, save_every_n_epochs=1)
-    session = Session(unit, loader, [*callbacks, *([saver] if saver is not None else [])])
+    if saver is not None:
+        callbacks.append(saver)
+    session = Session(unit, loader, callbacks)
     session.take_over()
     batches = TrainingBatches(loader, session)
     session.adopt(unit.module, parts.model, parts.optimizer, batches)
     if saver is not None and not overrides().observes:
         DistributedCheckpointSaver.restore_from_latest(str(saver.dirpath), unit, train_dataloader=loader)
-    made = {id(parts.model): unit.module, id(parts.loader): batches}
-    made |= {id(each): EvaluationBatches(each, unit) for each in parts.evaluation}
-    returned = tuple(made.get(id(each), each) for each in objects)
-    return returned[0] if len(returned) == 1 else returned
+    return batches
 
 
 def epochs(prepared: Any, number: int) -> Iterator[int]:

@@ -7,7 +7,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -25,6 +25,9 @@ __all__ = ["Session"]
 logger = logging.getLogger(__name__)
 
 
+_sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()  # by what `prepare` has returned
+
+
 class Session:
     """What `prepare` made of its arguments.
 
@@ -32,8 +35,6 @@ class Session:
         batch: that the loop has; None outside of the loader's iteration.
         window: of this batch, once the loop has opened one.
     """
-
-    _of: ClassVar[weakref.WeakKeyDictionary[Any, Session]] = weakref.WeakKeyDictionary()
 
     def __init__(self, unit: LoopUnit, loader: Any, callbacks: Sequence[Callback]) -> None:
         self.unit, self.loader, self.callbacks = unit, loader, list(callbacks)
@@ -50,7 +51,7 @@ class Session:
 
     def adopt(self, *objects: Any) -> None:
         for each in objects:
-            Session._of[each] = self
+            _sessions[each] = self
 
     @staticmethod
     def of(thing: Any, asked_by: str) -> Session:
@@ -59,7 +60,7 @@ class Session:
             UsageError: `prepare` has not seen it.
         """
         try:
-            found = Session._of.get(thing)
+            found = _sessions.get(thing)
         except TypeError:  # what has no weak references or hashes was not made by `prepare`
             found = None
         if found is None:
@@ -181,7 +182,9 @@ class Session:
             raise UsageError(
                 "echelon.window(...) must be entered once for each batch, got a second time. Put all of a batch into one."
             )
-        if self._witness is not None and self._witness.grad is None:
+        if self.unit.plain is None and self.unit.at_boundary:
+            self._accumulated, self._witness = False, None
+        elif self.unit.plain is None and self._witness is not None and self._witness.grad is None:
             raise UsageError(
                 "the gradients of an update must be kept until its last batch, but something has dropped them in the middle. "
                 "Clear them by zero_grad() of the optimizer that prepare() returned, which knows when."
@@ -217,8 +220,9 @@ class Session:
         try:
             if self.unit.plain is not None:
                 window.stepped = window.updated = True
-                return original()
-            window.step()
+                self.unit.optimizer.step()  # which prove may have replaced
+            else:
+                window.step()
         finally:
             self._applying = self._accumulated = False
         return None
@@ -239,18 +243,25 @@ class Session:
         optimizer, scheduler = self.unit.configured
         _replace(optimizer, "step", self.optimizer_step)
         _replace(optimizer, "zero_grad", self.zero_grad)
-        if scheduler is not None:
-            _replace(scheduler, "step", self.scheduler_step)
+        if scheduler is not None and not getattr(scheduler.step, "knows_window", False):
+            # By its class: a scheduler's own attributes are its state.
+            step = _knowing(type(scheduler).step, self.scheduler_step, bound_to=scheduler)
+            scheduler.__class__ = type(type(scheduler).__name__, (type(scheduler),), {"step": step})
 
 
 def _replace(thing: Any, name: str, by: Callable[..., Any]) -> None:
     original = getattr(thing, name)
-    if getattr(original, "knows_window", False):  # or what wraps it does: `functools.wraps` copies the mark
-        return
+    if not getattr(original, "knows_window", False):  # or what wraps it does: `functools.wraps` copies the mark
+        setattr(thing, name, types.MethodType(_knowing(original, by), thing))
+
+
+def _knowing(original: Callable[..., Any], by: Callable[..., Any], bound_to: Any = None) -> Callable[..., Any]:
+    """A method in the place of `original`, that leaves it to `by` to call it."""
+    call = original if bound_to is None else functools.partial(original, bound_to)
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **options: Any) -> Any:
-        return by(original, *args, **options)
+        return by(call, *args, **options)
 
     method.knows_window = True  # type: ignore[attr-defined]
-    setattr(thing, name, types.MethodType(method, thing))
+    return method

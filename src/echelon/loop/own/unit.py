@@ -14,6 +14,7 @@ from echelon.contracts.errors import UsageError
 from echelon.loop.auto import AutoUnit
 from echelon.loop.state import State
 from echelon.parallel.micro_batch import MicroBatch
+from echelon.parallel.partition import parameters_of
 
 __all__ = ["LoopUnit", "Plain"]
 
@@ -42,8 +43,9 @@ class LoopUnit(AutoUnit[Any]):
     Attributes:
         configured: the optimizer and the scheduler that the loop has.
         plain: set where plain PyTorch computes.
-        instead: gives the batches in place of the loader; for `echelon prove`.
-        given, taken: called with each batch before the loop gets it, and after its step with (state, data, weight, loss).
+        instead, turns: gives the batches in place of the loader, and how; for `echelon prove`.
+        given, taken, left_out: called with each batch before the loop gets it; after its step with (state, data, weight, loss);
+            when batches of an unfinished update are left out.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class LoopUnit(AutoUnit[Any]):
         self.configured = (optimizer, lr_scheduler)
         self.plain: Plain | None = None
         self.instead: Callable[[], Iterator[Any]] | None = None
+        self.turns: Any = None
         self.given: Callable[[Any], Any] | None = None
         self.taken: Callable[[State, Any, float, Any], None] | None = None
+        self.left_out: Callable[[], None] | None = None
 
     @property
     def agrees_to_stop(self) -> bool:
@@ -135,6 +139,12 @@ class LoopUnit(AutoUnit[Any]):
         """Whether the ranks' gradients are averaged in this micro-batch's backward pass."""
         return micro_batch.is_last or self._bitwise is not None
 
-    def give_up(self) -> None:
-        """Forget an unfinished window, after an error or at the end of an epoch."""
-        self._leave_window()
+    def zero_grad(self, state: State) -> None:
+        # Not by the optimizer's own: that keeps gradients in the middle of an update, of which this is the end.
+        for parameter in parameters_of(self.optimizer):
+            parameter.grad = None
+
+    def _leave_window(self) -> None:
+        super()._leave_window()
+        if self.left_out is not None:
+            self.left_out()

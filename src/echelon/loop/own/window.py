@@ -40,7 +40,8 @@ class OwnWindow:
     Attributes:
         is_last: whether the update follows: this batch is the last of its window. Before, the optimizer's `step` and `zero_grad`
             and the scheduler's `step` do nothing, so they may be called in every batch.
-        loss: after the update, its mean loss over the global batch: a float, or a 0-dim tensor on the device.
+        loss: after `backward`, this rank's mean loss of the batch; with the window's last, that of the global batch over all
+            ranks. A float, or a 0-dim tensor.
     """
 
     def __init__(self, session: _Session, weight: float | torch.Tensor | None) -> None:
@@ -49,7 +50,8 @@ class OwnWindow:
         self._context = ExitStack()
         self._norm: torch.Tensor | None = None
         self._open = False
-        self.is_last, self.loss = False, None
+        self.is_last = False
+        self.loss: Any = None
         self.trained: tuple[float, torch.Tensor] | None = None  # weight and loss of this rank's batch
         self.went_back = self.stepped = self.updated = (
             False  # backward was called; the optimizer stepped; it was no skipped update
@@ -100,15 +102,14 @@ class OwnWindow:
         self.went_back = True
         if unit.plain is not None:
             (loss * unit.plain.share).backward(retain_graph=retain_graph)
-            unit.plain.loss = loss.detach()
+            self.loss = unit.plain.loss = loss.detach()
         else:
             assert self._micro_batch is not None
             unit.retain_graph = retain_graph
             with torch.autocast(unit.device.type, enabled=False):
                 unit.backward(self._session.state, self._micro_batch, loss)
             self.trained = self._micro_batch.weight, loss.detach()
-            if self.is_last:
-                self.loss = unit.update_loss
+            self.loss = unit.update_loss if self.is_last else loss.detach()
         self._session.went_back()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor | None:

@@ -1,0 +1,71 @@
+"""Gradients as optimizers see them, by torch's own hook."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from echelon.parallel.partition import Partition
+from echelon.prover.values import prepared_of, whole
+
+__all__ = ["GradientWatch", "rates_of"]
+
+
+class GradientWatch:
+    """Gradients by name as the optimizers of a unit see them when they step: of each parameter, when one that holds it does.
+
+    Of a parameter that no optimizer holds, at the first step of the update.
+    """
+
+    def __init__(self, unit: Any) -> None:
+        self._unit = unit
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self.pause: Callable[[], Any] = contextlib.nullcontext
+        self.looks = True
+        self.held: set[str] = set()
+        self.strangers = 0  # parameters in an optimizer that belong to no module of the unit
+        self.rates: list[list[float]] = []  # by update: of the groups of the optimizer that stepped first
+        self._values: dict[str, torch.Tensor] = {}
+        self._stepped = False
+
+    def take(self) -> dict[str, torch.Tensor] | None:
+        """What was seen since the last call; None if no optimizer stepped."""
+        values = self._values if self._stepped else None
+        self._values, self._stepped = {}, False
+        return values
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        tracked = self._unit.tracked_optimizers().values()
+        if any(Partition.behind(each) is optimizer is not each for each in tracked):
+            return  # it works behind one that was seen
+        with self.pause():
+            mine = _parameters_in([optimizer])
+            others = _parameters_in(tracked) - mine
+            named = [(prefix + n, p, each) for prefix, each in prepared_of(self._unit) for n, p in each.named_parameters()]
+            self.strangers = max(self.strangers, len(mine - {id(p) for _, p, _ in named}))
+            self.held |= {name for name, p, _ in named if id(p) in mine}
+            for name, parameter, prepared in named if self.looks else ():
+                if id(parameter) in others or not (id(parameter) in mine or not self._stepped):
+                    continue
+                gradient = prepared.gradient_of(parameter)
+                if gradient is not None:
+                    self._values[name] = whole(gradient)
+            if not self._stepped:
+                self.rates.append(rates_of(optimizer))
+            self._stepped = True
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rates of its groups."""
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+
+def _parameters_in(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}

@@ -1,0 +1,87 @@
+"""Which reference a unit has; and the reference of a loop of one's own, whose code is run in plain PyTorch, by turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon.contracts.errors import UsageError
+from echelon.loop.auto import AutoUnit
+from echelon.loop.own.unit import LoopUnit, Plain
+from echelon.prover.gradients import GradientWatch
+from echelon.prover.micro import digest, widened
+from echelon.prover.reference import AutoReference, How, OwnReference, Reference, Shake
+from echelon.prover.turns import Turns
+from echelon.prover.values import parameters_of, switch_off_dropout
+
+__all__ = ["LoopReference", "reference_of"]
+
+
+class LoopReference(AutoReference):
+    """The loop's own code on the original model and optimizer: `window.backward` is `loss.backward()`, a step a step.
+
+    Args:
+        turns: by which the loop is given its batches.
+    """
+
+    unit: LoopUnit
+
+    def __init__(self, turns: Turns, *args: Any) -> None:
+        super().__init__(*args)
+        self.turns = turns
+        self._trains = False  # or only a gradient is asked for
+
+    def begin(self, *, write: bool = True) -> None:
+        switch_off_dropout(self.unit)  # so that one batch is one update, for loops that count them
+        Reference.begin(self, write=write)
+        self.module, self.optimizer = self.unit.prepared.unwrapped, self.unit.optimizer
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        self.held = {n for n, p in parameters_of(self.unit) if id(p) in held}
+        self.watch = GradientWatch(self.unit)
+
+    def epoch_ended(self) -> None:
+        self.turns.end_epoch()
+
+    def update(self, k: int) -> dict[str, Any]:
+        self.enter_epoch(self.updates[k][0].epoch)
+        self._trains = True
+        loss = self.backward_of_all(k)
+        self._trains = False
+        assert self.unit.plain is not None
+        gradients, self.rates = self.watch.take(), self.watch.rates
+        if gradients is None:
+            raise UsageError(
+                f"the loop took no optimizer step on the batch of update {k} in one process, but it did on the ranks."
+            )
+        self.step_done()
+        return {"loss": loss, "norm": self.unit.plain.norm, "gradients": gradients}
+
+    def backward(self, pieces: Sequence[tuple[Any, float, Mapping[str, Any]]]) -> float:
+        mean = 0.0
+        for i, (data, share, streams) in enumerate(pieces, 1):
+            self.sources.restore(streams)
+            self.unit.plain = plain = Plain(share, self._trains and i == len(pieces))
+            self.turns.give(widened(data, self.dtype, self.device))
+            if plain.loss is None:
+                raise UsageError("the loop took no window of a batch in one process, but it did on the ranks.")
+            if streams:
+                after = self.sources.states()
+                self.draws.append(digest({name: after.get(name) for name in streams}))
+            mean += float(plain.loss) * share
+        return mean
+
+    def try_loss(self, data: Any) -> float:
+        loss = self.backward([(data, 1.0, {})])
+        self.module.zero_grad()
+        return loss
+
+
+def reference_of(unit: Any, records: list[dict[str, Any]], folder: Path, dtype: torch.dtype, how: How, shake: Shake) -> Reference:
+    """The reference for this kind of unit."""
+    if isinstance(unit, LoopUnit):
+        return LoopReference(unit.turns, unit, records, folder, dtype, how, shake)
+    kind = AutoReference if isinstance(unit, AutoUnit) else OwnReference
+    return kind(unit, records, folder, dtype, how, shake)
