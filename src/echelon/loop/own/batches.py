@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.numbers import whole
 from echelon.data.base import BaseLoader, Combined
 from echelon.data.parts import Padding
 from echelon.data.torch_loader import as_loader, is_distributed
@@ -80,6 +81,8 @@ class EvaluationBatches(_Batches):
 
 def training_loader(loader: Any, accumulation: int | None) -> tuple[Any, int]:
     """What is iterated over, and the micro-batches of an update."""
+    if accumulation is not None:
+        accumulation = whole("gradient_accumulation_steps", accumulation, at_least=1)
     if isinstance(loader, DataLoader):
         steps, per_rank = accumulation or 1, loader.batch_size or 1
         ranks = loader.sampler.num_replicas if is_distributed(loader) else 1  # type: ignore[attr-defined]

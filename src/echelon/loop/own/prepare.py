@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader
 
 from echelon.checkpoint.layout import Stateful
 from echelon.contracts.errors import UsageError, require
-from echelon.contracts.numbers import whole
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, Combined
 from echelon.loop.callback import Callback
@@ -63,9 +62,8 @@ def prepare(
 
     Args:
         objects: in any order: one model, one optimizer over its parameters, one training loader; if wanted a scheduler, loaders
-            to evaluate on (those after the first), and objects with `state_dict` and `load_state_dict` to be saved as well. The
-            batch size of a torch DataLoader is that of one process: the ranks share it. With a DistributedSampler it is each
-            rank's. `echelon.Loader` says it itself.
+            to evaluate on (those after the first), and objects with `state_dict` and `load_state_dict` to be saved as well. A
+            torch DataLoader's batch size is that of one process, which the ranks share; with a DistributedSampler, each rank's.
         strategy, precision, compile, activation_checkpoint_params, device: as in AutoUnit.
         gradient_accumulation_steps: batches of a rank in an update; by default the loader's, 1 for a DataLoader.
         checkpoints: a folder, in which every epoch is saved, and what a stop interrupts; or a DistributedCheckpointSaver. What is
@@ -78,16 +76,10 @@ def prepare(
         UsageError: on all ranks: an optimizer of other parameters, several models or optimizers, what is none of these.
     """
     parts = _Parts.of(objects)
-    if gradient_accumulation_steps is not None:
-        whole("gradient_accumulation_steps", gradient_accumulation_steps, at_least=1)
     device = device or init_from_env()
     loader, steps = training_loader(parts.loader, gradient_accumulation_steps)
-    names = {p: name for name, p in parts.model.named_parameters()}
-    refuse_on_all(check_optimizer(parts.optimizer, parts.model, names))
-    unit = LoopUnit(
-        parts.model,
-        parts.optimizer,
-        parts.scheduler,
+    unit = _unit(
+        parts,
         strategy=strategy,
         precision=precision,
         gradient_accumulation_steps=steps,
@@ -95,12 +87,22 @@ def prepare(
         activation_checkpoint_params=activation_checkpoint_params,
         device=device,
     )
-    refit(unit.prepared, parts.optimizer, names)
     batches = _joined(parts, unit, loader, list(callbacks), checkpoints)
     made = {id(parts.model): unit.module, id(parts.loader): batches}
     made |= {id(each): EvaluationBatches(each, unit) for each in parts.evaluation}
     returned = tuple(made.get(id(each), each) for each in objects)
     return returned[0] if len(returned) == 1 else returned
+
+
+def _unit(parts: _Parts, **options: Any) -> LoopUnit:
+    """The model made parallel, with the optimizer over the parameters that it has then."""
+    names = {p: name for name, p in parts.model.named_parameters()}
+    refuse_on_all(check_optimizer(parts.optimizer, parts.model, names))
+    unit = LoopUnit(parts.model, parts.optimizer, parts.scheduler, **options)
+    refit(unit.prepared, parts.optimizer, names)
+    for i, each in enumerate(parts.stateful):
+        setattr(unit, f"stateful_{i}", each)
+    return unit
 
 
 def _joined(
@@ -111,8 +113,6 @@ def _joined(
     checkpoints: str | Path | DistributedCheckpointSaver | None,
 ) -> TrainingBatches:
     """The training loader as the loop gets it, with all that belongs to it; restored."""
-    for i, each in enumerate(parts.stateful):
-        setattr(unit, f"stateful_{i}", each)
     saver = checkpoints
     if saver is not None and not isinstance(saver, DistributedCheckpointSaver):
         saver = DistributedCheckpointSaver(saver, save_every_n_epochs=1)

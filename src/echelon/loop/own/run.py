@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from echelon.contracts.stopping import REQUEUE
+from echelon.loop.accept import has_hook
 from echelon.loop.callback import Callback
 from echelon.loop.engine import Run
 from echelon.loop.own.unit import LoopUnit
@@ -25,13 +26,15 @@ class OwnRun(Run):
 
     Attributes:
         took_step: the loop has trained on the batch that it has; the run's owner sets it.
+        is_left: the loop has left it in the middle, for now or for good.
+        is_finished, has_failed: `finish` or `failed` was called.
     """
 
     def __init__(self, unit: LoopUnit, loader: Any, callbacks: Sequence[Callback], epochs: int | None) -> None:
         state = State(entry_point=EntryPoint.TRAIN, train_state=PhaseState(dataloader=loader, max_epochs=epochs))
         super().__init__(state, unit, list(callbacks), ["train"])
         self.stage = self._stages["train"]
-        self.took_step = False
+        self.took_step = self.is_left = self.is_finished = self.has_failed = False
         self._steps: Steps | None = None  # of an epoch under way, or left by a `break`
         self._context = contextlib.ExitStack()
         self._context.enter_context(self._training())
@@ -66,7 +69,7 @@ class OwnRun(Run):
             progress.num_steps_completed_in_epoch += 1
             self.stage.call(self.stage.hooks.step_end)
         steps.close()
-        self.stage.here.feed = None
+        self._let_go()
         self._close_epoch(self.stage)
         self._agree_to_stop()
 
@@ -80,15 +83,31 @@ class OwnRun(Run):
         Raises:
             SystemExit: 75, if a signal ended it before its time.
         """
+        self.is_finished = True
         leaves = self._end_training(self.stage)
         self._let_go()
-        self._context.close()
-        atexit.unregister(self._context.close)
+        self._close()
         if leaves:
             raise SystemExit(REQUEUE)
 
+    def leave(self) -> None:
+        """The loop left it, perhaps on this rank alone: nothing collective. Signals and files are let go of."""
+        if self.is_left or self.is_finished or self.has_failed:
+            return
+        self.is_left = True
+        self._let_go()
+        for callback in self.callbacks:
+            if has_hook(callback, "on_exception"):
+                callback.on_exception(self.state, self.unit, GeneratorExit())
+        self._close()
+
+    def _close(self) -> None:
+        atexit.unregister(self._context.close)
+        self._context.close()
+
     def failed(self, error: BaseException) -> None:
         """Tell sinks and callbacks of an error in the loop. Per rank."""
+        self.has_failed = True
         context, self._context = self._context, contextlib.ExitStack()
         atexit.unregister(context.close)
         with contextlib.suppress(BaseException):  # it is on its way already

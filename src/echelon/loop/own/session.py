@@ -41,7 +41,7 @@ class Session:
         self.run: OwnRun | None = None
         self.batch: Any = None
         self.window: OwnWindow | None = None
-        self._in_batch = self._in_epochs = self._stopped = self._skipped = False
+        self._in_batch = self._in_epochs = self._skipped = self._stopped = self._is_observed = False
         self._epochs: int | None = None
         self._iterations = 0  # of the loader, by this process
         self._applying = self._accumulated = False
@@ -80,64 +80,86 @@ class Session:
     def ready(self) -> OwnRun:
         """The run, begun if it is not yet. Collective."""
         if self.run is None:
-            callbacks = observed(self.unit, self.loader, self.callbacks) or []
-            self.run = OwnRun(self.unit, self.loader, callbacks, self._epochs)
+            if not self._is_observed:  # once, though a loop that counts its epochs itself has a run for each
+                self._is_observed, self.callbacks = True, observed(self.unit, self.loader, self.callbacks) or []
+            self.run = OwnRun(self.unit, self.loader, self.callbacks, self._epochs)
             self.take_over()  # a strategy that divides the optimizer has put a `zero_grad` of its own in its place
         return self.run
 
     def epochs(self, number: int) -> Iterator[int]:
         """See `prepare.epochs`."""
-        progress = self.unit.train_progress
+        progress, self._stopped = self.unit.train_progress, False
         self._epochs = whole("the number of epochs", number, at_least=0)
-        if self.run is not None:
-            self.run.stage.here.max_epochs = self._epochs
         if progress.num_epochs_completed >= self._epochs:
             return
+        self._settle()
         run = self.ready()
         self._in_epochs = True
-        while progress.num_epochs_completed < self._epochs and not self._stopped:
-            self._iterations = epoch = progress.num_epochs_completed
-            yield epoch
-            self._settle(run)
-            if self._iterations == epoch:
-                run.skip_epoch()
-            if run.state.should_stop and not self._stopped:
-                self._finish()
-        if not self._stopped:
-            self._finish()
-        self.run, self._in_epochs, self._stopped = None, False, False
-
-    def _finish(self) -> None:
-        assert self.run is not None
-        self._stopped = self.run.state.should_stop
-        self.run.finish()
+        try:
+            while progress.num_epochs_completed < self._epochs and not run.is_finished:
+                self._iterations = epoch = progress.num_epochs_completed
+                yield epoch
+                self._settle()
+                if self._iterations == epoch:
+                    run.skip_epoch()
+                if run.state.should_stop and not run.is_finished:
+                    run.finish()
+            if not run.is_finished:
+                run.finish()
+            self.run = None
+        except GeneratorExit:
+            run.leave()
+            raise
+        finally:
+            self._in_epochs, self._epochs = False, None
 
     def batches(self) -> Iterator[Any]:
         """One iteration over the training loader: an epoch."""
-        run, unit = self.ready(), self.unit
-        self._settle(run)
+        self._settle()
         self._iterations += 1
-        self._skipped = unit.instead is None and (self._stopped or self._is_done())
+        self._skipped = self._is_done()
         if self._skipped:
             return
+        run, unit = self.ready(), self.unit
         try:
             for batch in run.batches() if unit.instead is None else unit.instead():
                 yield self._begin_batch(batch if unit.given is None else unit.given(batch))
                 self._end_batch()
+            self._stopped = run.state.should_stop
+            if not self._in_epochs and unit.instead is None:
+                self.run = None
+                if not run.is_finished:
+                    run.finish()
         except GeneratorExit:  # by a `break`; what is collective is left to `_settle`, as one rank alone may do this
             self._in_batch = False
+            if not self._in_epochs:
+                run.leave()
             raise
-        self._stopped = run.state.should_stop
+        except BaseException as error:
+            run.failed(error)
+            raise
 
-    def _settle(self, run: OwnRun) -> None:
+    def _settle(self) -> None:
         """See to an epoch that the loop left by a `break`. Collective, if it did."""
+        run = self.run
+        if run is None:
+            return
+        if run.has_failed:  # and whoever called the loop goes on all the same
+            self.run = self.window = None
+            self.unit.forget_window(run.state)
+            return
         if self.window is not None:
             self._end_batch()
         run.settle()
+        if run.is_left:
+            self.run = None
+            run.finish()
 
     def _is_done(self) -> bool:
         """Whether a loop that counts its epochs by itself is at one that was trained before a restart."""
-        if self._in_epochs or self._iterations > self.unit.train_progress.num_epochs_completed:
+        if self._stopped:
+            return True
+        if self.unit.instead is not None or self._in_epochs or self._iterations > self.unit.train_progress.num_epochs_completed:
             return False
         logger.info("epoch %s was trained before this run was restored: its batches are left out", self._iterations - 1)
         return True

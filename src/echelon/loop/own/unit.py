@@ -144,6 +144,11 @@ class LoopUnit(AutoUnit[Any]):
         for parameter in parameters_of(self.optimizer):
             parameter.grad = None
 
+    def forget_window(self, state: State) -> None:
+        """After an error in the middle of it."""
+        self._leave_window()
+        self.zero_grad(state)
+
     def _leave_window(self) -> None:
         super()._leave_window()
         if self.left_out is not None:
