@@ -24,19 +24,19 @@ COMMANDS = [
     "echelon prove --strategies ddp,fsdp,zero1 --ranks 1,2 --accumulation 1 --no-sgd train.py",
     "echelon ckpt ls runs/first/checkpoints",
 ]
-COLUMNS = 108
+COLUMNS = 106
 
 # rich's own frame, without the web font that it asks another host for.
-FRAME = """<svg viewBox="0 0 {terminal_width} {terminal_height}" xmlns="http://www.w3.org/2000/svg">
+FRAME = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
 .{unique_id}-matrix {{ font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; font-size: {char_height}px;
 line-height: {line_height}px; }}
 {styles}
 </style>
-<defs><clipPath id="{unique_id}-clip-terminal"><rect x="0" y="0" width="{width}" height="{height}"/></clipPath>
+<defs><clipPath id="{unique_id}-clip-terminal"><rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/></clipPath>
 {lines}</defs>
-<rect fill="#10151c" x="0" y="0" width="{terminal_width}" height="{terminal_height}" rx="10"/>
-<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+<rect fill="#10151c" x="0" y="0" width="{width}" height="{height}" rx="10"/>
+<g transform="translate({terminal_x}, 18)" clip-path="url(#{unique_id}-clip-terminal)">
 {backgrounds}
 <g class="{unique_id}-matrix">
 {matrix}

@@ -101,11 +101,6 @@ def _drawn(words: str, plot: Path) -> str:
     return f'<div class="plot" role="img" aria-label="{words}">{svg}</div>'
 
 
-def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Wide tables scroll on a phone, instead of widening the page: Material does so by a script, after the first paint."""
-    return output
-
-
 def on_config(config: MkDocsConfig) -> Any:
     os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")  # about a release that is not used
     return config
