@@ -66,7 +66,13 @@ def launch() -> str:
 
 def overhead() -> str:
     rows = table("Loop overhead", 1)
-    names = {"echelon": "echelon", "Fabric": "Fabric", "Accelerate": "Accelerate", "TorchTNT": "TorchTNT", "Lightning": "Lightning"}
+    names = {
+        "echelon": "echelon",
+        "Fabric": "Fabric",
+        "Accelerate": "Accelerate",
+        "TorchTNT": "TorchTNT",
+        "Lightning": "Lightning",
+    }
     found = [next(row for row in rows if row[0] == name) for name in names]
     bars = [Row(row[0], [Bar(number(row[3]), f"{number(row[3]):g} µs", row[0] == "echelon")]) for row in found]
     return draw("Microseconds a step beyond a bare loop, progress and metrics on", bars)

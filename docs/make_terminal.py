@@ -1,7 +1,7 @@
 """Record the terminal of the landing page: `python docs/make_terminal.py` writes docs/assets/terminal.svg.
 
-The commands really run, in an empty folder, on the first script of docs/start.md; what they print is drawn by rich, as it is. Only
-the names of folders with a date are shortened. Fonts are those of the reader's machine: the file loads nothing.
+The commands really run, in an empty folder, on the first script of docs/start.md; what they print is drawn by rich, as it
+is. Only the names of folders with a date are shortened. Fonts are those of the reader's machine: the file loads nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ def script() -> str:
 
 def recorded(folder: Path) -> list[tuple[str, str]]:
     """Each command, and what it printed."""
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "COLUMNS": str(COLUMNS)}
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "COLUMNS": str(COLUMNS),
+    }
     (folder / "train.py").write_text(script())
     shown = []
     for command in COMMANDS:

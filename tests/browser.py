@@ -62,9 +62,7 @@ class Browser:
         self._session = "/session/" + self._ask("POST", "/session", {"capabilities": {"alwaysMatch": capabilities}})["sessionId"]
 
     def open(self, url: str, *, width: int, dark: bool, height: int = 900) -> Seen:
-        self._command(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
-        )
+        self._command("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._command("Emulation.setEmulatedMedia", features=[scheme])
         self._ask("POST", "/url", {"url": "about:blank"})  # a page that is left could store its colours once more
