@@ -12,7 +12,6 @@ import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -100,7 +99,3 @@ def _drawn(words: str, plot: Path) -> str:
     svg = re.sub(r"\s*\n\s*", "", plot.read_text())
     return f'<div class="plot" role="img" aria-label="{words}">{svg}</div>'
 
-
-def on_config(config: MkDocsConfig) -> Any:
-    os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")  # about a release that is not used
-    return config

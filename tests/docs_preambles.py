@@ -37,11 +37,10 @@ data = dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 
 _BUILT = _UNIT + "unit, loader = Unit(module=Model()), ech.Loader(data, global_batch=32)\n"
 
-# Options of data.md's and README's loader, which is larger than its data here.
 BEFORE = {
     "unit": _BUILT,
     "classes": _UNIT,
-    "dataset": _BUILT,
+    "dataset": _UNIT + "unit = Unit(module=Model(), gradient_accumulation_steps=2)\n",
     "saver": _BUILT + 'saver = ech.DistributedCheckpointSaver("checkpoints", save_every_n_train_steps=8)\n',
     "checkpoint": f"""{_UNIT}
 import safetensors.torch
@@ -55,8 +54,9 @@ class Renamed(torch.nn.Module):
         return self.head(self.backbone(x))
 
 unit, other, loader = Unit(module=Model()), Unit(module=Renamed()), ech.Loader(data, global_batch=32)
-best = ech.BestCheckpointConfig("eval_loss", "min")
-saver = ech.DistributedCheckpointSaver("runs/a/checkpoints", save_every_n_epochs=1, best_checkpoint_config=best)
+best, options = ech.BestCheckpointConfig("eval_loss", "min"), ech.SaveOptions(restart=True)
+folder = "runs/a/checkpoints"
+saver = ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1, best_checkpoint_config=best, options=options)
 unit.on_eval_step_end = lambda state, data, step, loss, outputs: setattr(unit, "eval_loss", float(loss))
 ech.fit(unit, loader, ech.Loader(data, global_batch=256, shuffle=False), max_epochs=1, callbacks=[saver])
 (path,) = (str(each) for each in __import__("pathlib").Path("runs/a/checkpoints").glob("step-*"))
@@ -117,9 +117,11 @@ _config = ech.SlurmConfig
 ech.SlurmConfig = lambda **options: _config(**{{**options, "mode": "local"}})
 
 def fit(lr):
+    losses = []
     unit = Unit(module=torch.nn.Linear(4, 1), strategy="ddp")
+    unit.on_train_step_end = lambda state, data, step, results: losses.append(float(results.loss))
     ech.train(unit, ech.Loader(data, global_batch=32), max_epochs=1)
-    return unit
+    return losses[-1]
 """,
 }
 

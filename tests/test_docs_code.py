@@ -11,9 +11,10 @@ from tests.docs_blocks import PAGES, ROOT, Block, Wrong, blocks_of, check, run_p
 from tests.docs_preambles import BEFORE, FILES
 
 # Pages of which `make test` runs everything; of the others it runs the Python, and `make test-all` the commands too.
-QUICK = ("docs/start.md",)
+QUICK = ("docs/moving/fairscale.md", "docs/moving/torchtnt.md")
 # Blocks of Python that start ranks of their own, or load transformers, and are left to `make test-all`.
 LONG = (
+    "README.md",
     "docs/dragon.md",
     "docs/guides/fine_tune.md",
     "docs/guides/notebooks.md",
@@ -27,7 +28,7 @@ _NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 def _runs(name: str, *, commands: bool) -> bool:
     blocks = [block for block in blocks_of(ROOT / name) if block.reason is None and block.language != "text"]
-    return any(block.language == "bash" or (block.title is None and not commands) for block in blocks)
+    return any(block.language == ("bash" if commands else "python") and block.title is None for block in blocks)
 
 
 def test_every_block_has_a_category_and_what_cannot_run_is_checked() -> None:
