@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -43,6 +44,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if source.startswith("repository/"):
         return markdown  # already written for the site
     return _for_site(markdown, f"docs/{source}")
+
+
+@event_priority(-100)  # after the search index was written
+def on_post_build(config: MkDocsConfig) -> None:
+    """The search index as a script, too: a page that is opened from the disk may not read other files."""
+    index = Path(config.site_dir, "search/search_index.json")
+    index.with_suffix(".js").write_text(f"var __index = {index.read_text()}")
 
 
 def _for_site(markdown: str, source: str) -> str:
@@ -98,4 +106,3 @@ def _drawn(words: str, plot: Path) -> str:
     """A plot as part of the page, whose text colour it takes."""
     svg = re.sub(r"\s*\n\s*", "", plot.read_text())
     return f'<div class="plot" role="img" aria-label="{words}">{svg}</div>'
-

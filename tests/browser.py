@@ -66,8 +66,8 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._command("Emulation.setEmulatedMedia", features=[scheme])
         self._ask("POST", "/url", {"url": "about:blank"})  # a page that is left could store its colours once more
-        origin = "{0.scheme}://{0.netloc}".format(urllib.parse.urlsplit(url))
-        self._command("Storage.clearDataForOrigin", origin=origin, storageTypes="all")
+        parts = urllib.parse.urlsplit(url)
+        self._command("Storage.clearDataForOrigin", origin=f"{parts.scheme}://{parts.netloc}", storageTypes="all")
         self._logs()
         self._ask("POST", "/url", {"url": url})
         errors, requests = self._logs()

@@ -15,6 +15,7 @@ QUICK = ("docs/moving/fairscale.md", "docs/moving/torchtnt.md")
 # Blocks of Python that start ranks of their own, or load transformers, and are left to `make test-all`.
 LONG = (
     "README.md",
+    "docs/checkpoints.md",
     "docs/dragon.md",
     "docs/guides/fine_tune.md",
     "docs/guides/notebooks.md",

@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import time
 import urllib.parse
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +21,7 @@ from tests import browser
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+Command = Callable[..., subprocess.CompletedProcess[str]]
 # Landing page, guides, reference, a long page of wide tables, plots.
 OPENED = [
     "index.html",
@@ -202,6 +205,48 @@ def test_pages_open_in_a_browser_without_an_error(site: Path, tmp_path: Path) ->
                     assert seen.overflow == 0, where
                     assert seen.scheme == ("dark" if dark else "light"), where
                     assert chromium.run("return document.querySelector('h1').offsetHeight") > 0, where
+
+
+_TYPE = """
+const field = document.querySelector('.md-search__input')
+field.focus()
+field.value = 'preemption'
+field.dispatchEvent(new KeyboardEvent('keyup', {key: 'n'}))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not browser.is_there(), reason=browser.MISSING)
+def test_the_search_finds_a_page(site: Path, tmp_path: Path) -> None:
+    with browser.served(site) as address, browser.browser(tmp_path) as chromium:
+        chromium.open(f"{address}/index.html", width=1280, dark=False)
+        found, end = [], time.monotonic() + 60
+        while not found and time.monotonic() < end:
+            chromium.run(_TYPE)
+            found = chromium.run("return [...document.querySelectorAll('.md-search-result__link')].map(link => link.href)")
+        assert f"{address}/guides/preemption.html" in [link.partition("?")[0].partition("#")[0] for link in found]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not browser.is_there(), reason=browser.MISSING)
+def test_pages_open_from_the_disk_and_ask_no_host(site: Path, tmp_path: Path) -> None:
+    with browser.browser(tmp_path) as chromium:
+        seen = chromium.open((site / "index.html").as_uri(), width=1280, dark=False)
+        assert (seen.errors, [url for url in seen.requests if browser.host_of(url)]) == ([], [])
+        assert chromium.run("return document.querySelector('h1').offsetHeight") > 0
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not browser.is_there(), reason=browser.MISSING)
+def test_the_report_of_a_run_opens_in_a_browser(echelon_command: Command, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(script("make_terminal").script())
+    done = echelon_command("run", "--ranks", "2", "--name", "first", "train.py")
+    assert done.returncode == 0, done.stderr
+    with browser.browser(tmp_path) as chromium:
+        for dark in (False, True):
+            for width in (1280, 390):
+                seen = chromium.open((tmp_path / "runs/first/report.html").as_uri(), width=width, dark=dark)
+                assert (seen.errors, seen.overflow, len(seen.requests)) == ([], 0, 1)
 
 
 @pytest.mark.full
