@@ -7,6 +7,8 @@ colours, and comments for the tests of code blocks are left out.
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import os
 import posixpath
 import re
@@ -17,6 +19,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from echelon.cli.main import VERBS
 
 ROOT = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"(?<=\])\(([^()\s:#]+)(#[\w-]+)?\)")
@@ -36,7 +40,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 known.add(target)
                 files.append(File.generated(config, _page_of(target), content=_shown(target)))
                 waiting += [target] if target.endswith(".md") else []
+    files.append(File.generated(config, "repository/commands.md", content=_commands()))
     return files
+
+
+def _commands() -> str:
+    """What `--help` of each command says."""
+    text = "# Commands\n\n`echelon COMMAND --help` says the same.\n"
+    for verb, purpose in VERBS.items():
+        parser = argparse.ArgumentParser(f"echelon {verb}", formatter_class=_formatter)
+        importlib.import_module(f"echelon.cli.{verb}").add_arguments(parser)
+        text += f"\n## echelon {verb}\n\n{purpose[0].upper()}{purpose[1:]}.\n\n```text\n{parser.format_help().rstrip()}\n```\n"
+    return text
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.HelpFormatter(prog, width=92)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
