@@ -55,7 +55,7 @@ def _commands() -> str:
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.HelpFormatter(prog, width=92)
+    return argparse.HelpFormatter(prog, width=80)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -16,6 +16,7 @@ QUICK = ("docs/moving/fairscale.md", "docs/moving/torchtnt.md")
 LONG = (
     "README.md",
     "docs/checkpoints.md",
+    "docs/data.md",
     "docs/dragon.md",
     "docs/guides/fine_tune.md",
     "docs/guides/notebooks.md",
