@@ -6,7 +6,7 @@ RANKS ?= $(if $(wildcard /dev/nvidia[0-9]*),auto,2)
 DEVICE ?=
 ARGS ?=
 
-.PHONY: train test test-all soak gpu check clean
+.PHONY: train test test-all soak gpu check site clean
 
 train: .venv/ready
 	.venv/bin/echelon run --ranks $(RANKS) $(if $(DEVICE),--device $(DEVICE)) examples/gpt.py $(ARGS)
@@ -32,11 +32,17 @@ GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),.venv/bin/python,$(PYTHON))
 gpu: $(if $(filter file,$(origin PYTHON)),.venv/ready)
 	@exec "$(GPU_PYTHON)" -m bench.gpu $(ARGS)
 
+PYTHON_FILES = src tests examples bench $(wildcard docs/*.py)
 check: .venv/ready
-	.venv/bin/ruff format --check src tests examples bench
-	.venv/bin/ruff check src tests examples bench
+	.venv/bin/ruff format --check $(PYTHON_FILES)
+	.venv/bin/ruff check $(PYTHON_FILES)
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+
+# The documentation, into build/site; a warning is an error. It needs no network, then or when it is read.
+site: .venv/ready
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	@echo build/site/index.html
 
 # torch first and by its exact version: a range would let pip choose the newest build, with gigabytes of CUDA.
 .venv/ready: pyproject.toml constraints.txt
