@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.older_torch import ddp_options
+from echelon.parallel.unsplit import unsplittable
 
 
 def of_2_11(module: Any, device_ids: Any = None, *, broadcast_buffers: bool = True, init_sync: bool = True) -> None: ...
@@ -44,3 +47,12 @@ def test_an_option_that_torch_lacks_is_refused_by_name() -> None:
 def test_the_installed_torch_takes_what_every_version_has() -> None:
     given = {"broadcast_buffers": False, "bucket_cap_mb": 25, "static_graph": True}
     assert ddp_options(DistributedDataParallel, given) == given
+
+
+@pytest.mark.parametrize(("version", "whole"), [("2.11.0+cpu", True), ("2.12.1", True), ("2.13.0", False), ("2.15.0", False)])
+def test_an_older_torch_does_not_split_integers(monkeypatch: pytest.MonkeyPatch, version: str, whole: bool) -> None:
+    """`fully_shard` of torch 2.11 makes a parameter with a gradient of every shard, which integers cannot have."""
+    module = nn.Linear(2, 2)
+    module.codes = nn.Parameter(torch.zeros(4, dtype=torch.int8), requires_grad=False)
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
+    assert unsplittable(module) == ({module.codes} if whole else set())

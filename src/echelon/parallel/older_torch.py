@@ -10,7 +10,13 @@ import torch
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["ddp_options"]
+__all__ = ["ddp_options", "shards_integers"]
+
+
+def shards_integers() -> bool:
+    """Whether `fully_shard` takes parameters that are no floating-point numbers, such as quantized ones: torch 2.11 fails."""
+    found: Any = torch.__version__  # compares as a version
+    return bool(found >= (2, 13))
 
 
 def ddp_options(constructor: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
