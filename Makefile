@@ -6,7 +6,7 @@ RANKS ?= $(if $(wildcard /dev/nvidia[0-9]*),auto,2)
 DEVICE ?=
 ARGS ?=
 
-.PHONY: train test test-all soak gpu check clean
+.PHONY: train test test-all soak gpu check dist clean
 
 train: .venv/ready
 	.venv/bin/echelon run --ranks $(RANKS) $(if $(DEVICE),--device $(DEVICE)) examples/gpt.py $(ARGS)
@@ -33,10 +33,16 @@ gpu: $(if $(filter file,$(origin PYTHON)),.venv/ready)
 	@exec "$(GPU_PYTHON)" -m bench.gpu $(ARGS)
 
 check: .venv/ready
-	.venv/bin/ruff format --check src tests examples bench
-	.venv/bin/ruff check src tests examples bench
+	.venv/bin/ruff format --check src tests examples bench .ci
+	.venv/bin/ruff check src tests examples bench .ci
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+	.venv/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	.venv/bin/zizmor --offline --quiet --no-progress .github
+
+# The sdist and the wheel of the last commit, in dist/; twice the same bytes.
+dist: .venv/ready
+	.venv/bin/python .ci/dist.py
 
 # torch first and by its exact version: a range would let pip choose the newest build, with gigabytes of CUDA.
 .venv/ready: pyproject.toml constraints.txt
