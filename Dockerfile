@@ -5,7 +5,7 @@ FROM python:3.11-slim-bookworm
 ARG TORCH_INDEX=""
 ARG TORCH="torch==2.13.0"
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
 # hadolint ignore=DL3013
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH" && pip install --no-cache-dir . && rm -rf /src
