@@ -6,7 +6,7 @@ RANKS ?= $(if $(wildcard /dev/nvidia[0-9]*),auto,2)
 DEVICE ?=
 ARGS ?=
 
-.PHONY: train test test-all soak gpu check site clean
+.PHONY: train test test-all soak gpu check dist site clean
 
 train: .venv/ready
 	.venv/bin/echelon run --ranks $(RANKS) $(if $(DEVICE),--device $(DEVICE)) examples/gpt.py $(ARGS)
@@ -32,12 +32,18 @@ GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),.venv/bin/python,$(PYTHON))
 gpu: $(if $(filter file,$(origin PYTHON)),.venv/ready)
 	@exec "$(GPU_PYTHON)" -m bench.gpu $(ARGS)
 
-PYTHON_FILES = src tests examples bench $(wildcard docs/*.py)
+PYTHON_FILES = src tests examples bench .ci $(wildcard docs/*.py)
 check: .venv/ready
 	.venv/bin/ruff format --check $(PYTHON_FILES)
 	.venv/bin/ruff check $(PYTHON_FILES)
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+	.venv/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	.venv/bin/zizmor --offline --quiet --no-progress .github
+
+# The sdist and the wheel of the last commit, in dist/; twice the same bytes.
+dist: .venv/ready
+	.venv/bin/python .ci/dist.py
 
 # The documentation, into build/site; a warning is an error. It needs no network, then or when it is read.
 site: .venv/ready

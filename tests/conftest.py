@@ -277,9 +277,17 @@ def _runs(pid: int) -> bool:
     return False
 
 
+_OF_PYTHON = ("forkserver", "resource_tracker")
+
+
 def _is_left(pid: int, before: set[int]) -> bool:
-    """Whether a process is new, and not the business of one that was there before: a module's job that asks Slurm, say."""
+    """Whether a process is new, and not the business of one that was there before: a module's job that asks Slurm, say.
+    Nor one of the two that Python keeps to the end once it has started processes without forking, as from 3.14 on by default.
+    """
     try:
+        command = " ".join(psutil.Process(pid).cmdline())
+        if any(f"from multiprocessing.{name} import main" in command for name in _OF_PYTHON):
+            return False
         return not any(parent.pid in before for parent in psutil.Process(pid).parents())
     except psutil.NoSuchProcess:
         return False

@@ -331,7 +331,8 @@ def test_foreign_indexes_and_torch_files_that_say_too_much_are_refused(tmp_path:
 
 def test_types_are_those_of_this_torch() -> None:
     known = {str(value): value.itemsize for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    assert known.keys() == header.SIZES.keys() | header.OTHERS
+    newer = {"torch.bcomplex32"}  # of torch 2.15; tensors of it are not saved
+    assert known.keys() - newer == header.SIZES.keys() | header.OTHERS
     assert {name: known[name] for name in header.SIZES} == header.SIZES
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,9 @@ from torch.utils.data import get_worker_info
 
 import echelon as ech
 from echelon.contracts.errors import DataError
+from echelon.data.workers import method_for
+from tests import forked
+from tests.conftest import clean_environment
 
 
 class Trap:
@@ -159,3 +164,37 @@ def test_augmentation_in_workers_draws_the_same_after_a_restart() -> None:
     whole = batches()
     assert all(torch.equal(a, b) for a, b in zip(whole[3:], batches(3), strict=True))
     assert len(torch.cat(whole)[:, 1:].flatten().unique()) == 120  # and no two samples alike
+
+
+@pytest.mark.parametrize(
+    ("chosen", "version", "method"),
+    [(None, (3, 11), None), ("forkserver", (3, 13), None), ("spawn", (3, 14), None), ("fork", (3, 15), None)]
+    + [(chosen, version, "fork") for chosen in (None, "forkserver") for version in ((3, 14), (3, 15))],
+)
+def test_workers_are_forked_unless_the_program_says_otherwise(
+    chosen: str | None, version: tuple[int, int], method: str | None
+) -> None:
+    assert method_for(chosen, version) == method
+
+
+FORKSERVER = """
+import multiprocessing, sys
+multiprocessing.set_start_method("forkserver")
+sys.version_info = (3, 14)  # what it has by default
+import echelon as ech
+
+class Squares:  # of a script that has no `if __name__ == "__main__"`
+    def __len__(self): return 8
+    def __getitem__(self, i): return float(i * i)
+
+loader = ech.Loader(Squares(), global_batch=4, num_workers=2, shuffle=False)
+print([batch.tolist() for batch in loader], loader.state_dict()["samples"])
+"""
+
+
+def test_a_plain_scripts_workers_start_where_python_forks_no_more(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(FORKSERVER)
+    done = forked.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "[[0.0, 1.0, 4.0, 9.0], [16.0, 25.0, 36.0, 49.0]] 8\n"), done.stderr

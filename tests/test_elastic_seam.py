@@ -44,7 +44,11 @@ def parameters(function: Any) -> list[str]:
 )
 def test_the_four_methods_to_extend_take_what_they_took(method: str, expected: list[str]) -> None:
     theirs, ours = getattr(SimpleElasticAgent, method), getattr(ForkAgent, method)
-    assert parameters(theirs) == expected, f"{LOOK}{method} takes {parameters(theirs)}; give ForkAgent.{method} the same."
+    # Until torch 2.13 the agent gave its children no time of its own; ours has a default for it.
+    older = ["self", "death_sig"] if method == "_shutdown" else expected
+    assert parameters(theirs) in (expected, older), (
+        f"{LOOK}{method} takes {parameters(theirs)}; give ForkAgent.{method} the same."
+    )
     assert parameters(ours) == expected
 
 

@@ -1,6 +1,7 @@
 """Every strategy gives the numbers of plain PyTorch, and every option has its meaning or is refused with what to do."""
 
 import functools
+import inspect
 import logging
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import echelon as ech
 from echelon.compat.older_options import FSDPStrategy
@@ -141,9 +143,12 @@ def _policy_by_size() -> Any:
     return functools.partial(size_based_auto_wrap_policy, min_num_params=100)
 
 
+# Options of DistributedDataParallel that came after torch 2.11.
+NEWER: Any = {"batched_grad_copy": True} if "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters else {}
+
 # What each makes may not change a number.
 OPTIONS: dict[str, Any] = {
-    "ddp": lambda: ech.DDPStrategy(init_sync=True, forward_sync_buffers=False, batched_grad_copy=True, bucket_cap_mb_list=[1]),
+    "ddp": lambda: ech.DDPStrategy(init_sync=True, forward_sync_buffers=False, bucket_cap_mb_list=[1], **NEWER),
     "ddp mesh": lambda: ech.DDPStrategy(device_mesh=_mesh(dist.get_world_size()), skip_all_reduce_unused_params=True),
     "ddp hook": lambda: ech.DDPStrategy(comm_hook=_mean_hook, comm_state=HOOKED),
     "fsdp group": lambda: FSDPStrategy(process_group=dist.group.WORLD, backward_prefetch=None, use_orig_params=False),

@@ -44,7 +44,7 @@ class Regression(ech.AutoUnit[Batch]):
     def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = data
         out = self.module(x)
-        return nn.functional.mse_loss(out, y), out
+        return nn.functional.mse_loss(out.to(y.dtype), y), out  # torch 2.11 has no gradient of two types
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         kind = getattr(torch.optim, self.kind)

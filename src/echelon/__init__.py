@@ -9,6 +9,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from echelon.contracts.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from echelon.contracts.errors import DataError, EchelonError
     from echelon.contracts.rank import RankInfo

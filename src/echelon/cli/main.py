@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from echelon.cli.output import READER_GONE, flush_streams, open_streams, reader_has_gone
 from echelon.contracts.run_dir import FULL_DISK
 
-__all__ = ["main"]
+__all__ = ["VERBS", "main", "root_parser"]
 
 # What these have done is done, whether or not anybody read of it.
 _ACTS = ("run", "submit", "cancel", "dragon")
@@ -26,6 +26,7 @@ VERBS = {
     "prove": "run a script under every strategy and compare each step with one process",
     "report": "write a run's report.html again",
     "ckpt": "list, verify, compare and export checkpoints",
+    "completion": "print what makes a shell complete these commands and their options",
 }
 
 
@@ -57,13 +58,19 @@ def _run(verb: str, arguments: Sequence[str]) -> int:
     from echelon.contracts.errors import EchelonError, UsageError
     from echelon.contracts.terminal import printable
 
-    if verb == "--version":
-        from echelon.contracts.machine import package_version
+    if verb == "--version" and arguments[1:] in ([], ["--verbose"]):
+        from echelon.contracts.version import __version__
 
-        print(f"echelon {package_version('echelon')}")
+        print(f"echelon {__version__}")
+        if arguments[1:]:
+            from echelon.cli.version import lines
+
+            print("\n".join(lines()))
         return 0
     if verb not in VERBS:
-        parser = _parser()
+        parser = root_parser()
+        if verb == "--version":
+            parser.error(f"--version can be followed by --verbose, got {' '.join(arguments[1:])}")
         if verb in ("-h", "--help", ""):
             parser.print_help(sys.stdout if verb else sys.stderr)
             return 0 if verb else 2
@@ -88,13 +95,17 @@ def _run(verb: str, arguments: Sequence[str]) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def root_parser() -> argparse.ArgumentParser:
+    """What stands before a verb, and the help that lists the verbs."""
     width = max(map(len, VERBS))
     commands = "\n".join(f"  {verb:<{width}}  {text}" for verb, text in VERBS.items())
-    return argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="echelon",
-        usage="echelon [--version] COMMAND ...",
+        usage="echelon [--version [--verbose]] COMMAND ...",
         description="Train PyTorch models on many processes.",
         epilog=f"commands:\n{commands}\n\n`echelon COMMAND --help` says more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="store_true", help="show the version")
+    parser.add_argument("--verbose", action="store_true", help="with --version: what a report of a fault needs")
+    return parser

@@ -26,6 +26,7 @@ from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.contracts.terminal import printable
+from echelon.contracts.version import __version__
 from echelon.launcher.job import JobSpec, parse_duration, parse_rank_range
 
 __all__ = [
@@ -234,7 +235,8 @@ def check_module(name: str) -> None:
 
 
 def describe(job: JobSpec, run: RunDir, launcher: str = "local") -> dict[str, object]:
-    versions = {"python": platform.python_version()} | {name: package_version(name) for name in ("echelon", "torch", "numpy")}
+    versions = {"python": platform.python_version(), "echelon": __version__}
+    versions |= {name: package_version(name) for name in ("torch", "numpy")}
     return {
         "name": run.name,
         "command": ["echelon", *redacted_words(sys.argv[1:])],

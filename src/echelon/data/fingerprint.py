@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from echelon.data.workers import start_method
 from echelon.world import rng
 
 __all__ = ["checksum", "fingerprint"]
@@ -40,6 +41,7 @@ def fingerprint(dataset: Any, *, in_worker: bool) -> dict[str, Any]:
             num_workers=1,
             generator=torch.Generator(),
             timeout=60,
+            multiprocessing_context=start_method(),
         )
         sums = list(reading)
     else:

@@ -29,7 +29,7 @@ from echelon.data.page_locked import Locking, locks
 from echelon.data.parts import Padding, share
 from echelon.data.reader import Reader, ReadFailure
 from echelon.data.views import Ordered
-from echelon.data.workers import Board, named
+from echelon.data.workers import Board, named, start_method
 
 __all__ = ["Loader", "Padding", "share"]
 
@@ -176,6 +176,7 @@ class Loader(BaseLoader):
             # A generator of its own: the workers' seed must not be drawn from the stream that dropout uses.
             generator=torch.Generator(),
             timeout=self.options.timeout_s if board else 0,
+            multiprocessing_context=start_method() if board else None,
         )
         batches = board.started(loader) if board else iter(loader)
         try:

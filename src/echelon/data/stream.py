@@ -26,7 +26,7 @@ from echelon.data.options import LoaderOptions
 from echelon.data.page_locked import Lockable, locked, locks
 from echelon.data.reader import ReadFailure
 from echelon.data.streaming import Share, Stand, Streams
-from echelon.data.workers import Board, named
+from echelon.data.workers import Board, named, start_method
 from echelon.world import agree
 
 __all__ = ["StreamLoader", "of_all_ranks"]
@@ -204,6 +204,7 @@ class StreamLoader(BaseLoader):
             worker_init_fn=board.begin,
             generator=torch.Generator(),  # nothing is drawn from the stream that dropout uses
             timeout=self.options.timeout_s,
+            multiprocessing_context=start_method(),
         )
 
     def state_dict(self) -> dict[str, Any]:

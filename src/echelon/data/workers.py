@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import multiprocessing.process
 import multiprocessing.util  # registers its own atexit function
 import os
 import random
 import signal
+import sys
 import traceback
 import weakref
 import zlib
@@ -26,7 +28,7 @@ from echelon.contracts.errors import DataError
 from echelon.contracts.machine import process_stat
 from echelon.contracts.stopping import SIGNALS, signal_name
 
-__all__ = ["Board", "explain", "named", "said", "seed_worker"]
+__all__ = ["Board", "explain", "method_for", "named", "said", "seed_worker", "start_method"]
 
 # Sent to a whole process group or job, by a terminal or Slurm, and meant for the rank: it may want to save, for which it needs
 # its workers. They end when it does.
@@ -34,6 +36,20 @@ _FOR_THE_RANK = (signal.SIGINT, *SIGNALS)
 
 # A row for each worker: its process id, the sample that it reads (-1: none), and how many it reads at once.
 _PID, _SAMPLE, _COUNT = range(3)
+
+
+def start_method() -> str | None:
+    """How a DataLoader starts its workers: as the program has chosen, which is None, else by forking."""
+    return method_for(multiprocessing.get_start_method(allow_none=True), sys.version_info[:2])
+
+
+def method_for(chosen: str | None, version: tuple[int, ...]) -> str | None:
+    """`start_method` for what `multiprocessing` says is chosen.
+
+    Python 3.14 made "forkserver" the default, and says that it is chosen as soon as it was used. Workers are forked there, too:
+    datasets need not be picklable, and who dies is heard of at once, as only a parent hears it.
+    """
+    return "fork" if version >= (3, 14) and chosen in (None, "forkserver") else None
 
 
 class Board:

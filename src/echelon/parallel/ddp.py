@@ -24,6 +24,7 @@ from echelon.parallel.axes import Axis, split_axes
 from echelon.parallel.fixed_order import reduce_bucket
 from echelon.parallel.materialize import materialize
 from echelon.parallel.micro_batch import MicroBatch
+from echelon.parallel.older_torch import ddp_options
 from echelon.parallel.prepared import Prepared, WrapperPrepared
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.registry import Kind, register
@@ -199,26 +200,26 @@ class DDPStrategy(Strategy):
         if self.sync_batchnorm:
             module = sync_batchnorm(module, world.device, self.process_group)
         module = recipe.compile(recipe.checkpoint_activations(module))
-        wrapped = DistributedDataParallel(
-            module,
-            device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            output_device=self.output_device,
-            dim=self.dim,
+        options = {
+            "output_device": self.output_device,
+            "dim": self.dim,
             **self._buffers(),
-            init_sync=self.init_sync,
-            process_group=self.process_group,
-            device_mesh=self.device_mesh,
-            bucket_cap_mb=self.bucket_cap_mb,
-            bucket_cap_mb_list=list(self.bucket_cap_mb_list) if self.bucket_cap_mb_list is not None else None,
-            find_unused_parameters=self.find_unused_parameters,
-            check_reduction=self.check_reduction,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            static_graph=self.static_graph,
-            skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
-            batched_grad_copy=self.batched_grad_copy,
-            delay_all_reduce_named_params=self.delay_all_reduce_named_params,
-            param_to_hook_all_reduce=self.param_to_hook_all_reduce,
-        )
+            "init_sync": self.init_sync,
+            "process_group": self.process_group,
+            "device_mesh": self.device_mesh,
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "bucket_cap_mb_list": list(self.bucket_cap_mb_list) if self.bucket_cap_mb_list is not None else None,
+            "find_unused_parameters": self.find_unused_parameters,
+            "check_reduction": self.check_reduction,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "static_graph": self.static_graph,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            "batched_grad_copy": self.batched_grad_copy,
+            "delay_all_reduce_named_params": self.delay_all_reduce_named_params,
+            "param_to_hook_all_reduce": self.param_to_hook_all_reduce,
+        }
+        devices = [world.device.index] if world.device.type == "cuda" else None
+        wrapped = DistributedDataParallel(module, devices, **ddp_options(DistributedDataParallel, options))
         if self.comm_hook is not None:
             wrapped.register_comm_hook(self.comm_state, self.comm_hook)
         return wrapped

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from echelon.parallel.older_torch import shards_integers
+
 __all__ = ["of_another_type", "unsplittable"]
 
 logger = logging.getLogger(__name__)
@@ -16,9 +18,14 @@ logger = logging.getLogger(__name__)
 
 def unsplittable(module: nn.Module) -> set[nn.Parameter]:
     """Scalars and empty tensors, which `fully_shard` refuses or breaks on; complex ones, which it would gather as real numbers
-    where a precision is asked for.
+    where a precision is asked for; with an older torch, all that are no floating-point numbers.
     """
-    return {p for p in module.parameters() if p.dim() == 0 or p.numel() == 0 or p.is_complex()}
+    integers = shards_integers()
+    return {
+        p
+        for p in module.parameters()
+        if p.dim() == 0 or p.numel() == 0 or p.is_complex() or not (integers or p.is_floating_point())
+    }
 
 
 def of_another_type(module: nn.Module, units: Iterable[Sequence[nn.Module]], ignored: set[nn.Parameter]) -> set[nn.Parameter]:

@@ -15,9 +15,9 @@ from echelon.checkpoint import strict
 from echelon.checkpoint.renamed import moved
 from echelon.checkpoint.store import table
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, UsageError
-from echelon.contracts.machine import package_version
 from echelon.contracts.redact import redacted_fields
 from echelon.contracts.run_dir import RunDir, read_json
+from echelon.contracts.version import __version__
 from echelon.data import resume
 from echelon.data.loader import Loader
 from echelon.data.stream import StreamLoader
@@ -50,7 +50,7 @@ def facts(unit: Unit, loader: Any) -> dict[str, Any]:
         "mesh": _mesh(unit, described),
         "strategy": _strategy(unit, described),
         "torch": torch.__version__,
-        "echelon": package_version("echelon"),
+        "echelon": __version__,
         "python": platform.python_version(),
         "modules": {name: each["module"] for name, each in described.items()},
         "optimizers": {name: type(Partition.behind(o)).__name__ for name, o in unit.tracked_optimizers().items()},

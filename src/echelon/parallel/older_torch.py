@@ -1,0 +1,40 @@
+"""What torch 2.11 and 2.12 spell otherwise than torch 2.13, or lack. All of it for this room; goes with the last of these."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["ddp_options", "shards_integers"]
+
+
+def shards_integers() -> bool:
+    """Whether `fully_shard` takes parameters that are no floating-point numbers, such as quantized ones: torch 2.11 fails."""
+    found: Any = torch.__version__  # compares as a version
+    return bool(found >= (2, 13))
+
+
+def ddp_options(constructor: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of DistributedDataParallel, as the installed torch takes them.
+
+    Args:
+        constructor: DistributedDataParallel's.
+        options: by torch 2.13's names.
+    Raises:
+        UsageError: torch lacks what was asked for. A False or None that it lacks asks for nothing, and is left out.
+    """
+    taken, known = dict(options), inspect.signature(constructor).parameters
+    if "forward_sync_buffers" in taken and "forward_sync_buffers" not in known:
+        taken["broadcast_buffers"] = taken.pop("forward_sync_buffers")  # a new name of the same
+    for name in [name for name in taken if name not in known]:
+        if value := taken.pop(name):
+            raise UsageError(
+                f"DDPStrategy({name}={value!r}) needs a newer torch: DistributedDataParallel of torch {torch.__version__} has no "
+                f"{name}. Update torch, or leave it out."
+            )
+    return taken
