@@ -304,7 +304,7 @@ class DistributedCheckpointSaver(Callback):
         restore_options: RestoreOptions | None = None,
         fall_back: bool = True,
     ) -> bool:
-        """Restore a folder's newest valid checkpoint; False if there is none, under `run --restart`, and under `prove`. Collective.
+        """Restore the newest valid checkpoint; False if there is none, under `run --restart`, and under `prove`. Collective.
 
         Args:
             fall_back: when the newest is corrupt, say what is wrong with it and take the newest older one that is not; False
