@@ -66,6 +66,8 @@ class TableNet(nn.Module):
 
 def gather(values: torch.Tensor) -> torch.Tensor:
     """The rows of all ranks, which may have different numbers of them. Every rank calls it."""
+    if not dist.is_initialized():  # no launcher, no group
+        return values
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, values.cpu())
     return torch.cat(parts)
