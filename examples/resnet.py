@@ -131,7 +131,7 @@ def main() -> None:
         device=device,
         strategy=args.strategy,
         swa_params=ech.SWAParams(0, 1, averaging_method="ema", ema_decay=0.98, use_lit=True, use_in_evaluation=True),
-        updates=args.epochs * len(train_loader),
+        updates=args.epochs * train_loader.global_batches,
     )
     saver = ech.DistributedCheckpointSaver(args.checkpoints, save_every_n_epochs=1, keep_last_n_checkpoints=2)
     saver.restore_from_latest(args.checkpoints, unit, train_dataloader=train_loader)
