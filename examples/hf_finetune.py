@@ -37,13 +37,14 @@ def small_config(name: str, width: int) -> tf.PretrainedConfig:
 def load(folder: Path, lora: int, width: int) -> tuple[torch.nn.Module, bool]:
     """The model, and whether its weights are still to be read from the folder, of which each rank then reads its own part."""
     config = tf.AutoConfig.from_pretrained(folder) if folder.is_dir() else small_config(folder.name, width)
+    dtype = torch.get_default_dtype()  # float32, also of weights that are saved as bf16: small updates would be lost in them
     if folder.is_dir() and not lora:
         with ech.on_meta(restores=True):  # takes no memory
-            return tf.AutoModelForCausalLM.from_config(config), True
+            return tf.AutoModelForCausalLM.from_config(config, dtype=dtype), True
     if folder.is_dir():
-        model = tf.AutoModelForCausalLM.from_pretrained(folder)
+        model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     else:
-        model = tf.AutoModelForCausalLM.from_config(config)
+        model = tf.AutoModelForCausalLM.from_config(config, dtype=dtype)
     if lora:
         import peft
 

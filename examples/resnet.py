@@ -116,7 +116,7 @@ class Classify(ech.AutoUnit[Batch]):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strategy", default="ddp", help="noop, ddp, fsdp, hsdp, zero1, zero2 or zero3")
-    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--toy", action="store_true", help="small images that are learned in seconds")
     parser.add_argument("--checkpoints", default="runs/resnet/checkpoints")
     args = parser.parse_args()
