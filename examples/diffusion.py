@@ -67,7 +67,10 @@ class Diffusion(ech.AutoUnit[torch.Tensor]):
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, object]:
         optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
-        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.updates)
+        # A function is not saved, so that a run can be resumed with more epochs; CosineAnnealingLR would keep the old ones.
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda update: 0.5 + 0.5 * math.cos(math.pi * min(1.0, update / self.updates))
+        )
 
     @property
     def kept(self) -> torch.Tensor:

@@ -52,8 +52,8 @@ class Gan(ech.TrainUnit[Batch]):
         self.generator = ech.prepare_module(mlp(NOISE, 2, width), device, strategy=strategy)
         self.critic = ech.prepare_module(mlp(2, 1, width), device, strategy=strategy)
         # After the modules were prepared: a sharded module has other parameters than before.
-        self.generator_optimizer = torch.optim.Adam(self.generator.parameters(), lr=1e-3, betas=(0.5, 0.99))
-        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=2e-3, betas=(0.5, 0.99))
+        self.generator_optimizer = torch.optim.Adam(self.generator.parameters(), lr=3e-4, betas=(0.5, 0.99))
+        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=6e-4, betas=(0.5, 0.99))
 
     def train_step(self, state: ech.State, data: Batch) -> None:
         real, noise = (part.to(self.device) for part in data)

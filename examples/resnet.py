@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -38,8 +39,7 @@ def draw(count: int, size: int, seed: int) -> torch.utils.data.TensorDataset:
     masks = torch.stack([distance < radius, square < radius, cross, (distance < radius) & (distance > radius / 2)])
     mask = masks[labels, torch.arange(count), None]  # (count, 1, size, size)
     paper, ink = 0.4 * uniform(count, 3, 1, 1), 0.6 + 0.4 * uniform(count, 3, 1, 1)
-    noise = 0.1 * torch.randn(count, 3, size, size, generator=generator)
-    images = torch.where(mask, ink, paper) + noise
+    images = torch.where(mask, ink, paper) + 0.1 * torch.randn(count, 3, size, size, generator=generator)
     return torch.utils.data.TensorDataset(images.to(torch.get_default_dtype()), F.one_hot(labels, len(SHAPES)))
 
 
@@ -49,10 +49,8 @@ def as_batch(samples: list[Any]) -> Batch:
 
 
 def augmented(samples: list[Any]) -> Batch:
-    """Mirrored and shifted at random, each image by itself; then each is mixed with another one, and so are their labels.
-
-    Here and not in the training step, so that loader workers can do it. The random numbers are this rank's own, and resume.
-    """
+    """Each image mirrored and shifted at random, then mixed with another one, and so are their labels."""
+    # Here and not in the training step, so that loader workers can do it. The random numbers are this rank's own, and resume.
     images, labels = as_batch(samples)
     b, _, size, _ = images.shape
     images = torch.where(torch.rand(b, 1, 1, 1) < 0.5, images.flip(3), images)
@@ -103,7 +101,12 @@ class Classify(ech.AutoUnit[Batch]):
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)
-        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.updates)
+        # A function is not saved, so that a run can be resumed with more epochs; OneCycleLR would keep the old ones.
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule)
+
+    def schedule(self, update: int) -> float:
+        done = min(1.0, (update + 1) / self.updates)
+        return min(5 * done, 0.5 + 0.5 * math.cos(math.pi * done))  # a linear warm-up, then a cosine down to 0
 
     def on_eval_epoch_start(self, state: ech.State) -> None:
         self.accuracy.reset()
