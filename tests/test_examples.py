@@ -204,6 +204,7 @@ def test_a_sweep_finds_the_better_rate(tmp_path: Path) -> None:
         assert [event["step"] for event in begins] == [step]
 
 
+@pytest.mark.full
 def test_the_notebook_runs_in_a_kernel(tmp_path: Path) -> None:
     pytest.importorskip("ipykernel", reason="needs a kernel: pip install ipykernel jupyter_client")
     with warnings.catch_warnings(action="ignore"):
