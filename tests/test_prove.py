@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from echelon.prover.prove import Proof, prove_target
 from echelon.prover.row_strategy import with_options_of
 from echelon.prover.target import Target
 from echelon.prover.verdict import Difference
+from tests import forked
+from tests.conftest import clean_environment
 
 PLANTED = Path(__file__).parent / "planted"
 
@@ -69,6 +72,26 @@ def test_bf16_is_compared_with_one_process_in_bf16() -> None:
     )
     assert right[0].is_equal and right[0].verdict != IN_FLOAT64, right
     assert wrong[0].verdict == "DIFFERS" and wrong[0].first is not None and wrong[0].first.tolerance > 1e-3, wrong
+
+
+@pytest.mark.full
+def test_a_script_that_resumes_is_proved_from_its_beginning(tmp_path: Path) -> None:
+    """Its checkpoint is of a complete run, so that nothing would be left to compare; and in float64 its data would be others."""
+    text = f"""
+import sys
+sys.path.insert(0, {str(PLANTED)!r})
+from common import Auto, ech, loader, model
+unit, batches = Auto(module=model(), strategy="ddp"), loader(32)
+saver = ech.DistributedCheckpointSaver({str(tmp_path / "checkpoints")!r})
+saver.restore_from_latest(saver.dirpath, unit, train_dataloader=batches)
+ech.train(unit, batches, max_epochs=1, callbacks=[saver])
+"""
+    (tmp_path / "train.py").write_text(text)
+    forked.run([sys.executable, "train.py"], cwd=tmp_path, env=clean_environment(), check=True, capture_output=True)
+    assert list((tmp_path / "checkpoints").glob("step-*"))
+    rows = matrix(["ddp"], [2], [1], sgd=False)
+    proof = prove_target(Target(script=str(tmp_path / "train.py")), rows, 2, True)
+    assert [result.verdict for result in proof.results] == ["agrees"], proof.results
 
 
 def test_every_cause_of_the_catalogue_is_planted() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -160,3 +161,21 @@ def test_every_generator_that_a_unit_holds_is_found_by_its_path_and_put_back() -
     assert drawn_between(before, sources.states()).keys() == {"unit.draw.hidden", "unit.held", "unit.inside.a.0"}
     sources.restore(before)
     assert (unit.draw(), unit.held.random(), unit.inside["a"][0].random()) == drawn
+
+
+@pytest.mark.parametrize(
+    ("off", "narrowest", "differs"), [(3e-7, torch.float32, False), (3e-7, None, True), (1e-4, torch.float32, True)]
+)
+def test_a_norm_in_float64_of_a_model_that_computes_in_float32(
+    tmp_path: Path, off: float, narrowest: torch.dtype | None, differs: bool
+) -> None:
+    """All references round it to the same number: by their distance alone nothing might differ."""
+    right = {**_values(0, 0.0), "norm": 1.5}
+    for name, norm in (("row", 1.5), ("right", 1.5), ("right/again-0", 1.5)):
+        (tmp_path / name).mkdir()
+        torch.save({**right, "norm": norm}, tmp_path / name / "update-000.pt")
+        torch.save({"parameters": right["parameters"], "buffers": {}}, tmp_path / name / "initial.pt")
+    micro = Micro(None, b"", [], 1.0, right["loss"], {}, 0)
+    records = [{"updates": [[micro]], "norms": [1.5 * (1 + off)], "flattened": False}]
+    verdict = compare(tmp_path / "row", tmp_path / "right", records, torch.float64, narrowest=narrowest)
+    assert (verdict.first is not None and verdict.first.tensor == "gradient norm") == differs

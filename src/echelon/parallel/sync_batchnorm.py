@@ -19,6 +19,24 @@ from echelon.world.agree import is_joined
 __all__ = ["HostSyncBatchNorm", "LocalBatchNorm", "on_host", "revert_sync_batchnorm", "sync_batchnorm"]
 
 
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of all ranks' values, on every rank. Not torch's own differentiable all-reduce, which is going out of use."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group, total = group, values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, None]:
+        return _sum_over_ranks(gradients[0], ctx.group), None  # every rank's loss depends on every rank's values
+
+
+def _sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return _SumOverRanks.apply(values, group)  # type: ignore[no-untyped-call,no-any-return]
+
+
 class HostSyncBatchNorm(nn.BatchNorm1d):
     """Batch norm whose statistics are those of all ranks, for tensors in host memory. Ranks may have different numbers of rows.
 
@@ -36,18 +54,16 @@ class HostSyncBatchNorm(nn.BatchNorm1d):
             )
         if not is_joined() or dist.get_world_size(self.process_group) == 1:
             return super().forward(input)
-        from torch.distributed.nn.functional import all_reduce
-
         group: Any = self.process_group or dist.group.WORLD
         over = [d for d in range(input.dim()) if d != 1]  # all but the channels
         shape = [1, -1, *[1] * (input.dim() - 2)]
         count = input.new_full((1,), input.numel() // input.shape[1])
-        sums = all_reduce(torch.cat([input.sum(over), count]), group=group)
+        sums = _sum_over_ranks(torch.cat([input.sum(over), count]), group)
         n, mean = sums[-1].detach(), sums[:-1] / sums[-1].detach()
         if n <= 1:  # on all ranks alike
             raise ValueError(f"batch norm needs more than one value per channel over all ranks, got input {tuple(input.shape)}")
         centred = input - mean.view(shape)
-        var = all_reduce(centred.square().sum(over), group=group) / n
+        var = _sum_over_ranks(centred.square().sum(over), group) / n
         if self.training and self.track_running_stats:
             self._count(mean.detach(), var.detach() * (n / (n - 1)))
         out: torch.Tensor = centred * torch.rsqrt(var + self.eps).view(shape)

@@ -12,7 +12,7 @@ from echelon.checkpoint.background import Background
 from echelon.checkpoint.location import Location, location
 from echelon.contracts.errors import CheckpointError, UsageError
 from echelon.loop.checkpointing import restoring
-from echelon.loop.checkpointing.folder import RunFolder, absolute, is_begun_anew
+from echelon.loop.checkpointing.folder import RunFolder, absolute, is_begun_anew, left_alone
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.state import State
@@ -129,8 +129,7 @@ def resume(which: str | bool, output_dir: str, unit: Any, loader: Any) -> None:
     """
     if which is True:
         folder = location(output_dir)
-        if is_begun_anew(absolute(folder)):
-            logger.warning("--restart was given: nothing in %s is restored", folder)
+        if left_alone(folder):
             return
         names = commit.on_rank0(lambda: [path.name for path in reversed(_inside(folder))], folder)
         if not restoring.restore_first(folder, [folder / name for name in names], unit, loader, RestoreOptions(), True):

@@ -12,13 +12,14 @@ from echelon.checkpoint.location import Location, make_folder
 from echelon.checkpoint.policy import Keep
 from echelon.contracts.between_attempts import begins_anew, note_begun
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError
+from echelon.contracts.overrides import overrides
 from echelon.loop.unit import TrainUnit
 from echelon.world import agree
 
 if TYPE_CHECKING:
     from echelon.loop.state import State
 
-__all__ = ["RunFolder", "absolute", "is_begun_anew"]
+__all__ = ["RunFolder", "absolute", "is_begun_anew", "left_alone"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,16 @@ _begun: set[str] = set()
 def is_begun_anew(folder: Location) -> bool:
     """Whether what is in it is to be left alone, since the run was started with `--restart`."""
     return begins_anew() and str(folder) not in _begun
+
+
+def left_alone(folder: Location) -> bool:
+    """Whether nothing in it is to be restored; why is logged. `echelon prove` compares runs from their beginning."""
+    anew = is_begun_anew(absolute(folder))
+    if anew or overrides().observes:
+        why = "--restart was given" if anew else "a run is compared from its beginning"
+        logger.warning("%s: nothing in %s is restored", why, folder)
+        return True
+    return False
 
 
 def absolute(folder: Location) -> Location:

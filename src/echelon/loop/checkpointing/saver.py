@@ -22,7 +22,7 @@ from echelon.contracts.errors import CheckpointWriteError, require
 from echelon.contracts.pulse import Phase
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import contents, restoring
-from echelon.loop.checkpointing.folder import RunFolder, absolute, is_begun_anew
+from echelon.loop.checkpointing.folder import RunFolder, left_alone
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions, check_group
 from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.unit import TrainUnit, Unit
@@ -304,15 +304,14 @@ class DistributedCheckpointSaver(Callback):
         restore_options: RestoreOptions | None = None,
         fall_back: bool = True,
     ) -> bool:
-        """Restore the newest valid checkpoint in a folder; False if there is none, or under `echelon run --restart`. Collective.
+        """Restore the newest valid checkpoint; False if there is none, under `run --restart`, and under `prove`. Collective.
 
         Args:
             fall_back: when the newest is corrupt, say what is wrong with it and take the newest older one that is not; False
                 makes it an error. If all are corrupt it is an error in any case: a run with progress never starts over by itself.
         """
         folder, options = location(dirpath), options_of(RestoreOptions, "restore_options", restore_options)
-        if is_begun_anew(absolute(folder)):
-            logger.warning("--restart was given: nothing in %s is restored", folder)
+        if left_alone(folder):
             return False
         return restoring.restore_first(folder, commit.candidates(folder), unit, train_dataloader, options, fall_back)
 

@@ -18,7 +18,7 @@ from echelon.compat.torchtnt.utils.checkpoint_path import CheckpointPath, Phase
 from echelon.contracts.arguments import options_of
 from echelon.contracts.errors import CheckpointCorruptError
 from echelon.loop.checkpointing import restoring
-from echelon.loop.checkpointing.folder import absolute, is_begun_anew
+from echelon.loop.checkpointing.folder import left_alone
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.unit import Unit
 from echelon.world import agree
@@ -60,8 +60,7 @@ def restore_first(
 ) -> bool:
     """Restore the first that is valid; False if there is none."""
     where = location(dirpath)
-    if is_begun_anew(absolute(where)):
-        logger.warning("--restart was given: nothing in %s is restored", where)
+    if left_alone(where):
         return False
     if not ordered:
         return False

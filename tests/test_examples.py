@@ -1,0 +1,276 @@
+"""Every file of examples/, run small on two ranks as a separate program: it learns, says so, and goes on when started again."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import forked
+from tests.conftest import Ranks, clean_environment
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+README = (EXAMPLES / "README.md").read_text()
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+# Learned: what the last line says of a small run, and a bound that a run which does not learn misses.
+# (script, its options, the pattern of a number in its output, the bound, whether the number has to be below it)
+RUNS: dict[str, tuple[list[str], str, float, bool]] = {
+    # Untrained, and with gradients of one rank only: below 0.6.
+    "tabular.py": (["--epochs", "5"], r"AUC (0\.\d+) over 1001 held-out rows", 0.72, False),
+    # By chance 0.004; without the other ranks' rows in the loss about a third less than here.
+    "contrastive.py": (["--epochs", "5"], r"found for (\d+\.\d)% of held-out", 60.0, False),
+    "gan.py": (["--epochs", "10"], r"from real points: (\d\.\d+); untrained 0\.[3-9]", 0.2, True),
+    # By chance 0.25.
+    "resnet.py": (["--epochs", "4"], r"accuracy (\d\.\d+) of the averaged weights on 128 new images", 0.5, False),
+    # Of an untrained module's points it is above 0.35.
+    "diffusion.py": (["--epochs", "15"], r"made points are (\d\.\d+) from the moons", 0.3, True),
+    # ln 256 = 5.55 knows nothing.
+    "hf_finetune.py": (["--updates", "20"], r"held-out loss 5\.\d+ -> (\d\.\d+) nats per token", 5.0, True),
+}
+# Those that have a test of their own, there or below.
+ELSEWHERE = {"gpt.py": "test_gpt.py", "dragon_train.py": "test_group.py", "sweep.py": __name__, "notebook.ipynb": __name__}
+QUICK = ("tabular.py", "contrastive.py", "gan.py")
+
+
+def _start(command: Command, name: str, *args: str, env: dict[str, str] | None = None) -> str:
+    done = command("run", "--ranks", "2", str(EXAMPLES / name), "--toy", *args, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "echelon/" not in "".join(re.findall(r".*Warning.*", done.stderr)), done.stderr  # of others' code, such as torchao's
+    return done.stdout + done.stderr
+
+
+def _assert_learned(name: str, text: str) -> None:
+    _, pattern, bound, below = RUNS[name]
+    found = re.search(pattern, text)
+    assert found is not None, text
+    assert float(found[1]) < bound if below else float(found[1]) > bound, text
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in RUNS])
+def test_it_learns_on_two_ranks_and_goes_on_when_it_is_started_again(echelon_command: Command, tmp_path: Path, name: str) -> None:
+    options = RUNS[name][0]
+    text = _start(echelon_command, name, *options)
+    _assert_learned(name, text)
+    assert list((tmp_path / "runs" / name.removesuffix(".py") / "checkpoints").glob("step-*"))
+    limit, most = options
+    again = _start(echelon_command, name, limit, str(int(most) + 1))
+    first = re.search(r"training from step (\d+) of (\d+)", again)
+    assert first is not None and 0 < int(first[1]) < int(first[2]), again
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "tabular.py"])
+def test_fsdp_learns_the_same(echelon_command: Command, name: str) -> None:
+    _assert_learned(name, _start(echelon_command, name, *RUNS[name][0], "--strategy", "fsdp"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RUNS)
+def test_echelon_prove_agrees(echelon_command: Command, name: str) -> None:
+    """Not with accumulation: batch norm and a contrastive loss are over the batch that is computed at once."""
+    options = ("--float64", "--strategies", "ddp,fsdp", "--ranks", "2", "--accumulation", "1", "--updates", "2")
+    done = echelon_command("prove", *options, "--json", str(EXAMPLES / name), "--toy", timeout_s=300.0)
+    rows = json.loads(done.stdout)["rows"]
+    # And with SGD in place of its optimizer; not of a step of its own.
+    assert done.returncode == 0 and len(rows) == (2 if name == "gan.py" else 4), done.stdout + done.stderr
+    assert {row["verdict"] for row in rows} == {"agrees"}, rows
+
+
+# --- contrastive: the gradient
+
+
+def _modules() -> Any:
+    import contrastive
+
+    return contrastive
+
+
+def _gradients(strategy: str) -> tuple[dict[str, torch.Tensor], float]:
+    """Of the example's own unit, over 8 pairs which the ranks share."""
+    import torch.distributed as dist
+
+    import echelon as ech
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        example = _modules()
+        torch.manual_seed(0)
+        unit = example.Contrast(module=example.Towers(), device=torch.device("cpu"), strategy=strategy)
+        taken: dict[str, torch.Tensor] = {}
+
+        def take(*_: Any) -> None:
+            for name, parameter in unit.prepared.unwrapped.named_parameters():
+                assert parameter.grad is not None
+                taken[name] = (parameter.grad.full_tensor() if strategy == "fsdp" and parameter.dim() else parameter.grad).clone()
+
+        unit.optimizer.register_step_pre_hook(take)
+        ech.train(unit, ech.Loader(example.views(8), 8, shuffle=False), max_epochs=1)
+        assert dist.get_world_size() == 2
+        return taken, float(unit.latest_update[0])
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_gathered_gradient_is_that_of_one_process(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain PyTorch over all 8 pairs at once. A detached gather, or one that divides, differs by tenths."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    torch.set_default_dtype(torch.float64)
+    try:
+        example = _modules()
+        torch.manual_seed(0)
+        module = example.Towers()
+        one, other, scale = module(*example.views(8).tensors)
+        products, mine = scale * one @ other.T, torch.arange(8)
+        loss = (nn.functional.cross_entropy(products, mine) + nn.functional.cross_entropy(products.T, mine)) / 2
+        loss.backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for strategy in ("ddp", "fsdp"):
+        for taken, own in ranks(2, _gradients, strategy):
+            assert own == pytest.approx(float(loss.detach()), abs=1e-12)
+            for name, parameter in module.named_parameters():
+                assert parameter.grad is not None
+                assert float((taken[name] - parameter.grad).abs().max()) < 1e-10, (strategy, name)
+
+
+# --- fine-tuning: what is written
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers by a name that is going out of use
+def test_what_was_fine_tuned_is_loaded_and_tuned_further(echelon_command: Command, tmp_path: Path) -> None:
+    """GPT-2, tied, in full; then its folder, from which each rank reads its part; then adapters for it."""
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    few = ("--updates", "10")
+    _start(echelon_command, "hf_finetune.py", *few, "--model", "gpt2", "--out", "first")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    assert model.lm_head.weight is model.transformer.wte.weight
+    text = _start(echelon_command, "hf_finetune.py", *few, "--model", "first", "--out", "second", "--checkpoints", "second-c")
+    ends = re.search(r"held-out loss (\d\.\d+) -> (\d\.\d+)", text)
+    assert ends is not None and float(ends[2]) < float(ends[1]) < 5.4, text  # it began with what was written
+    options = ("--model", "first", "--lora", "4", "--out", "adapter", "--checkpoints", "adapter-c", "--strategy", "ddp")
+    _start(echelon_command, "hf_finetune.py", *few, *options)
+    tuned = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+    assert any(float(p.abs().max()) > 0 for n, p in tuned.named_parameters() if "lora_B" in n)
+    assert "already" not in _start(echelon_command, "hf_finetune.py", *few, *options)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_a_model_is_split_as_its_own_class_says(echelon_command: Command, model: str) -> None:
+    _assert_learned(
+        "hf_finetune.py", _start(echelon_command, "hf_finetune.py", "--updates", "20", "--model", model, "--strategy", "tp")
+    )
+
+
+@pytest.mark.full
+def test_a_model_without_a_plan_says_what_to_do(echelon_command: Command) -> None:
+    done = echelon_command(
+        "run", "--ranks", "2", str(EXAMPLES / "hf_finetune.py"), "--toy", "--model", "gpt2", "--strategy", "tp"
+    )
+    assert done.returncode != 0 and "has no plan of how it may be split. Use fsdp." in done.stderr
+
+
+# --- a sweep, a notebook
+
+
+@pytest.mark.full
+def test_a_sweep_finds_the_better_rate(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "sweep.py"), "--toy", "--epochs", "3", "--lr", "1e-2", "1e-5"]
+    for _ in range(2):
+        done = forked.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        losses = [float(loss) for loss in re.findall(r"held-out loss (\d\.\d+)", done.stdout)]
+        assert len(losses) == 2 and losses[0] < 0.5 < 1.0 < losses[1], done.stdout
+        assert "the best of 2 is lr 0.01" in done.stdout
+    jobs = sorted((tmp_path / "runs" / "sweep" / "jobs").iterdir())
+    assert len(jobs) == 4
+    for job, step in zip(jobs, (0, 0, 96, 96), strict=True):
+        (events,) = job.glob("attempts/*/events.rank0.jsonl")
+        begins = [event for event in map(json.loads, events.read_text().splitlines()) if event["event"] == "train_start"]
+        assert [event["step"] for event in begins] == [step]
+
+
+@pytest.mark.full
+def test_the_notebook_runs_in_a_kernel(tmp_path: Path) -> None:
+    pytest.importorskip("ipykernel", reason="needs a kernel: pip install ipykernel jupyter_client")
+    with warnings.catch_warnings(action="ignore"):
+        from jupyter_client.manager import start_new_kernel
+
+        manager, client = start_new_kernel(kernel_name="python3", cwd=str(tmp_path))
+    said: list[str] = []
+
+    def hear(message: Any) -> None:
+        content = message["content"]
+        said[-1] += str(content.get("text", content.get("data", {}).get("text/plain", content.get("traceback", ""))))
+
+    try:
+        for cell in _notebook()["cells"]:
+            if cell["cell_type"] == "code":
+                said.append("")
+                reply = client.execute_interactive("".join(cell["source"]), timeout=120, output_hook=hear)
+                assert reply["content"]["status"] == "ok", said[-1]
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    first, second = (ast.literal_eval(re.search(r"\[\{.*?\}\]", text.replace("\n", " "))[0]) for text in said[-3:-1])  # type: ignore[index]
+    assert [row["begins at"] for row in first] == [0, 0] and [row["begins at"] for row in second] == [5, 5]
+    assert first[0]["held-out loss"] < 0.1 and second[1]["held-out loss"] < first[1]["held-out loss"]
+    assert "a fault on one rank" in said[-1] and ", in fall" in said[-1]
+
+
+def _notebook() -> Any:
+    return json.loads((EXAMPLES / "notebook.ipynb").read_text())
+
+
+def test_the_notebook_is_one() -> None:
+    """As the format's version 4.5 has it: each cell with a name of its own, and no outputs that would differ from run to run."""
+    notebook = _notebook()
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5) and notebook["metadata"]["kernelspec"][
+        "name"
+    ] == "python3"
+    names = [cell["id"] for cell in notebook["cells"]]
+    assert len(set(names)) == len(names) and all(re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name) for name in names)
+    for cell in notebook["cells"]:
+        keys = {"cell_type", "id", "metadata", "source"}
+        assert set(cell) == keys | ({"execution_count", "outputs"} if cell["cell_type"] == "code" else set())
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+
+
+# --- the folder
+
+
+def test_every_example_is_run_and_in_the_readme() -> None:
+    files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
+    assert files == set(RUNS) | set(ELSEWHERE), "an example is run by no test, or a test runs none"
+    for name, test in ELSEWHERE.items():
+        there = ROOT / "tests" / (test if test.endswith(".py") else Path(__file__).name)
+        assert f'"{name}"' in there.read_text() or f"/{name}" in there.read_text(), (name, there)
+    assert set(re.findall(r"\]\(([\w.]+\.(?:py|ipynb))\)", README)) == files
+    commands = re.findall(r"`[^`]*examples/(\w+\.\w+)[^`]*`", README)
+    assert files - {"notebook.ipynb"} <= set(commands)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_is_short_and_has_the_same_flags_as_the_others(path: Path) -> None:
+    text = path.read_text()
+    if path.name in ("gpt.py", "dragon_train.py"):  # older than the others
+        return
+    assert len(text.splitlines()) < 150
+    for flag in ("--strategy", "--toy", "--checkpoints"):
+        assert f'"{flag}"' in text, flag
+    assert '"--epochs"' in text or '"--updates"' in text
+    assert f"examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")
