@@ -43,6 +43,7 @@ CONTENDERS = {
     "bare": "torch",
     "echelon": "echelon",
     "echelon, live line": "echelon",
+    "echelon, own loop": "echelon",
     "Fabric": "lightning",
     "Accelerate": "accelerate",
     "TorchTNT": "torchtnt",
@@ -141,6 +142,43 @@ def run_echelon(data: Batches, watched: bool, folder: Path) -> None:
         written = run.metrics.read_text().count("\n")
         if written != len(data):
             raise SystemExit(f"{written} records in metrics.jsonl after {len(data)} steps")
+
+
+class _Iterable:
+    """A loader of which nothing is known but its batches."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Any:
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+def run_echelon_own(data: Batches, watched: bool, folder: Path) -> None:
+    import torch
+    import torch.nn.functional as F
+
+    import echelon as ech
+
+    os.environ.pop("ECHELON_RUN_DIR", None)
+    run = ech.RunDir.create(folder, None)
+    if watched:
+        os.environ.update(run.to_env())
+    model = make_model()
+    optimizer = make_optimizer(model)
+    device = torch.device(data.device)
+    model, optimizer, loader = ech.prepare(model, optimizer, _Iterable(data.loader()), strategy=None, device=device)
+    for _ in ech.epochs(loader, 1):
+        for x, y in loader:
+            with ech.window(model) as window:
+                window.backward(F.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+    if watched and run.metrics.read_text().count("\n") != len(data):
+        raise SystemExit(f"not {len(data)} records in metrics.jsonl")
 
 
 def run_fabric(data: Batches, watched: bool, folder: Path) -> None:
@@ -251,6 +289,7 @@ RUNS: dict[str, Callable[[Batches, bool, Path], None]] = {
     "bare": run_bare,
     "echelon": run_echelon,
     "echelon, live line": run_echelon,
+    "echelon, own loop": run_echelon_own,
     "Fabric": run_fabric,
     "Accelerate": run_accelerate,
     "TorchTNT": run_torchtnt,

@@ -31,6 +31,8 @@ RUNS: dict[str, tuple[list[str], str, float, bool]] = {
     "tabular.py": (["--epochs", "5"], r"AUC (0\.\d+) over 1001 held-out rows", 0.72, False),
     # By chance 0.004; without the other ranks' rows in the loss about a third less than here.
     "contrastive.py": (["--epochs", "5"], r"found for (\d+\.\d)% of held-out", 60.0, False),
+    # By chance 0.5; no straight line has more than 0.65.
+    "bare_loop.py": (["--epochs", "12"], r"accuracy (\d\.\d+) on 500 new points", 0.8, False),
     "gan.py": (["--epochs", "10"], r"from real points: (\d\.\d+); untrained 0\.[3-9]", 0.2, True),
     # By chance 0.25.
     "resnet.py": (["--epochs", "4"], r"accuracy (\d\.\d+) of the averaged weights on 128 new images", 0.5, False),
@@ -40,8 +42,14 @@ RUNS: dict[str, tuple[list[str], str, float, bool]] = {
     "hf_finetune.py": (["--updates", "20"], r"held-out loss 5\.\d+ -> (\d\.\d+) nats per token", 5.0, True),
 }
 # Those that have a test of their own, there or below.
-ELSEWHERE = {"gpt.py": "test_gpt.py", "dragon_train.py": "test_group.py", "sweep.py": __name__, "notebook.ipynb": __name__}
-QUICK = ("tabular.py", "contrastive.py", "gan.py")
+ELSEWHERE = {
+    "bare_loop_before.py": __name__,
+    "gpt.py": "test_gpt.py",
+    "dragon_train.py": "test_group.py",
+    "sweep.py": __name__,
+    "notebook.ipynb": __name__,
+}
+QUICK = ("tabular.py", "contrastive.py", "bare_loop.py")
 
 
 def _start(command: Command, name: str, *args: str, env: dict[str, str] | None = None) -> str:
@@ -86,6 +94,13 @@ def test_echelon_prove_agrees(echelon_command: Command, name: str) -> None:
     # And with SGD in place of its optimizer; not of a step of its own.
     assert done.returncode == 0 and len(rows) == (2 if name == "gan.py" else 4), done.stdout + done.stderr
     assert {row["verdict"] for row in rows} == {"agrees"}, rows
+
+
+def test_the_bare_loop_learns_before_it_is_moved(tmp_path: Path) -> None:
+    with forked.instead_of_new():
+        command = [sys.executable, str(EXAMPLES / "bare_loop_before.py"), "--toy", *RUNS["bare_loop.py"][0]]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90, env=clean_environment())
+    _assert_learned("bare_loop.py", done.stdout + done.stderr)
 
 
 # --- contrastive: the gradient
@@ -267,7 +282,7 @@ def test_every_example_is_run_and_in_the_readme() -> None:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_an_example_is_short_and_has_the_same_flags_as_the_others(path: Path) -> None:
     text = path.read_text()
-    if path.name in ("gpt.py", "dragon_train.py"):  # older than the others
+    if path.name in ("gpt.py", "dragon_train.py", "bare_loop_before.py"):  # older than the others, or plain PyTorch
         return
     assert len(text.splitlines()) < 150
     for flag in ("--strategy", "--toy", "--checkpoints"):

@@ -15,6 +15,7 @@ from echelon.loop.auto import AutoUnit
 from echelon.loop.state import State
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.partition import parameters_of
+from echelon.parallel.prepared import NO_CONTEXT
 
 __all__ = ["LoopUnit", "Plain"]
 
@@ -109,8 +110,8 @@ class LoopUnit(AutoUnit[Any]):
         micro_batch = MicroBatch(data, weight, ends_window)
         if state.recorder is not None:
             self._count_flops(state.recorder, [micro_batch])
-        if window.count == 1:
-            self._around_window.enter_context(prepared.window())
+        if window.count == 1 and (around := prepared.window()) is not NO_CONTEXT:
+            self._around_window.enter_context(around)
         if self._bitwise is not None:
             self._bitwise.begin(window.updates, window.count - 1)
         prepared.forward_begins()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from echelon.loop.loss import problem_with
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.state import State
 from echelon.parallel.micro_batch import MicroBatch
+from echelon.parallel.prepared import NO_CONTEXT
 
 __all__ = ["OwnWindow"]
 
@@ -47,7 +48,7 @@ class OwnWindow:
     def __init__(self, session: _Session, weight: float | torch.Tensor | None) -> None:
         self._session, self._weight = session, weight
         self._micro_batch: MicroBatch[Any] | None = None
-        self._context = ExitStack()
+        self._contexts: tuple[AbstractContextManager[Any], ...] = ()
         self._norm: torch.Tensor | None = None
         self._open = False
         self.is_last = False
@@ -67,13 +68,16 @@ class OwnWindow:
         weight = unit.weight(session.batch) if self._weight is None else self._weight
         self._micro_batch = unit.open(session.state, session.batch, weight)
         self.is_last = self._micro_batch.is_last
-        self._context.enter_context(unit.prepared.accumulate(unit.reduces(self._micro_batch)))
-        self._context.enter_context(unit.autocast())
+        accumulates = unit.prepared.accumulate(unit.reduces(self._micro_batch))
+        self._contexts = (accumulates,) if unit.computes.dtype is None else (unit.autocast(), accumulates)
+        for context in self._contexts:
+            context.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._open = False
-        self._context.close()
+        for context in reversed(self._contexts):
+            context.__exit__(kind, error, trace)
         if error is not None:
             self._session.failed(error)
         elif not self.went_back:
@@ -97,7 +101,8 @@ class OwnWindow:
                 "window.backward must be called once in a window, got a second call. Add the losses and call it with their sum."
             )
         unit = self._session.unit
-        if (problem := problem_with((loss, None), unit.module)) is not None:
+        usual = isinstance(loss, torch.Tensor) and not loss.dim() and loss.requires_grad
+        if not usual and (problem := problem_with((loss, None), unit.module)) is not None:
             raise LossError(f"window.backward was given {problem}")
         self.went_back = True
         if unit.plain is not None:
@@ -106,7 +111,7 @@ class OwnWindow:
         else:
             assert self._micro_batch is not None
             unit.retain_graph = retain_graph
-            with torch.autocast(unit.device.type, enabled=False):
+            with NO_CONTEXT if unit.computes.dtype is None else torch.autocast(unit.device.type, enabled=False):
                 unit.backward(self._session.state, self._micro_batch, loss)
             self.trained = self._micro_batch.weight, loss.detach()
             self.loss = unit.update_loss if self.is_last else loss.detach()
