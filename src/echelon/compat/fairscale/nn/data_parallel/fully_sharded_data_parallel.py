@@ -97,11 +97,11 @@ class FullyShardedDataParallel(Readable, TorchFSDP):
         gradient_predivide_factor: float | None = None,
         allow_reset_parameters: bool = False,
     ) -> None:
-        given = Options(
+        given = Options(  # mypy knows the types of the first tuple only
             *(process_group_reduce_scatter, reshard_after_forward, disable_reshard_on_root, mixed_precision),
-            *(fp32_reduce_scatter, flatten_parameters, move_params_to_cpu, compute_dtype, buffer_dtype, move_grads_to_cpu),
-            *(bucket_cap_mb, compute_device, no_broadcast_optim_state, state_dict_device, clear_autocast_cache),
-            *(force_input_to_fp32, verbose, cpu_offload, state_dict_on_rank_0_only, gradient_predivide_factor),
+            *(fp32_reduce_scatter, flatten_parameters, move_params_to_cpu, compute_dtype, buffer_dtype, move_grads_to_cpu),  # type: ignore[arg-type]
+            *(bucket_cap_mb, compute_device, no_broadcast_optim_state, state_dict_device, clear_autocast_cache),  # type: ignore[arg-type]
+            *(force_input_to_fp32, verbose, cpu_offload, state_dict_on_rank_0_only, gradient_predivide_factor),  # type: ignore[arg-type]
             allow_reset_parameters,
         )
         is_real = process_group is None or isinstance(process_group, dist.ProcessGroup)
