@@ -39,14 +39,14 @@ def _states() -> list[Any]:
     inner.remove()
     assert not model.has_full_params
     with model.summon_full_params():
-        assert model.has_full_params and model.blocks[0].has_full_params
+        assert model.has_full_params and model.first.has_full_params
         seen.append(model.training_state)
         for refused in (lambda: model(_rows()), model.summon_full_params().__enter__, model.no_sync().__enter__):
             with pytest.raises(ValueError):
                 refused()
         with pytest.raises(ValueError, match=r"expected to be in states .*IDLE.* but current state is TrainingState\.SUMMON"):
             model.set_gradient_divide_factors(1.0, 2.0, False)
-    assert not model.has_full_params and not model.blocks[0].has_full_params
+    assert not model.has_full_params and not model.first.has_full_params
     model.assert_state([TrainingState.IDLE, TrainingState.FORWARD])
     with pytest.raises(ValueError, match="expected to be in states"):
         model.assert_state(TrainingState.FORWARD)

@@ -131,6 +131,7 @@ class Feed(Iterator[Step[Any]]):
 
     def __next__(self) -> Step[Any]:
         if self.total is not None and self.used >= self.total:
+            self._end()
             raise StopIteration
         if not self._ahead:
             try:
@@ -145,6 +146,12 @@ class Feed(Iterator[Step[Any]]):
                 batch = batch.batch
             return Step(batch if self._move is None else self._move(batch, False), used == self.total, padding, used)
         return self._next_ahead()
+
+    def _end(self) -> None:
+        """Let an iterator of the user's come to its end, as `for` does: a sampler may draw from its generator there."""
+        whole = self.length is not None and (self._limit is None or self._limit > self.length)
+        if whole and not isinstance(self._loader, (Loader, StreamLoader)):
+            next(self._iterator, _END)
 
     def _next_ahead(self) -> Step[Any]:
         if self._next is None:
