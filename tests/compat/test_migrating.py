@@ -147,6 +147,7 @@ TESTED: dict[str, str] = {
     "A module summary counts a shared": f"{WATCH}::test_looking_changes_nothing",
     "`get_python_version`": f"{TOOLS}::test_versions_compare_as_versions",
     "A unit is what inherits from one": f"{SHAPES}::test_a_unit_by_shape_needs_no_base_class",
+    "The log has TorchTNT's lines": f"{SHAPES}::test_the_log_has_the_epochs_of_a_run",
     "`SWAParams(use_in_evaluation=True)`": "test_averaged.py::test_evaluations_use_the_averages_if_asked_to",
     "`AutoUnit(gradient_accumulation_sync": (
         "compat/test_torchtnt_framework.py::test_units_without_these_arguments_are_echelons"
