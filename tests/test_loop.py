@@ -162,6 +162,22 @@ def test_samplers_with_a_generator_give_what_a_for_loop_gives() -> None:
     ech.train(read, cut, max_epochs=2, max_steps_per_epoch=2)
     assert read.seen == [int(row) for _ in range(2) for row in itertools.islice(plain, 2)]
 
+    class Stream:
+        """Goes on where the epoch before ended."""
+
+        def __init__(self) -> None:
+            self.rows = itertools.count()
+
+        def __len__(self) -> int:
+            return 2
+
+        def __iter__(self) -> Iterator[int]:
+            return self.rows
+
+    endless = Plain()
+    ech.train(endless, Stream(), max_epochs=2)
+    assert endless.seen == [0, 1, 2, 3], "and what goes on beyond its length loses nothing"
+
 
 def test_max_steps_in_mid_epoch_does_not_count_the_epoch() -> None:
     log: list[str] = []

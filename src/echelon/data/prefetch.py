@@ -148,9 +148,15 @@ class Feed(Iterator[Step[Any]]):
         return self._next_ahead()
 
     def _end(self) -> None:
-        """Let an iterator of the user's come to its end, as `for` does: a sampler may draw from its generator there."""
-        whole = self.length is not None and (self._limit is None or self._limit > self.length)
-        if whole and not isinstance(self._loader, (Loader, StreamLoader)):
+        """Let torch's iterator come to its end, as `for` does: a sampler may draw from its generator there.
+
+        Others are left alone: one that goes on beyond its length would lose a batch.
+        """
+        if (
+            isinstance(self._loader, DataLoader)
+            and self.length is not None
+            and (self._limit is None or self._limit > self.length)
+        ):
             next(self._iterator, _END)
 
     def _next_ahead(self) -> Step[Any]:
