@@ -53,7 +53,7 @@ class Readable:
     @property
     def has_full_params(self) -> bool:
         """Whether its own parameters are whole at the moment."""
-        return is_whole(self)  # type: ignore[arg-type]
+        return self.training_state is TrainingState.SUMMON_FULL_PARAMS or is_whole(self)  # type: ignore[arg-type]
 
     @property
     def numel_padded_per_param(self) -> list[int]:
