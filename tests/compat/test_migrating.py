@@ -64,6 +64,7 @@ TESTED: dict[str, str] = {
     # TorchTNT
     "`from torchtnt.": IMPORTS,
     "`TorchSnapshotSaver(...)`": "compat/test_torchtnt_callbacks.py::test_savers_save_and_restore",
+    "an AutoUnit without a strategy trains": "test_auto.py::test_several_ranks_without_a_strategy_are_refused",
     "the last, shorter window of an accumulation": "test_window.py::test_one_process_equals_plain_pytorch",
     "a mean over ranks of means": "test_window.py::test_two_ranks_equal_one_process",
     "`stop()` and `max_steps` in mid-epoch": f"{LOOP}::test_max_steps_in_mid_epoch_does_not_count_the_epoch",
