@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
 
 import echelon as ech
 from echelon.compat.torchtnt.utils.timer import Timer
@@ -144,6 +146,37 @@ def test_no_batch_of_one_epoch_leaks_into_the_next() -> None:
     unit = Plain()
     ech.train(unit, [0, 1, 2], max_epochs=3, max_steps_per_epoch=2)
     assert unit.seen == [0, 1, 0, 1, 0, 1]
+
+
+def test_samplers_with_a_generator_give_what_a_for_loop_gives() -> None:
+    """RandomSampler draws once more from its generator as an epoch ends, from which the next one's order follows."""
+
+    def loader() -> DataLoader[int]:
+        rows: Any = range(6)
+        return DataLoader(rows, batch_size=None, sampler=RandomSampler(rows, generator=torch.Generator().manual_seed(0)))
+
+    unit, plain, read = Plain(), loader(), Plain()
+    ech.train(unit, loader(), max_epochs=3)
+    assert unit.seen == [int(row) for _ in range(3) for row in plain]
+    cut, plain = loader(), loader()
+    ech.train(read, cut, max_epochs=2, max_steps_per_epoch=2)
+    assert read.seen == [int(row) for _ in range(2) for row in itertools.islice(plain, 2)]
+
+    class Stream:
+        """Goes on where the epoch before ended."""
+
+        def __init__(self) -> None:
+            self.rows = itertools.count()
+
+        def __len__(self) -> int:
+            return 2
+
+        def __iter__(self) -> Iterator[int]:
+            return self.rows
+
+    endless = Plain()
+    ech.train(endless, Stream(), max_epochs=2)
+    assert endless.seen == [0, 1, 2, 3], "and what goes on beyond its length loses nothing"
 
 
 def test_max_steps_in_mid_epoch_does_not_count_the_epoch() -> None:

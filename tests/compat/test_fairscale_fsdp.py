@@ -161,6 +161,11 @@ def test_wrapping_by_size_by_mark_and_by_hand() -> None:
         assert ConfigAutoWrap.in_autowrap_context and ConfigAutoWrap.wrapper_cls is Boxed
         assert ConfigAutoWrap.kwargs == {"depth": 1} and ConfigAutoWrap.auto_wrap_policy is by_size
     assert not ConfigAutoWrap.in_autowrap_context and ConfigAutoWrap.kwargs == {}
+    with ConfigAutoWrap(by_size, wrapper_cls=Boxed):
+        made, inside = ConfigAutoWrap.recursive_wrap(net(), None, module_is_root=False, depth=4)
+        blocks = {"blocks.0": {"depth": 4}, "blocks.1": {"depth": 4}}
+        assert _boxes(made) == blocks and inside == sum(p.numel() for p in net().blocks.parameters())
+        assert isinstance(wrap(net()), Boxed)
     with contextlib.suppress(KeyError), enable_wrap(wrapper_cls=Boxed):
         raise KeyError
     assert not isinstance(wrap(net()), Boxed)

@@ -37,13 +37,16 @@ def _states() -> list[Any]:
     inner = model.blocks[0].register_forward_hook(lambda *_: seen.append(model.training_state))
     model(_rows()).sum().backward()
     inner.remove()
+    assert not model.has_full_params
     with model.summon_full_params():
+        assert model.has_full_params and model.first.has_full_params
         seen.append(model.training_state)
         for refused in (lambda: model(_rows()), model.summon_full_params().__enter__, model.no_sync().__enter__):
             with pytest.raises(ValueError):
                 refused()
         with pytest.raises(ValueError, match=r"expected to be in states .*IDLE.* but current state is TrainingState\.SUMMON"):
             model.set_gradient_divide_factors(1.0, 2.0, False)
+    assert not model.has_full_params and not model.first.has_full_params
     model.assert_state([TrainingState.IDLE, TrainingState.FORWARD])
     with pytest.raises(ValueError, match="expected to be in states"):
         model.assert_state(TrainingState.FORWARD)
@@ -95,6 +98,9 @@ def test_a_stand_in_for_a_group_needs_no_ranks() -> None:
     assert (one.rank, one.world_size, one.flatten_parameters) == (0, 1, False) and isinstance(many, FullyShardedDataParallel)
     many(torch.ones(2, 5)).sum().backward()
     assert all(p.grad is not None for p in many.parameters())
+    with many.summon_full_params():
+        assert many.has_full_params
+    assert not many.has_full_params
     half = FullyShardedDataParallel(nn.Linear(5, 5), process_group=_Group(1, 2))  # type: ignore[arg-type]
     assert half.rank == 1 and 0 < sum(p.numel() for p in half.parameters()) < 30 and not dist.is_initialized()
 
@@ -121,6 +127,7 @@ def _experts() -> tuple[Any, ...]:
     dist.broadcast_object_list(everyones, 0)
     other, loaded = made()
     loaded.load_state_dict(other.get_shard_from_optim_state_dict(everyones[0]))
+    assert loaded.state[other.last.module.weight]["exp_avg"].shape == (1, 8), "whole, where one rank has all"
     shared = optimizer.state[model.first.weight], loaded.state[other.first.weight]
     with pytest.raises(NotImplementedError, match="all params share one process group"):
         model.clip_grad_norm_(1.0)

@@ -298,3 +298,35 @@ def test_several_loaders_parts_of_an_epoch_and_evaluations_within_it() -> None:
 def test_what_manual_optimization_does_by_itself_is_not_the_trainers(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         Trainer(max_epochs=1, **QUIET, **options).fit(made(GAN), loader_of(GAN, 1))
+
+
+class LogsOnSomeRanks(Small):
+    """Rank 1 alone logs a number of all ranks; both log another one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rank = self.trainer.global_rank
+        self.log("both", 1.0 + rank, sync_dist=True)
+        if rank == 1:
+            self.log("one", 5.0, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+class LogsStepsOfEvaluations(Small):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("v", 1.0, on_step=True, sync_dist=True)
+
+
+def log_with_sync_dist(folder: str) -> tuple[dict[str, float], str]:
+    options = {"max_epochs": 1, "strategy": "ddp", "num_sanity_val_steps": 0, **QUIET}
+    trainer = Trainer(**options)
+    trainer.fit(LogsOnSomeRanks(), two_batches())
+    with pytest.raises(UsageError) as refused:
+        Trainer(**options).fit(LogsStepsOfEvaluations(), two_batches(), two_batches())
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, str(refused.value)
+
+
+def test_a_number_of_all_ranks_may_be_logged_on_some(ranks: Any, tmp_path: Path) -> None:
+    """The others do not wait for ever; and the number is there on all of them."""
+    for numbers, refused in ranks(2, log_with_sync_dist, str(tmp_path)):
+        assert (numbers["both"], numbers["one"]) == (1.5, 5.0)
+        assert "Leave on_step out" in refused

@@ -64,6 +64,7 @@ TESTED: dict[str, str] = {
     # TorchTNT
     "`from torchtnt.": IMPORTS,
     "`TorchSnapshotSaver(...)`": "compat/test_torchtnt_callbacks.py::test_savers_save_and_restore",
+    "an AutoUnit without a strategy trains": "test_auto.py::test_several_ranks_without_a_strategy_are_refused",
     "the last, shorter window of an accumulation": "test_window.py::test_one_process_equals_plain_pytorch",
     "a mean over ranks of means": "test_window.py::test_two_ranks_equal_one_process",
     "`stop()` and `max_steps` in mid-epoch": f"{LOOP}::test_max_steps_in_mid_epoch_does_not_count_the_epoch",
@@ -147,6 +148,7 @@ TESTED: dict[str, str] = {
     "A module summary counts a shared": f"{WATCH}::test_looking_changes_nothing",
     "`get_python_version`": f"{TOOLS}::test_versions_compare_as_versions",
     "A unit is what inherits from one": f"{SHAPES}::test_a_unit_by_shape_needs_no_base_class",
+    "The log has TorchTNT's lines": f"{SHAPES}::test_the_log_has_the_epochs_of_a_run",
     "`SWAParams(use_in_evaluation=True)`": "test_averaged.py::test_evaluations_use_the_averages_if_asked_to",
     "`AutoUnit(gradient_accumulation_sync": (
         "compat/test_torchtnt_framework.py::test_units_without_these_arguments_are_echelons"

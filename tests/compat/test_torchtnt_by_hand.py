@@ -203,10 +203,11 @@ def test_callbacks_by_hand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     monitor.write_system_stats("step", 2)
     assert stats.log_dict.call_count == 1 and stats.log_dict.call_args.args[1] == 2 and monitor.device.type in ("cpu", "cuda")
 
-    unit, written = MagicMock(), MagicMock(spec=["add_histogram"])
+    unit = MagicMock()
     unit.tracked_modules.return_value = {"net": nn.Linear(1, 1)}
-    TensorBoardParameterMonitor(written).on_train_epoch_end(_state(), unit)
-    assert [call.args[0] for call in written.add_histogram.call_args_list] == ["Parameters/net/weight", "Parameters/net/bias"]
+    for written in (MagicMock(spec=["add_histogram"]), MagicMock()):
+        TensorBoardParameterMonitor(written).on_train_epoch_end(_state(), unit)
+        assert [call.args[0] for call in written.add_histogram.call_args_list] == ["Parameters/net/weight", "Parameters/net/bias"]
     names: list[str] = []
     ModuleSummary(process_fn=lambda found: names.extend(each.module_name for each in found)).on_train_start(_state(), unit)
     assert names == ["net"]

@@ -9,7 +9,7 @@ import io
 import logging
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 import torch
@@ -246,7 +246,7 @@ def test_the_log_has_limits_end_and_table_of_a_run(caplog: pytest.LogCaptureFixt
     timer = Timer()
     fit(Plain(), [1], [], max_epochs=1, timer=timer)
     said = caplog.text
-    for words in ("Started fit with max_epochs=1, max_steps=None", "Finished fit", "Timer Report", "evaluate.iter(dataloader)"):
+    for words in ("Started fit with max_epochs=1 max_steps=None", "Finished fit", "Timer Report", "evaluate.iter(dataloader)"):
         assert words in said
     assert "No steps completed during evaluate epoch!" in said
     unit = Plain()
@@ -254,6 +254,31 @@ def test_the_log_has_limits_end_and_table_of_a_run(caplog: pytest.LogCaptureFixt
     with pytest.raises(KeyError):
         train(unit, [1], max_epochs=1)
     assert "Exception during train after the following progress: completed epochs: 0, completed steps: 0" in caplog.text
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_the_log_has_the_epochs_of_a_run(automatic: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The lines of TorchTNT 0.2.4 for this run, but those of warnings at each step and of the loader's end."""
+    caplog.set_level(logging.INFO)
+    unit: Any = Auto(module=_module(), device=CPU) if automatic else Plain()
+    fit(unit, _data(3), _data(1), max_epochs=1, evaluate_every_n_steps=2, evaluate_every_n_epochs=None)
+    assert [each.message for each in caplog.records if each.levelno == logging.INFO and "torchtnt" in each.name] == [
+        "Started fit with max_epochs=1 max_steps=None max_train_steps_per_epoch=None max_eval_steps_per_epoch=None "
+        "evaluate_every_n_steps=2 evaluate_every_n_epochs=None ",
+        "Started train with max_epochs=1, max_steps=None, max_steps_per_epoch=None",
+        "Started train epoch",
+        "Started evaluate with max_steps_per_epoch=None",
+        "Finished evaluation. Resuming training epoch",
+        "Ended train epoch",
+        "After train epoch, train progress: num_epochs_completed = 1, num_steps_completed = 3",
+        "Finished fit",
+    ]
+
+
+def test_a_stop_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    state = _state()
+    state.stop()
+    assert state.should_stop and "Received signal to stop" in caplog.text
 
 
 # --- callbacks called by hand
@@ -361,9 +386,11 @@ def test_modules_have_what_programs_patch() -> None:
 def test_a_progress_bar_by_hand() -> None:
     file = io.StringIO()
     bar, state, unit = TQDMProgressBar(file=file, mininterval=0), _state(), _unit(0)
+    assert bar._train_progress_bar is None
     bar.on_train_epoch_start(state, unit)
     unit.train_progress.increment_step()
     bar.on_train_step_end(state, unit)
+    assert (bar._train_progress_bar.total, bar._train_progress_bar.n) == (3, 1)
     bar.on_train_epoch_end(state, unit)
     assert "Train Epoch 0" in file.getvalue() and "1/3" in file.getvalue()
 
@@ -544,13 +571,37 @@ def test_steps_of_an_auto_unit_by_hand() -> None:
 
 
 def test_a_timer_has_the_stages_of_an_auto_units_step() -> None:
+    """The names and numbers that TorchTNT 0.2.4 records for this run; steps and hooks come beside them."""
     timer = Timer()
-    unit = Auto(module=_module(), device=CPU)
+    swa = SWAParams(warmup_steps_or_epochs=1, step_or_epoch_update_freq=1)
+    unit = Auto(module=_module(), device=CPU, clip_grad_norm=1.0, clip_grad_value=1.0, swa_params=swa, step_lr_interval="step")
     fit(unit, _data(2), _data(1), max_epochs=1, timer=timer)
     predict(unit, [torch.ones(1, 2)], timer=timer)
     counts = {name.removeprefix("Auto."): len(each) for name, each in timer.recorded_durations.items()}
-    assert counts["compute_loss"] == 3 and counts["forward"] == counts["lr_scheduler_step"] == 1
-    assert counts["backward"] == counts["optimizer_step"] == counts["optimizer_zero_grad"] == counts["train.next(data_iter)"] == 2
+    assert counts["compute_loss"] == 3 and counts["forward"] == 1
+    twice = ("backward", "clip_grad_norm", "clip_grad_value", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
+    assert [counts[name] for name in twice] == [2] * 6 and counts["stochastic_weight_avg_update"] == 1
+    for stage in ("next(data_iter)", "move_data_to_device"):
+        assert [counts[f"{entry}.{stage}"] for entry in ("train", "evaluate", "predict")] == [2, 1, 1], stage
+    assert len(timer.recorded_durations["train.next(data_iter)"]) == 2
+
+
+@pytest.mark.parametrize("mock", [Mock, MagicMock])
+@pytest.mark.parametrize("spec", [None, nn.Module])
+def test_a_mock_may_be_a_module(mock: Any, spec: Any) -> None:
+    class Mocked(Auto):
+        def compute_loss(self, state: State, data: Any) -> Any:
+            return torch.ones((), requires_grad=True) * 1, self.module(data)
+
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+            return MagicMock(), MagicMock()
+
+    module = mock(spec=spec)
+    unit = Mocked(module=module, device=CPU)
+    train(unit, [1, 2], max_epochs=1)
+    predict(AutoPredictUnit(module=module, device=CPU), [3])
+    assert [call.args for call in module.to.return_value.call_args_list] == [(1,), (2,), (3,)]
+    assert unit.optimizer.step.call_count == 2 and unit.lr_scheduler.step.call_count == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

@@ -92,6 +92,7 @@ class Feed(Iterator[Step[Any]]):
         resumed: the loader resumes by a state of its own after so many batches of the epoch; its length is still that of a whole
             one. Until these should have come nothing is read ahead, so that random numbers are drawn in the order in which
             they would have been without the break; then only its end tells whether they were all.
+        read: what takes a batch from the loader's iterator, for who measures it.
     Attributes:
         used: how many batches were handed out.
         length, total: batches of the loader, and how many of them `limit` allows; None if only iterating tells.
@@ -106,10 +107,11 @@ class Feed(Iterator[Step[Any]]):
         stream: torch.cuda.Stream | None = None,
         pieces: int = 1,
         resumed: int = 0,
+        read: Callable[..., Any] = next,
     ) -> None:
         if pieces > 1 and move is not None:
             move = partial(_each, move)
-        self._loader, self._limit, self._move, self._stream = loader, limit, move, stream
+        self._loader, self._limit, self._move, self._stream, self._take = loader, limit, move, stream, read
         self._start = loader.start if isinstance(loader, (Loader, StreamLoader)) else 0
         self._epoch = loader.epoch if isinstance(loader, Loader) else 0
         length = known_length(loader)
@@ -129,10 +131,11 @@ class Feed(Iterator[Step[Any]]):
 
     def __next__(self) -> Step[Any]:
         if self.total is not None and self.used >= self.total:
+            self._end()
             raise StopIteration
         if not self._ahead:
             try:
-                batch = next(self._iterator)
+                batch = self._take(self._iterator)
             except StopIteration:
                 raise EchelonError(
                     f"the loader has length {self.length} but gave only {self.used} batches: its __len__ is wrong."
@@ -143,6 +146,18 @@ class Feed(Iterator[Step[Any]]):
                 batch = batch.batch
             return Step(batch if self._move is None else self._move(batch, False), used == self.total, padding, used)
         return self._next_ahead()
+
+    def _end(self) -> None:
+        """Let torch's iterator come to its end, as `for` does: a sampler may draw from its generator there.
+
+        Others are left alone: one that goes on beyond its length would lose a batch.
+        """
+        if (
+            isinstance(self._loader, DataLoader)
+            and self.length is not None
+            and (self._limit is None or self._limit > self.length)
+        ):
+            next(self._iterator, _END)
 
     def _next_ahead(self) -> Step[Any]:
         if self._next is None:
@@ -167,7 +182,7 @@ class Feed(Iterator[Step[Any]]):
         """The next batch and whether it is padding; or the end."""
         if not isinstance(self._loader, (Loader, StreamLoader)):
             self._state_before = _state_of(self._loader)
-        batch = next(self._iterator, _END)
+        batch = self._take(self._iterator, _END)
         if batch is _END:
             return _END
         padding = False

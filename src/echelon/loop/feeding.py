@@ -87,12 +87,15 @@ def open_feed(stage: Stage) -> Feed:
     loader, resumed = _resumed(stage)
     stage.call(stage.hooks.iter_start)
     move, stream = inner.placement(stage.phase)
+    timer, name = stage.state.timer, f"{type(stage.unit).__name__}.{stage.entry}"
+    read: Callable[..., Any] = next
     if move is not None:
-        move = partial(move, stage.state)
-    make = timed(stage.state.timer, f"{stage.entry}.iter(dataloader)", Feed)
+        move = timed(timer, f"{name}.move_data_to_device", partial(move, stage.state))
+        read = timed(timer, f"{name}.next(data_iter)", next)
+    make = timed(timer, f"{stage.entry}.iter(dataloader)", Feed)
     pieces = inner.pieces_of_step(stage.phase)
     here.step = NO_STEP
-    here.feed = feed = make(loader, limit=limit, move=move, stream=stream, pieces=pieces, resumed=resumed)
+    here.feed = feed = make(loader, limit=limit, move=move, stream=stream, pieces=pieces, resumed=resumed, read=read)
     stage.call(stage.hooks.iter_end)
     return feed
 

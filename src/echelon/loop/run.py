@@ -48,8 +48,9 @@ def train(
             without an end, for a run that ends when something calls `state.stop()`. Whole numbers may be floats, as 10.0.
         max_steps_per_epoch: use only so many batches of each epoch.
         callbacks: called in order.
-        timer: times the waits for data ("train.next(data_iter)"), the unit's steps, all hooks of unit and callbacks, and within
-            `fit` the same of evaluations; on top of the durations that are always kept in `state.train_state.iteration_timer`.
+        timer: times the waits for data ("train.next(data_iter)"; where the unit moves batches, reading and moving by themselves,
+            too), the unit's steps, all hooks of unit and callbacks, and within `fit` the same of evaluations; on top of the
+            durations that are always kept in `state.train_state.iteration_timer`.
     Raises:
         SystemExit: with code 75: a signal asked the run to stop before it was complete (docs/checkpoints.md).
         UnitError: the unit has no training step.

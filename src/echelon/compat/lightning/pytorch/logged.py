@@ -16,6 +16,12 @@ __all__ = ["How", "Numbers", "Results"]
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 
+# Why the number of a step is not that of all ranks, by whether it is one of training.
+_APART = {
+    True: "neither the module's file nor a callback's names sync_dist, so that ranks do not meet in a step. Write it there.",
+    False: "ranks may have other numbers of batches here. Leave on_step out: an epoch's number is that of all ranks.",
+}
+
 
 @dataclass(frozen=True)
 class How:
@@ -93,6 +99,11 @@ class _One:
             return None
         return None if self.total is None else [float(self.total), float(self.weight)]
 
+    @property
+    def form(self) -> list[Any]:
+        """What ranks need to know that have not logged it: name, suffix, options."""
+        return [self.name, self.suffix, list(vars(self.how).values())]
+
     def names(self, *, step: bool) -> tuple[str, str]:
         """(its name, and the name that says whether it is of a step or an epoch, if it is logged for both)."""
         forked = f"{self.name}_{'step' if step else 'epoch'}" if self.how.on_step and self.how.on_epoch else self.name
@@ -114,10 +125,12 @@ class Results:
 
     Args:
         training: a step's values are for callbacks, too.
+    Attributes:
+        meets: ranks tell each other in every step what they log with `sync_dist`.
     """
 
     def __init__(self, *, training: bool) -> None:
-        self.training = training
+        self.training, self.meets = training, False
         self.batch_size: Callable[[], float] = lambda: 1
         self.dataloader_idx: int | None = None
         self._all: dict[str, _One] = {}
@@ -132,8 +145,11 @@ class Results:
         """Take in a value.
 
         Raises:
-            UsageError: it was logged in other ways in the same hook before.
+            UsageError: it was logged in other ways in the same hook before; the number of a step is to be that of all ranks, and
+                these do not meet in this one.
         """
+        if how.sync_dist and how.on_step and not (how.rank_zero_only or self.meets) and agree.is_joined():
+            raise UsageError(f"self.log({name!r}, on_step=True, sync_dist=True): {_APART[self.training]}")
         suffix = f"/dataloader_idx_{self.dataloader_idx}" if add_idx and self.dataloader_idx is not None else ""
         key = f"{hook}.{name}{suffix}"
         one = self._all.setdefault(key, _One(key, name, how, suffix))
@@ -153,17 +169,18 @@ class Results:
     def of_step(self) -> Numbers:
         """What the batch under way has logged for its step so far. Collective if some of it has `sync_dist`."""
         fresh = [one for one in self._all.values() if one.fresh and one.how.on_step and one.latest is not None]
-        found: list[tuple[_One, torch.Tensor]] = []
         shared = [one for one in fresh if one.how.sync_dist and not one.how.rank_zero_only]
-        told: list[Any] = []
-        if shared and agree.is_joined():
-            told = agree.gather({one.key: _share_of_step(one) for one in shared})
+        told: list[dict[str, Any]] = []
+        if self.meets and agree.any_rank(bool(shared)):
+            told = agree.gather({one.key: [_share_of_step(one), *one.form] for one in shared})
+        together = {key: each[key] for each in reversed(told) for key in each}
+        found = [(one, one.latest) for one in fresh if one.key not in together]
+        for key, (_, name, suffix, options) in together.items():
+            one = self._all.get(key) or _One(key, name, How(*options), suffix)  # which other ranks alone have logged
+            shares = [each[key][0] for each in told if key in each]
+            found.append((one, torch.tensor(_together(one.how.reduce, shares), dtype=one.dtype)))
         for one in fresh:
-            value = one.latest
-            if shares := [each[one.key] for each in told if one.key in each]:
-                value = torch.tensor(_together(one.how.reduce, shares), dtype=one.dtype)
             one.fresh = False
-            found.append((one, value))
         numbers, step = self._numbers(found, step=True), self._step
         step.callback |= numbers.callback
         step.logged |= numbers.logged
@@ -173,9 +190,7 @@ class Results:
     def of_epoch(self) -> Numbers:
         """What the epoch's values are, over all ranks. Collective."""
         mine = {key: one.share() for key, one in self._all.items() if one.how.on_epoch and one.metric is None}
-        hows: dict[str, list[Any]] = {
-            key: [one.name, one.suffix, list(vars(one.how).values()), one.metric is not None] for key, one in self._all.items()
-        }
+        hows = {key: [*one.form, one.metric is not None] for key, one in self._all.items()}
         shares, forms = [mine], [hows]
         if agree.is_joined():
             told = agree.gather([mine, hows])

@@ -16,6 +16,7 @@ from echelon.compat.lightning.pytorch.callbacks.base import Callback
 from echelon.compat.lightning.pytorch.hooking import Hooking
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
 from echelon.compat.lightning.pytorch.manual import ManualUnit
+from echelon.compat.lightning.pytorch.meeting import meets
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
@@ -198,6 +199,7 @@ class Session:
         manual = not module.automatic_optimization
         hooking = Hooking(trainer, trainer.updates_at_most if manual else None, may_stop=_may_stop(trainer))
         callbacks = [hooking, *trainer.loop_callbacks]
+        trainer.results["train"].meets = meets([module, *trainer.lightning_callbacks])
         if trainer.validates:
             self._sanity_check(evaluation, hooking)
         steps = None if manual or trainer.updates_at_most is None else self._steps(loader, limit)

@@ -15,6 +15,8 @@ from torch import nn
 from echelon.compat.torchtnt.framework import unit
 from echelon.compat.torchtnt.framework.averages import Averages, source_of
 from echelon.compat.torchtnt.framework.callbacks.dcp_saver import without_effect
+from echelon.compat.torchtnt.framework.mocks import as_module
+from echelon.compat.torchtnt.framework.stages import PredictStages, TrainStages
 from echelon.compat.torchtnt.utils.precision import convert_precision_str_to_dtype
 from echelon.compat.torchtnt.utils.prepare_module import (
     ActivationCheckpointParams,
@@ -81,7 +83,13 @@ class _Configures(ABCMeta):
 
 
 class AutoUnit(
-    auto.AutoUnit[T], unit.TrainUnit[T], unit.EvalUnit[T], unit.PredictUnit[T], unit.TestUnit[T], metaclass=_Configures
+    TrainStages,
+    auto.AutoUnit[T],
+    unit.TrainUnit[T],
+    unit.EvalUnit[T],
+    unit.PredictUnit[T],
+    unit.TestUnit[T],
+    metaclass=_Configures,
 ):
     """As `echelon.AutoUnit`.
 
@@ -121,7 +129,7 @@ class AutoUnit(
         if enable_loss_parallel and not isinstance(strategy, (TPStrategy, tensor.TPStrategy)) and not _is_split(module):
             raise UsageError(f"enable_loss_parallel is only supported with TPStrategy, got {strategy!r}.")
         super().__init__(
-            module=module,
+            module=as_module(module),
             strategy=_checked(strategy) if global_mesh is None else on_mesh(strategy, global_mesh),
             precision=_known(precision) if grad_scaler_params is None else grad_scaler_params.of(precision),
             gradient_accumulation_steps=gradient_accumulation_steps,
@@ -160,13 +168,12 @@ class AutoUnit(
         dtype = self.computes.dtype
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
-    # --- the stages of a step, for the user's timer
+    # --- steps in a loop, and those that a program takes itself
 
-    _timer: Any = None
     _in_loop = False
 
     def phase_started(self, state: Any, phase: str) -> None:
-        self._timer, self._in_loop = state.timer, True
+        self._in_loop = True
         self._reports_step = not keeps(
             self, "on_train_step_end", auto.AutoUnit
         )  # it may have been set since, on the class or here
@@ -176,44 +183,16 @@ class AutoUnit(
         self._in_loop = False
         super().phase_ended(state, phase)
 
-    def _timed(self, stage: str, state: Any = None) -> Any:
-        timer = self._timer if state is None else state.timer
-        return NO_CONTEXT if timer is None else timer.time(f"{type(self).__name__}.{stage}")
-
-    def _forward(self, state: Any, micro_batch: Any) -> Any:
-        with self._timed("compute_loss", state):
-            return super()._forward(state, micro_batch)
-
-    def _backward(self, state: Any, loss: Any, micro_batch: Any) -> None:
-        with self._timed("backward", state):
-            super()._backward(state, loss, micro_batch)
-
     def _update(self, state: Any) -> Any:
         self._timer = state.timer
         if self.grad_scaler is not None and self._shards is None:  # a step that a program takes itself, without a loop
             self._shards = Shards(self.optimizer, self.module.parameters())
         return super()._update(state)
 
-    def _step_optimizer(self) -> bool:
-        with self._timed("optimizer_step"):
-            return super()._step_optimizer()
-
-    def zero_grad(self, state: Any) -> None:
-        with self._timed("optimizer_zero_grad", state):
-            super().zero_grad(state)
-
     def _advance(self) -> None:
         averaged = self.swa_scheduler is not None and self.swa_model is not None and self.swa_model.begun
-        with self._timed("swa_lr_scheduler_step" if averaged else "lr_scheduler_step"):
+        with self.timed("swa_lr_scheduler_step" if averaged else "lr_scheduler_step"):
             super()._advance()
-
-    def eval_step(self, state: Any, data: T) -> Any:
-        with self._timed("compute_loss", state):
-            return super().eval_step(state, data)
-
-    def predict_step(self, state: Any, data: T) -> Any:
-        with self._timed("forward", state):
-            return super().predict_step(state, data)
 
     def epoch_closed(self, state: Any, phase: str) -> None:
         if phase == "train" and isinstance(self.swa_model, Averages) and self.swa_model.per_epoch:
@@ -280,7 +259,7 @@ def _in_loss_parallel(step: Callable[[Any, Any], Any]) -> Any:
     return wrapped
 
 
-class AutoPredictUnit(auto_predict.AutoPredictUnit[T], unit.PredictUnit[T]):
+class AutoPredictUnit(PredictStages, auto_predict.AutoPredictUnit[T], unit.PredictUnit[T]):
     """As `echelon.AutoPredictUnit`.
 
     Args:
@@ -299,7 +278,7 @@ class AutoPredictUnit(auto_predict.AutoPredictUnit[T], unit.PredictUnit[T]):
         **options: Any,
     ) -> None:
         super().__init__(
-            module=module,
+            module=as_module(module),
             strategy=_checked(strategy) if global_mesh is None else on_mesh(strategy, global_mesh),
             precision=_known(precision),
             detect_anomaly=_detects(detect_anomaly, torch_compile_params),

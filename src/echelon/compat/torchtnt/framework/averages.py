@@ -77,7 +77,8 @@ class Averages(AveragedModel):
     def average_if_due(self) -> None:
         since = self._index - self.params.warmup_steps_or_epochs
         if since >= 0 and since % self.params.step_or_epoch_update_freq == 0:
-            self.update_parameters(self._unit.module)
+            with self._unit.timed("stochastic_weight_avg_update"):
+                self.update_parameters(self._unit.module)
 
     def warn_if_unused(self) -> None:
         """At the end of training."""

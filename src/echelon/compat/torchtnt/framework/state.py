@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from typing import Any, TypeAlias
@@ -20,6 +21,9 @@ class _Core(type):
 
     def __instancecheck__(cls, it: Any) -> bool:
         return isinstance(it, cls.__mro__[1])
+
+
+logger = logging.getLogger(__name__)
 
 
 def check_limits(**limits: Any) -> None:
@@ -60,6 +64,10 @@ class PhaseState(state.PhaseState, metaclass=_Core):
 
 class State(state.State, metaclass=_Core):
     """As echelon's."""
+
+    def stop(self) -> None:
+        logger.warning("Received signal to stop")
+        super().stop()
 
     locals().update(
         private_names("entry_point", "active_phase", "timer", "train_state", "eval_state", "predict_state", "should_stop")

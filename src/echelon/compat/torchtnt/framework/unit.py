@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import nn
 
+from echelon.compat.torchtnt.framework.runs import tell_of_closed, tell_of_epoch, tell_of_phase
 from echelon.compat.torchtnt.utils.progress import Progress
 from echelon.loop import unit
 from echelon.loop.unit import LRScheduler, Stateful
@@ -52,6 +53,16 @@ class AppStateMixin(unit.AppStateMixin):
         if not self._may_track and isinstance(value, _TRACKED) and not isinstance(value, type):
             raise AttributeError("Please call super().__init__() before setting attributes.")
         super().__setattr__(name, value)
+
+    def phase_started(self, state: Any, phase: str) -> None:
+        tell_of_phase(state, phase)
+
+    def placement(self, phase: str) -> tuple[Any, Any]:
+        tell_of_epoch(phase)
+        return super().placement(phase)  # type: ignore[misc,no-any-return]
+
+    def epoch_closed(self, state: Any, phase: str) -> None:
+        tell_of_closed(self, state, phase)
 
 
 class TrainUnit(AppStateMixin, unit.TrainUnit[TTrainData]):

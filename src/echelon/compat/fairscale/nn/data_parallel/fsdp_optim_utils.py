@@ -92,4 +92,5 @@ def _cut(value: Any, piece: Piece) -> Any:
         return value
     if value.shape != piece.shape or not value.dim():
         return value.clone()
-    return value.flatten()[piece.start : piece.start + piece.parameter.numel()].clone()
+    part = value.flatten()[piece.start : piece.start + piece.parameter.numel()]
+    return part.clone().view(piece.parameter.shape)  # which is whole where one rank has all

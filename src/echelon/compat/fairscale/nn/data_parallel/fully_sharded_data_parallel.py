@@ -20,7 +20,7 @@ from echelon.compat.fairscale.groups import outlive
 from echelon.compat.fairscale.names import later
 from echelon.compat.fairscale.nn.data_parallel import local_state
 from echelon.compat.fairscale.nn.data_parallel.fsdp_optim_utils import gathered, sharded
-from echelon.compat.fairscale.nn.data_parallel.options import ProcessGroupName, check, own_parameters, reduce_group
+from echelon.compat.fairscale.nn.data_parallel.options import Options, ProcessGroupName, check, own_parameters
 from echelon.compat.fairscale.nn.data_parallel.pickled import form_of
 from echelon.compat.fairscale.nn.data_parallel.readable import Readable, TrainingState, get_fsdp_instances
 from echelon.compat.fairscale.nn.data_parallel.shared import Owners
@@ -97,54 +97,60 @@ class FullyShardedDataParallel(Readable, TorchFSDP):
         gradient_predivide_factor: float | None = None,
         allow_reset_parameters: bool = False,
     ) -> None:
-        options = {k: v for k, v in locals().items() if k not in ("self", "module", "process_group", "__class__")}
-        device = compute_device or World.current().device
+        given = Options(  # mypy knows the types of the first tuple only
+            *(process_group_reduce_scatter, reshard_after_forward, disable_reshard_on_root, mixed_precision),
+            *(fp32_reduce_scatter, flatten_parameters, move_params_to_cpu, compute_dtype, buffer_dtype, move_grads_to_cpu),  # type: ignore[arg-type]
+            *(bucket_cap_mb, compute_device, no_broadcast_optim_state, state_dict_device, clear_autocast_cache),  # type: ignore[arg-type]
+            *(force_input_to_fp32, verbose, cpu_offload, state_dict_on_rank_0_only, gradient_predivide_factor),  # type: ignore[arg-type]
+            allow_reset_parameters,
+        )
         is_real = process_group is None or isinstance(process_group, dist.ProcessGroup)
+        device = compute_device or World.current().device
         if is_real:
             ensure_group(device)
             outlive(process_group)
-        offload = move_params_to_cpu or cpu_offload
-        low = (compute_dtype or torch.float16) if mixed_precision else None
-        attributes = options | {
-            "process_group_reduce_scatter": reduce_group(process_group_reduce_scatter, process_group),
-            "move_params_to_cpu": offload,
-            "cpu_offload": offload,
-            "move_grads_to_cpu": offload if move_grads_to_cpu is None else move_grads_to_cpu,
-            "compute_dtype": compute_dtype or low or torch.float32,
-            "buffer_dtype": buffer_dtype or compute_dtype or low or torch.float32,
-            "state_dict_device": state_dict_device or device,
-            "uncollected_opt_state": {},
-        }
+        attributes = given.attributes(process_group, device)
         check(module, attributes, device)
         shared = Owners.take_back(module, dict(own_parameters(module)))
-        from_rank0 = self.starts_from_rank0 and is_real
+        self._build(module, process_group, given, device, is_real, [*shared, *self.without])
+        self._take(attributes)
+        self.options = vars(given)
+        if shared:
+            Owners.give_away(self, shared)
+        self._set_form_of_state(given, device)
+
+    def _build(
+        self, module: nn.Module, group: Any, given: Options, device: torch.device, is_real: bool, without: list[nn.Parameter]
+    ) -> None:
+        """As torch's class."""
+        low, from_rank0 = given.low_precision, self.starts_from_rank0 and is_real
         if device.type == "cpu" and from_rank0:  # where torch's `sync_module_states` refuses to work
-            _send_from_rank0(module, process_group)
+            _send_from_rank0(module, group)
         super().__init__(
             module,
-            process_group,
-            sharding_strategy=ShardingStrategy.FULL_SHARD if reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP,
-            cpu_offload=CPUOffload(offload_params=offload and device.type != "cpu"),
+            group,
+            sharding_strategy=ShardingStrategy.FULL_SHARD if given.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP,
+            cpu_offload=CPUOffload(offload_params=given.offloads and device.type != "cpu"),
             mixed_precision=MixedPrecision(
                 param_dtype=low,
-                reduce_dtype=torch.float32 if low and fp32_reduce_scatter else low,
-                buffer_dtype=buffer_dtype or low,
+                reduce_dtype=torch.float32 if low and given.fp32_reduce_scatter else low,
+                buffer_dtype=given.buffer_dtype or low,
             ),
             device_id=device,
             sync_module_states=device.type != "cpu" and from_rank0,
             use_orig_params=True,
-            ignored_states=[*shared, *self.without] or None,
+            ignored_states=without or None,
         )
         if not is_real:
             without_messages(self)
-        self._take(attributes)
-        self.options = options
-        if shared:
-            Owners.give_away(self, shared)
-        if state_dict_device is not None or state_dict_on_rank_0_only:
+
+    def _set_form_of_state(self, given: Options, device: torch.device) -> None:
+        """Of `state_dict()`."""
+        where = given.state_dict_device
+        if where is not None or given.state_dict_on_rank_0_only:
             # On a CPU torch 2.13 crashes if it is told to offload, and there is nothing to offload.
-            on_cpu = device.type != "cpu" and state_dict_device is not None and torch.device(state_dict_device).type == "cpu"
-            config = FullStateDictConfig(offload_to_cpu=on_cpu, rank0_only=state_dict_on_rank_0_only)
+            on_cpu = device.type != "cpu" and where is not None and torch.device(where).type == "cpu"
+            config = FullStateDictConfig(offload_to_cpu=on_cpu, rank0_only=given.state_dict_on_rank_0_only)
             TorchFSDP.set_state_dict_type(self, StateDictType.FULL_STATE_DICT, config)
 
     def _take(self, attributes: dict[str, Any]) -> None:

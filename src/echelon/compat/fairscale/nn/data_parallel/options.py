@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["ProcessGroupName", "check", "own_parameters", "reduce_group"]
+__all__ = ["Options", "ProcessGroupName", "check", "own_parameters"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,57 @@ class ProcessGroupName(StrEnum):
 
     default = "default"
     reduce_scatter = "reduce_scatter"
+
+
+@dataclass(frozen=True)
+class Options:
+    """FullyShardedDataParallel's arguments after the module and its group, in their order."""
+
+    process_group_reduce_scatter: Any
+    reshard_after_forward: bool
+    disable_reshard_on_root: bool
+    mixed_precision: bool
+    fp32_reduce_scatter: bool
+    flatten_parameters: bool
+    move_params_to_cpu: bool
+    compute_dtype: torch.dtype | None
+    buffer_dtype: torch.dtype | None
+    move_grads_to_cpu: bool | None
+    bucket_cap_mb: int
+    compute_device: torch.device | None
+    no_broadcast_optim_state: bool | None
+    state_dict_device: torch.device | None
+    clear_autocast_cache: bool
+    force_input_to_fp32: bool
+    verbose: bool
+    cpu_offload: bool
+    state_dict_on_rank_0_only: bool
+    gradient_predivide_factor: float | None
+    allow_reset_parameters: bool
+
+    @property
+    def offloads(self) -> bool:
+        """Whether shards live in host memory, by either name."""
+        return self.move_params_to_cpu or self.cpu_offload
+
+    @property
+    def low_precision(self) -> torch.dtype | None:
+        """What is computed in, if that is not what parameters are kept in."""
+        return (self.compute_dtype or torch.float16) if self.mixed_precision else None
+
+    def attributes(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Any]:
+        """What programs read of the wrapper: the arguments, with what stands for None."""
+        low = self.low_precision
+        return vars(self) | {
+            "process_group_reduce_scatter": reduce_group(self.process_group_reduce_scatter, group),
+            "move_params_to_cpu": self.offloads,
+            "cpu_offload": self.offloads,
+            "move_grads_to_cpu": self.offloads if self.move_grads_to_cpu is None else self.move_grads_to_cpu,
+            "compute_dtype": self.compute_dtype or low or torch.float32,
+            "buffer_dtype": self.buffer_dtype or self.compute_dtype or low or torch.float32,
+            "state_dict_device": self.state_dict_device or device,
+            "uncollected_opt_state": {},
+        }
 
 
 def reduce_group(given: Any, group: dist.ProcessGroup | None) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from echelon.compat.fairscale.nn.data_parallel.local_state import padding
-from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import pieces
+from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import is_whole, pieces
 from echelon.contracts.errors import UsageError
 
 __all__ = ["Readable", "StateError", "TrainingState", "get_fsdp_instances"]
@@ -49,6 +49,11 @@ class Readable:
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.grad is not None]
+
+    @property
+    def has_full_params(self) -> bool:
+        """Whether its own parameters are whole at the moment."""
+        return self.training_state is TrainingState.SUMMON_FULL_PARAMS or is_whole(self)  # type: ignore[arg-type]
 
     @property
     def numel_padded_per_param(self) -> list[int]:

@@ -27,6 +27,7 @@ __all__ = [
     "divisors",
     "forget_whole",
     "forwards_may_precede_backwards",
+    "is_whole",
     "length",
     "name_plainly",
     "pieces",
@@ -84,6 +85,12 @@ def length(wrapper: TorchFSDP) -> int:
     handle: Any = wrapper._handle
     sharded = handle.uses_sharded_strategy
     return int(handle.flat_param._sharded_size.numel()) if sharded else sum(p.parameter.numel() for p in pieces(wrapper))
+
+
+def is_whole(wrapper: TorchFSDP) -> bool:
+    """Whether the wrapper's own parameters are gathered at the moment."""
+    handle: Any = wrapper._handle
+    return handle is not None and handle.uses_sharded_strategy and not handle.is_sharded(handle.flat_param)
 
 
 def shared_names(wrapper: TorchFSDP) -> list[tuple[str, str]]:

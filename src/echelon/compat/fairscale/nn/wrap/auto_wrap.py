@@ -111,7 +111,24 @@ class _Read(type):
 
 
 class ConfigAutoWrap(metaclass=_Read):
-    """What the surrounding `enable_wrap` says, if there is one; to be read."""
+    """What the surrounding `enable_wrap` says, if there is one; an object of it is such a context."""
+
+    def __init__(self, auto_wrap_policy: WrapPolicy | None = None, **kwargs: Any) -> None:
+        self._context = enable_wrap(auto_wrap_policy, **kwargs)
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._context.__exit__(*exc)
+
+    @staticmethod
+    def recursive_wrap(
+        module: nn.Module, auto_wrap_policy: WrapPolicy | None, module_is_root: bool, **kwargs: Any
+    ) -> tuple[nn.Module, int]:
+        """As `auto_wrap`; and how many parameters are in wrappers now."""
+        _check_unwrapped(module)
+        return _wrapped(module, auto_wrap_policy or _current[-1].policy, module_is_root, kwargs)
 
 
 @contextmanager
@@ -125,8 +142,8 @@ def enable_wrap(auto_wrap_policy: WrapPolicy | None = None, **wrapper_kwargs: An
     """
     if _current:
         raise NestedWrapError(
-            "You are already within an autowrap context (enable_wrap inside of enable_wrap): which of the two should hold? Leave "
-            "the inner one out."
+            "You are already within an autowrap context and we currently do not supported nested autowrap. "
+            "Leave the inner enable_wrap out."
         )
     from echelon.compat.fairscale.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
 
@@ -154,12 +171,16 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: WrapPolicy | None = None, **k
     """Wrap, innermost first, the submodules and the module that the policy chooses, in place; `kwargs` are for the wrapper."""
     if not _current:
         return module
+    _check_unwrapped(module)
+    return _wrapped(module, auto_wrap_policy or _current[-1].policy, True, kwargs)[0]
+
+
+def _check_unwrapped(module: nn.Module) -> None:
     wrapper = _current[-1].wrapper
     if isinstance(wrapper, type) and any(isinstance(each, wrapper) for each in module.modules()):
         raise WrappedAlreadyError(
             f"{type(module).__name__} has a {wrapper.__name__} in it already. Call auto_wrap before any wrap."
         )
-    return _wrapped(module, auto_wrap_policy or _current[-1].policy, True, kwargs)[0]
 
 
 def _wrapped(module: nn.Module, policy: WrapPolicy, is_root: bool, kwargs: dict[str, Any]) -> tuple[nn.Module, int]:

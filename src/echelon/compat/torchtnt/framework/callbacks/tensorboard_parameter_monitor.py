@@ -29,8 +29,7 @@ class TensorBoardParameterMonitor(Callback):
     may_stop = False
 
     def __init__(self, logger: Any) -> None:
-        writer = getattr(logger, "writer", None)  # a SummaryWriter has none
-        self._writer = writer if writer is not None else logger if hasattr(logger, "add_histogram") else None
+        self._writer = logger if hasattr(logger, "add_histogram") else getattr(logger, "writer", None)
         if agree.is_rank0() and self._writer is None:
             raise UsageError(
                 f"TensorBoardParameterMonitor needs a TensorBoardLogger or a SummaryWriter, not {type(logger).__name__}."

@@ -39,6 +39,11 @@ class TQDMProgressBar(Callback):
         self._tqdm, self._refresh_rate, self._file = tqdm, refresh_rate, file
         self._options = {} if mininterval is None else {"mininterval": mininterval}
         self._bars: dict[str, Any] = {}
+        self._opened: dict[str, Any] = {}
+
+    _train_progress_bar = property(lambda self: self._opened.get("train"))
+    _eval_progress_bar = property(lambda self: self._opened.get("eval"))
+    _predict_progress_bar = property(lambda self: self._opened.get("predict"))
 
     def epoch_start(self, state: State, unit: Any, phase: str) -> None:
         progress, here = progress_of(unit, phase), state_of(state, phase)
@@ -61,7 +66,7 @@ class TQDMProgressBar(Callback):
         self._close(phase)
         if agree.is_rank0():
             progress = progress_of(unit, phase)
-            self._bars[phase] = self._tqdm(
+            self._bars[phase] = self._opened[phase] = self._tqdm(
                 desc=f"{phase.capitalize()} Epoch {progress.num_epochs_completed}",
                 total=total,
                 initial=progress.num_steps_completed_in_epoch,
