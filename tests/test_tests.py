@@ -54,6 +54,7 @@ OF_OLD_NAMES = {
     "_num_steps_completed",
     "_should_stop",
     "_step_output",
+    "_train_progress_bar",
     "_train_state",
 }
 
