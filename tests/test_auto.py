@@ -504,3 +504,10 @@ def test_a_strategy_that_is_no_name_is_refused(strategy: Any) -> None:
         Regression(strategy=strategy)
     with pytest.raises(UsageError, match="must be one of 'noop'"):
         ech.prepare_module(net(), torch.device("cpu"), strategy=strategy)
+
+
+def test_a_hook_that_is_set_on_the_unit_itself_is_called() -> None:
+    unit, seen = Regression(), []
+    unit.on_train_step_end = lambda state, data, step, results: seen.append(step)  # type: ignore[method-assign]
+    ech.train(unit, [batch(4, 0), batch(4, 1)], max_epochs=1)
+    assert seen == [0, 1]

@@ -179,7 +179,6 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         self.eval_loss = self.test_loss = float("nan")  # of the latest evaluation and test, over all ranks
         self._around_window, self._held = ExitStack(), []
         self._evaluation = MeanOfAPhase()
-        self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")
 
     @property
     def auto_options(self) -> AutoOptions:
@@ -252,6 +251,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         has_strategy = self._options.strategy is not None
         check_trainable(self, together=self._reduces or not agree.is_joined(), has_strategy=has_strategy)
         self.configure()
+        self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")  # by now also one set on the unit itself
         self._check_optimizer()
         if self._finite.is_long:  # of an earlier call; the caller has caught it
             self._finite.forget()

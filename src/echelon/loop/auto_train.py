@@ -86,7 +86,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
     _reduces: bool  # whether windows are summed over ranks
     _around_window: ExitStack  # the strategy's context of the window under way
     _held: list[list[MicroBatch[T]]]  # its steps so far, where the strategy takes them at once
-    _reports_step: bool  # whether a subclass wants to hear of its steps
+    _reports_step = True  # False once it is known that nobody wants to hear of its steps
 
     # --- what the user writes
 

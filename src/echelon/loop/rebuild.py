@@ -28,7 +28,7 @@ __all__ = ["BUILT", "Parcel", "own_attributes", "pack", "rebuild", "recall", "re
 logger = logging.getLogger(__name__)
 
 # Made at first use, over the module as it is now.
-_MADE_LATER = frozenset({"optimizer", "lr_scheduler", "swa_scheduler"})
+_MADE_LATER = frozenset({"optimizer", "lr_scheduler", "swa_scheduler", "_reports_step"})
 # The attributes that `build_from` sets: each process makes its own.
 # fmt: off
 BUILT = frozenset({
@@ -36,7 +36,7 @@ BUILT = frozenset({
     "gradient_accumulation_steps", "latest_update", "module", "prepared", "retain_graph", "step_lr_interval",
     "swa_model", "swa_params", "swa_scheduler", "test_loss", "training", "window", "zero_grad_at_train_step_start",
     "_around_window", "_bitwise", "_copies", "_evaluation", "_finite", "_first_look", "_held", "_options", "_pieces_of_step",
-    "_plateau", "_reduces", "_reports_step", "_shards",
+    "_plateau", "_reduces", "_shards",
 })
 # fmt: on
 

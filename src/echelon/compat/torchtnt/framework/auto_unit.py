@@ -29,7 +29,6 @@ from echelon.compat.torchtnt.utils.prepare_module import (
 )
 from echelon.contracts.errors import UsageError
 from echelon.loop import auto, auto_predict
-from echelon.loop.accept import keeps
 from echelon.loop.auto import TrainStepResults
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.averaged import SWALRParams, SWAParams
@@ -174,9 +173,6 @@ class AutoUnit(
 
     def phase_started(self, state: Any, phase: str) -> None:
         self._in_loop = True
-        self._reports_step = not keeps(
-            self, "on_train_step_end", auto.AutoUnit
-        )  # it may have been set since, on the class or here
         super().phase_started(state, phase)
 
     def phase_ended(self, state: Any, phase: str) -> None:
