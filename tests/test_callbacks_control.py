@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -440,3 +441,25 @@ def test_the_fourth_argument_of_torchtnts_release_is_a_frequency() -> None:
 
     stopping = Theirs("loss", EarlyStopChecker("min", 1), "step", 3)
     assert (stopping.phase, stopping.interval_freq) == ("train", 3)
+
+
+class Stalls(Regression):
+    """A unit that never improves, and remembers it."""
+
+    def __init__(self, patience: int) -> None:
+        super().__init__(lr=0.0)
+        self.checker = EarlyStopChecker("min", patience)
+        self.value = 1.0
+
+
+def test_a_run_that_was_stopped_early_trains_no_more_when_it_is_started_again(tmp_path: Path) -> None:
+    """With more patience it goes on."""
+
+    def trained(patience: int) -> int:
+        unit, loader = Stalls(patience), ech.Loader(torch.utils.data.TensorDataset(*batch(8, 0)), 8)
+        saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_epochs=1)
+        saver.restore_from_latest(tmp_path, unit, train_dataloader=loader)
+        ech.train(unit, loader, max_epochs=20, callbacks=[EarlyStopping("value", unit.checker), saver])
+        return unit.train_progress.num_epochs_completed
+
+    assert [trained(patience) for patience in (2, 2, 2, 4)] == [3, 3, 3, 5]

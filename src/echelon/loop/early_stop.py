@@ -28,6 +28,8 @@ class EarlyStopChecker:
         threshold_mode: "abs": `min_delta` is in units of the number; "rel": a fraction of the best value's magnitude.
         stopping_threshold: stop when the number is better than this: it is good enough.
         divergence_threshold: stop when the number is worse than this.
+    Attributes:
+        is_restored_stop: it was restored from a run that it has stopped for lack of improvement, and has checked nothing since.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class EarlyStopChecker:
 
     def reset(self) -> None:
         """Forget what was seen."""
+        self.is_restored_stop = False
         self._patience_count = 0
         self._best_value = math.inf if self.mode == "min" else -math.inf
 
@@ -64,6 +67,7 @@ class EarlyStopChecker:
         Raises:
             UsageError: a tensor with more or fewer elements than one.
         """
+        self.is_restored_stop = False
         if hasattr(val, "numel") and val.numel() != 1:
             raise UsageError(f"the monitored value must be one number, got a tensor of {val.numel()}. Give its mean.")
         try:
@@ -107,3 +111,4 @@ class EarlyStopChecker:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._patience_count, self._best_value = int(state_dict["patience_count"]), float(state_dict["best_value"])
+        self.is_restored_stop = self._patience_count > 0 and self._patience_count >= self.patience

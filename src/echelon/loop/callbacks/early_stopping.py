@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Literal
 
 from echelon.contracts.errors import UsageError, require
@@ -12,6 +13,8 @@ from echelon.loop.state import State
 from echelon.world import agree
 
 __all__ = ["EarlyStopping"]
+
+logger = logging.getLogger(__name__)
 
 
 class EarlyStopping(Callback):
@@ -50,6 +53,11 @@ class EarlyStopping(Callback):
         self.interval, self.phase, self.interval_freq = interval, phase, interval_freq
         self.may_stop = interval == "step" and phase == "train"
         self.meets_in_steps = interval == "step" and phase == "eval"
+
+    def on_train_start(self, state: State, unit: Any) -> None:
+        if getattr(self.checker, "is_restored_stop", False) is True:  # else each restart would train one more epoch
+            logger.info("the run was stopped early before it was restored: nothing more is trained. A greater patience goes on")
+            state.stop()
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
         if self.phase == "train" and self.interval == "step":
