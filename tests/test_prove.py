@@ -21,7 +21,7 @@ from echelon.prover import show
 from echelon.prover.causes import CAUSES
 from echelon.prover.matrix import matrix
 from echelon.prover.micro import NotJoinable, digest, join
-from echelon.prover.proof import IN_FLOAT64
+from echelon.prover.proof import IN_FLOAT64, Result, by_float64
 from echelon.prover.prove import Proof, prove_target
 from echelon.prover.row_strategy import with_options_of
 from echelon.prover.target import Target
@@ -479,3 +479,8 @@ def test_a_matrix_of_nothing_is_refused() -> None:
     labels = [(r.label, r.ranks) for r in matrix(["ddp", "hsdp"], [1, 2, 4], [1, 2], sgd=True)]
     assert ("ddp, accumulation 2", 2) in labels and ("hsdp", 4) in labels and ("hsdp", 2) not in labels
     assert ("ddp, sgd", 2) in labels and ("noop", 1) in labels
+
+
+def test_a_row_in_bf16_is_told_in_its_own_words() -> None:
+    assert by_float64("bf16") == "agrees (float64), bf16 is ill-conditioned here"
+    assert Result("ddp, bf16", 2, by_float64("bf16")).is_equal and not Result("ddp", 2, "DIFFERS").is_equal

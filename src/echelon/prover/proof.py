@@ -8,9 +8,17 @@ from typing import Any
 
 from echelon.prover.verdict import Difference
 
-__all__ = ["IN_FLOAT64", "Proof", "Result"]
+__all__ = ["IN_FLOAT64", "Proof", "Result", "by_float64"]
 
-IN_FLOAT64 = "agrees (float64), float32 is ill-conditioned here"
+_DECIDED = "agrees (float64), "
+
+
+def by_float64(own: str = "float32") -> str:
+    """The verdict where float64 decided, as a row's own precision could not."""
+    return f"{_DECIDED}{own} is ill-conditioned here"
+
+
+IN_FLOAT64 = by_float64()
 
 
 @dataclass
@@ -18,7 +26,7 @@ class Result:
     """One row of the table.
 
     Args:
-        verdict: "agrees", "bit-equal", `IN_FLOAT64`, "DIFFERS", "undecided" (rounding alone may change all that could be
+        verdict: "agrees", "bit-equal", `by_float64()`, "DIFFERS", "undecided" (rounding alone may change all that could be
             compared), "failed", or "not possible": the strategy refuses this model or world.
         loss, gradient, parameter: largest relative differences from one process over all updates.
         step_s: median seconds per micro-batch step on rank 0, without the first. peak_bytes: largest of all ranks.
@@ -53,7 +61,7 @@ class Result:
     @property
     def is_equal(self) -> bool:
         """It was compared, and trains as one process does."""
-        return self.verdict in ("agrees", "bit-equal", IN_FLOAT64)
+        return self.verdict in ("agrees", "bit-equal") or self.verdict.startswith(_DECIDED)
 
 
 @dataclass

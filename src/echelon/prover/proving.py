@@ -23,7 +23,7 @@ from echelon.prover import causes
 from echelon.prover.judge import compare, mean_loss
 from echelon.prover.matrix import AS_WRITTEN, Row
 from echelon.prover.on_ranks import OnRanks
-from echelon.prover.proof import IN_FLOAT64, Proof, Result
+from echelon.prover.proof import Proof, Result, by_float64
 from echelon.prover.ran import Computed, Judged, Ran, blindness, data_of, fill, in_float64, in_words
 from echelon.prover.rank import run_epoch, run_mistakes, run_probe, run_reference
 from echelon.prover.reference import Shake, micros_in_order
@@ -241,7 +241,7 @@ class Proving:
             return
         result.updates = verdict.resolved
         if final.ran.dtype is not self.dtype:
-            result.verdict = IN_FLOAT64
+            result.verdict = by_float64(seen.ran.row.precision or "float32")
         else:
             result.verdict = "bit-equal" if verdict.bit_equal and verdict.resolved == verdict.updates else "agrees"
 
