@@ -359,6 +359,13 @@ def test_prove_passes_a_loop_that_is_right(script: str) -> None:
     assert all(row.is_equal for row in proof.results), [(r.label, r.verdict, r.message) for r in proof.results]
 
 
+@pytest.mark.full
+def test_prove_passes_bit_equal_loops() -> None:
+    rows = [row for row in matrix(["ddp", "fsdp"], [1, 2], [1], sgd=False, parts=4) if row.parts]
+    proof = prove_target(Target(script=str(PLANTED / "own_loop.py")), rows, 3, True)
+    assert rows and {row.verdict for row in proof.results} == {"bit-equal"}, [(r.label, r.causes) for r in proof.results]
+
+
 def test_prove_names_a_mistake_in_a_loop() -> None:
     rows = matrix(["ddp"], [2], [1], sgd=False)
     (row,) = prove_target(Target(script=str(PLANTED / "own_loop.py"), args=["wrong"]), rows, 3, False).results

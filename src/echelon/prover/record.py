@@ -165,7 +165,11 @@ class StepRecorder(Callback):
         def taken(state: State, data: Any, weight: Any, loss: Any) -> None:
             self._take(data, 0.0 if self.record.is_replica else float(weight), loss, before, unit.train_progress)
 
-        unit.given, unit.taken, unit.left_out = given, taken, lambda: self._micros.clear()
+        def seeded() -> None:
+            nonlocal before
+            before = self._states()
+
+        unit.given, unit.seeded, unit.taken, unit.left_out = given, seeded, taken, lambda: self._micros.clear()
         self._watch_clipping(unit)
 
     def _watch_clipping(self, unit: AutoUnit[Any]) -> None:

@@ -45,8 +45,9 @@ class LoopUnit(AutoUnit[Any]):
         configured: the optimizer and the scheduler that the loop has.
         plain: set where plain PyTorch computes.
         instead, turns: gives the batches in place of the loader, and how; for `echelon prove`.
-        given, taken, left_out: called with each batch before the loop gets it; after its step with (state, data, weight, loss);
-            when batches of an unfinished update are left out.
+        given, taken: called with each batch before the loop gets it, and after its step with (state, data, weight, loss).
+        seeded: called where the RNGs were set for a batch, as with bit-equal numbers.
+        left_out: called when the batches of an unfinished update are left out.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class LoopUnit(AutoUnit[Any]):
         self.turns: Any = None
         self.given: Callable[[Any], Any] | None = None
         self.taken: Callable[[State, Any, float, Any], None] | None = None
+        self.seeded: Callable[[], None] | None = None
         self.left_out: Callable[[], None] | None = None
 
     @property
@@ -114,6 +116,8 @@ class LoopUnit(AutoUnit[Any]):
             self._around_window.enter_context(around)
         if self._bitwise is not None:
             self._bitwise.begin(window.updates, window.count - 1)
+            if self.seeded is not None:
+                self.seeded()
         prepared.forward_begins()
         return micro_batch
 
