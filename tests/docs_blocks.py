@@ -197,7 +197,7 @@ def _parts(command: str) -> Iterator[list[str]]:
             part.append(word)
 
 
-_NOT_OURS = {".", "cd", "git", "kubectl"}  # of which only the shell's grammar is checked
+_NOT_OURS = {".", "cd", "docker", "eval", "git", "kubectl", "source"}  # of which only the shell's grammar is checked
 
 
 def _check_command(words: list[str], block: Block) -> None:
