@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
 import os
+import re
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import echelon as ech
+from echelon.contracts.errors import EchelonError
 from echelon.contracts.stopping import REQUEUE
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
@@ -252,3 +258,97 @@ def test_a_second_loop_trains_its_own_epochs(tmp_path: Path) -> None:
     assert _two_loops(tmp_path / "died", 3)[0] == seen
     seen, got = _two_loops(tmp_path / "died")
     assert seen == [(1, 1)] and largest_difference(got, want) == 0
+
+
+# --- what is refused
+
+
+def _twice_an_epoch(model: Any, optimizer: Any, loader: Any) -> None:
+    for _ in ech.epochs(loader, 2):
+        for _ in range(2):
+            for x, y in loader:
+                _step(model, optimizer, x, y)
+
+
+def _goes_on_after_an_error(model: Any, optimizer: Any, loader: Any) -> None:
+    for x, y in loader:
+        with contextlib.suppress(RuntimeError), ech.window(model) as window:
+            window.backward(nn.functional.mse_loss(model(x), y))
+            raise RuntimeError("out of memory")
+
+
+def _prepared_again(model: Any, optimizer: Any, loader: Any) -> None:
+    ech.prepare(model, optimizer, loader)
+
+
+def _odd_batches(model: Any, optimizer: Any, loader: Any) -> None:
+    model = net()
+    ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA, 3))
+
+
+def _part_of_the_data(model: Any, optimizer: Any, loader: Any) -> None:
+    model = net()
+    part = DataLoader(DATA, 4, sampler=RandomSampler(DATA, num_samples=8))
+    ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), part)
+
+
+def _in_pairs(model: Any, optimizer: Any, loader: Any) -> None:
+    for (x, y), _ in zip(loader, loader, strict=True):
+        _step(model, optimizer, x, y)
+
+
+REFUSED = {
+    _in_pairs: "by one loop at a time",
+    _twice_an_epoch: "iterated over once in each epoch of echelon.epochs.*, got a second time",
+    _goes_on_after_an_error: "the next batch after RuntimeError: out of memory",
+    _prepared_again: "new to prepare.*, got a loader that an earlier call returned",
+    _odd_batches: "batch_size must be a multiple of the 2 ranks that share each batch, got 3",
+    _part_of_the_data: "RandomSampler must draw every sample, got 8 of 22",
+}
+
+
+def _refusals() -> list[str]:
+    told = []
+    for body in REFUSED:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            body(*ech.prepare(model, optimizer, DataLoader(DATA, 8)))
+            told.append("nothing")
+        except EchelonError as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_would_train_something_else_is_refused_by_name(ranks: Ranks) -> None:
+    for told in ranks(2, _refusals):
+        for (body, words), text in zip(REFUSED.items(), told, strict=True):
+            assert re.search(words, text), (body.__name__, text)
+
+
+# --- what stays
+
+
+def _let_go() -> list[bool]:
+    left = []
+    for strategy in ("ddp", "zero1", "fsdp"):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        held = [weakref.ref(model), weakref.ref(optimizer)]
+        model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), strategy=strategy)
+        for x, y in loader:
+            _step(model, optimizer, x, y)
+        copied = copy.deepcopy(model) if strategy == "ddp" else None
+        del optimizer, loader
+        with ech.evaluating(model):  # which the model alone is enough for
+            model(x)
+        del model
+        gc.collect()
+        left += [each() is not None for each in held]
+        del copied
+    return left
+
+
+def test_a_model_that_is_dropped_is_freed(ranks: Ranks) -> None:
+    """Each call of prepare kept its model and optimizer for good."""
+    assert ranks(2, _let_go) == [[False] * 6] * 2

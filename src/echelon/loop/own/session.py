@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import types
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +14,8 @@ from echelon.contracts.numbers import whole
 from echelon.data.prefetch import known_length
 from echelon.loop.callback import Callback
 from echelon.loop.observer import observed
+from echelon.loop.own.kept import keep, kept_for
+from echelon.loop.own.methods import knowing, replace
 from echelon.loop.own.run import OwnRun
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.own.window import OwnWindow
@@ -25,9 +24,6 @@ from echelon.loop.state import State
 __all__ = ["Session"]
 
 logger = logging.getLogger(__name__)
-
-
-_sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()  # by what `prepare` has returned
 
 
 class Session:
@@ -49,14 +45,14 @@ class Session:
         self._begun = 0  # epochs before those of the present or the next call of `epochs`
         self._left = self._has_iterated = False  # a call of `epochs` was left; the loader was iterated over in this epoch
         self._iterations = 0  # of the loader, by this process
+        self._iteration: object = None  # the latest
         self._applying = self._accumulated = False
         self._witness: torch.Tensor | None = None  # a parameter with a gradient, in the middle of an update
 
     # --- which session something belongs to
 
     def adopt(self, *objects: Any) -> None:
-        for each in objects:
-            _sessions[each] = self
+        keep(self, self.unit.module, objects)
 
     @staticmethod
     def of(thing: Any, asked_by: str) -> Session:
@@ -64,10 +60,7 @@ class Session:
         Raises:
             UsageError: `prepare` has not seen it.
         """
-        try:
-            found = _sessions.get(thing)
-        except TypeError:  # what has no weak references or hashes was not made by `prepare`
-            found = None
+        found: Session | None = kept_for(thing)
         if found is None:
             raise UsageError(
                 f"{asked_by} must be given what echelon.prepare(...) returned, its model, optimizer or training loader, got a "
@@ -131,9 +124,15 @@ class Session:
         if self._is_done():
             return
         run, unit = self.ready(), self.unit
+        self._iteration = this = object()
         try:
             for batch in run.batches(closes=not self._in_epochs) if unit.instead is None else unit.instead():
                 yield self._begin_batch(batch if unit.given is None else unit.given(batch))
+                if self._iteration is not this:
+                    raise UsageError(
+                        "the training loader must be iterated over by one loop at a time, got a batch of one after "
+                        "another had begun. Make a second loader for pairs of batches."
+                    )
                 self._end_batch()
             self._stopped = run.state.should_stop
             if not self._in_epochs and unit.instead is None and not self._forgets(run):
@@ -141,6 +140,8 @@ class Session:
                 if not run.is_finished:
                     run.finish()
         except GeneratorExit:  # by a `break`; what is collective is left to `_settle`, as one rank alone may do this
+            if self._iteration is not this:  # of a loop that another has followed
+                raise
             self._in_batch = False
             if not self._in_epochs and not self._forgets(run):
                 run.leave()
@@ -215,6 +216,11 @@ class Session:
         self.batch = None
         if window is None:
             return
+        if window.error is not None:
+            raise UsageError(
+                f"a loop must end with an error in its window, got the next batch after {type(window.error).__name__}: "
+                f"{window.error}. Ranks may have failed alone. Leave a batch out by `continue` before its window, on all ranks."
+            ) from window.error
         if window.is_last and not window.stepped:
             raise UsageError(
                 "the update must end with optimizer.step(), got the next batch before it. Call it after window.backward(loss), "
@@ -315,27 +321,9 @@ class Session:
     def take_over(self) -> None:
         """From now on `step` and `zero_grad` of these very objects know the window. Schedulers wrap `step` likewise."""
         optimizer, scheduler = self.unit.configured
-        _replace(optimizer, "step", self.optimizer_step)
-        _replace(optimizer, "zero_grad", self.zero_grad)
+        replace(optimizer, "step", self.optimizer_step)
+        replace(optimizer, "zero_grad", self.zero_grad)
         if scheduler is not None and not getattr(scheduler.step, "knows_window", False):
             # By its class: a scheduler's own attributes are its state.
-            step = _knowing(type(scheduler).step, self.scheduler_step, bound_to=scheduler)
+            step = knowing(type(scheduler).step, self.scheduler_step, bound_to=scheduler)
             scheduler.__class__ = type(type(scheduler).__name__, (type(scheduler),), {"step": step})
-
-
-def _replace(thing: Any, name: str, by: Callable[..., Any]) -> None:
-    original = getattr(thing, name)
-    if not getattr(original, "knows_window", False):  # or what wraps it does: `functools.wraps` copies the mark
-        setattr(thing, name, types.MethodType(_knowing(original, by), thing))
-
-
-def _knowing(original: Callable[..., Any], by: Callable[..., Any], bound_to: Any = None) -> Callable[..., Any]:
-    """A method in the place of `original`, that leaves it to `by` to call it."""
-    call = original if bound_to is None else functools.partial(original, bound_to)
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **options: Any) -> Any:
-        return by(call, *args, **options)
-
-    method.knows_window = True  # type: ignore[attr-defined]
-    return method

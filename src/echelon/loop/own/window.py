@@ -52,6 +52,7 @@ class OwnWindow:
         self._open = False
         self.is_last = False
         self.loss: Any = None
+        self.error: BaseException | None = None  # that ended it
         self.trained: tuple[float, torch.Tensor] | None = None  # weight and loss of this rank's batch
         self.went_back = self.stepped = self.updated = (
             False  # backward was called; the optimizer stepped; it was no skipped update
@@ -74,6 +75,7 @@ class OwnWindow:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._open = False
         self._context.close()
+        self.error = error
         if error is not None:
             self._session.failed(error)
         elif not self.went_back:
