@@ -255,7 +255,7 @@ def _zero_grad(partition: Partition, set_to_none: bool = True) -> None:
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
             else:
-                parameter.grad.detach_().zero_()
+                parameter.grad.detach().zero_()  # which may be a view of a bucket
 
 
 def _flatten(parameters: list[nn.Parameter]) -> torch.Tensor:

@@ -63,7 +63,7 @@ class LoopReference(AutoReference):
         mean = 0.0
         for i, (data, share, streams) in enumerate(pieces, 1):
             self.sources.restore(streams)
-            self.unit.plain = plain = Plain(share, self._trains and i == len(pieces))
+            self.unit.plain = plain = Plain(share, self._trains and i == len(pieces), self._trains and i == 1)
             self.turns.give(widened(data, self.dtype, self.device))
             if plain.loss is None:
                 raise UsageError("the loop took no window of a batch in one process, but it did on the ranks.")

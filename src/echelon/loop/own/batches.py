@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.numbers import whole
@@ -19,7 +19,7 @@ from echelon.world.device import copy_data_to_device
 if TYPE_CHECKING:
     from echelon.loop.own.session import Session
 
-__all__ = ["EvaluationBatches", "TrainingBatches", "training_loader"]
+__all__ = ["EvaluationBatches", "TrainingBatches", "check_shares", "refuse_prepared", "training_loader"]
 
 
 class _Batches:
@@ -62,6 +62,7 @@ class EvaluationBatches(_Batches):
         if isinstance(loader, DataLoader):
             per_rank = loader.batch_size or 1
             batch = per_rank * ranks if is_distributed(loader) else math.ceil(per_rank / ranks) * ranks
+            _check_whole(loader)
             loader = as_loader(loader, batch, 1, "cannot be divided between the ranks, each of which would see all samples")
         if isinstance(loader, (BaseLoader, Combined)) and size is not None:
             loader.set_data_rank(*size)
@@ -79,6 +80,44 @@ class EvaluationBatches(_Batches):
                 )
 
 
+def _check_whole(loader: DataLoader[Any]) -> None:
+    """
+    Raises:
+        UsageError: its sampler draws from a part of the data, which nothing else would know.
+    """
+    if type(loader.sampler) in (RandomSampler, SequentialSampler) and len(loader.sampler) != len(loader.dataset):  # type: ignore[arg-type]
+        raise UsageError(
+            f"a DataLoader's {type(loader.sampler).__name__} must draw every sample, got {len(loader.sampler)} of "  # type: ignore[arg-type]
+            f"{len(loader.dataset)}. Choose samples by torch.utils.data.Subset, or use echelon.Weighted."  # type: ignore[arg-type]
+        )
+
+
+def refuse_prepared(objects: Sequence[Any]) -> None:
+    """
+    Raises:
+        UsageError: a loader is one that `prepare` returned.
+    """
+    for each in objects:
+        if isinstance(each, _Batches):
+            raise UsageError(
+                "objects must be new to prepare(), got a loader that an earlier call returned. Call it once for each model; for "
+                "another run make the model, the optimizer and the loaders anew."
+            )
+
+
+def check_shares(loader: DataLoader[Any], unit: LoopUnit) -> None:
+    """
+    Raises:
+        UsageError: the ranks cannot share its batches evenly.
+    """
+    size = unit.data_rank_and_size
+    if size is not None and not is_distributed(loader) and (loader.batch_size or 1) % size[1]:
+        raise UsageError(
+            f"the DataLoader's batch_size must be a multiple of the {size[1]} ranks that share each batch, got "
+            f"{loader.batch_size}. Choose another, or give a DistributedSampler: its batch_size is each rank's."
+        )
+
+
 def training_loader(loader: Any, accumulation: int | None) -> tuple[Any, int]:
     """What is iterated over, and the micro-batches of an update."""
     if accumulation is not None:
@@ -86,6 +125,7 @@ def training_loader(loader: Any, accumulation: int | None) -> tuple[Any, int]:
     if isinstance(loader, DataLoader):
         steps, per_rank = accumulation or 1, loader.batch_size or 1
         ranks = loader.sampler.num_replicas if is_distributed(loader) else 1  # type: ignore[attr-defined]
+        _check_whole(loader)
         why = "has an order that prepare() cannot divide between ranks and resume"
         return as_loader(loader, per_rank * ranks * steps, steps, why), steps
     return loader, accumulation or int(getattr(loader, "accumulation", 1))

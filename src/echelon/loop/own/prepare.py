@@ -31,7 +31,7 @@ from echelon.data.base import BaseLoader, Combined
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.engine import in_mode
-from echelon.loop.own.batches import EvaluationBatches, TrainingBatches, training_loader
+from echelon.loop.own.batches import EvaluationBatches, TrainingBatches, check_shares, refuse_prepared, training_loader
 from echelon.loop.own.refit import check_optimizer, refit, refuse_on_all
 from echelon.loop.own.session import Session
 from echelon.loop.own.unit import LoopUnit
@@ -75,6 +75,7 @@ def prepare(
     Raises:
         UsageError: on all ranks: an optimizer of other parameters, several models or optimizers, what is none of these.
     """
+    refuse_prepared(objects)
     parts = _Parts.of(objects)
     device = device or init_from_env()
     loader, steps = training_loader(parts.loader, gradient_accumulation_steps)
@@ -118,6 +119,8 @@ def _joined(
         saver = DistributedCheckpointSaver(saver, save_every_n_epochs=1)
     if saver is not None:
         callbacks.append(saver)
+    if isinstance(parts.loader, DataLoader):
+        check_shares(parts.loader, unit)
     session = Session(unit, loader, callbacks)
     session.take_over()
     batches = TrainingBatches(loader, session)

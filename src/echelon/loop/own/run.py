@@ -25,7 +25,8 @@ class OwnRun(Run):
     """From the first batch to `finish`. Collective, but for `batches` between two steps.
 
     Attributes:
-        took_step: the loop has trained on the batch that it has; the run's owner sets it.
+        took_step: the loop has trained on the batch that it has.
+        only_looks: the loop has trained on no batch of this iteration over the loader.
         is_left: the loop has left it in the middle, for now or for good.
         is_finished, has_failed: `finish` or `failed` was called.
     """
@@ -34,8 +35,11 @@ class OwnRun(Run):
         state = State(entry_point=EntryPoint.TRAIN, train_state=PhaseState(dataloader=loader, max_epochs=epochs))
         super().__init__(state, unit, list(callbacks), ["train"])
         self.stage = self._stages["train"]
-        self.took_step = self.is_left = self.is_finished = self.has_failed = False
+        self.took_step = self.only_looks = self.is_left = self.is_finished = self.has_failed = False
         self._steps: Steps | None = None  # of an epoch under way, or left by a `break`
+        self._is_whole = False  # the loop has had all batches of an epoch that has not been closed
+        self._before: dict[str, Any] = {}  # the progress when this iteration began
+        self._step_end = self.stage.hooks.step_end
         self._context = contextlib.ExitStack()
         self._context.enter_context(self._training())
         atexit.register(self._context.close)  # sinks write what they have; nothing collective
@@ -45,22 +49,59 @@ class OwnRun(Run):
             self.failed(error)
             raise
 
-    def batches(self) -> Iterator[Any]:
-        """Of one epoch, or of what is left of it. May be closed in the middle; `settle` sees to that later, on all ranks."""
+    def batches(self, *, closes: bool) -> Iterator[Any]:
+        """Of one epoch, or of what is left of it. May be closed in the middle; `settle` sees to that later, on all ranks.
+
+        Args:
+            closes: the epoch ends with its last batch; else `settle` ends it, so that what the loop does behind it is saved.
+        """
         state, rolled_back = self.state, True
         while rolled_back and not state.should_stop:
             self._steps = self._open_epoch(self.stage)
+            self._look()
             yield from self._steps.each()
             steps, self._steps, rolled_back = self._steps, None, state.rolled_back
-            self._epoch_ended(self.stage, whole=steps.close())
+            whole = steps.close()
+            if whole and not rolled_back and (not closes or self.has_only_looked):
+                self._is_whole = True
+            else:
+                self._epoch_ended(self.stage, whole=whole)
         if state.recorder is not None:
             state.recorder.flush()
-        if state.should_stop:
+        if state.should_stop and not self._is_whole:
             self.finish()
 
+    def _look(self) -> None:
+        """Until it trains, the loop may be looking at its data only: callbacks do not count that, and nothing is saved."""
+        self.only_looks, self._before, self.stage.hooks.step_end = True, self.stage.progress.state_dict(), ()
+
+    def trains(self) -> None:
+        """The loop trains on the batch that it has."""
+        self.took_step, self.only_looks, self.stage.hooks.step_end = True, False, self._step_end
+
+    @property
+    def has_only_looked(self) -> bool:
+        """Whether the loop has had batches in this iteration, and trained on none."""
+        done = self.stage.progress.num_steps_completed != self._before.get("num_steps_completed")
+        return self.only_looks and (done or self._steps is not None)
+
+    def forget(self) -> None:
+        """As if the loop had not looked at its data."""
+        steps, self._steps, self._is_whole, self.only_looks = self._steps, None, False, False
+        if steps is not None:
+            steps.close()
+        self._let_go()
+        self.stage.progress.load_state_dict(self._before)
+        self.stage.hooks.step_end = self._step_end
+
     def settle(self) -> None:
-        """End an epoch that the loop left before its last batch."""
+        """End an epoch that the loop left, before its last batch or behind it."""
         steps, self._steps = self._steps, None
+        self.stage.hooks.step_end = self._step_end
+        if self._is_whole:
+            self._is_whole = False
+            self._epoch_ended(self.stage, whole=True)
+            return
         if steps is None:
             return
         progress = self.stage.progress

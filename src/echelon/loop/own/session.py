@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import types
-import weakref
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,8 +11,11 @@ import torch
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.numbers import whole
+from echelon.data.prefetch import known_length
 from echelon.loop.callback import Callback
 from echelon.loop.observer import observed
+from echelon.loop.own.kept import keep, kept_for
+from echelon.loop.own.methods import knowing, replace
 from echelon.loop.own.run import OwnRun
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.own.window import OwnWindow
@@ -23,9 +24,6 @@ from echelon.loop.state import State
 __all__ = ["Session"]
 
 logger = logging.getLogger(__name__)
-
-
-_sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()  # by what `prepare` has returned
 
 
 class Session:
@@ -41,17 +39,20 @@ class Session:
         self.run: OwnRun | None = None
         self.batch: Any = None
         self.window: OwnWindow | None = None
-        self._in_batch = self._in_epochs = self._skipped = self._stopped = self._is_observed = False
+        self._in_batch = self._in_epochs = self._stopped = self._is_observed = False
+        self._skipped = self._replays = False  # of the schedule in an epoch that gives no batch
         self._epochs: int | None = None
+        self._begun = 0  # epochs before those of the present or the next call of `epochs`
+        self._left = self._has_iterated = False  # a call of `epochs` was left; the loader was iterated over in this epoch
         self._iterations = 0  # of the loader, by this process
+        self._iteration: object = None  # the latest
         self._applying = self._accumulated = False
         self._witness: torch.Tensor | None = None  # a parameter with a gradient, in the middle of an update
 
     # --- which session something belongs to
 
     def adopt(self, *objects: Any) -> None:
-        for each in objects:
-            _sessions[each] = self
+        keep(self, self.unit.module, objects)
 
     @staticmethod
     def of(thing: Any, asked_by: str) -> Session:
@@ -59,10 +60,7 @@ class Session:
         Raises:
             UsageError: `prepare` has not seen it.
         """
-        try:
-            found = _sessions.get(thing)
-        except TypeError:  # what has no weak references or hashes was not made by `prepare`
-            found = None
+        found: Session | None = kept_for(thing)
         if found is None:
             raise UsageError(
                 f"{asked_by} must be given what echelon.prepare(...) returned, its model, optimizer or training loader, got a "
@@ -89,18 +87,22 @@ class Session:
     def epochs(self, number: int) -> Iterator[int]:
         """See `prepare.epochs`."""
         progress, self._stopped = self.unit.train_progress, False
-        self._epochs = whole("the number of epochs", number, at_least=0)
-        if progress.num_epochs_completed >= self._epochs:
-            return
+        number = whole("the number of epochs", number, at_least=0)
         self._settle()
+        if self._left:
+            self._begun, self._left = progress.num_epochs_completed, False
+        begun, self._begun = self._begun, self._begun + number
+        if progress.num_epochs_completed >= self._begun:
+            return
+        self._epochs = self._begun
         run = self.ready()
         self._in_epochs = True
         try:
             while progress.num_epochs_completed < self._epochs and not run.is_finished:
-                self._iterations = epoch = progress.num_epochs_completed
-                yield epoch
+                self._iterations, self._has_iterated = progress.num_epochs_completed, False
+                yield self._iterations - begun
                 self._settle()
-                if self._iterations == epoch:
+                if not self._has_iterated:
                     run.skip_epoch()
                 if run.state.should_stop and not run.is_finished:
                     run.finish()
@@ -108,6 +110,7 @@ class Session:
                 run.finish()
             self.run = None
         except GeneratorExit:
+            self._left = True
             run.leave()
             raise
         finally:
@@ -115,32 +118,46 @@ class Session:
 
     def batches(self) -> Iterator[Any]:
         """One iteration over the training loader: an epoch."""
-        self._settle()
+        self._settle(again=True)
         self._iterations += 1
-        self._skipped = self._is_done()
-        if self._skipped:
+        self._has_iterated = True
+        if self._is_done():
             return
         run, unit = self.ready(), self.unit
+        self._iteration = this = object()
         try:
-            for batch in run.batches() if unit.instead is None else unit.instead():
+            for batch in run.batches(closes=not self._in_epochs) if unit.instead is None else unit.instead():
                 yield self._begin_batch(batch if unit.given is None else unit.given(batch))
+                if self._iteration is not this:
+                    raise UsageError(
+                        "the training loader must be iterated over by one loop at a time, got a batch of one after "
+                        "another had begun. Make a second loader for pairs of batches."
+                    )
                 self._end_batch()
             self._stopped = run.state.should_stop
-            if not self._in_epochs and unit.instead is None:
+            if not self._in_epochs and unit.instead is None and not self._forgets(run):
                 self.run = None
                 if not run.is_finished:
                     run.finish()
         except GeneratorExit:  # by a `break`; what is collective is left to `_settle`, as one rank alone may do this
+            if self._iteration is not this:  # of a loop that another has followed
+                raise
             self._in_batch = False
-            if not self._in_epochs:
+            if not self._in_epochs and not self._forgets(run):
                 run.leave()
             raise
         except BaseException as error:
             run.failed(error)
             raise
 
-    def _settle(self) -> None:
-        """See to an epoch that the loop left by a `break`. Collective, if it did."""
+    def _settle(self, *, again: bool = False) -> None:
+        """See to an epoch that the loop left by a `break`, or whose last batch it has had. Collective, if it did.
+
+        Args:
+            again: to iterate over the loader.
+        Raises:
+            UsageError: it was iterated over in this epoch.
+        """
         run = self.run
         if run is None:
             return
@@ -150,17 +167,40 @@ class Session:
             return
         if self.window is not None:
             self._end_batch()
+        if again and self._forgets(run):
+            return
+        if again and self._in_epochs and self._has_iterated and self.unit.instead is None:
+            raise UsageError(
+                "the training loader must be iterated over once in each epoch of echelon.epochs(...), got a second time. Count "
+                "each iteration as an epoch; for other passes over the data give prepare() a second loader."
+            )
         run.settle()
         if run.is_left:
             self.run = None
             run.finish()
 
+    def _forgets(self, run: OwnRun) -> bool:
+        """Whether an iteration was none, since the loop only looked at its data. Nothing collective."""
+        if not run.has_only_looked:
+            return False
+        run.forget()
+        self._iterations, self._has_iterated = self._iterations - 1, False
+        if not self._in_epochs:
+            run.leave()
+            self.run = None
+        return True
+
     def _is_done(self) -> bool:
         """Whether a loop that counts its epochs by itself is at one that was trained before a restart."""
+        progress, self._skipped, self._replays = self.unit.train_progress, self._stopped, False
         if self._stopped:
             return True
-        if self.unit.instead is not None or self._in_epochs or self._iterations > self.unit.train_progress.num_epochs_completed:
+        if self.unit.instead is not None or self._in_epochs or self._iterations > progress.num_epochs_completed:
             return False
+        # The latest was saved before what the loop does behind it, but for one that a `break` ended.
+        is_latest = self._iterations == progress.num_epochs_completed and progress.num_steps_completed_in_epoch == 0
+        self._skipped = not is_latest or progress.num_steps_completed_in_prev_epoch < (known_length(self.loader) or 0)
+        self._replays = not self._skipped
         logger.info("epoch %s was trained before this run was restored: its batches are left out", self._iterations - 1)
         return True
 
@@ -176,6 +216,11 @@ class Session:
         self.batch = None
         if window is None:
             return
+        if window.error is not None:
+            raise UsageError(
+                f"a loop must end with an error in its window, got the next batch after {type(window.error).__name__}: "
+                f"{window.error}. Ranks may have failed alone. Leave a batch out by `continue` before its window, on all ranks."
+            ) from window.error
         if window.is_last and not window.stepped:
             raise UsageError(
                 "the update must end with optimizer.step(), got the next batch before it. Call it after window.backward(loss), "
@@ -213,7 +258,7 @@ class Session:
             )
         self.window = window
         assert self.run is not None
-        self.run.took_step = True
+        self.run.trains()
 
     def went_back(self) -> None:
         self._accumulated = True
@@ -261,35 +306,30 @@ class Session:
 
     def scheduler_step(self, original: Callable[..., Any], *args: Any, **options: Any) -> None:
         window = self.window
-        if self._in_batch and not (window is not None and window.updated):
+        if self._in_batch and not self._counts(window):
             return
-        if not self._skipped:  # its state knows of epochs that were trained before a restart
+        if self._skipped:  # its state knows of epochs that were trained before a restart
+            return
+        with warnings.catch_warnings():
+            if self._replays:  # the optimizer did step before it, in the run that was restored
+                warnings.filterwarnings("ignore", "Detected call of", UserWarning)
             original(*args, **options)
+
+    def _counts(self, window: OwnWindow | None) -> bool:
+        """Whether a scheduler's step in a batch is one of its update: with its step or, in scripts that have it the other way
+        round, before.
+        """
+        plain = self.unit.plain
+        if window is None:
+            return self.unit.at_boundary if plain is None else plain.is_first
+        return window.is_last and (window.updated or not window.stepped)
 
     def take_over(self) -> None:
         """From now on `step` and `zero_grad` of these very objects know the window. Schedulers wrap `step` likewise."""
         optimizer, scheduler = self.unit.configured
-        _replace(optimizer, "step", self.optimizer_step)
-        _replace(optimizer, "zero_grad", self.zero_grad)
+        replace(optimizer, "step", self.optimizer_step)
+        replace(optimizer, "zero_grad", self.zero_grad)
         if scheduler is not None and not getattr(scheduler.step, "knows_window", False):
             # By its class: a scheduler's own attributes are its state.
-            step = _knowing(type(scheduler).step, self.scheduler_step, bound_to=scheduler)
+            step = knowing(type(scheduler).step, self.scheduler_step, bound_to=scheduler)
             scheduler.__class__ = type(type(scheduler).__name__, (type(scheduler),), {"step": step})
-
-
-def _replace(thing: Any, name: str, by: Callable[..., Any]) -> None:
-    original = getattr(thing, name)
-    if not getattr(original, "knows_window", False):  # or what wraps it does: `functools.wraps` copies the mark
-        setattr(thing, name, types.MethodType(_knowing(original, by), thing))
-
-
-def _knowing(original: Callable[..., Any], by: Callable[..., Any], bound_to: Any = None) -> Callable[..., Any]:
-    """A method in the place of `original`, that leaves it to `by` to call it."""
-    call = original if bound_to is None else functools.partial(original, bound_to)
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **options: Any) -> Any:
-        return by(call, *args, **options)
-
-    method.knows_window = True  # type: ignore[attr-defined]
-    return method

@@ -27,10 +27,12 @@ class Plain:
     Args:
         share: of the global batch's mean: the loss is multiplied by it.
         is_last: the optimizer steps after it.
+        is_first: of its update.
     """
 
     share: float
     is_last: bool
+    is_first: bool
     loss: torch.Tensor | None = None
     norm: float | None = None
 

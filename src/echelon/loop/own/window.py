@@ -53,10 +53,10 @@ class OwnWindow:
         self._open = False
         self.is_last = False
         self.loss: Any = None
+        self.error: BaseException | None = None  # that ended it
         self.trained: tuple[float, torch.Tensor] | None = None  # weight and loss of this rank's batch
-        self.went_back = self.stepped = self.updated = (
-            False  # backward was called; the optimizer stepped; it was no skipped update
-        )
+        # backward was called; the optimizer stepped; it was no skipped update
+        self.went_back = self.stepped = self.updated = False
 
     def __enter__(self) -> OwnWindow:
         session, unit = self._session, self._session.unit
@@ -78,6 +78,7 @@ class OwnWindow:
         self._open = False
         for context in reversed(self._contexts):
             context.__exit__(kind, error, trace)
+        self.error = error
         if error is not None:
             self._session.failed(error)
         elif not self.went_back:

@@ -1,0 +1,354 @@
+"""A training loop of one's own, as other people write it: what stands behind an epoch's batches, other orders, several loops."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import re
+import signal
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+import echelon as ech
+from echelon.contracts.errors import EchelonError
+from echelon.contracts.stopping import REQUEUE
+from tests.conftest import Ranks
+from tests.models import batch, largest_difference, net, whole
+
+pytestmark = pytest.mark.standing_ranks
+
+DATA = TensorDataset(*batch(22, 0))  # with batches of 8: two whole ones and one of 6
+
+
+def _strategy() -> str:
+    return "fsdp" if dist.is_initialized() else "noop"
+
+
+def _step(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> float:
+    with ech.window(model) as window:
+        window.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(window.loss)
+
+
+# --- what stands behind the batches of an epoch
+
+
+class Tally:
+    """What the loop counts, to be saved."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": self.rates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rates = list(state["rates"])
+
+
+class Killed(Exception): ...
+
+
+def _by_epoch(folder: Path, at: tuple[int, str] = (-1, ""), *, signals: bool = False, counts: bool = False) -> tuple[Any, ...]:
+    """A rate that falls by epoch, behind an evaluation; it ends in the epoch, at the place, by an error or a signal."""
+    model, tally, code = net(dropout=0.2), Tally(), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, scheduler, tally, loader, held_out = ech.prepare(
+        *(model, optimizer, scheduler, tally, DataLoader(DATA, 8, shuffle=True), DataLoader(DATA, 8)),
+        strategy=_strategy(),
+        checkpoints=folder,
+    )
+
+    def passes(*here: Any) -> None:
+        if here == at and signals:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif here == at:
+            raise Killed
+
+    try:
+        for epoch in range(3) if counts else ech.epochs(loader, 3):
+            for i, (x, y) in enumerate(loader):
+                _step(model, optimizer, x, y)
+                passes(epoch, f"step {i}")
+            with ech.evaluating(model):
+                for x, _ in held_out:
+                    model(x)
+                passes(epoch, "evaluation")
+            scheduler.step()
+            tally.rates.append(scheduler.get_last_lr()[0])
+            passes(epoch, "end")
+    except Killed:
+        pass
+    except SystemExit as ended:
+        code = ended.code
+    return whole(model), optimizer.param_groups[0]["lr"], tally.rates, code
+
+
+PLACES = ["step 0", "step 2", "evaluation", "end"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_an_epoch_does_behind_its_batches_is_in_its_checkpoint(tmp_path: Path, place: str) -> None:
+    """A rate by epoch was one step behind after a restart: the epoch had been saved before it."""
+    want, rate, rates, _ = _by_epoch(tmp_path / "straight")
+    assert _by_epoch(tmp_path / "killed", (1, place))[1] > rate
+    got, *rest = _by_epoch(tmp_path / "killed")
+    assert largest_difference(got, want) == 0 and rest == [rate, rates, None]
+    for counts in (False, True):  # a loop that counts its epochs itself repeats what is behind them, but for the schedule
+        got, resumed_rate, resumed_rates, _ = _resumed(_by_epoch, tmp_path / str(counts), (1, place), counts=counts)
+        assert largest_difference(got, want) == 0 and resumed_rate == rate
+        assert counts or resumed_rates == rates
+
+
+def _resumed(loop: Callable[..., Any], folder: Path, at: tuple[int, str], counts: bool) -> Any:
+    loop(folder, at, counts=counts)
+    return loop(folder, counts=counts)
+
+
+@pytest.mark.fresh_ranks
+@pytest.mark.parametrize("place", ["step 2", "evaluation", pytest.param("end", marks=pytest.mark.full)])
+def test_a_signal_behind_the_batches_waits_for_the_epochs_end(ranks: Ranks, tmp_path: Path, place: str) -> None:
+    want = ranks(2, _by_epoch, tmp_path / "straight")
+    stopped = ranks(2, _by_epoch, tmp_path / "stopped", (1, place), signals=True)
+    assert [code for *_, code in stopped] == [REQUEUE] * 2 and len(stopped[0][2]) == 2
+    for (got, *rest), (wanted, *others) in zip(ranks(2, _by_epoch, tmp_path / "stopped"), want, strict=True):
+        assert largest_difference(got, wanted) == 0 and rest == others
+
+
+def _broken_off(folder: Path, dies: bool) -> float:
+    """Epochs that a `break` ends, counted by the loop."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, scheduler, loader = ech.prepare(
+        model, optimizer, scheduler, DataLoader(DATA, 8), strategy="noop", checkpoints=folder
+    )
+    for epoch in range(4):
+        for i, (x, y) in enumerate(loader):
+            if dies and epoch == 2:
+                return 0.0
+            _step(model, optimizer, x, y)
+            if i == 1:
+                break
+        scheduler.step()
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def test_a_schedule_by_epochs_that_a_break_ends_is_resumed(tmp_path: Path) -> None:
+    _broken_off(tmp_path, True)
+    assert _broken_off(tmp_path, False) == 0.1 / 2**4
+
+
+# --- other orders
+
+PLAIN_RATES = [0.1, 0.05, 0.05, 0.025, 0.025, 0.0125]
+
+
+def _schedule_first(place: str, accumulation: int) -> list[float]:
+    model, rates = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    loader = ech.Loader(DATA, 8, accumulation=accumulation)
+    model, optimizer, scheduler, loader = ech.prepare(model, optimizer, scheduler, loader, strategy="noop")
+    for _ in ech.epochs(loader, 2):
+        for x, y in loader:
+            if place == "top":
+                scheduler.step()
+            with ech.window(model) as window:
+                window.backward(nn.functional.mse_loss(model(x), y))
+                if place == "window":
+                    scheduler.step()
+                if window.is_last:
+                    rates.append(optimizer.param_groups[0]["lr"])
+                optimizer.step()
+                optimizer.zero_grad()
+    return rates
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("place", ["top", "window"])
+def test_a_schedule_that_steps_before_the_optimizer_steps_once_an_update(place: str) -> None:
+    """It was never stepped, without a word."""
+    for accumulation in (1, 2):
+        assert _schedule_first(place, accumulation) == PLAIN_RATES
+
+
+def _zeroed(strategy: str) -> dict[str, torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), strategy=strategy)
+    for x, y in loader:
+        optimizer.zero_grad(set_to_none=False)
+        with ech.window(model) as window:
+            window.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+    return whole(model)
+
+
+def test_gradients_may_be_set_to_zero_in_place(ranks: Ranks) -> None:
+    for strategy in ("ddp", "fsdp", "zero1"):
+        assert largest_difference(ranks(2, _zeroed, strategy)[0], _zeroed("noop")) < 1e-12, strategy
+
+
+# --- several loops
+
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "a batch": lambda loader: next(iter(loader)),
+    "all": list,
+    "nothing": lambda loader: None,
+}
+
+
+def _looks_first(look: str, folder: Path | None = None, counts: bool = False) -> tuple[list[float], list[str]]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saver = None if folder is None else ech.DistributedCheckpointSaver(folder, save_every_n_train_steps=1)
+    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), strategy=_strategy(), checkpoints=saver)
+    losses = []
+    LOOKS[look](loader)
+    saved = [] if folder is None or not folder.exists() else [each.name for each in folder.iterdir() if each.is_dir()]
+    for _ in range(2) if counts else ech.epochs(loader, 2):
+        losses += [_step(model, optimizer, x, y) for x, y in loader]
+    return losses, saved
+
+
+@pytest.mark.parametrize("look", ["a batch", "all"])
+def test_looking_at_the_data_first_changes_nothing(ranks: Ranks, tmp_path: Path, look: str) -> None:
+    """It counted as an epoch, or was refused."""
+    want, _ = _looks_first("nothing")
+    for counts in (False, True):
+        losses, saved = _looks_first(look, tmp_path / str(counts), counts)
+        assert losses == want and not [name for name in saved if not name.startswith(".")]
+    assert ranks(2, _looks_first, look)[0][0] == pytest.approx(want, rel=1e-12)
+
+
+def _two_loops(folder: Path, dies_in: int = -1) -> tuple[list[tuple[int, int]], dict[str, torch.Tensor]]:
+    model, seen = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = ech.prepare(
+        model, optimizer, DataLoader(DATA, 8, shuffle=True), strategy="noop", checkpoints=folder
+    )
+    for phase, number in enumerate((1, 2)):
+        for epoch in ech.epochs(loader, number):
+            seen.append((phase, epoch))
+            for x, y in loader:
+                _step(model, optimizer, x, y)
+                if len(seen) == dies_in:
+                    return seen, whole(model)
+    return seen, whole(model)
+
+
+def test_a_second_loop_trains_its_own_epochs(tmp_path: Path) -> None:
+    """In place of range(number): it trained none, or fewer."""
+    seen, want = _two_loops(tmp_path / "straight")
+    assert seen == [(0, 0), (1, 0), (1, 1)]
+    assert _two_loops(tmp_path / "died", 3)[0] == seen
+    seen, got = _two_loops(tmp_path / "died")
+    assert seen == [(1, 1)] and largest_difference(got, want) == 0
+
+
+# --- what is refused
+
+
+def _twice_an_epoch(model: Any, optimizer: Any, loader: Any) -> None:
+    for _ in ech.epochs(loader, 2):
+        for _ in range(2):
+            for x, y in loader:
+                _step(model, optimizer, x, y)
+
+
+def _goes_on_after_an_error(model: Any, optimizer: Any, loader: Any) -> None:
+    for x, y in loader:
+        with contextlib.suppress(RuntimeError), ech.window(model) as window:
+            window.backward(nn.functional.mse_loss(model(x), y))
+            raise RuntimeError("out of memory")
+
+
+def _prepared_again(model: Any, optimizer: Any, loader: Any) -> None:
+    ech.prepare(model, optimizer, loader)
+
+
+def _odd_batches(model: Any, optimizer: Any, loader: Any) -> None:
+    model = net()
+    ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA, 3))
+
+
+def _part_of_the_data(model: Any, optimizer: Any, loader: Any) -> None:
+    model = net()
+    part = DataLoader(DATA, 4, sampler=RandomSampler(DATA, num_samples=8))
+    ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), part)
+
+
+def _in_pairs(model: Any, optimizer: Any, loader: Any) -> None:
+    for (x, y), _ in zip(loader, loader, strict=True):
+        _step(model, optimizer, x, y)
+
+
+REFUSED = {
+    _in_pairs: "by one loop at a time",
+    _twice_an_epoch: "iterated over once in each epoch of echelon.epochs.*, got a second time",
+    _goes_on_after_an_error: "the next batch after RuntimeError: out of memory",
+    _prepared_again: "new to prepare.*, got a loader that an earlier call returned",
+    _odd_batches: "batch_size must be a multiple of the 2 ranks that share each batch, got 3",
+    _part_of_the_data: "RandomSampler must draw every sample, got 8 of 22",
+}
+
+
+def _refusals() -> list[str]:
+    told = []
+    for body in REFUSED:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            body(*ech.prepare(model, optimizer, DataLoader(DATA, 8)))
+            told.append("nothing")
+        except EchelonError as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_would_train_something_else_is_refused_by_name(ranks: Ranks) -> None:
+    for told in ranks(2, _refusals):
+        for (body, words), text in zip(REFUSED.items(), told, strict=True):
+            assert re.search(words, text), (body.__name__, text)
+
+
+# --- what stays
+
+
+def _let_go() -> list[bool]:
+    left = []
+    for strategy in ("ddp", "zero1", "fsdp"):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        held = [weakref.ref(model), weakref.ref(optimizer)]
+        model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), strategy=strategy)
+        for x, y in loader:
+            _step(model, optimizer, x, y)
+        copied = copy.deepcopy(model) if strategy == "ddp" else None
+        del optimizer, loader
+        with ech.evaluating(model):  # which the model alone is enough for
+            model(x)
+        del model
+        gc.collect()
+        left += [each() is not None for each in held]
+        del copied
+    return left
+
+
+def test_a_model_that_is_dropped_is_freed(ranks: Ranks) -> None:
+    """Each call of prepare kept its model and optimizer for good."""
+    assert ranks(2, _let_go) == [[False] * 6] * 2
