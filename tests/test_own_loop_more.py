@@ -22,6 +22,9 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 import echelon as ech
 from echelon.contracts.errors import EchelonError
 from echelon.contracts.stopping import REQUEUE
+from echelon.prover.matrix import matrix
+from echelon.prover.prove import prove_target
+from echelon.prover.target import Target
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
 
@@ -233,6 +236,13 @@ def test_looking_at_the_data_first_changes_nothing(ranks: Ranks, tmp_path: Path,
         losses, saved = _looks_first(look, tmp_path / str(counts), counts)
         assert losses == want and not [name for name in saved if not name.startswith(".")]
     assert ranks(2, _looks_first, look)[0][0] == pytest.approx(want, rel=1e-12)
+
+
+def test_prove_runs_a_loop_that_looks_at_its_data_first() -> None:
+    rows = matrix(["ddp"], [2], [1], sgd=False)
+    target = Target(script=str(Path(__file__).parent / "planted" / "own_loop.py"), args=["looks"])
+    (row,) = prove_target(target, rows, 3, True).results
+    assert row.is_equal, (row.verdict, row.message)
 
 
 def _two_loops(folder: Path, dies_in: int = -1) -> tuple[list[tuple[int, int]], dict[str, torch.Tensor]]:

@@ -1,4 +1,7 @@
-"""A loop of one's own, which is right; with the argument "wrong" each rank weighs its loss as it likes."""
+"""A loop of one's own, which is right; with the argument "wrong" each rank weighs its loss as it likes.
+
+With "looks" it looks at its data first.
+"""
 
 import sys
 
@@ -15,6 +18,9 @@ model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 model, optimizer, scheduler, loader = ech.prepare(model, optimizer, scheduler, ech.Loader(data, 16))
+if "looks" in sys.argv:
+    next(iter(loader))
+    list(loader)
 for _ in ech.epochs(loader, 10):
     for x, y in loader:
         with ech.window(model) as window:

@@ -19,6 +19,8 @@ from echelon.prover.values import parameters_of, switch_off_dropout
 
 __all__ = ["LoopReference", "reference_of"]
 
+_LOOKS = 3  # how often a loop may look at its data before it trains
+
 
 class LoopReference(AutoReference):
     """The loop's own code on the original model and optimizer: `window.backward` is `loss.backward()`, a step a step.
@@ -33,6 +35,7 @@ class LoopReference(AutoReference):
         super().__init__(*args)
         self.turns = turns
         self._trains = False  # or only a gradient is asked for
+        self._has_begun = False  # the loop has taken a window
 
     def begin(self, *, write: bool = True) -> None:
         switch_off_dropout(self.unit)  # so that one batch is one update, for loops that count them
@@ -64,7 +67,13 @@ class LoopReference(AutoReference):
         for i, (data, share, streams) in enumerate(pieces, 1):
             self.sources.restore(streams)
             self.unit.plain = plain = Plain(share, self._trains and i == len(pieces), self._trains and i == 1)
-            self.turns.give(widened(data, self.dtype, self.device))
+            batch = widened(data, self.dtype, self.device)
+            self.turns.give(batch)
+            for _ in range(_LOOKS):
+                if self._has_begun or plain.loss is not None:
+                    break
+                self.turns.again(batch)
+            self._has_begun = True
             if plain.loss is None:
                 raise UsageError("the loop took no window of a batch in one process, but it did on the ranks.")
             if streams:

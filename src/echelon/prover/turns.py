@@ -77,6 +77,12 @@ class Turns:
         self._to_loop.put(("batch", batch))
         self._to_work.get()
 
+    def again(self, batch: Any) -> None:
+        """Give a batch once more, in a new iteration: the loop only looked at it."""
+        if not self._left:
+            self.end_epoch()
+        self.give(batch)
+
     def end_epoch(self) -> None:
         """Have the loop do what it does between two epochs."""
         self._to_loop.put(("epoch", None))
