@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from echelon.world.device import in_thread
+
 __all__ = ["Enough", "Turns"]
 
 
@@ -38,7 +40,7 @@ class Turns:
     def batches(self) -> Iterator[Any]:
         """Of one epoch."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="echelon-reference", daemon=True)
+            self._thread = threading.Thread(target=in_thread(self._run), name="echelon-reference", daemon=True)
             self._thread.start()
         elif not self._left:
             self._to_work.put(None)
