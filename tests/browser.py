@@ -62,10 +62,10 @@ class Browser:
         self._session = "/session/" + self._ask("POST", "/session", {"capabilities": {"alwaysMatch": capabilities}})["sessionId"]
 
     def open(self, url: str, *, width: int, dark: bool, height: int = 900) -> Seen:
+        self._ask("POST", "/url", {"url": "about:blank"})  # a page that saw the colours change would store them, maybe late
         self._command("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._command("Emulation.setEmulatedMedia", features=[scheme])
-        self._ask("POST", "/url", {"url": "about:blank"})  # a page that is left could store its colours once more
         parts = urllib.parse.urlsplit(url)
         self._command("Storage.clearDataForOrigin", origin=f"{parts.scheme}://{parts.netloc}", storageTypes="all")
         self._logs()

@@ -79,9 +79,9 @@ def test_it_learns_on_two_ranks_and_goes_on_when_it_is_started_again(echelon_com
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "tabular.py"])
-def test_fsdp_learns_the_same(echelon_command: Command, name: str) -> None:
-    _assert_learned(name, _start(echelon_command, name, *RUNS[name][0], "--strategy", "fsdp"))
+def test_fsdp_learns_the_same(echelon_command: Command) -> None:
+    """One of them: that fsdp trains the numbers of ddp is what `echelon prove` says of each below."""
+    _assert_learned("gan.py", _start(echelon_command, "gan.py", *RUNS["gan.py"][0], "--strategy", "fsdp"))
 
 
 @pytest.mark.full
