@@ -12,11 +12,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import echelon as ech
 from echelon.compat.lightning import Trainer
 from echelon.contracts.errors import RankFailedError, UsageError
+from echelon.data.torch_loader import as_loader
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.rebuild import BUILT
 from echelon.loop.trainer_rank import shared, updates_to_steps
@@ -121,6 +122,13 @@ def test_a_plain_dataloader_has_its_batch_size_on_each_rank() -> None:
     unit = Regression()
     Trainer(devices=2, max_epochs=1).fit(unit, DataLoader(data(), batch_size=4), DataLoader(data(), batch_size=4))
     assert largest_difference(whole(unit.module), plain_training(windows(8, 4))[0]) < 1e-14
+
+
+def test_a_sampler_that_draws_a_part_is_refused() -> None:
+    """Every sample would be trained on."""
+    part = DataLoader(data(), 2, sampler=RandomSampler(data(), num_samples=4))
+    with pytest.raises(UsageError, match=f"RandomSampler must draw every sample, got 4 of {ROWS}"):
+        as_loader(part, 2, 1, "")
 
 
 @pytest.mark.parametrize(

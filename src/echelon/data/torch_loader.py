@@ -24,7 +24,7 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
         global_batch: samples of an update, over all ranks and micro-batches.
         why: what cannot be done with a loader that has an order of its own.
     Raises:
-        UsageError: it has one: a sampler that is no torch's, or an iterable dataset.
+        UsageError: it has one: a sampler that is no torch's, or an iterable dataset; or its sampler draws a part of the data.
     """
     sampler: Any = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
     plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
@@ -35,6 +35,11 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
             "datasets echelon.StreamLoader, or a DistributedSampler of your own."
         )
     divided = is_distributed(loader)
+    if not divided and len(sampler) != (size := len(loader.dataset)):  # type: ignore[arg-type]
+        raise UsageError(
+            f"a DataLoader's {type(sampler).__name__} must draw every sample, got {len(sampler)} of {size}. Choose samples by "
+            "torch.utils.data.Subset, or use echelon.Weighted."
+        )
     return Loader(
         loader.dataset,
         global_batch,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.numbers import whole
@@ -62,7 +62,6 @@ class EvaluationBatches(_Batches):
         if isinstance(loader, DataLoader):
             per_rank = loader.batch_size or 1
             batch = per_rank * ranks if is_distributed(loader) else math.ceil(per_rank / ranks) * ranks
-            _check_whole(loader)
             loader = as_loader(loader, batch, 1, "cannot be divided between the ranks, each of which would see all samples")
         if isinstance(loader, (BaseLoader, Combined)) and size is not None:
             loader.set_data_rank(*size)
@@ -78,18 +77,6 @@ class EvaluationBatches(_Batches):
                     "the last batch must have a sample for each rank, since every rank must call the model under this strategy, "
                     "got fewer. Choose another batch size, or drop the last batch."
                 )
-
-
-def _check_whole(loader: DataLoader[Any]) -> None:
-    """
-    Raises:
-        UsageError: its sampler draws from a part of the data, which nothing else would know.
-    """
-    if type(loader.sampler) in (RandomSampler, SequentialSampler) and len(loader.sampler) != len(loader.dataset):  # type: ignore[arg-type]
-        raise UsageError(
-            f"a DataLoader's {type(loader.sampler).__name__} must draw every sample, got {len(loader.sampler)} of "  # type: ignore[arg-type]
-            f"{len(loader.dataset)}. Choose samples by torch.utils.data.Subset, or use echelon.Weighted."  # type: ignore[arg-type]
-        )
 
 
 def refuse_prepared(objects: Sequence[Any]) -> None:
@@ -125,7 +112,6 @@ def training_loader(loader: Any, accumulation: int | None) -> tuple[Any, int]:
     if isinstance(loader, DataLoader):
         steps, per_rank = accumulation or 1, loader.batch_size or 1
         ranks = loader.sampler.num_replicas if is_distributed(loader) else 1  # type: ignore[attr-defined]
-        _check_whole(loader)
         why = "has an order that prepare() cannot divide between ranks and resume"
         return as_loader(loader, per_rank * ranks * steps, steps, why), steps
     return loader, accumulation or int(getattr(loader, "accumulation", 1))
