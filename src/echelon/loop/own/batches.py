@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["EvaluationBatches", "TrainingBatches", "check_shares", "refuse_prepared", "training_loader"]
 
 
+_TOO_FEW = (
+    "the last batch must have a sample for each rank, since every rank must call the model under this strategy, got fewer. "
+    "Choose another batch size, or drop the last batch."
+)
+
+
 class _Batches:
     """A loader; what else it has can be asked as ever."""
 
@@ -69,14 +75,13 @@ class EvaluationBatches(_Batches):
 
     def __iter__(self) -> Iterator[Any]:
         together = self._unit.forward_is_collective
+        if together and getattr(self.loader, "pads", False):  # on all ranks, before any of them waits
+            raise UsageError(_TOO_FEW)
         for batch in self.loader:
             if not isinstance(batch, Padding):
                 yield copy_data_to_device(batch, self._unit.device)
-            elif together:
-                raise UsageError(
-                    "the last batch must have a sample for each rank, since every rank must call the model under this strategy, "
-                    "got fewer. Choose another batch size, or drop the last batch."
-                )
+            elif together:  # of a loader that cannot tell before
+                raise UsageError(_TOO_FEW)
 
 
 def refuse_prepared(objects: Sequence[Any]) -> None:
