@@ -16,11 +16,12 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.overrides import TorchFunctionMode
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.context_active import current
 from echelon.parallel.context_split import SequenceParts
 
 __all__ = ["SplitAttention", "attend"]
 
-_SPLIT = F.scaled_dot_product_attention
+_SPLIT, _LOSS = F.scaled_dot_product_attention, F.cross_entropy
 
 # What computes attention in another way, by the name of the function that torch calls.
 _OTHERS = {
@@ -29,33 +30,36 @@ _OTHERS = {
     "_native_multi_head_attention": "the fast path of nn.MultiheadAttention",
     "_transformer_encoder_layer_fwd": "the fast path of nn.TransformerEncoderLayer",
     "_varlen_attn": "varlen_attn",
+    "_varlen_attn.default": "varlen_attn",
     "_flash_attn_varlen_forward": "flash_attn_varlen_func",
     "_flash_attn_forward": "flash_attn_func",
 }
 
 
 class SplitAttention(TorchFunctionMode):
-    """While it is entered, attention sees the keys and values of all ranks. Of one thread, as torch has it.
+    """While it is entered and a part of a sequence is `current`, attention sees all ranks' keys and values. Of one thread.
 
     Args:
-        parts: which part of the sequence this rank has.
+        of_loss: is told over how many targets a cross-entropy is taken.
     """
 
-    def __init__(self, parts: SequenceParts) -> None:
+    def __init__(self, of_loss: Callable[[int], None] = lambda targets: None) -> None:
         super().__init__()
-        self._parts = parts
+        self._of_loss = of_loss
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is _SPLIT:
-            return attend(self._parts, *args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if name in _OTHERS or name.partition(".")[0] in _OTHERS:
+        if func is _SPLIT and (parts := current()) is not None:
+            return attend(parts, *args, **(kwargs or {}))
+        if func is _LOSS and current() is not None:
+            target = args[1] if len(args) > 1 else (kwargs or {})["target"]
+            if not target.is_floating_point():
+                self._of_loss(target.numel())
+        elif (other := _OTHERS.get(getattr(func, "__name__", ""))) is not None and (parts := current()) is not None:
             raise UsageError(
-                f"context parallelism over {self._parts.size} ranks cannot split {_OTHERS[name.partition('.')[0]]}: each rank "
-                "would attend to its own part of the sequence only. Compute attention with "
-                "torch.nn.functional.scaled_dot_product_attention, or train without cp."
+                f"context parallelism over {parts.size} ranks cannot split {other}: each rank would attend to its own part of the "
+                "sequence only. Compute attention with torch.nn.functional.scaled_dot_product_attention, or train without cp."
             )
         return func(*args, **(kwargs or {}))
 
