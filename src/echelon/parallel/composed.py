@@ -79,6 +79,13 @@ class ComposedPrepared(FSDPPrepared):
         around = super().accumulate(last)
         return around if self.context is None else self.context.active()
 
+    def lay_out(self, dims: ParallelDims, rank: int) -> None:
+        """Say where this rank is."""
+        place = dims.place(rank)
+        self.dims, self.rank = dims, rank
+        self.part, self.stage = (place["cp"], dims.cp), (place["pp"], dims.pp)
+        self.draws_apart = dims.cp > 1 or dims.pp > 1
+
     def find_replicas(self) -> None:
         self.is_replica = not self.dims.speaks(self.rank)
 
@@ -190,7 +197,8 @@ class Parallel(Strategy):
         how = _with(fsdp, sync_module_states=False, **mesh).sharding(module, world)
         prepared = shard(module, world, recipe, how, ComposedPrepared)
         assert isinstance(prepared, ComposedPrepared)
-        prepared.dims, prepared.rank, prepared.context = dims, world.rank, context
+        prepared.context = context
+        prepared.lay_out(dims, world.rank)
         return prepared
 
     def _refuse_what_is_not_there(self, dims: ParallelDims) -> None:
