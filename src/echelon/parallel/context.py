@@ -34,6 +34,7 @@ __all__ = ["ContextParallel"]
 
 logger = logging.getLogger(__name__)
 
+
 def _has_sequence(value: Any, length: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length
 
@@ -92,7 +93,9 @@ class ContextParallel:
             self._told = True
             if agree.is_rank0():
                 cut = ", ".join(f"{name or 'the batch'} (dim {dim})" for name, dim in dims.items())
-                logger.info("context parallel over %d ranks: %s cut along the sequence; the rest stays whole", self.parts.size, cut)
+                logger.info(
+                    "context parallel over %d ranks: %s cut along the sequence; the rest stays whole", self.parts.size, cut
+                )
         return part
 
     def whole_of(self, outputs: Any) -> Any:
@@ -126,10 +129,19 @@ class ContextParallel:
             return
         self._here.entered = True
         try:
-            with SplitAttention(self._of_loss):
+            with SplitAttention(self._of_loss, self._aside):
                 yield
         finally:
             self._here.entered = False
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """The mode is there, but does not hear of what is called now: modules enter it anew."""
+        self._here.entered = False
+        try:
+            yield
+        finally:
+            self._here.entered = True
 
     @contextlib.contextmanager
     def _own_stream(self) -> Iterator[None]:
@@ -158,10 +170,10 @@ class ContextParallel:
         """
         if self._unchecked and self._length > 2 and targets == self._rows * (self._length - 1):
             raise UsageError(
-                f"context parallelism over {self.parts.size} ranks: cross_entropy got {self._rows} x {self._length - 1} targets of "
-                f"this rank's {self._rows} x {self._length} tokens. Were tokens shifted in compute_loss, as logits[:, :-1] and "
-                "tokens[:, 1:]? The tokens of a part are no neighbours where its two chunks meet. Let the dataset give inputs and "
-                "targets; a causal model of transformers computes its loss itself, if it is given labels."
+                f"context parallelism over {self.parts.size} ranks: cross_entropy got {self._rows} x {self._length - 1} targets "
+                f"of this rank's {self._rows} x {self._length} tokens. Were tokens shifted in compute_loss, as logits[:, :-1] and "
+                "tokens[:, 1:]? The tokens of a part are no neighbours where its two chunks meet. Let the dataset give inputs "
+                "and targets; a causal model of transformers computes its loss itself, if it is given labels."
             )
 
 

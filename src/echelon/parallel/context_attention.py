@@ -7,7 +7,9 @@ A mode of torch (`torch.overrides.TorchFunctionMode`) takes the place of `scaled
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from echelon.parallel.context_split import SequenceParts
 __all__ = ["SplitAttention", "attend"]
 
 _SPLIT, _LOSS = F.scaled_dot_product_attention, F.cross_entropy
+_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 # What computes attention in another way, by the name of the function that torch calls.
 _OTHERS = {
@@ -41,25 +44,33 @@ class SplitAttention(TorchFunctionMode):
 
     Args:
         of_loss: is told over how many targets a cross-entropy is taken.
+        aside: context of a backward pass, within which torch takes a mode aside, and which may compute a module again.
     """
 
-    def __init__(self, of_loss: Callable[[int], None] = lambda targets: None) -> None:
+    def __init__(
+        self,
+        of_loss: Callable[[int], None] = lambda targets: None,
+        aside: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
         super().__init__()
-        self._of_loss = of_loss
+        self._of_loss, self._aside = of_loss, aside
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is _SPLIT and (parts := current()) is not None:
             return attend(parts, *args, **(kwargs or {}))
+        if func in _BACKWARD:
+            with self._aside():
+                return func(*args, **(kwargs or {}))
         if func is _LOSS and current() is not None:
             target = args[1] if len(args) > 1 else (kwargs or {})["target"]
             if not target.is_floating_point():
                 self._of_loss(target.numel())
         elif (other := _OTHERS.get(getattr(func, "__name__", ""))) is not None and (parts := current()) is not None:
             raise UsageError(
-                f"context parallelism over {parts.size} ranks cannot split {other}: each rank would attend to its own part of the "
-                "sequence only. Compute attention with torch.nn.functional.scaled_dot_product_attention, or train without cp."
+                f"context parallelism over {parts.size} ranks cannot split {other}: each rank would attend to its own part of "
+                "the sequence only. Compute attention with torch.nn.functional.scaled_dot_product_attention, or train without cp."
             )
         return func(*args, **(kwargs or {}))
 
@@ -139,7 +150,7 @@ def _rows(parts: SequenceParts, mask: torch.Tensor, queries: int, keys: int) -> 
 def _wrong_mask(shape: tuple[int, int], length: int, size: int) -> UsageError:
     return UsageError(
         f"context parallelism: an attention mask must be over all {length * size} keys of the sequence, or one row for all "
-        f"queries, got {shape[0]} x {shape[1]} where this rank has {length} of the tokens. For a causal mask say is_causal=True. For "
-        "another, take the keys' side from echelon.whole_sequence: documents[:, :, None] == "
+        f"queries, got {shape[0]} x {shape[1]} where this rank has {length} of the tokens. For a causal mask say is_causal=True. "
+        "For another, take the keys' side from echelon.whole_sequence: documents[:, :, None] == "
         "echelon.whole_sequence(documents)[:, None, :], and positions from echelon.positions(x)."
     )

@@ -1,4 +1,4 @@
-"""Which tensors of a batch have the sequence, and along which dimension: what context parallelism cuts, and what it leaves whole."""
+"""Which tensors of a batch have the sequence, and along which dimension: what context parallelism cuts."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def sequence_dims(batch: Any, said: SequenceDim = None) -> dict[str, int]:
         found = _guessed(tensors)
     if not found:
         raise UsageError(
-            "context parallelism splits sequences, but no tensor of the batch has one: a tensor of shape (rows, length, ...). Got "
-            f"{_names(tensors) or type(batch).__name__}. Say Parallel(sequence_dim={{name: dimension}}), or train without cp."
+            "context parallelism splits sequences, but no tensor of the batch has one: a tensor of shape (rows, length, ...). "
+            f"Got {_names(tensors) or type(batch).__name__}. Say Parallel(sequence_dim={{name: dimension}}), or train without cp."
         )
     return found
 

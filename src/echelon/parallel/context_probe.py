@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def probe(parts: SequenceParts, forward: Any, module: nn.Module, args: tuple[Any
     rows, length = first.shape[0], first.shape[1]
     lengths = sorted({min(parts.size * length, 2 * parts.size * _CHUNK), parts.size * length})
     for short in lengths:
-        whole = map_tensors((args, kwargs), lambda value: _beginning(value, rows, length, short, parts))
+        whole = map_tensors((args, kwargs), partial(_beginning, rows=rows, length=length, short=short, parts=parts))
         try:
             mine = _passes(parts, forward, module, whole, short)
             break
@@ -85,8 +86,8 @@ def _differs(module: nn.Module, name: str, side: str, difference: float, size: i
         f"context parallelism over {size} ranks would change the model: {where} ({kind}) {what} for the parts of a sequence than "
         f"for the whole; they differ by {difference:.1%} of their norm. It must compute attention by "
         "torch.nn.functional.scaled_dot_product_attention, positions by echelon.positions(x) instead of torch.arange, and "
-        "anything else token by token. If only the comparison is wrong, as with random numbers in evaluation mode, switch it off: "
-        "Parallel(check_context=False)."
+        "anything else token by token. If only the comparison is wrong, as with random numbers in evaluation mode, switch it "
+        "off: Parallel(check_context=False)."
     )
 
 

@@ -50,7 +50,7 @@ class SequenceParts:
             pieces = 2 * self.size
             near = sorted({max(1, length // pieces) * pieces, -(-length // pieces) * pieces})
             raise UsageError(
-                f"{name} must have a length that 2 x cp = {pieces} divides, so that each of the {self.size} context-parallel ranks "
+                f"{name} must have a length that 2 x cp = {pieces} divides, so that each of {self.size} context-parallel ranks "
                 f"gets an early and a late chunk, got {length}. Take {' or '.join(map(str, near))}, by cutting or padding "
                 f"(pad_to_multiple_of={pieces} in a collator of transformers). If these are tokens that compute_loss shifts "
                 "itself, as data[:, :-1] and data[:, 1:], let the dataset give inputs and targets instead."
@@ -83,7 +83,7 @@ class SequenceParts:
 
     def whole(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """The sequence in its order, from the parts of all ranks; gradients go back to the ranks. Collective."""
-        return _Whole.apply(part, dim % part.dim(), self)  # type: ignore[no-any-return]
+        return _Whole.apply(part, dim % part.dim(), self)  # type: ignore[no-any-return,no-untyped-call]
 
 
 @functools.lru_cache(maxsize=32)
@@ -110,7 +110,7 @@ class _Whole(torch.autograd.Function):
         return torch.cat([*early, *late], dim)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         dim, parts = ctx.dim, ctx.parts
         size, chunk = parts.size, grad.shape[dim] // (2 * parts.size)

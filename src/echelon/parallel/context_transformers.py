@@ -50,20 +50,20 @@ def _adapt_one(model: Any) -> bool:
     names = inspect.signature(model.forward).parameters
     if "position_ids" not in names:
         raise UsageError(
-            f"context parallelism: {kind}.forward takes no position_ids, so nobody can tell it where a rank's tokens stand in their "
-            "sequence. Train it without cp."
+            f"context parallelism: {kind}.forward takes no position_ids, so nobody can tell it where a rank's tokens stand in "
+            "their sequence. Train it without cp."
         )
     used = config._attn_implementation
     if used not in ("sdpa", _NAME):
         raise UsageError(
-            f"context parallelism: {kind} must compute attention by scaled_dot_product_attention, got attn_implementation={used!r}. "
-            "Make the model with attn_implementation='sdpa'."
+            f"context parallelism: {kind} must compute attention by scaled_dot_product_attention, got "
+            f"attn_implementation={used!r}. Make the model with attn_implementation='sdpa'."
         )
     for name in _LAYER_DROP:
         if getattr(config, name, 0):
             raise UsageError(
-                f"context parallelism: {kind} leaves out layers at random ({name}={getattr(config, name)}), and ranks that share a "
-                f"sequence would leave out different ones. Set {name}=0."
+                f"context parallelism: {kind} leaves out layers at random ({name}={getattr(config, name)}), and ranks that share "
+                f"a sequence would leave out different ones. Set {name}=0."
             )
     _register()
     model.set_attn_implementation(_NAME)
@@ -79,7 +79,7 @@ def with_shifted_labels(batch: Any) -> Any:
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or "shift_labels" in batch:
         return batch
-    made: Any = dict(batch) if type(batch) is dict else batch.copy()  # type: ignore[attr-defined]
+    made: Any = dict(batch) if type(batch) is dict else batch.copy()
     made["shift_labels"] = _shifted(labels)
     return made
 
@@ -94,7 +94,9 @@ class _Fill:
     def __init__(self, names: tuple[str, ...], shifts: bool) -> None:
         self._names, self._shifts = names, shifts
 
-    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def __call__(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         parts = current()
         if parts is None:
             return None
@@ -129,8 +131,8 @@ def _mask_of_documents(model: Any, parts: SequenceParts, documents: torch.Tensor
     """(B, 1, local T, T): causal, within documents."""
     if getattr(model.config, "sliding_window", None) is not None:
         raise UsageError(
-            f"context parallelism: {type(model).__name__} has a sliding window of {model.config.sliding_window} and was given packed "
-            "documents (position_ids that begin again). Give one document a row."
+            f"context parallelism: {type(model).__name__} has a sliding window of {model.config.sliding_window} and was given "
+            "packed documents (position_ids that begin again). Give one document a row."
         )
     mine = parts.positions(documents.shape[1] // parts.size, documents.device)
     every = torch.arange(documents.shape[1], device=documents.device)
@@ -168,7 +170,7 @@ class _Mask:
     ) -> torch.Tensor | None:
         parts = current()
         if parts is None:
-            return self._usual(
+            return self._usual(  # type: ignore[no-any-return]
                 batch_size,
                 q_length,
                 kv_length,
@@ -184,8 +186,8 @@ class _Mask:
         if q_length != kv_length or more.get("use_vmap"):
             raise UsageError(
                 f"context parallelism: a mask of {q_length} queries and {kv_length} keys"
-                f"{', of a function of its own,' if more.get('use_vmap') else ''} cannot be made of parts of a sequence. Train this "
-                "model without cp."
+                f"{', of a function of its own,' if more.get('use_vmap') else ''} cannot be made of parts of a sequence. Train "
+                "this model without cp."
             )
         length = kv_length * parts.size
         whole = None if attention_mask is None else parts.whole(attention_mask, 1)
