@@ -185,6 +185,15 @@ class Prepared(Generic[M]):
         """This rank's part of a batch whose samples other ranks have, too, such as its part of each sequence."""
         return batch
 
+    def whole_of(self, outputs: Any) -> Any:
+        """Outputs for the latest batch that `part_of` was asked for, from those for its parts. Collective."""
+        return outputs
+
+    @property
+    def share(self) -> float | torch.Tensor:
+        """What the latest part counts of what its batch counts, where rows are counted, which all parts have."""
+        return 1.0
+
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
         """`forward(batch)`, to evaluate or to predict; the results are given to all ranks that have the batch."""
         return forward(batch)
