@@ -109,5 +109,13 @@ class Dispatch:
         done = order.undo(compute(order.sort(mine), arriving.sum(0)))
         return _AllToAll.apply(done, received, sent, self._group)  # type: ignore[no-any-return, no-untyped-call]
 
+    def placement(self, parameter: torch.Tensor) -> Any:
+        """How `fully_shard` cuts a stack over `data_mesh`: by experts, or within them where it has more ranks than experts."""
+        from torch.distributed.tensor import Shard
+
+        shards = self.data_mesh.size(self.data_mesh.ndim - 1)
+        by_experts = parameter.shape[0] // self.size % shards == 0
+        return Shard(0 if by_experts or parameter.dim() < 2 or parameter.shape[1] % shards else 1)
+
     def __deepcopy__(self, memo: Any) -> Dispatch:
         return self  # groups cannot be copied

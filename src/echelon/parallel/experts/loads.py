@@ -139,32 +139,34 @@ class Routers:
         self._measures: dict[str, Any] = {}
 
     @classmethod
-    def of(cls, module: nn.Module, groups: Sequence[dist.ProcessGroup | None]) -> Routers | None:
-        found = routers_of(module)
-        return cls(found, groups) if found else None
+    def of(cls, module: nn.Module, groups: Sequence[dist.ProcessGroup | None]) -> Routers:
+        return cls(routers_of(module), groups)
 
     def begin_backward(self, weight: Any) -> None:
         """The backward pass of a micro-batch of this weight follows."""
         for router in self._routers.values():
             router.seen.counts = weight
 
-    def end_backward(self) -> None:
-        """What a second computation of activations has left."""
-        for router in self._routers.values():
-            router.seen.auxiliary = None
-
     def discard(self) -> None:
         """The micro-batches since the latest update are given up."""
         for router in self._routers.values():
             router.seen.forget()
 
-    @torch.no_grad()
-    def after_step(self) -> None:
-        """Balance the experts by the update's loads. Collective.
+    def end_window(self, *, updated: bool) -> None:
+        """After the optimizer's step: balance the experts by the update's loads. Collective, if there are any.
 
+        Args:
+            updated: False if the step was left out.
         Raises:
             UsageError: on all ranks: a layer's auxiliary loss is in no loss.
         """
+        if not updated:
+            self.discard()
+        elif self._routers:
+            self._balance()
+
+    @torch.no_grad()
+    def _balance(self) -> None:
         rows = []
         for router in self._routers.values():
             device = router.gate.weight.device

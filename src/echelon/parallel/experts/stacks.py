@@ -47,6 +47,32 @@ class Experts(nn.Module):
         """The same with the experts that this rank has."""
         raise NotImplementedError
 
+    def mine(self, stack: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a parameter, (experts, ...).
+
+        Its gradient is divided by the number of ranks that have the others: tokens of all of them come here, so it is their sum
+        already, and what reduces it takes the mean over fewer ranks than that of other parameters. Not by `fully_shard`'s
+        `set_gradient_divide_factor`: over a single rank torch 2.13 divides twice.
+        """
+        part = local(stack)
+        if self.dispatch is None:
+            return part
+        scaled: torch.Tensor = _Scaled.apply(part, 1 / self.dispatch.size)  # type: ignore[no-untyped-call]
+        return scaled
+
+
+class _Scaled(torch.autograd.Function):
+    """The same, with its gradient multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return stack.view_as(stack)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] * ctx.factor, None
+
 
 class _Contiguous(torch.autograd.Function):
     """The same, with a gradient that lies in memory as a matrix: `grouped_mm` takes no expanded one (torch 2.13)."""
@@ -87,7 +113,7 @@ class GroupedExperts(Experts):
             nn.init.uniform_(weight, -bound, bound)
 
     def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        weights = [local(w) for w in (self.w1, self.w2, self.w3)]
+        weights = [self.mine(w) for w in (self.w1, self.w2, self.w3)]
         kind = rows.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
         rows, (w1, w2, w3) = rows.to(dtype), (w.to(dtype) for w in weights)
@@ -143,7 +169,7 @@ class StackedExperts(Experts):
         return self
 
     def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        names, stacks = zip(*((name, local(stack).unbind()) for name, stack in self.each.named_parameters()), strict=True)
+        names, stacks = zip(*((name, self.mine(stack).unbind()) for name, stack in self.each.named_parameters()), strict=True)
         template = self._template[0]
         # An expert without rows is called, too: then its gradients are zeros and not missing, on whatever rank it is.
         parts = zip(rows.split(counts.tolist()), zip(*stacks, strict=True), strict=True)
