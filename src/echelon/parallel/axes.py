@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -115,11 +115,11 @@ def mesh_of(module: nn.Module) -> dict[str, int]:
     return found
 
 
-def split_axes(module: nn.Module) -> list[Axis]:
+def split_axes(module: nn.Module, *, without: Collection[nn.Parameter] = ()) -> list[Axis]:
     """The axes over which some parameter is split."""
     found: dict[str, Axis] = {}
     for parameter in module.parameters():
-        if (mesh := getattr(parameter, "device_mesh", None)) is not None:
+        if parameter not in without and (mesh := getattr(parameter, "device_mesh", None)) is not None:
             numbers = [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]  # type: ignore[attr-defined]
             found |= {str(axis.ranks): axis for axis in axes_of(mesh, numbers)}
     return list(found.values())
