@@ -106,6 +106,18 @@ class _Foreign(Tensors):
         plain = self._in_file[name]
         return self._loaded[plain] if plain in self._loaded else self._source[plain].tensor(plain)
 
+    def fill(
+        self, into: torch.Tensor, name: str, storage_offsets: torch.Size | None, begins: torch.Size, lengths: torch.Size
+    ) -> None:
+        plain = self._in_file[name]
+        if plain in self._source:
+            self._source[plain].read_part(plain, begins, lengths, into)
+            return
+        part = self._loaded[plain]
+        for dim, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
+            part = part.narrow(dim, begin, length)
+        into.copy_(part)
+
     def span(self, name: str) -> Span | None:
         plain = self._in_file[name]
         return None if plain in self._loaded else self._source[plain].span(plain)
