@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
     from echelon.parallel.activation import ActivationCheckpointParams, checkpoint_wrapper
     from echelon.parallel.axes import data_axes
+    from echelon.parallel.composed import Parallel
     from echelon.parallel.ddp import DDPStrategy
     from echelon.parallel.deferred import on_meta
     from echelon.parallel.dp import DPStrategy
@@ -89,6 +90,7 @@ __all__ = [
     "Mixture",
     "NOOPStrategy",
     "Packed",
+    "Parallel",
     "PhaseState",
     "Policy",
     "Precision",
@@ -183,6 +185,7 @@ _NAMES = {
     "loop.unit": ["EvalUnit", "PredictUnit", "TestUnit", "TrainUnit"],
     "parallel.activation": ["ActivationCheckpointParams", "checkpoint_wrapper"],
     "parallel.axes": ["data_axes"],
+    "parallel.composed": ["Parallel"],
     "parallel.ddp": ["DDPStrategy"],
     "parallel.deferred": ["on_meta"],
     "parallel.dp": ["DPStrategy"],

@@ -213,7 +213,8 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         """A batch as one, or its pieces, of which only the last may end the window."""
         pieces = in_order(data, padded) if isinstance(data, Pieces) else [(data, padded)]
         found = []
-        for piece, is_padding in pieces:
+        for whole, is_padding in pieces:
+            piece = self.prepared.part_of(whole)
             weight = 0 if is_padding else self.weight(piece)
             if isinstance(weight, torch.Tensor):
                 # Whole numbers in float32 end at 16 million; waiting for a CPU costs nothing.

@@ -33,6 +33,8 @@ __all__ = ["NO_CONTEXT", "Prepared", "Recognised", "WrapperPrepared"]
 
 O = TypeVar("O")  # noqa: E741
 M = TypeVar("M", bound=nn.Module)
+B = TypeVar("B")
+R = TypeVar("R")
 
 
 NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()  # one for all: making one takes longer than entering it
@@ -172,6 +174,16 @@ class Prepared(Generic[M]):
     def reshard(self) -> None:
         """Put shards back in the place of whole parameters, which an evaluation may leave."""
         reshard(self.module)
+
+    # --- batches
+
+    def part_of(self, batch: Any) -> Any:
+        """This rank's part of a batch whose samples other ranks have, too, such as its part of each sequence."""
+        return batch
+
+    def forward(self, batch: B, forward: Callable[[B], R]) -> R:
+        """`forward(batch)`, to evaluate or to predict; the results are given to all ranks that have the batch."""
+        return forward(batch)
 
     # --- training
 

@@ -204,8 +204,10 @@ class Sharding:
     reduction: Reduction = field(default_factory=Reduction)
 
 
-def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSDPPrepared:
-    """Split the module in place over `how.mesh`. Collective.
+def shard(
+    module: nn.Module, world: World, recipe: Recipe, how: Sharding, made: type[FSDPPrepared] = FSDPPrepared
+) -> FSDPPrepared:
+    """Split the module in place over `how.mesh`, as a `made`. Collective.
 
     Block by block: a block is filled or moved to the device, made equal on all ranks, and split before the next one's turn,
     so that no rank's device ever holds more than its shards and one whole block.
@@ -242,7 +244,7 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding) -> FSD
     if trained and len(ranks) > 1:
         AfterEachBackward(module, trained, groups)
     Buffers.keep_equal(module, groups)
-    prepared = FSDPPrepared(module, world, axes_of(how.mesh))
+    prepared = made(module, world, axes_of(how.mesh))
     if precision is not None and decides(precision, how.root_policy or how.policy):
         always_under_autocast(module, precision, world.device)
     prepared.computes_in, prepared.reduction = root_policy.param_dtype, how.reduction

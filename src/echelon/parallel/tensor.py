@@ -29,9 +29,10 @@ from echelon.world.init import World, ensure_group
 from echelon.world.mesh import ParallelDims
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["TPStrategy"]
+__all__ = ["TPStrategy", "check_tensor", "equalize", "split_layers"]
 
 # What may be written in a plan: how a layer's weight is split. The others are Hugging Face's names for the same.
 STYLES = ("colwise", "rowwise", "colwise_gather")
@@ -74,8 +75,6 @@ class TPStrategy(Strategy):
             object.__setattr__(self, "size", whole("size", self.size, at_least=1))
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
-        from torch.distributed.tensor.parallel import parallelize_module
-
         # Phase 1: everything that can be wrong, before the first collective.
         dims = ParallelDims.of(world.size, dp_replicate=self.dp_replicate, tp=self.size if self.size is not None else world.size)
         given = ("device_mesh", "process_group", "mesh")
@@ -83,23 +82,43 @@ class TPStrategy(Strategy):
             raise UsageError(
                 "fsdp must have no mesh and no group of its own in TPStrategy: size and dp_replicate choose the ranks."
             )
-        chosen = _chosen(module, _plan_of(module, self.plan))
-        _check(module, chosen, dims.tp)
-        if dims.tp > 1:
-            _refuse_scalars(module)
+        chosen = check_tensor(module, self.plan, dims.tp)
         # Phase 2: the same values on all ranks, then each takes its part of the layers: no communication.
         ensure_group(world.device)
         remember(module)
-        _place(module, world, from_rank0=self.fsdp is None or self.fsdp.sync_module_states)
+        equalize(module, world, from_rank0=self.fsdp is None or self.fsdp.sync_module_states)
         if dims.tp > 1:
-            tied = tied_names(module.named_parameters(remove_duplicate=False))
-            styles = {name: _style(module.get_submodule(name), style) for name, style in chosen.items()}
-            parallelize_module(module, dims.tp_mesh(world.device), styles, src_data_rank=None)
-            _tie(module, tied)
+            split_layers(module, chosen, dims.tp_mesh(world.device))
         # Phase 3: the data-parallel axes.
         fsdp = self.fsdp or FSDPStrategy()
         mesh: dict[str, Any] = {"mesh" if isinstance(fsdp, FSDP2Strategy) else "device_mesh": dims.data_mesh(world.device)}
         return replace(fsdp, sync_module_states=False, **mesh).prepare(module, world, recipe)
+
+
+def check_tensor(module: nn.Module, plan: Mapping[str, Any] | None, size: int) -> dict[str, Any]:
+    """How each layer is split, by its name. No collective.
+
+    Args:
+        plan: as in TPStrategy.
+        size: ranks that share each layer.
+    Raises:
+        UsageError: there is no plan, or it does not fit.
+    """
+    chosen = _chosen(module, _plan_of(module, plan))
+    _check(module, chosen, size)
+    if size > 1:
+        _refuse_scalars(module)
+    return chosen
+
+
+def split_layers(module: nn.Module, chosen: Mapping[str, Any], mesh: DeviceMesh) -> None:
+    """Each rank of the mesh keeps its part of the layers, whose values are the same on all. No communication."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    tied = tied_names(module.named_parameters(remove_duplicate=False))
+    styles = {name: _style(module.get_submodule(name), style) for name, style in chosen.items()}
+    parallelize_module(module, mesh, styles, src_data_rank=None)
+    _tie(module, tied)
 
 
 def _plan_of(module: nn.Module, plan: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -196,7 +215,7 @@ def _style(layer: nn.Module, style: Any) -> ParallelStyle:
     return ColwiseParallel(output_layouts=Replicate()) if style == "colwise_gather" else ColwiseParallel()
 
 
-def _place(module: nn.Module, world: World, *, from_rank0: bool) -> None:
+def equalize(module: nn.Module, world: World, *, from_rank0: bool) -> None:
     """What has values goes to the device; the same on all ranks."""
     tensors = dict.fromkeys(t for t in (*module.parameters(), *module.buffers()) if not t.is_meta)
     with torch.no_grad():
