@@ -199,10 +199,16 @@ class TensorFile:
         into: torch.Tensor,
         dtype: torch.dtype | None = None,
         shape: list[int] | None = None,
+        viewed: Sequence[int] | None = None,
     ) -> None:
-        """Fill a tensor with a part of one by name, of which no other bytes are read; type and shape as in `tensor`."""
+        """Fill a tensor with a part of one by name, of which no other bytes are read; type and shape as in `tensor`.
+
+        Args:
+            viewed: the shape, of as many elements, in which the part begins and ends where it is said to.
+        """
         entry = self._entry(name, dtype, shape)
-        kind, dims = (dtype, shape) if dtype is not None and shape is not None else (dtype_of(entry.dtype), entry.shape)
+        kind, dims = (dtype, shape) if dtype is not None and shape is not None else (dtype_of(entry.dtype), viewed or entry.shape)
+        assert math.prod(dims) * kind.itemsize == entry.end - entry.begin, name
         try:
             read_part(self._file, self.header.start + entry.begin, kind, dims, begins, lengths, into)
         except Wrong as error:
