@@ -1,4 +1,4 @@
-"""Plans that nobody wrote, transformers' own and inferred ones, with and without parts of the sequence: plain PyTorch's numbers."""
+"""Plans that nobody wrote: transformers' own and inferred ones, also with parts of the sequence, against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.tensor import check_tensor
 from tests.conftest import Ranks
 
-pytestmark = pytest.mark.standing_ranks
+pytest.importorskip("transformers", reason="pip install transformers peft")
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.standing_ranks]
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 CPU = torch.device("cpu")
@@ -246,7 +247,7 @@ OTHERS = [
     [
         pytest.param("tp", SOME, id="tp"),
         pytest.param("tp + sp", ["small, frozen", "gpt2", "llama"], id="tp + sp"),
-        pytest.param("tp", [*OTHERS, "bert", "examples/gpt.py", "examples/gpt.py"], id="tp, others", marks=pytest.mark.full),
+        pytest.param("tp", [*OTHERS, "bert", "examples/gpt.py"], id="tp, others", marks=pytest.mark.full),
         *(pytest.param(name, OTHERS, id=f"{name}, others", marks=pytest.mark.full) for name in SETUPS if name != "tp"),
     ],
 )
@@ -273,21 +274,22 @@ def test_an_inferred_plan_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
     assert "wte" not in found.styles and "  lm_head          whole: 2 ranks do not divide its 51 rows" in found.text.splitlines()
 
 
-def test_transformers_own_plan_is_taken() -> None:
-    plan = ech.tp_plan(_of_transformers("llama"))
-    assert plan["model.layers.*.self_attn.q_proj"] == "colwise" and plan["model.layers.*.self_attn.o_proj"] == "rowwise"
-    assert plan["lm_head"] == "colwise_gather" and plan["model.embed_tokens"] == "rowwise"
+class Larger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.head = _of_transformers("qwen2, tied"), nn.Linear(16, 3)
 
 
-def test_a_part_of_a_larger_module_brings_its_plan() -> None:
-    class Larger(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.text, self.head = _of_transformers("qwen2, tied"), nn.Linear(16, 3)
+def _plans() -> list[dict[str, Any]]:
+    return [ech.tp_plan(_of_transformers("llama")), ech.tp_plan(Larger())]
 
-    plan = ech.tp_plan(Larger())
-    assert plan["text.model.layers.*.self_attn.q_proj"] == "colwise"
-    assert plan["text.lm_head"] == "colwise_gather" and plan["text.model.embed_tokens"] == "rowwise"
+
+def test_transformers_own_plan_is_taken_also_of_a_part(ranks: Ranks) -> None:
+    [(llama, larger)] = ranks(1, _plans)
+    assert llama["model.layers.*.self_attn.q_proj"] == "colwise" and llama["model.layers.*.self_attn.o_proj"] == "rowwise"
+    assert llama["lm_head"] == "colwise_gather" and llama["model.embed_tokens"] == "rowwise"
+    assert larger["text.model.layers.*.self_attn.q_proj"] == "colwise"
+    assert larger["text.lm_head"] == "colwise_gather" and larger["text.model.embed_tokens"] == "rowwise"
 
 
 class Encoder(nn.Module):
@@ -304,13 +306,15 @@ class InOneForward(nn.Module):
             block.q_proj, block.out_proj = nn.Linear(8, 8), nn.Linear(8, 8)
 
 
-def _few_heads() -> nn.Module:
-    import transformers as tf
+def _few_heads() -> str:
+    with pytest.raises(UsageError) as caught:
+        check_tensor(_of_transformers("llama"), None, 4)
+    return str(caught.value)
 
-    from tests.hf_models import _TEXT
 
-    text = {**_TEXT, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**text))
+def test_fewer_heads_of_keys_than_ranks_are_refused_by_name(ranks: Ranks) -> None:
+    [said] = ranks(1, _few_heads)
+    assert "over 4 ranks does not divide LlamaForCausalLM.model.layers.0.self_attn.config.num_key_value_heads = 2" in said
 
 
 @pytest.mark.parametrize(
@@ -323,13 +327,6 @@ def _few_heads() -> nn.Module:
             2,
             False,
             "layer.self_attn.out_proj is a part of torch's MultiheadAttention",
-        ),
-        (
-            _few_heads,
-            None,
-            4,
-            False,
-            "over 4 ranks does not divide LlamaForCausalLM.model.layers.0.self_attn.config.num_key_value_heads = 2",
         ),
         (Small, {"h.*.attn": "colwise"}, 2, False, "Small.h.0.attn is a FusedAttention"),
         (

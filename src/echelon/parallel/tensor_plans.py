@@ -160,8 +160,10 @@ def _with_inferred(module: nn.Module, own: Mapping[str, Any], size: int) -> Plan
         taken |= set(found)
     inner = any("." in name for name in taken if not isinstance(module.get_submodule(name), nn.Embedding))
     if not inner:  # the head at most: a family without a plan for its blocks
-        for name, style in _blocks(module, size, whole):
-            styles.setdefault(_pattern(name), style)
+        blocks = dict(_blocks(module, size, whole))
+        for name, style in blocks.items():
+            alike = all(blocks.get(other) == style for other in matching(_pattern(name), names))
+            styles.setdefault(_pattern(name) if alike else name, style)
     _words(module, styles, whole, size)
     for name, part in module.named_modules():
         if isinstance(part, nn.MultiheadAttention):
@@ -171,7 +173,10 @@ def _with_inferred(module: nn.Module, own: Mapping[str, Any], size: int) -> Plan
 
 
 def _pattern(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    """The name with `*` for its first number, that of a block."""
+    parts = name.split(".")
+    first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return ".".join("*" if i == first else part for i, part in enumerate(parts))
 
 
 def _blocks(module: nn.Module, size: int, whole: dict[str, str]) -> Iterator[tuple[str, str]]:
