@@ -33,7 +33,7 @@ def _whole(dtype: torch.dtype = torch.float64, size: float = 1.0) -> list[torch.
 def _mixture(grads: list[torch.Tensor]) -> list[nn.Parameter]:
     """The same gradients: whole, split over one mesh, over another, over both, over one of two; unevenly, too."""
     dims = ParallelDims.of(4, tp=2)
-    root, data, tp = dims._root(CPU), dims.data_mesh(CPU), dims.tp_mesh(CPU)
+    root, data, tp = dims.root_mesh(CPU), dims.data_mesh(CPU), dims.tp_mesh(CPU)
     kinds: list[Any] = [
         None,
         (data, [Shard(0)]),

@@ -123,6 +123,8 @@ SETUPS = {
     "tp two, fsdp two": (4, ech.TPStrategy(size=2)),
     "tp two, copies two": (4, ech.TPStrategy(size=2, dp_replicate=2)),
     "fsdp two": (2, ech.TPStrategy(size=1)),
+    "as axes": (4, "dp_shard=2,tp=2"),
+    "as axes, copies": (4, ech.Parallel(dp_replicate=2, tp=2)),
 }
 
 
@@ -130,6 +132,7 @@ SETUPS = {
 OWN = {
     "tp on two": ["adam", "clip by value", "ranks with other counts", "tied, with attention"],
     "tp two, fsdp two": ["tied, with attention"],
+    "as axes": ["momentum"],
 }
 
 
@@ -400,7 +403,16 @@ def test_a_plan_for_one_of_two_tied_names_is_an_error(ranks: Ranks) -> None:
         (8, {"dp_replicate": 2, "tp": 2}, (2, 2, 2)),
         (8, {"dp_shard": 4, "tp": 3}, "dp_shard 4 x tp 3 = 12, but 8 ranks run. Set tp to 2, or start 12 ranks."),
         (4, {"dp_replicate": 3}, "dp_replicate 3, but 4 ranks run. Set dp_replicate to 2 or 4, or start 3 ranks."),
-        (2, {"tp": 0}, "tp must be at least 1, got 0."),
+        (2, {"tp": 0}, "tp must be at least 1, or -1 for what the other axes leave, got 0."),
+        (8, {"dp_replicate": -1, "tp": 2}, (4, 1, 2)),
+        (8, {"dp_replicate": -1, "tp": -1}, "one axis can be -1, what the others leave, got dp_replicate and tp."),
+        (16, {"pp": 2, "cp": 2, "tp": 2, "ep": 4}, (1, 2, 2, 2, 2, 4)),
+        (
+            8,
+            {"cp": 2, "ep": 3},
+            "ep must divide dp_shard x cp, the ranks that share parameters, got ep=3 for dp_shard 4 x cp 2 = 8. Set ep to 1 or 2 "
+            "or 4 or 8.",
+        ),
     ],
 )
 def test_the_axes_multiply_to_the_ranks(world: int, sizes: dict[str, int], want: Any) -> None:

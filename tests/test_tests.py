@@ -20,7 +20,6 @@ STILL_PRIVATE = {
     ("test_cli.py", "_HOMES"),
     ("test_finite.py", "_finite"),
     ("test_finite.py", "_is_elsewhere"),
-    ("test_gradients.py", "_root"),
     ("test_output.py", "_model"),
     ("test_output.py", "_partial"),
     ("test_progress.py", "_count"),

@@ -19,6 +19,7 @@ from echelon.contracts.numbers import whole
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader
 from echelon.loop.auto_checks import check_accumulation, check_made, check_own_names, check_plateau, check_trainable
+from echelon.loop.auto_eval import AutoEvalUnit
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.auto_train import AutoTrainUnit, TrainStepResults
@@ -28,10 +29,9 @@ from echelon.loop.finite import FiniteWatch
 from echelon.loop.metrics import MeanOfAPhase
 from echelon.loop.optimizer_checks import check_holds, look_at_first_update, not_the_modules
 from echelon.loop.pieces import pieces_for
-from echelon.loop.state import EntryPoint, step_under_way
-from echelon.loop.unit import EvalUnit, TestUnit
 from echelon.loop.window import Window
 from echelon.parallel.activation import Preset
+from echelon.parallel.experts.loads import Routers
 from echelon.parallel.float8 import Float8
 from echelon.parallel.fused import fuse
 from echelon.parallel.precision import Precision, Shards, check_scaler
@@ -63,7 +63,7 @@ class _BuiltAtFirstUse:
         return unit.__dict__.get(self._name)  # None is the schedule beside an optimizer that was assigned
 
 
-class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
+class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
     """Training, evaluation, prediction and testing of one module with one optimizer.
 
     Write `compute_loss(state, data) -> (loss, outputs)`, with a *mean* loss, and
@@ -165,6 +165,7 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
         steps = self._bitwise.accumulation if self._bitwise is not None else overrides().accumulation or given
         self.gradient_accumulation_steps = steps
         self.window = Window(steps, fixed=self._bitwise is not None)
+        self._routers = Routers.of(self.prepared.unwrapped, self.prepared.data_groups)
         self.clip_grad_norm, self.clip_grad_value = options.clip_grad_norm, options.clip_grad_value
         self.retain_graph = options.loss_backward_retain_graph
         self.zero_grad_at_train_step_start = options.zero_grad_at_train_step_start
@@ -312,31 +313,6 @@ class AutoUnit(AutoTrainUnit[T], EvalUnit[T], TestUnit[T]):
     def evaluating(self) -> AbstractContextManager[Any]:
         averages = self.swa_model
         return averages.applied() if averages is not None and averages.params.use_in_evaluation else NO_CONTEXT
-
-    def eval_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
-        """The loss of a batch, counted into `eval_loss` by its weight."""
-        with self.autocast():
-            loss, outputs = self.compute_loss(state, data)
-        if not step_under_way(state.eval_state).is_padding:
-            self._evaluation.mean.update(loss, 0 if self.prepared.is_replica else self.weight(data))
-            step = (self.train_progress if state.entry_point is EntryPoint.FIT else self.eval_progress).num_steps_completed
-            self.on_eval_step_end(state, data, step, loss, outputs)
-        return loss, outputs
-
-    def test_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
-        """As `eval_step`, counted into `test_loss`."""
-        with self.autocast():
-            loss, outputs = self.compute_loss(state, data)
-        if not step_under_way(state.test_state).is_padding:
-            self._evaluation.mean.update(loss, 0 if self.prepared.is_replica else self.weight(data))
-            self.on_test_step_end(state, data, self.test_progress.num_steps_completed, loss, outputs)
-        return loss, outputs
-
-    def on_eval_step_end(self, state: State, data: T, step: int, loss: torch.Tensor, outputs: Any) -> None:
-        """After an evaluation step; within `fit`, `step` is the number of training steps so far."""
-
-    def on_test_step_end(self, state: State, data: T, step: int, loss: torch.Tensor, outputs: Any) -> None:
-        """After a test step."""
 
     def restored(self) -> None:
         """After a checkpoint: steps are micro-batches, of which an update has another number if the accumulation changed."""

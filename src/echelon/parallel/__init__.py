@@ -6,6 +6,7 @@ from functools import partial
 
 from echelon.parallel import dtensors as dtensors
 from echelon.parallel.axes import data_axes
+from echelon.parallel.composed import Parallel
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.dp import DPStrategy
 from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
@@ -22,6 +23,7 @@ __all__ = [
     "FSDPStrategy",
     "HSDPStrategy",
     "NOOPStrategy",
+    "Parallel",
     "Prepared",
     "Strategy",
     "TPStrategy",
@@ -41,4 +43,5 @@ STRATEGIES |= {
     "zero2": partial(ZeROStrategy, 2),
     "zero3": partial(ZeROStrategy, 3),
     "tp": TPStrategy,
+    "parallel": Parallel,
 }

@@ -105,6 +105,10 @@ class FSDPStrategy(Strategy):
                 object.__setattr__(self, name, several(name, given, what, partial(_is_a, kind)))
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
+        return shard(module, world, recipe, self.sharding(module, world))
+
+    def sharding(self, module: nn.Module, world: World) -> Sharding:
+        """What `shard` is told. Collective: groups may be made."""
         self._check(world)
         reshard, replicas = sharding_named(self.sharding_strategy)
         if self.reshard_after_forward is not None:
@@ -114,7 +118,7 @@ class FSDPStrategy(Strategy):
         ignored = {p for m in self.ignored_modules or () for p in m.parameters()}
         for state in self.ignored_states or ():
             ignored |= set(state.parameters()) if isinstance(state, nn.Module) else {state}
-        how = Sharding(
+        return Sharding(
             self._mesh(world, replicas),
             self._blocks(module, ignored),
             reshard_after_forward=reshard,
@@ -129,7 +133,6 @@ class FSDPStrategy(Strategy):
             init=self.param_init_fn,
             reduction=Reduction(self.requires_gradient_sync, self.requires_all_reduce),
         )
-        return shard(module, world, recipe, how)
 
     def _check(self, world: World) -> None:
         if self.blocks is not None and self.auto_wrap_policy is not None:

@@ -83,10 +83,14 @@ class FSDP2Strategy(Strategy):
         require(self.mesh is None or hasattr(self.mesh, "mesh_dim_names"), "mesh", "a DeviceMesh or None", self.mesh)
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
+        return shard(module, world, recipe, self.sharding(module, world))
+
+    def sharding(self, module: nn.Module, world: World) -> Sharding:
+        """What `shard` is told. Collective: groups may be made."""
         if self.shard_on_largest_dim and self.shard_placement_fn is not None:
             raise UsageError("shard_on_largest_dim and shard_placement_fn both choose the sharded dim. Give one of them.")
         offload, pin = offloads(self.cpu_offload, "FSDP2Strategy(cpu_offload=...)")
-        how = Sharding(
+        return Sharding(
             self.mesh or flat_mesh(world),
             self._blocks(module),
             reshard_after_forward=self.reshard_after_forward,
@@ -100,7 +104,6 @@ class FSDP2Strategy(Strategy):
             init=self.param_init_fn,
             reduction=Reduction(self.requires_gradient_sync, self.requires_all_reduce),
         )
-        return shard(module, world, recipe, how)
 
     def _blocks(self, module: nn.Module) -> Blocks | None:
         if self.modules_to_shard is None and not self.shard_predicates:

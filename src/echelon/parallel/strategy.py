@@ -59,13 +59,16 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {}
 
 
 def resolve(strategy: Strategy | str | None) -> Strategy | None:
-    """A strategy from its name or itself; None stays None: the module may be wrapped already.
+    """A strategy from its name, from axes such as "dp_shard=2,tp=4", or itself; None stays None: a wrapped module has its own.
 
     Raises:
         UsageError: an unknown name, with the known ones.
     """
     if strategy is None or isinstance(strategy, Strategy):
         return strategy
+    if isinstance(strategy, str) and "=" in strategy:
+        made: Strategy = STRATEGIES["parallel"].parse(strategy)  # type: ignore[attr-defined]
+        return made
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise UsageError(
             f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, or a Strategy such as DDPStrategy(...), got "

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["Chosen", "TPStrategy", "check_tensor", "split_layers"]
+__all__ = ["Chosen", "TPStrategy", "check_tensor", "equalize", "split_layers"]
 
 logger = logging.getLogger(__name__)
 
@@ -92,12 +92,11 @@ class TPStrategy(Strategy):
                 "fsdp must have no mesh and no group of its own in TPStrategy: size and dp_replicate choose the ranks."
             )
         chosen = check_tensor(module, self.plan, dims.tp, sequence_parallel=self.sequence_parallel)
-        if world.rank == 0 and chosen.plan.source not in ("as given", "none"):
-            logger.info("tensor parallelism over %d ranks, %s", dims.tp, chosen.plan.text)
+        chosen.report(world)
         # Phase 2: the same values on all ranks, then each takes its part of the layers: no communication.
         ensure_group(world.device)
         remember(module)
-        _place(module, world, from_rank0=self.fsdp is None or self.fsdp.sync_module_states)
+        equalize(module, world, from_rank0=self.fsdp is None or self.fsdp.sync_module_states)
         if dims.tp > 1:
             split_layers(module, chosen, dims.tp_mesh(world.device))
         # Phase 3: the data-parallel axes.
@@ -119,6 +118,11 @@ class Chosen:
     plan: Plan
     styles: Mapping[str, Any]
     blocks: Sequence[str] = ()
+
+    def report(self, world: World) -> None:
+        """Say which plan was found, where the user did not give one: on rank 0's log."""
+        if world.rank == 0 and not self.plan.given:
+            logger.info("tensor parallelism %s", self.plan.text)
 
     @property
     def torchs(self) -> bool:
@@ -294,7 +298,7 @@ def _torchs(layer: nn.Module, style: Any) -> ParallelStyle:
     return ColwiseParallel(output_layouts=Replicate()) if style == "colwise_gather" else ColwiseParallel()
 
 
-def _place(module: nn.Module, world: World, *, from_rank0: bool) -> None:
+def equalize(module: nn.Module, world: World, *, from_rank0: bool) -> None:
     """What has values goes to the device; the same on all ranks."""
     tensors = dict.fromkeys(t for t in (*module.parameters(), *module.buffers()) if not t.is_meta)
     with torch.no_grad():

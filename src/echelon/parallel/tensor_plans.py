@@ -234,7 +234,7 @@ def _splits(layer: nn.Module) -> bool:
 
 def _features(layer: nn.Module) -> tuple[int, int]:
     """(inputs, outputs)"""
-    rows, columns = layer.weight.shape  # type: ignore[union-attr,misc]
+    rows, columns = layer.weight.shape  # type: ignore[misc]
     return (rows, columns) if is_transposed(layer) else (columns, rows)
 
 

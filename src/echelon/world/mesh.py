@@ -1,13 +1,14 @@
 """How the ranks are laid out: a grid whose axes are kinds of parallelism, and torch's DeviceMesh over it.
 
-The axes, slowest first: `dp_replicate` x `dp_shard` x `tp`. Ranks of one tensor-parallel group are neighbours, which launchers
-place on one machine; rank r works on the data of data-parallel rank `r // tp`.
+The axes, slowest first, in torchtitan's order: `pp` x `dp_replicate` x `dp_shard` x `cp` x `tp`. Ranks that exchange activations
+within a layer (`tp`, then `cp`) are neighbours, which launchers place on one machine; stages of a pipeline are farthest apart.
+`ep` is no further axis: experts are divided over `ep` neighbours of `dp_shard` x `cp`, whose other parameters are sharded alike.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,84 +21,179 @@ from echelon.world.timeout import inherit_timeout
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ParallelDims"]
+__all__ = ["AXES", "ParallelDims"]
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # slowest first
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Sizes of the axes; their product is the world size. `ParallelDims.of` checks that and fills in what is left.
+    """Sizes of the axes; their product without `ep` is the world size. `ParallelDims.of` checks that and fills in what is left.
 
     Args:
         dp_replicate: groups of ranks that each hold the whole model between them, on different samples.
         dp_shard: ranks that split parameters among them, on different samples.
         tp: ranks that split single layers among them, on the same samples.
+        cp: ranks that split each sequence among them; parameters are sharded over them as over `dp_shard`.
+        pp: stages of a pipeline, or groups of them: ranks that hold other layers, on the same samples.
+        ep: ranks among which the experts of a layer are divided; of `dp_shard` x `cp`.
     """
 
     dp_replicate: int = 1
     dp_shard: int = 1
     tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
 
     @classmethod
-    def of(cls, world_size: int, *, dp_replicate: int = 1, dp_shard: int | None = None, tp: int = 1) -> ParallelDims:
-        """The layout of `world_size` ranks; `dp_shard` defaults to what the others leave.
+    def of(
+        cls,
+        world_size: int,
+        *,
+        dp_replicate: int = 1,
+        dp_shard: int | None = None,
+        tp: int = 1,
+        cp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+    ) -> ParallelDims:
+        """The layout of `world_size` ranks.
 
+        Args:
+            dp_shard: by default what the others leave. -1 means this for one of the axes; then `dp_shard` is 1 by default.
         Raises:
-            UsageError: the sizes do not multiply to the world size; the nearest that do are named.
+            UsageError: the sizes do not multiply to the world size; the nearest that do are named. `ep` does not divide
+                `dp_shard` x `cp`.
         """
-        given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
-        for name, size in given.items():
-            if size is not None and size < 1:
-                raise UsageError(f"{name} must be at least 1, got {size}.")
-        if dp_shard is None and world_size % (dp_replicate * tp) == 0:
-            dp_shard = world_size // (dp_replicate * tp)
-        if dp_shard is None or dp_replicate * dp_shard * tp != world_size:
+        axes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+        for name, size in {**axes, "ep": ep}.items():
+            if size is not None and size < 1 and (size != -1 or name == "ep"):
+                rest = "" if name == "ep" else ", or -1 for what the other axes leave"
+                raise UsageError(f"{name} must be at least 1{rest}, got {size}.")
+        rest_of = [name for name, size in axes.items() if size == -1]
+        if len(rest_of) > 1:
+            raise UsageError(f"one axis can be -1, what the others leave, got {' and '.join(rest_of)}.")
+        free = rest_of[0] if rest_of else "dp_shard" if dp_shard is None else None
+        known = {name: 1 if size is None else size for name, size in axes.items() if name != free}
+        sizes = dict(known)
+        if free is not None and world_size % math.prod(known.values()) == 0:
+            sizes[free] = world_size // math.prod(known.values())
+        if math.prod(sizes.values()) != world_size or len(sizes) < len(axes):
+            raise UsageError(_misfit(world_size, {n: s for n, s in sizes.items() if s > 1 or (axes[n] == s and n == "dp_shard")}))
+        shards = sizes["dp_shard"] * sizes["cp"]
+        if shards % ep:
             raise UsageError(
-                _misfit(world_size, {n: s for n, s in given.items() if s is not None and (s > 1 or n == "dp_shard")})
+                f"ep must divide dp_shard x cp, the ranks that share parameters, got ep={ep} for dp_shard {sizes['dp_shard']} x "
+                f"cp {sizes['cp']} = {shards}. Set ep to {' or '.join(str(d) for d in _divisors(shards))}."
             )
-        return cls(dp_replicate, dp_shard, tp)
+        return cls(ep=ep, **sizes)
 
     @property
     def size(self) -> int:
-        return self.dp_replicate * self.dp_shard * self.tp
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def dp_size(self) -> int:
         """Ranks, or groups of them, that see different samples."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def used(self) -> dict[str, int]:
+        """The axes that have more than one rank, and `ep`, in AXES' order."""
+        return {name: size for name in (*AXES, "ep") if (size := getattr(self, name)) > 1}
+
+    def place(self, rank: int) -> dict[str, int]:
+        """This rank's number along each axis."""
+        found: dict[str, int] = {}
+        for name in reversed(AXES):
+            rank, found[name] = divmod(rank, getattr(self, name))
+        return found
+
     def dp_rank(self, rank: int) -> int:
-        return rank // self.tp
+        place = self.place(rank)
+        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
     def tp_rank(self, rank: int) -> int:
         return rank % self.tp
 
-    def data_mesh(self, device: torch.device) -> DeviceMesh:
-        """The data-parallel axes as `fully_shard` takes them: 1-D, or 2-D (dp_replicate, dp_shard) if there are replicas.
-
-        Collective when it is first called for these sizes.
+    def speaks(self, rank: int) -> bool:
+        """Whether this rank's loss and weight count: of the ranks that have the same samples and tokens, the first of the last
+        stage of a pipeline, which alone computes the loss.
         """
-        return self._root(device)[("dp_replicate", "dp_shard") if self.dp_replicate > 1 else ("dp_shard",)]
+        place = self.place(rank)
+        return place["tp"] == 0 and place["pp"] == self.pp - 1
+
+    # --- meshes; each method is collective when it is first called for these sizes
+
+    def data_mesh(self, device: torch.device) -> DeviceMesh:
+        """The axes over which gradients are averaged, as `fully_shard` takes them: (shards,), or (dp_replicate, shards).
+
+        The shards are `dp_shard`, or with context parallelism the axis `dp_shard_cp` of both.
+        """
+        shards = "dp_shard" if self.cp == 1 else "dp_shard_cp"
+        return self.root_mesh(device)[("dp_replicate", shards) if self.dp_replicate > 1 else (shards,)]
+
+    def samples_mesh(self, device: torch.device) -> DeviceMesh:
+        """The axes whose ranks have other samples: 1-D, or 2-D (dp_replicate, dp_shard) if there are copies."""
+        return self._axes(device)[("dp_replicate", "dp_shard") if self.dp_replicate > 1 else ("dp_shard",)]
 
     def tp_mesh(self, device: torch.device) -> DeviceMesh:
-        """The tensor-parallel axis, 1-D. Collective when it is first called for these sizes."""
-        return self._root(device)["tp"]
+        """The tensor-parallel axis, 1-D, of the same grid as `data_mesh`."""
+        return self.root_mesh(device)["tp"]
 
-    def _root(self, device: torch.device) -> DeviceMesh:
-        """The mesh over all axes that are used; each costs a process group, so it is made once per default group."""
+    def pp_mesh(self, device: torch.device) -> DeviceMesh:
+        """The stages, 1-D."""
+        return self.root_mesh(device)["pp"]
+
+    def cp_mesh(self, device: torch.device) -> DeviceMesh:
+        """The ranks that share sequences, 1-D."""
+        return self._axes(device)["cp"]
+
+    def ep_mesh(self, device: torch.device) -> DeviceMesh:
+        """The ranks among which experts are divided, 1-D."""
+        return self._experts(device)["ep"]
+
+    def ep_data_mesh(self, device: torch.device) -> DeviceMesh:
+        """The ranks that hold the same experts: (dp_shard_ep,), or (dp_replicate, dp_shard_ep) if there are copies."""
+        return self._experts(device)[("dp_replicate", "dp_shard_ep") if self.dp_replicate > 1 else ("dp_shard_ep",)]
+
+    def root_mesh(self, device: torch.device) -> DeviceMesh:
+        """The grid of which `data_mesh`, `tp_mesh` and `pp_mesh` are axes."""
+        shards = "dp_shard" if self.cp == 1 else "dp_shard_cp"
+        sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, shards: self.dp_shard * self.cp, "tp": self.tp}
+        return self._grid(device, sizes, shards)
+
+    def _axes(self, device: torch.device) -> DeviceMesh:
+        if self.cp == 1:
+            return self.root_mesh(device)
+        return self._grid(device, {name: getattr(self, name) for name in AXES}, "dp_shard")
+
+    def _experts(self, device: torch.device) -> DeviceMesh:
+        sizes = {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "dp_shard_ep": self.dp_shard * self.cp // self.ep,
+            "ep": self.ep,
+            "tp": self.tp,
+        }
+        return self._grid(device, sizes, "dp_shard_ep", "ep")
+
+    def _grid(self, device: torch.device, sizes: dict[str, int], *always: str) -> DeviceMesh:
+        """The mesh over the axes that are used; each costs a process group, so it is made once per default group."""
         from torch.distributed.device_mesh import init_device_mesh
 
         ensure_group(device)
         if self.size != dist.get_world_size():
-            raise UsageError(_misfit(dist.get_world_size(), {f.name: getattr(self, f.name) for f in fields(self)}))
+            raise UsageError(_misfit(dist.get_world_size(), {name: getattr(self, name) for name in AXES}))
         global _made_under
         if _made_under is not dist.group.WORLD:
             _meshes.clear()  # of default groups that are gone
             _made_under = dist.group.WORLD
-        key = (device.type, self)
+        # `fully_shard` wants an axis to shard over, even of one rank; the others are left out if they have no peers.
+        names = tuple(n for n, s in sizes.items() if s > 1 or n in always)
+        key = (device.type, tuple((name, sizes[name]) for name in names))
         if key not in _meshes:
-            sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
-            # `fully_shard` wants an axis to shard over, even of one rank; the others are left out if they have no peers.
-            names = tuple(n for n, s in sizes.items() if s > 1 or n == "dp_shard")
             mesh = _meshes[key] = init_device_mesh(device.type, tuple(sizes[n] for n in names), mesh_dim_names=names)
             for name in names:
                 inherit_timeout(mesh.get_group(name))
@@ -105,8 +201,12 @@ class ParallelDims:
 
 
 # By device type and layout, for the default group of now.
-_meshes: dict[tuple[str, ParallelDims], DeviceMesh] = {}
+_meshes: dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh] = {}
 _made_under: dist.ProcessGroup | None = None
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _misfit(world_size: int, given: dict[str, int]) -> str:
@@ -120,7 +220,7 @@ def _misfit(world_size: int, given: dict[str, int]) -> str:
         if world_size % rest == 0 and size != world_size // rest:
             remedies.append(f"set {name} to {world_size // rest}")
     multiple = max(1, round(world_size / product)) * product
-    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+    divisors = _divisors(world_size)
     if len(given) == 1 and product not in divisors:
         name, size = next(iter(given.items()))
         near = sorted(divisors, key=lambda d: (abs(d - size), d))[:2]

@@ -1,0 +1,60 @@
+"""What AutoUnit does with a batch to evaluate or to test on: its loss is counted by its weight, over all ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from echelon.loop.auto_predict import AutoPredictUnit
+from echelon.loop.metrics import MeanOfAPhase
+from echelon.loop.state import EntryPoint, step_under_way
+from echelon.loop.unit import EvalUnit, TestUnit
+
+if TYPE_CHECKING:
+    from echelon.loop.state import PhaseState, State
+
+__all__ = ["AutoEvalUnit"]
+
+T = TypeVar("T")
+
+
+class AutoEvalUnit(AutoPredictUnit[T], EvalUnit[T], TestUnit[T]):
+    """The steps of AutoUnit's evaluations and tests."""
+
+    compute_loss: Any
+    weight: Any
+    train_progress: Any
+    _evaluation: MeanOfAPhase
+
+    def eval_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
+        """The loss of a batch, counted into `eval_loss` by its weight."""
+        data, loss, outputs, counts = self._evaluate(state, data, state.eval_state)
+        if counts:
+            step = (self.train_progress if state.entry_point is EntryPoint.FIT else self.eval_progress).num_steps_completed
+            self.on_eval_step_end(state, data, step, loss, outputs)
+        return loss, outputs
+
+    def test_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
+        """As `eval_step`, counted into `test_loss`."""
+        data, loss, outputs, counts = self._evaluate(state, data, state.test_state)
+        if counts:
+            self.on_test_step_end(state, data, self.test_progress.num_steps_completed, loss, outputs)
+        return loss, outputs
+
+    def _evaluate(self, state: State, batch: T, phase: PhaseState | None) -> tuple[T, torch.Tensor, Any, bool]:
+        """This rank's part of the batch, its loss and outputs, and whether it counts: not if it is padding."""
+        data = self.prepared.part_of(batch)
+        with self.autocast():
+            loss, outputs = self.prepared.forward(data, partial(self.compute_loss, state))
+        counts = not step_under_way(phase).is_padding
+        if counts:
+            self._evaluation.mean.update(loss, 0 if self.prepared.is_replica else self.weight(data))
+        return data, loss, outputs, counts
+
+    def on_eval_step_end(self, state: State, data: T, step: int, loss: torch.Tensor, outputs: Any) -> None:
+        """After an evaluation step; within `fit`, `step` is the number of training steps so far."""
+
+    def on_test_step_end(self, state: State, data: T, step: int, loss: torch.Tensor, outputs: Any) -> None:
+        """After a test step."""

@@ -1,0 +1,235 @@
+"""Parallelism in several directions at once, as one value: `Parallel(dp_shard=2, tp=4)`.
+
+Each direction is a file of its own, which knows how to change a module and what that means for a step. Here they are put
+together, in the one order that is right: stages are cut out, their layers split, their experts divided, their attention taught
+to look over ranks, and what is left is sharded. `ComposedPrepared` asks each part for its share of a step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from echelon.contracts.arguments import flags
+from echelon.contracts.errors import UsageError, require
+from echelon.contracts.numbers import whole
+from echelon.contracts.rank import RankInfo
+from echelon.parallel.axes import data_axes
+from echelon.parallel.context import ContextParallel
+from echelon.parallel.context_batch import SequenceDim, check_sequence_dim
+from echelon.parallel.ddp import DDPStrategy
+from echelon.parallel.experts import check_experts, distribute_experts
+from echelon.parallel.fsdp import FSDPStrategy
+from echelon.parallel.fsdp2 import FSDP2Strategy
+from echelon.parallel.materialize import remember
+from echelon.parallel.prepared import Prepared
+from echelon.parallel.recipe import Recipe
+from echelon.parallel.sharding import FSDPPrepared, shard
+from echelon.parallel.strategy import Strategy
+from echelon.parallel.tensor import check_tensor, equalize, split_layers
+from echelon.world.init import World, ensure_group
+from echelon.world.mesh import AXES, ParallelDims
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+__all__ = ["ComposedPrepared", "Parallel"]
+
+logger = logging.getLogger(__name__)
+
+B = TypeVar("B")
+R = TypeVar("R")
+
+
+class ComposedPrepared(FSDPPrepared):
+    """A module that is parallel in several directions.
+
+    Attributes:
+        dims: the axes.
+        rank: this rank.
+        context: what splits sequences; None without context parallelism.
+    """
+
+    dims: ParallelDims
+    rank: int
+    context: ContextParallel | None = None
+
+    def part_of(self, batch: Any) -> Any:
+        return batch if self.context is None else self.context.part_of(batch)
+
+    def whole_of(self, outputs: Any) -> Any:
+        return outputs if self.context is None else self.context.whole_of(outputs)
+
+    @property
+    def share(self) -> float | torch.Tensor:
+        return 1.0 if self.context is None else self.context.share
+
+    def forward(self, batch: B, forward: Callable[[B], R]) -> R:
+        if self.context is None:
+            return super().forward(batch, forward)
+        with self.context.active():
+            return super().forward(batch, forward)
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        around = super().accumulate(last)
+        return around if self.context is None else self.context.active()
+
+    def lay_out(self, dims: ParallelDims, rank: int) -> None:
+        """Say where this rank is."""
+        place = dims.place(rank)
+        self.dims, self.rank = dims, rank
+        self.part, self.stage = (place["cp"], dims.cp), (place["pp"], dims.pp)
+        self.draws_apart = dims.cp > 1 or dims.pp > 1
+
+    def find_replicas(self) -> None:
+        self.is_replica = not self.dims.speaks(self.rank)
+
+    def describe(self) -> dict[str, Any]:
+        return {"module": type(self.unwrapped).__name__, "strategy": "parallel", "mesh": self.dims.used}
+
+
+@dataclass(frozen=True)
+class Parallel(Strategy):
+    """Every direction of parallelism at once. The sizes of the axes multiply to the world size.
+
+    The other strategies are short for one of these: "ddp" for `Parallel(dp_replicate=-1)`, "fsdp" for `Parallel(dp_shard=-1)`,
+    "hsdp" for `Parallel(dp_replicate=2)`, "tp" for `Parallel(tp=-1)`. `Parallel.parse("dp_shard=2,tp=4")` reads it from text;
+    `strategy="dp_shard=2,tp=4"` means the same.
+
+    Args:
+        dp_replicate: copies of the model, each on other samples.
+        dp_shard: ranks that split parameters, gradients and optimizer state, each on other samples. By default what the other
+            axes leave. -1 says so for any one axis.
+        cp: context parallelism: ranks that split each sequence.
+        tp: tensor parallelism: ranks that split single layers.
+        pp: pipeline parallelism: ranks that hold other layers.
+        ep: expert parallelism: ranks among which a layer's experts are divided. It is no further axis: they are neighbours of
+            dp_shard x cp, and ep divides their number.
+        plan, sequence_parallel: how layers are split over `tp`, as in TPStrategy.
+        sequence_dim: where the tensors of a batch have the sequence that `cp` splits, if that is not dimension 1: a number for
+            all of them, or a dict from keys, fields or numbers in a tuple to dimensions, None for tensors that stay whole.
+        check_context: compare, in the first pass with `cp`, what the module gives for parts of sequences with what it gives for
+            whole ones, submodule by submodule.
+        fsdp: how the data-parallel ranks share the parameters: blocks, mixed precision, offload.
+    """
+
+    name = "parallel"
+
+    dp_replicate: int = 1
+    dp_shard: int | None = None
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    plan: Mapping[str, str | ParallelStyle] | None = None
+    sequence_parallel: bool = False
+    sequence_dim: SequenceDim = None
+    check_context: bool = True
+    fsdp: FSDPStrategy | FSDP2Strategy | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in (*AXES, "ep"):
+            if (size := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole(name, size, at_least=1 if name == "ep" else -1))
+        object.__setattr__(self, "sequence_dim", check_sequence_dim(self.sequence_dim))
+        flags(check_context=self.check_context, sequence_parallel=self.sequence_parallel)
+        require(isinstance(self.fsdp, FSDPStrategy | FSDP2Strategy | None), "fsdp", "FSDPStrategy(...) or None", self.fsdp)
+        is_plan = isinstance(self.plan, Mapping) and all(isinstance(name, str) for name in self.plan)
+        require(self.plan is None or is_plan, "plan", "a dict from names of layers to styles, or None", self.plan)
+
+    @classmethod
+    def parse(cls, text: str) -> Parallel:
+        """From "dp_shard=2,tp=4", as a command line has it.
+
+        Raises:
+            UsageError: another word than an axis's name, or no whole number.
+        """
+        sizes: dict[str, Any] = {}
+        known = (*AXES, "ep")
+        for word in text.split(","):
+            name, equals, size = (part.strip() for part in word.partition("="))
+            if not equals or name not in known or name in sizes or not size.removeprefix("-").isdecimal():
+                raise UsageError(
+                    f"strategy must give each axis once, such as 'dp_shard=2,tp=4', of {', '.join(known)}, got {word.strip()!r} "
+                    f"in {text!r}."
+                )
+            sizes[name] = int(size)
+        return cls(**sizes)
+
+    def dims(self, world_size: int) -> ParallelDims:
+        """The sizes of all axes on so many ranks.
+
+        Raises:
+            UsageError: they do not multiply to the world size.
+        """
+        return ParallelDims.of(world_size, **{name: getattr(self, name) for name in (*AXES, "ep")})
+
+    def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
+        dims = self.dims(world.size)
+        if not set(dims.used) - {"dp_replicate"} and self.fsdp is None:
+            return DDPStrategy().prepare(module, world, recipe)
+        # Phase 1: everything that can be wrong, before the first collective.
+        given = ("device_mesh", "process_group", "mesh")
+        if any(getattr(self.fsdp, name, None) is not None for name in given):
+            raise UsageError("fsdp must have no mesh and no group of its own in Parallel: the axes choose the ranks.")
+        self._refuse_what_is_not_there(dims)
+        check_experts(module, dims.ep)
+        chosen = None
+        if dims.tp > 1:
+            chosen = check_tensor(module, self.plan, dims.tp, sequence_parallel=self.sequence_parallel)
+            chosen.report(world)
+        _near(dims, world)
+        # Phase 2: the same values on all ranks, of which each takes its part of the layers.
+        fsdp = self.fsdp or FSDPStrategy()
+        ensure_group(world.device)
+        remember(module)
+        equalize(module, world, from_rank0=fsdp.sync_module_states)
+        if chosen is not None:
+            split_layers(module, chosen, dims.tp_mesh(world.device))
+        context = None
+        if dims.cp > 1:
+            mesh_of_context = dims.cp_mesh(world.device)
+            context = ContextParallel(module, mesh_of_context, world.device, self.sequence_dim, check=self.check_context)
+        if dims.ep > 1:
+            distribute_experts(module, dims.ep_mesh(world.device), dims.ep_data_mesh(world.device))
+        # Phase 3: the axes over which gradients are averaged.
+        data_axes(module, dims.samples_mesh(world.device))
+        mesh = {"mesh" if isinstance(fsdp, FSDP2Strategy) else "device_mesh": dims.data_mesh(world.device)}
+        how = _with(fsdp, sync_module_states=False, **mesh).sharding(module, world)
+        prepared = shard(module, world, recipe, how, ComposedPrepared)
+        assert isinstance(prepared, ComposedPrepared)
+        prepared.context = context
+        prepared.lay_out(dims, world.rank)
+        return prepared
+
+    def _refuse_what_is_not_there(self, dims: ParallelDims) -> None:
+        for name in ("pp",):
+            if getattr(dims, name) > 1:
+                raise UsageError(f"{name} must be 1 in this version, got {getattr(dims, name)}.")
+
+
+def _with(fsdp: FSDPStrategy | FSDP2Strategy, **changes: Any) -> FSDPStrategy | FSDP2Strategy:
+    values = {field.name: getattr(fsdp, field.name) for field in fields(fsdp)}
+    return type(fsdp)(**{**values, **changes})
+
+
+def _near(dims: ParallelDims, world: World) -> None:
+    """Ranks that exchange activations within a layer should be on one machine."""
+    local, near = RankInfo.from_env().local_world_size, dims.tp * dims.cp
+    if world.rank == 0 and 1 < local < world.size and local % near:
+        logger.warning(
+            "tp %d x cp %d = %d ranks exchange activations in every layer, but a machine has %d: some of them will do so over "
+            "the network. Choose sizes whose product divides %d.",
+            dims.tp,
+            dims.cp,
+            near,
+            local,
+            local,
+        )
