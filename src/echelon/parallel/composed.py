@@ -111,7 +111,7 @@ class Parallel(Strategy):
         pp: pipeline parallelism: ranks that hold other layers.
         ep: expert parallelism: ranks among which a layer's experts are divided. It is no further axis: they are neighbours of
             dp_shard x cp, and ep divides their number.
-        plan: how layers are split over `tp`, as in TPStrategy.
+        plan, sequence_parallel: how layers are split over `tp`, as in TPStrategy.
         sequence_dim: where the tensors of a batch have the sequence that `cp` splits, if that is not dimension 1: a number for
             all of them, or a dict from keys, fields or numbers in a tuple to dimensions, None for tensors that stay whole.
         check_context: compare, in the first pass with `cp`, what the module gives for parts of sequences with what it gives for
@@ -128,6 +128,7 @@ class Parallel(Strategy):
     pp: int = 1
     ep: int = 1
     plan: Mapping[str, str | ParallelStyle] | None = None
+    sequence_parallel: bool = False
     sequence_dim: SequenceDim = None
     check_context: bool = True
     fsdp: FSDPStrategy | FSDP2Strategy | None = None
@@ -138,7 +139,7 @@ class Parallel(Strategy):
             if (size := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole(name, size, at_least=1 if name == "ep" else -1))
         object.__setattr__(self, "sequence_dim", check_sequence_dim(self.sequence_dim))
-        flags(check_context=self.check_context)
+        flags(check_context=self.check_context, sequence_parallel=self.sequence_parallel)
         require(isinstance(self.fsdp, FSDPStrategy | FSDP2Strategy | None), "fsdp", "FSDPStrategy(...) or None", self.fsdp)
         is_plan = isinstance(self.plan, Mapping) and all(isinstance(name, str) for name in self.plan)
         require(self.plan is None or is_plan, "plan", "a dict from names of layers to styles, or None", self.plan)
@@ -180,14 +181,17 @@ class Parallel(Strategy):
             raise UsageError("fsdp must have no mesh and no group of its own in Parallel: the axes choose the ranks.")
         self._refuse_what_is_not_there(dims)
         check_experts(module, dims.ep)
-        chosen = check_tensor(module, self.plan, dims.tp) if dims.tp > 1 else {}
+        chosen = None
+        if dims.tp > 1:
+            chosen = check_tensor(module, self.plan, dims.tp, sequence_parallel=self.sequence_parallel)
+            chosen.report(world)
         _near(dims, world)
         # Phase 2: the same values on all ranks, of which each takes its part of the layers.
         fsdp = self.fsdp or FSDPStrategy()
         ensure_group(world.device)
         remember(module)
         equalize(module, world, from_rank0=fsdp.sync_module_states)
-        if dims.tp > 1:
+        if chosen is not None:
             split_layers(module, chosen, dims.tp_mesh(world.device))
         context = None
         if dims.cp > 1:
