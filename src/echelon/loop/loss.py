@@ -9,7 +9,7 @@ import torch
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["count_tokens", "pass_zeros", "problem_with", "rows", "weighted"]
+__all__ = ["count_tokens", "problem_with", "rows", "weighted"]
 
 
 def problem_with(made: Any, module: torch.nn.Module) -> str | None:
@@ -83,23 +83,3 @@ def weighted(loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return torch.where(weight == 0, torch.zeros_like(loss), loss) * weight
     return loss * weight if weight else torch.zeros_like(loss)
-
-
-def pass_zeros(loss: torch.Tensor) -> None:
-    """Make the coming backward pass give exact zeros: a mean over nothing divides by zero, and 0 times inf would be nan.
-
-    The pass itself stays: its collectives, and the hooks of parameters, happen as on the other ranks.
-    """
-    seen: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen or hasattr(node, "variable"):  # a parameter's own node stays for later passes
-            continue
-        seen.add(node)
-        node.register_hook(_zeros)
-        waiting += [following for following, _ in node.next_functions]
-
-
-def _zeros(to_inputs: tuple[Any, ...], from_outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in to_inputs)

@@ -21,7 +21,10 @@ from echelon.parallel.axes import data_axes
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
-from echelon.parallel.materialize import remember
+from echelon.parallel.materialize import materialize, remember
+from echelon.parallel.pipeline import Pipelined, StagesPrepared, cut_into_stages, plan_stages
+from echelon.parallel.pipeline.schedules import kind_named
+from echelon.parallel.pipeline.stages import Splits, check_splits
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.sharding import FSDPPrepared, shard
@@ -38,7 +41,7 @@ __all__ = ["ComposedPrepared", "Parallel"]
 logger = logging.getLogger(__name__)
 
 
-class ComposedPrepared(FSDPPrepared):
+class ComposedPrepared(Pipelined, FSDPPrepared):
     """A module that is parallel in several directions.
 
     Attributes:
@@ -51,6 +54,8 @@ class ComposedPrepared(FSDPPrepared):
 
     def find_replicas(self) -> None:
         self.is_replica = not self.dims.speaks(self.rank)
+        if self.pipeline is not None:  # the last stage need not be on the last rank
+            self.is_replica = not self.pipeline.has_last or self.dims.tp_rank(self.rank) > 0
 
     def describe(self) -> dict[str, Any]:
         return {"module": type(self.unwrapped).__name__, "strategy": "parallel", "mesh": self.dims.used}
@@ -74,6 +79,10 @@ class Parallel(Strategy):
         ep: expert parallelism: ranks among which a layer's experts are divided. It is no further axis: they are neighbours of
             dp_shard x cp, and ep divides their number.
         plan: how layers are split over `tp`, as in TPStrategy.
+        stages: where the module is cut for `pp`: the names of the modules at which further stages begin, such as ["blocks.4"], or
+            a list of names for each stage. By default the repeated blocks, balanced by their parameters.
+        schedule: the order of forward and backward passes over `pp`: "gpipe", "1f1b", "interleaved" (two stages a rank, or as
+            `stages` says), "zero_bubble", "zbv".
         fsdp: how the data-parallel ranks share the parameters: blocks, mixed precision, offload.
     """
 
@@ -86,6 +95,8 @@ class Parallel(Strategy):
     pp: int = 1
     ep: int = 1
     plan: Mapping[str, str | ParallelStyle] | None = None
+    stages: Splits | None = None
+    schedule: str = "1f1b"
     fsdp: FSDPStrategy | FSDP2Strategy | None = None
 
     def __post_init__(self) -> None:
@@ -96,6 +107,8 @@ class Parallel(Strategy):
         require(isinstance(self.fsdp, FSDPStrategy | FSDP2Strategy | None), "fsdp", "FSDPStrategy(...) or None", self.fsdp)
         is_plan = isinstance(self.plan, Mapping) and all(isinstance(name, str) for name in self.plan)
         require(self.plan is None or is_plan, "plan", "a dict from names of layers to styles, or None", self.plan)
+        object.__setattr__(self, "stages", check_splits(self.stages))
+        kind_named(self.schedule)
 
     @classmethod
     def parse(cls, text: str) -> Parallel:
@@ -133,6 +146,13 @@ class Parallel(Strategy):
         if any(getattr(self.fsdp, name, None) is not None for name in given):
             raise UsageError("fsdp must have no mesh and no group of its own in Parallel: the axes choose the ranks.")
         self._refuse_what_is_not_there(dims)
+        plan = plan_stages(module, self.stages, self.schedule, dims.pp) if dims.pp > 1 else None
+        alone = set(dims.used) == {"pp"} and self.fsdp is None
+        if plan is not None and plan.kind.splits_backward and not alone:
+            raise UsageError(
+                f"schedule={self.schedule!r} computes gradients of weights apart from those of inputs, which fully_shard cannot "
+                f"follow: it needs pp alone, got {dims.used}. Use '1f1b' or 'interleaved'."
+            )
         chosen = check_tensor(module, self.plan, dims.tp) if dims.tp > 1 else {}
         _near(dims, world)
         # Phase 2: the same values on all ranks, of which each takes its part of the layers.
@@ -140,6 +160,12 @@ class Parallel(Strategy):
         ensure_group(world.device)
         remember(module)
         equalize(module, world, from_rank0=fsdp.sync_module_states)
+        pipeline = None
+        if plan is not None:
+            pipeline = cut_into_stages(module, plan, dims.pp_mesh(world.device).get_group(), world.device)
+            if alone:
+                module = recipe.compile(recipe.checkpoint_activations(module.to(world.device)))
+                return StagesPrepared(materialize(module, world.device), pipeline)
         if dims.tp > 1:
             split_layers(module, chosen, dims.tp_mesh(world.device))
         # Phase 3: the axes over which gradients are averaged.
@@ -149,10 +175,11 @@ class Parallel(Strategy):
         prepared = shard(module, world, recipe, how, ComposedPrepared)
         assert isinstance(prepared, ComposedPrepared)
         prepared.dims, prepared.rank = dims, world.rank
+        prepared.pipe(pipeline)
         return prepared
 
     def _refuse_what_is_not_there(self, dims: ParallelDims) -> None:
-        for name in ("cp", "pp", "ep"):
+        for name in ("cp", "ep"):
             if getattr(dims, name) > 1:
                 raise UsageError(f"{name} must be 1 in this version, got {getattr(dims, name)}.")
 

@@ -56,6 +56,7 @@ class Prepared(Generic[M]):
         takes_windows: `forward_backward_window` takes the micro-batches of an update at once, in an order of its own.
         stages: groups of ranks that hold other parameters altogether, over which norms are summed up; as a pipeline's stages.
         others: what the optimizer trains besides the module, such as a learned weight of a loss.
+        wants_outputs: whether somebody looks at what `compute_loss` returns besides the loss, in training.
         computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
     """
 
@@ -67,6 +68,7 @@ class Prepared(Generic[M]):
     flattens_parameters = False
     takes_windows = False
     stages: Sequence[dist.ProcessGroup | None] = ()
+    wants_outputs = True
     computes_in: torch.dtype | None = None
 
     def __init__(self, module: M, averaged: Sequence[Axis] = ()) -> None:

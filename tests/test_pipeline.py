@@ -1,0 +1,239 @@
+"""Pipeline parallelism: the same numbers as plain PyTorch in one process, whatever the stages, the schedule and the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import echelon as ech
+from tests.conftest import Ranks
+from tests.models import largest_difference
+
+pytestmark = pytest.mark.standing_ranks
+
+VOCABULARY, WIDTH, CONTEXT = 13, 8, 6
+Tokens = tuple[torch.Tensor, torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + x.cumsum(1) / 10
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Words(nn.Module):
+    """A language model as people write them: tied weights, a parameter of its own, positions read off a table's weight."""
+
+    def __init__(self, depth: int = 4, tied: bool = True) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        x += self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x) * self.scale)
+
+
+class Residual(nn.Module):
+    """The sum around the blocks is the root's own, and the input comes back at the end: each stage needs several outputs."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(depth)))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = first = self.words(tokens)
+        with torch.no_grad():
+            mask = x.sum(-1, keepdim=True) > 0  # of which autograd knows nothing
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x * mask + first)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tied": Words,
+    "untied": lambda: Words(tied=False),
+    "residual": Residual,
+    "deep": lambda: Words(depth=9),
+}
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().double()
+
+
+def tokens(rows: int, seed: int, length: int = CONTEXT) -> Tokens:
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randint(VOCABULARY, (rows, length + 1), generator=generator)
+    targets = made[:, 1:].clone()
+    targets[torch.rand(targets.shape, generator=generator) < 0.3] = -100  # so that weights differ
+    return made[:, :-1], targets
+
+
+def windows(updates: int, size: int, rows: Sequence[int] = (2,)) -> list[list[Tokens]]:
+    return [[tokens(rows[(u * size + i) % len(rows)], u * size + i) for i in range(size)] for u in range(updates)]
+
+
+def plain(
+    name: str, updates: list[list[Tokens]], *, optimizer: str, clip: float | None = 0.5, frozen: str | None = None
+) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+    """PyTorch alone: parameters, losses and norms after each update on the mean over all tokens of a window."""
+    module = built(name)
+    freeze(module, frozen)
+    made = optimizer_of(optimizer, module)
+    losses, norms = [], []
+    for window in updates:
+        total = sum(int((y >= 0).sum()) for _, y in window)
+        loss = sum(F.cross_entropy(module(x).flatten(0, 1), y.flatten(), reduction="sum") for x, y in window) / total
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), clip or float("inf"))))
+        made.step()
+        made.zero_grad()
+        losses.append(float(loss.detach()))
+    return {n: p.detach().clone() for n, p in module.named_parameters()}, losses, norms
+
+
+def optimizer_of(kind: str, module: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if kind == "SGD":
+        return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(trained, lr=1e-2)
+
+
+def freeze(module: nn.Module, prefix: str | None) -> None:
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(prefix is None or not name.startswith(prefix))
+
+
+class Unit(ech.AutoUnit[Tokens]):
+    def __init__(self, name: str = "tied", *, optimizer: str = "SGD", frozen: str | None = None, **options: Any) -> None:
+        module = built(name)
+        freeze(module, frozen)
+        options.setdefault("clip_grad_norm", 0.5)
+        super().__init__(module=module, device=torch.device("cpu"), **options)
+        self.kind, self.norms, self.losses, self.seen = optimizer, [], [], []
+
+    def compute_loss(self, state: ech.State, data: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = data
+        logits = self.module(x)
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten()), logits
+
+    def weight(self, data: Tokens) -> float:
+        return float((data[1] >= 0).sum())
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
+        return optimizer_of(self.kind, module), None
+
+    def on_train_step_end(self, state: ech.State, data: Tokens, step: int, results: ech.TrainStepResults) -> None:
+        self.seen.append((float(results.loss), list(results.outputs.shape)))
+        if results.total_grad_norm is not None:
+            self.norms.append(float(results.total_grad_norm))
+            self.losses.append(float(self.latest_update[0]))
+
+
+Trained = tuple[dict[str, torch.Tensor], list[float], list[float], list[Any]]
+
+
+def trained(name: str, updates: list[list[Tokens]], strategy: Any, **options: Any) -> Trained:
+    unit = Unit(name, strategy=strategy, gradient_accumulation_steps=len(updates[0]), **options)
+    ech.train(unit, [each for window in updates for each in window], max_epochs=1)
+    values = {}
+    for each, parameter in unit.prepared.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        values[each] = whole.detach().clone()
+    return values, unit.losses, unit.norms, unit.seen
+
+
+def together(results: list[Trained]) -> dict[str, torch.Tensor]:
+    """Every parameter, from the ranks that have it; copies must be equal bit by bit."""
+    found: dict[str, torch.Tensor] = {}
+    for values, *_ in results:
+        for name, value in values.items():
+            assert torch.equal(found.setdefault(name, value), value), name
+    return found
+
+
+def check(results: list[Trained], want: tuple[dict[str, torch.Tensor], list[float], list[float]]) -> None:
+    assert largest_difference(together(results), want[0]) < 1e-11
+    for _, losses, norms, seen in results:
+        assert losses == pytest.approx(want[1], rel=1e-11)
+        assert norms == pytest.approx(want[2], rel=1e-10)
+        assert seen == results[0][3]  # losses and outputs are known on all ranks
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_two_stages_train_as_one_process_does(ranks: Ranks, schedule: str, optimizer: str) -> None:
+    updates = windows(20, 3)
+    strategy = ech.Parallel(pp=2, schedule=schedule)
+    check(ranks(2, trained, "tied", updates, strategy, optimizer=optimizer), plain("tied", updates, optimizer=optimizer))
+
+
+def test_sums_in_the_root_masks_and_skips_are_found_and_sent(ranks: Ranks) -> None:
+    updates = windows(20, 4)
+    for schedule in ("1f1b", "interleaved"):
+        results = ranks(2, trained, "residual", updates, ech.Parallel(pp=2, schedule=schedule), optimizer="AdamW")
+        check(results, plain("residual", updates, optimizer="AdamW"))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_short_tails_and_other_shapes_within_a_window_keep_their_weight(ranks: Ranks, schedule: str) -> None:
+    updates = [*windows(4, 5, rows=(2, 2, 2, 1, 3)), [tokens(2, 90), tokens(2, 91, length=4)]]
+    results = ranks(2, trained, "untied", updates, ech.Parallel(pp=2, schedule=schedule))
+    check(results, plain("untied", updates, optimizer="SGD"))
+
+
+@pytest.mark.parametrize("frozen", ["words", "blocks.0", "head", "blocks"])
+def test_frozen_layers_stay_and_a_stage_without_trained_parameters_passes_on(ranks: Ranks, frozen: str) -> None:
+    updates = windows(4, 2)
+    stages = ["blocks.1"] if frozen == "blocks.0" else None
+    for schedule in ("1f1b", "zero_bubble"):
+        strategy = ech.Parallel(pp=2, stages=stages, schedule=schedule)
+        results = ranks(2, trained, "untied", updates, strategy, frozen=frozen)
+        check(results, plain("untied", updates, optimizer="SGD", frozen=frozen))
+
+
+def test_four_stages_on_four_ranks(ranks: Ranks) -> None:
+    updates = windows(5, 6)
+    for name, schedule in (("tied", "1f1b"), ("residual", "zero_bubble"), ("deep", "interleaved"), ("deep", "zbv")):
+        results = ranks(4, trained, name, updates, ech.Parallel(pp=4, schedule=schedule))
+        check(results, plain(name, updates, optimizer="SGD"))
+
+
+def trained_with_data(name: str, updates: list[list[Tokens]], strategy: Any, dp: int, **options: Any) -> Trained:
+    """Each data-parallel rank has its own micro-batches of a window."""
+    rank = torch.distributed.get_rank() % dp
+    return trained(name, [window[rank::dp] for window in updates], strategy, **options)
+
+
+@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"dp_replicate": 2}])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_stages_are_sharded_over_the_data_ranks(ranks: Ranks, axes: dict[str, int], schedule: str) -> None:
+    updates = windows(10, 4, rows=(2, 2, 1, 3, 2))
+    strategy = ech.Parallel(pp=2, schedule=schedule, **axes)
+    results = ranks(4, trained_with_data, "tied", updates, strategy, 2, optimizer="AdamW")
+    want = plain("tied", updates, optimizer="AdamW")
+    assert largest_difference(together(results), want[0]) < 1e-11
+    for _, losses, norms, _ in results:
+        assert losses == pytest.approx(want[1], rel=1e-11)
+        assert norms == pytest.approx(want[2], rel=1e-10)
