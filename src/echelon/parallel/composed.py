@@ -22,12 +22,12 @@ from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.materialize import materialize, remember
-from echelon.parallel.pipeline import Pipelined, StagesPrepared, cut_into_stages, plan_stages
+from echelon.parallel.pipeline import ShardedStages, StagesPrepared, cut_into_stages, plan_stages
 from echelon.parallel.pipeline.schedules import kind_named
 from echelon.parallel.pipeline.stages import Splits, check_splits
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
-from echelon.parallel.sharding import FSDPPrepared, shard
+from echelon.parallel.sharding import shard
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.tensor import check_tensor, equalize, split_layers
 from echelon.world.init import World, ensure_group
@@ -41,7 +41,7 @@ __all__ = ["ComposedPrepared", "Parallel"]
 logger = logging.getLogger(__name__)
 
 
-class ComposedPrepared(Pipelined, FSDPPrepared):
+class ComposedPrepared(ShardedStages):
     """A module that is parallel in several directions.
 
     Attributes:

@@ -201,8 +201,7 @@ class Prepared(Generic[M]):
     def trains_also(self, others: list[nn.Parameter]) -> None:
         """Before training: what the optimizer has besides the module. Its gradients are averaged over the ranks, too. Collective.
 
-        Raises:
-            UsageError: these parameters are not the same on all ranks.
+        Raises UsageError if these parameters are not the same on all ranks.
         """
         fill_rest(self.module)
         self.others = others
@@ -282,8 +281,7 @@ class Prepared(Generic[M]):
     def fix_order(self) -> None:
         """From now on, add gradients over the ranks in the order of `parallel/fixed_order`, and take norms in one order.
 
-        Raises:
-            UsageError: this kind of module has no fixed order.
+        Raises UsageError if this kind of module has no fixed order.
         """
         self.order_is_fixed = True
 

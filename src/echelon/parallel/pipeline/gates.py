@@ -166,13 +166,17 @@ class _GatedRoot(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         cut: Cut = vars(self)["_pipeline_gate"]
         try:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return super().forward(*args, **kwargs)
         except Left:
             pass  # the frames that it holds end here, and with them the contexts of torch.utils.checkpoint in them
         run = cut.run
         assert run is not None
         run.has_left = True
         return run.outgoing(run)
+
+
+_UNIT: Any = _Gated
+_ROOT: Any = _GatedRoot
 
 
 def _outside(cut: Cut, name: str | None) -> UsageError:
@@ -184,7 +188,7 @@ def _outside(cut: Cut, name: str | None) -> UsageError:
 
 
 @functools.cache
-def _with_gate(kind: type[nn.Module], gate: type[nn.Module]) -> type[nn.Module]:
+def _with_gate(kind: Any, gate: Any) -> type[nn.Module]:
     """Of the same name: messages and lists of classes go on to mean it."""
     return type(kind.__name__, (gate, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
@@ -209,10 +213,12 @@ def cut(module: nn.Module, units: list[Unit], own: Iterable[int], device: torch.
                         emptied[id(tensor)] = made.stand_in(tensor)
                     vars(part)[name] = emptied[id(tensor)]
     for unit in units:
-        vars(unit.module)["_pipeline_gate"] = Gate(made, unit.name, unit.stage)
-        unit.module.__class__ = _with_gate(type(unit.module), _Gated)
-    vars(module)["_pipeline_gate"] = made
-    module.__class__ = _with_gate(type(module), _GatedRoot)
+        part: Any = unit.module
+        vars(part)["_pipeline_gate"] = Gate(made, unit.name, unit.stage)
+        part.__class__ = _with_gate(part.__class__, _UNIT)
+    root: Any = module
+    vars(root)["_pipeline_gate"] = made
+    root.__class__ = _with_gate(root.__class__, _ROOT)
     return made
 
 

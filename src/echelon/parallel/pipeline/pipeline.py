@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +18,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from echelon.contracts.errors import EchelonError, UsageError
-from echelon.parallel.gradients import pass_zeros
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.pipeline.gates import Cut, Run
 from echelon.parallel.pipeline.schedules import Kind, StageModule, parts, torch_schedule
 from echelon.parallel.pipeline.shared import Shared
+from echelon.parallel.pipeline.trial import compute
 from echelon.parallel.pipeline.values import Form, Leaf, form_of, shape_of_batch
-from echelon.parallel.pipeline.walk import Needs, Walk, Walked, compute
+from echelon.parallel.pipeline.walk import Needs, Walk, Walked
+from echelon.parallel.pipeline.window import Learned, Made, Window, weighted
 from echelon.world import agree
 
 __all__ = ["Pipeline"]
@@ -33,25 +33,6 @@ __all__ = ["Pipeline"]
 logger = logging.getLogger(__name__)
 
 _MOST_SCHEDULES = 16  # each keeps room for what it receives
-Made = tuple[torch.Tensor, Any]
-
-
-@dataclass(frozen=True)
-class Learned:
-    """What passes between the stages for micro-batches of one kind.
-
-    Args:
-        forms: of all calls of units.
-        sent: by stage, the calls whose values it sends on, in this order.
-        loss: the kind of the loss.
-    """
-
-    forms: dict[str, Form]
-    sent: list[list[str]]
-    loss: Leaf
-
-    def kinds(self, stage: int) -> list[Leaf]:
-        return [leaf for call in self.sent[stage] for leaf in self.forms[call].tensors]
 
 
 class Pipeline:
@@ -71,8 +52,7 @@ class Pipeline:
         self._needs: dict[Any, Needs] = {}
         self._learned: dict[Any, Learned] = {}
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
-        self._before_backward: Callable[[bool], None] | None = None
-        self._under_way: _Window | None = None
+        self._under_way: Window | None = None
 
     # --- training
 
@@ -81,21 +61,22 @@ class Pipeline:
         micro_batches: Sequence[MicroBatch[Any]],
         forward: Callable[[MicroBatch[Any]], Made],
         backward: Callable[[torch.Tensor, MicroBatch[Any]], None],
-        before_backward: Callable[[bool], None] | None,
+        before_backward: Callable[[bool, int], None] | None,
         *,
         share: bool,
     ) -> list[Made]:
         """All micro-batches of an update. Collective over all ranks of the job.
 
         Args:
-            before_backward: is told before each backward pass whether it is this rank's last in the window.
+            before_backward: is told before each backward pass whether it is its stage's last in the window, and how many were
+                before.
             share: whether all ranks want what `compute_loss` returns besides the loss.
         """
         signatures = [self._signature(each) for each in micro_batches]
         begins, unknown = self._agreed(signatures)
         for number in unknown:
             self._learn(signatures[number], micro_batches[number], forward)
-        under_way = _Window(list(micro_batches), forward, backward, len(micro_batches) * len(self.cut.own), before_backward)
+        under_way = Window(list(micro_batches), forward, backward, before_backward)
         self._under_way = under_way
         try:
             for first, last in zip(begins, [*begins[1:], len(micro_batches)], strict=True):
@@ -134,7 +115,9 @@ class Pipeline:
             held = [call for call in walked.forms if self.cut.stage_of[call.rpartition(":")[0]] <= stage]
             sent.append(sorted(later & set(held)))
             if not sent[-1]:
-                raise UsageError(f"no stage after stage {stage} of {self.cut.kind} uses anything that it computes. Cut elsewhere.")
+                raise UsageError(
+                    f"no stage after stage {stage} of {self.cut.kind} uses anything that it computes. Cut elsewhere."
+                )
         self._learned[signature] = Learned(walked.forms, sent, walked.result.tensors[0])
         if len(self._learned) == 1 and agree.is_rank0():
             self._say(self._learned[signature])
@@ -150,7 +133,9 @@ class Pipeline:
             units = [unit.name for unit in self.cut.units if unit.stage == stage]
             sent = learned.sent[stage] if stage < self.cut.count - 1 else []
             size = sum(leaf.size_bytes for leaf in learned.kinds(stage)) if sent else 0
-            goes = f"; sends {', '.join(c.rpartition(':')[0] for c in sent)}: {size / 2**20:.3g} MiB a micro-batch" if sent else ""
+            goes = (
+                f"; sends {', '.join(c.rpartition(':')[0] for c in sent)}: {size / 2**20:.3g} MiB a micro-batch" if sent else ""
+            )
             between = f"{units[0]} to {units[-1]}" if len(units) > 1 else units[0]
             logger.info("stage %d of %d, on rank %d of pp: %s%s", stage, self.cut.count, self.ranks[stage], between, goes)
 
@@ -197,7 +182,7 @@ class Pipeline:
             self._under_way.failed = error
             raise
 
-    def _compute(self, window: _Window, stage: int, number: int, received: tuple[torch.Tensor, ...]) -> Any:
+    def _compute(self, window: Window, stage: int, number: int, received: tuple[torch.Tensor, ...]) -> Any:
         learned, micro_batch = window.learned, window.micro_batches[number]
         rest, values = iter(received), {}
         for call in learned.sent[stage - 1] if stage else ():
@@ -210,12 +195,12 @@ class Pipeline:
             made = compute(self.cut, run, lambda: window.forward(micro_batch))
         if stage == self.cut.count - 1:
             window.made[number] = made[0].detach(), made[1]
-            output = _weighted(made[0], micro_batch, window.backward)
+            output = weighted(made[0], micro_batch, window.backward)
             outputs: list[torch.Tensor] = [output]
         else:
             outputs = self._sendable(run.sent, learned.kinds(stage))
         if window.before_backward is not None:
-            window.watch(outputs)
+            window.watch(stage, outputs)
         return tuple(outputs) if len(outputs) > 1 or stage < self.cut.count - 1 else outputs[0]
 
     def _outgoing(self, run: Run, learned: Learned) -> list[torch.Tensor]:
@@ -223,13 +208,15 @@ class Pipeline:
         for call in learned.sent[run.stage]:
             value = run.gave[call] if call in run.gave else run.received.get(call)
             if value is None:
-                raise EchelonError(f"{self.cut.kind}.{call.rpartition(':')[0]} was called in the first step, but not in this one.")
+                raise EchelonError(
+                    f"{self.cut.kind}.{call.rpartition(':')[0]} was called in the first step, but not in this one."
+                )
             found = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             shapes = [leaf.shape for leaf in learned.forms[call].tensors]
             if [tuple(t.shape) for t in found] != shapes:
                 raise EchelonError(
-                    f"{self.cut.kind}.{call.rpartition(':')[0]} gave tensors of {[tuple(t.shape) for t in found]}, and of {shapes} "
-                    "before, for a batch of the same shape: in a pipeline shapes must follow from the batch's."
+                    f"{self.cut.kind}.{call.rpartition(':')[0]} gave tensors of {[tuple(t.shape) for t in found]}, and of "
+                    f"{shapes} before, for a batch of the same shape: in a pipeline shapes must follow from the batch's."
                 )
             tensors += found
         return tensors
@@ -257,7 +244,7 @@ class Pipeline:
 
     # --- what all ranks are told
 
-    def _told(self, window: _Window, loss: Leaf, share: bool) -> list[Made]:
+    def _told(self, window: Window, loss: Leaf, share: bool) -> list[Made]:
         """Losses, and if they are wanted outputs, of all micro-batches on all ranks."""
         count, device = len(window.micro_batches), self.cut.device
         if self.has_last:
@@ -283,7 +270,9 @@ class Pipeline:
         found = []
         for own, (_, tensors), packed in zip(values, taken, told, strict=True):
             form = Form.from_json(packed)
-            sent = [t.detach().contiguous() for t in tensors] if self.has_last else [k.empty(self.cut.device) for k in form.tensors]
+            sent = (
+                [t.detach().contiguous() for t in tensors] if self.has_last else [k.empty(self.cut.device) for k in form.tensors]
+            )
             for tensor in sent:
                 dist.broadcast(tensor, group=self.group, group_src=self.ranks[-1])
             found.append(own if self.has_last else form.filled(sent))
@@ -293,53 +282,12 @@ class Pipeline:
 
     def evaluate(self, batch: Any, forward: Callable[[Any], Any]) -> Any:
         """`forward(batch)` through the stages, on all ranks of the pipeline. Collective over all ranks of the job."""
-        structure = ("evaluate", self.module.training, shape_of_batch(batch)[0], getattr(forward, "__qualname__", type(forward).__name__))
+        structure = (
+            "evaluate",
+            self.module.training,
+            shape_of_batch(batch)[0],
+            getattr(forward, "__qualname__", type(forward).__name__),
+        )
         if structure not in self._needs:
             self._studied(structure, lambda: forward(batch))
         return self._walk.evaluate(lambda: forward(batch), self._needs[structure])
-
-
-class _Window:
-    """An update under way."""
-
-    def __init__(
-        self,
-        micro_batches: list[MicroBatch[Any]],
-        forward: Callable[[MicroBatch[Any]], Made],
-        backward: Callable[[torch.Tensor, MicroBatch[Any]], None],
-        passes: int,
-        before_backward: Callable[[bool], None] | None,
-    ) -> None:
-        self.micro_batches, self.forward, self.backward = micro_batches, forward, backward
-        self.before_backward, self._passes = before_backward, passes
-        self.first = 0
-        self.learned: Learned
-        self.made: dict[int, Made] = {}
-        self.failed: Exception | None = None
-        self._begun: Counter[str] = Counter()
-
-    def watch(self, outputs: list[torch.Tensor]) -> None:
-        """Tell `before_backward` when the backward pass of these begins."""
-        own = [t for t in outputs if t.requires_grad]
-        if own:
-            own[0].register_hook(self._begins)
-
-    def _begins(self, gradient: torch.Tensor) -> None:
-        self._begun["passes"] += 1
-        assert self.before_backward is not None
-        self.before_backward(self._begun["passes"] == self._passes)
-
-
-def _weighted(
-    loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
-) -> torch.Tensor:
-    """The loss with its weight, of which torch's schedule takes the backward pass with the gradient 1.
-
-    The loop's `backward` counts the loss and says with what gradient it would begin: here it does so on a tensor of its own.
-    """
-    own = loss.detach().requires_grad_()
-    backward(own, micro_batch)
-    assert own.grad is not None
-    if not isinstance(micro_batch.weight, torch.Tensor) and micro_batch.weight == 0:
-        pass_zeros(loss)
-    return loss * own.grad

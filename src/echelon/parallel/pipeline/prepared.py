@@ -14,7 +14,7 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel import gradients
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import names_of_each
-from echelon.parallel.pipeline.gates import Cut, cut, kept_by
+from echelon.parallel.pipeline.gates import cut, kept_by
 from echelon.parallel.pipeline.pipeline import Pipeline
 from echelon.parallel.pipeline.schedules import Kind, kind_named, stage_ranks
 from echelon.parallel.pipeline.shared import Shared
@@ -94,8 +94,8 @@ def _refuse_hooks(module: nn.Module, units: list[Unit]) -> None:
         if split and (found := [kind for kind in kinds if getattr(part, kind, None)]):
             what = f"{type(module).__name__}.{name}" if name else type(module).__name__
             raise UsageError(
-                f"{what} has hooks ({', '.join(kind.strip('_').replace('_', ' ') for kind in found)}), and lies in several stages: "
-                "a pipeline would lose them. Register them with a module that lies in one."
+                f"{what} has hooks ({', '.join(kind.strip('_').replace('_', ' ') for kind in found)}), and lies in several "
+                "stages: a pipeline would lose them. Register them with a module that lies in one."
             )
 
 
@@ -141,15 +141,24 @@ class Pipelined(Prepared[Any]):
     ) -> list[Made]:
         if self.pipeline is None:
             return super().forward_backward_window(micro_batches, forward, backward)
-        before = self._before_backward if self.averaged else None
+        several = len(self.pipeline.cut.own) > 1
+        self.passes_begin(several=several)
+        before = (lambda last, number: self.backward_begins(last=last, number=number, several=several)) if self.averaged else None
         made = self.pipeline.window(micro_batches, forward, backward, before, share=self.wants_outputs)
+        self.passes_end()
         self._reduces = True
         if self._loose or self._frozen:
             self._average_loose()
         return made
 
-    def _before_backward(self, last: bool) -> None:
-        self.accumulate(last)
+    def passes_begin(self, *, several: bool) -> None:
+        """Before a schedule's first forward pass of a window. `several`: this rank has several stages of a pipeline."""
+
+    def backward_begins(self, *, last: bool, number: int, several: bool) -> None:
+        """Before each backward pass that a schedule calls: as `accumulate`. `last` of its stage, after `number` others."""
+
+    def passes_end(self) -> None:
+        """After a schedule's last backward pass of a window."""
 
     def fix_order(self) -> None:
         if self.pipeline is not None:
@@ -160,9 +169,7 @@ class Pipelined(Prepared[Any]):
         if self.pipeline is None:
             return super().clip_grad_norm_(max_norm, norm_type)
         elsewhere = self.pipeline.shared.elsewhere
-        return gradients.clip_by_norm_(
-            self.module.parameters(), max_norm, norm_type, beside=self.stages, elsewhere=elsewhere
-        )
+        return gradients.clip_by_norm_(self.module.parameters(), max_norm, norm_type, beside=self.stages, elsewhere=elsewhere)
 
 
 class StagesPrepared(Pipelined):

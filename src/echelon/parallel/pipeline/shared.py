@@ -56,8 +56,8 @@ class Shared:
             if not int(has):
                 continue
             if grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-                grad = local(parameter.grad)
-            grad = grad.contiguous()
-            dist.all_reduce(grad, group=group)
-            local(parameter.grad).copy_(grad)
+                whole = parameter.grad = torch.zeros_like(parameter)
+                grad = local(whole)
+            total = grad.contiguous()
+            dist.all_reduce(total, group=group)
+            grad.copy_(total)

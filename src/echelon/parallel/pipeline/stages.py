@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -180,7 +181,7 @@ def _balanced(module: nn.Module, count: int) -> list[Unit]:
             "stage: stages=[...]."
         )
     starts = [0, *places[1:], len(chain)]
-    costs = [sum(_cost(part) for _, part in chain[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
+    costs = [sum(_cost(part) for _, part in chain[a:b]) for a, b in pairwise(starts)]
     groups = _partition(costs, count)
     numbers = [stage for stage, (first, last) in enumerate(groups) for _ in range(starts[first], starts[last])]
     return _made(chain, numbers)

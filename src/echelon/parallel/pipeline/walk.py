@@ -12,9 +12,9 @@ stage; later walks one agreement in each stage.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +24,12 @@ from torch.utils import _pytree as pytree
 
 from echelon.contracts import errors
 from echelon.contracts.errors import EchelonError, UsageError
-from echelon.parallel.pipeline.gates import Cut, Left, Run, reached
+from echelon.parallel.pipeline.gates import Cut, Run, reached
+from echelon.parallel.pipeline.trial import Trials, compute, leaves, same
 from echelon.parallel.pipeline.values import Form, Unsendable, form_of
-from echelon.parallel.names import plain_buffers
-from echelon.world import agree, rng
+from echelon.world import agree
 
-__all__ = ["Needs", "Walk", "Walked", "compute"]
+__all__ = ["Needs", "Walk", "Walked"]
 
 # By stage, the calls of earlier stages' units that it needs.
 Needs = list[set[str]]
@@ -51,37 +51,10 @@ class Walked:
     result: Form
 
 
-def compute(cut: Cut, run: Run, act: Callable[[], Any]) -> Any:
-    """The user's code for one stage: what `act` returns on the last one, else None.
-
-    Raises:
-        UsageError: it does not call the module itself, or a stage not the next one.
-    """
-    cut.run = run
-    left = False
-    try:
-        value = act()
-    except Left:
-        left, value = True, None
-    finally:
-        cut.run = None
-    if left and not run.has_left:
-        raise UsageError(
-            f"compute_loss calls a submodule of {cut.kind} directly, and {cut.kind} is split over {cut.count} stages: it must call "
-            "the module itself."
-        )
-    if not left and run.stage < cut.count - 1:
-        after = next(unit.name for unit in cut.units if unit.stage > run.stage)
-        raise UsageError(
-            f"the forward pass of {cut.kind} ended in stage {run.stage} of {cut.count} without a call of {after}, where the next "
-            "stage begins."
-        )
-    return value
-
-
 @dataclass
 class Walk:
-    """
+    """Passes a batch through the stages.
+
     Args:
         group: the ranks of the pipeline; `ranks` has the one of each stage, by its place in the group.
         solid: whether placeholders need memory of their own: set when the author's code turns out to write into them.
@@ -94,15 +67,19 @@ class Walk:
     device: torch.device
     solid: bool = False
     _held: dict[str, tuple[Form, list[torch.Tensor]]] = field(default_factory=dict)
+    _value: Any = None  # of the last stage
+
+    def __post_init__(self) -> None:
+        self._trials = Trials(self.module, self.cut)
 
     def study(self, act: Callable[[], Any]) -> Walked:
         """Find out what each stage needs. Collective over all ranks of the job, which have batches of the same structure."""
-        with self._undone(), torch.enable_grad():
+        with self._trials.undone(), torch.enable_grad():
             return self._through(act, None)
 
     def again(self, act: Callable[[], Any], needs: Needs) -> Walked:
         """Shapes of a batch of known structure. Collective over the pipeline."""
-        with self._undone(), torch.enable_grad():
+        with self._trials.undone(), torch.enable_grad():
             return self._through(act, needs)
 
     def evaluate(self, act: Callable[[], Any], needs: Needs) -> Any:
@@ -123,17 +100,16 @@ class Walk:
         for stage in range(self.cut.count):
             mine, received = stage in self.cut.own, {}
             if known is None and stage:
-                found = self._on_all(stage, mine, lambda s=stage: {"needs": sorted(self._needed(s, forms, act))}, True)
+                found = self._on_all(stage, mine, partial(self._needed, stage, forms, act), True)
                 needs[stage] |= {call for each in found for call in each.get("needs", ())}
             have: set[str] = set()
             while True:
                 self._move(sorted(needs[stage] - have), stage, forms, received)
                 have |= needs[stage]
-                report: Callable[[], dict[str, Any]]
                 if known is None:
-                    report = lambda s=stage: self._compared(s, forms, received, have, act)  # noqa: E731, B023
+                    report = partial(self._compared, stage, forms, received, set(have), act)
                 else:
-                    report = lambda s=stage: self._computed(s, forms, received, act, share=share)  # noqa: E731
+                    report = partial(self._computed, stage, forms, received, act, share)
                 found = self._on_all(stage, mine, report, known is None)
                 more = {call for each in found for call in each.get("more", ())}
                 if not more - have:
@@ -143,7 +119,7 @@ class Walk:
             forms |= {call: Form.from_json(form) for call, form in told["forms"].items()}
             for name, sum_of in told["changed"].items():
                 changed.setdefault(name, []).append(sum_of)
-        self._refuse_lost(changed)
+        self._trials.refuse_lost(changed)
         result = Form.from_json(told["result"])
         if share:
             value = self._shared(result)
@@ -165,13 +141,13 @@ class Walk:
         run.gave, run.stood_in, run.has_left = fresh.gave, fresh.stood_in, fresh.has_left
         return value
 
-    def _needed(self, stage: int, forms: dict[str, Form], act: Callable[[], Any]) -> set[str]:
-        with self._same_draws():
+    def _needed(self, stage: int, forms: dict[str, Form], act: Callable[[], Any]) -> dict[str, Any]:
+        with self._trials.repeated():
             run = Run(stage, forms=forms, tracked=True)
             value = self._pass(run, act)
         outputs = [t for t in pytree.tree_leaves([list(run.gave.values()), value]) if isinstance(t, torch.Tensor)]
         exact = {call for call, ts in run.stood_in.items() if any(not t.requires_grad for t in ts)}  # a stand-in is no mask
-        return reached(outputs, run.stood_in) | exact
+        return {"needs": sorted(reached(outputs, run.stood_in) | exact)}
 
     def _compared(
         self, stage: int, forms: dict[str, Form], received: dict[str, Any], have: set[str], act: Callable[[], Any]
@@ -182,36 +158,36 @@ class Walk:
 
         def once(fills: dict[str, float]) -> tuple[Run, Any]:
             run = Run(stage, received, forms, fills)
-            with self._same_draws():
+            with self._trials.repeated():
                 return run, self._pass(run, act)
 
         first, value = once(dict.fromkeys(rest, nan))
-        seen = _leaves(first, value)
+        seen = leaves(first, value)
         del first, value
         self.cut.fill_weights(zero)
         try:
             other, value = once(dict.fromkeys(rest, zero))
         finally:
             self.cut.fill_weights(nan)
-        if not _same(seen, _leaves(other, value)):
-            base = _leaves(*once(dict.fromkeys(rest, zero)))
-            if not _same(base, _leaves(other, value)):
+        if not same(seen, leaves(other, value)):
+            base = leaves(*once(dict.fromkeys(rest, zero)))
+            if not same(base, leaves(other, value)):
                 raise UsageError(
                     f"stage {stage} of {self.cut.kind} uses a parameter of another stage outside of its module. Cut so that both "
                     "are in one stage, or tie it to a parameter of a module that is called there: stages=."
                 )
-            more = [call for call in rest if not _same(base, _leaves(*once({**dict.fromkeys(rest, zero), call: nan})))]
+            more = [call for call in rest if not same(base, leaves(*once({**dict.fromkeys(rest, zero), call: nan})))]
             return {"more": more}
         return self._report(stage, other, value)
 
     def _computed(
-        self, stage: int, forms: dict[str, Form], received: dict[str, Any], act: Callable[[], Any], *, share: bool
+        self, stage: int, forms: dict[str, Form], received: dict[str, Any], act: Callable[[], Any], share: bool
     ) -> dict[str, Any]:
         run = Run(stage, received, forms)
         return self._report(stage, run, self._pass(run, act), share=share)
 
     def _report(self, stage: int, run: Run, value: Any, *, share: bool = False) -> dict[str, Any]:
-        told: dict[str, Any] = {"here": True, "forms": {}, "result": None, "changed": self._changed()}
+        told: dict[str, Any] = {"here": True, "forms": {}, "result": None, "changed": self._trials.changed()}
         for call, given in run.gave.items():
             try:
                 form, tensors = form_of(given)
@@ -292,71 +268,3 @@ class Walk:
             value, self._value = self._value, None
             return value
         return result.filled(tensors)
-
-    # --- nothing stays
-
-    @contextlib.contextmanager
-    def _undone(self) -> Iterator[None]:
-        states = rng.states()
-        self._buffers = {name: b.detach().clone() for name, b in plain_buffers(self.module)}
-        try:
-            yield
-        finally:
-            rng.put_back(states)
-            self._put_back()
-            self._buffers = {}
-
-    def _put_back(self) -> None:
-        with torch.no_grad():
-            for name, buffer in plain_buffers(self.module):
-                if name in self._buffers:
-                    buffer.copy_(self._buffers[name])
-
-    @contextlib.contextmanager
-    def _same_draws(self) -> Iterator[None]:
-        """Each pass draws what the others drew, and begins with the same buffers."""
-        self._put_back()
-        states = rng.states()
-        try:
-            yield
-        finally:
-            rng.put_back(states)
-
-    _buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    _value: Any = None
-
-    def _changed(self) -> dict[str, str]:
-        """Buffers that lie in no unit and were changed by this stage, with what they are now."""
-        inside = tuple(f"{unit.name}." for unit in self.cut.units)
-        found = {}
-        for name, buffer in plain_buffers(self.module):
-            if name in self._buffers and not name.startswith(inside) and not _equal(buffer, self._buffers[name]):
-                found[name] = str(complex(buffer.detach().to(torch.complex128).sum()))
-        return found
-
-    def _refuse_lost(self, changed: dict[str, list[str]]) -> None:
-        for name, sums in changed.items():
-            if len(sums) < self.cut.count or len(set(sums)) > 1:
-                raise UsageError(
-                    f"the buffer {self.cut.kind}.{name} is changed in {len(sums)} of {self.cut.count} stages, not in all alike: a "
-                    "pipeline would lose that. Register it in a module that lies in one stage, or freeze it."
-                )
-
-
-def _leaves(run: Run, value: Any) -> list[Any]:
-    flat = pytree.tree_leaves([list(run.gave.values()), value])
-    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
-
-
-def _same(a: list[Any], b: list[Any]) -> bool:
-    tensors = [(x, y) for x, y in zip(a, b, strict=True) if isinstance(x, torch.Tensor)] if len(a) == len(b) else []
-    return len(a) == len(b) and all(_equal(x, y) for x, y in tensors)
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Kernels of a GPU may round otherwise in each run; what depends on a stand-in differs by more."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.device.type == "cpu" or not a.dtype.is_floating_point:
-        return bool(((a == b) | (a != a) & (b != b)).all())
-    return torch.allclose(a, b, rtol=1e-2, atol=1e-5, equal_nan=True)
