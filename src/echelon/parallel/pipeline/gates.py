@@ -175,10 +175,6 @@ class _GatedRoot(nn.Module):
         return run.outgoing(run)
 
 
-_UNIT: Any = _Gated
-_ROOT: Any = _GatedRoot
-
-
 def _outside(cut: Cut, name: str | None) -> UsageError:
     what = f"{cut.kind}.{name}" if name else cut.kind
     return UsageError(
@@ -213,12 +209,10 @@ def cut(module: nn.Module, units: list[Unit], own: Iterable[int], device: torch.
                         emptied[id(tensor)] = made.stand_in(tensor)
                     vars(part)[name] = emptied[id(tensor)]
     for unit in units:
-        part: Any = unit.module
-        vars(part)["_pipeline_gate"] = Gate(made, unit.name, unit.stage)
-        part.__class__ = _with_gate(part.__class__, _UNIT)
-    root: Any = module
-    vars(root)["_pipeline_gate"] = made
-    root.__class__ = _with_gate(root.__class__, _ROOT)
+        vars(unit.module)["_pipeline_gate"] = Gate(made, unit.name, unit.stage)
+        unit.module.__class__ = _with_gate(type(unit.module), _Gated)  # type: ignore[arg-type]
+    vars(module)["_pipeline_gate"] = made
+    module.__class__ = _with_gate(type(module), _GatedRoot)  # type: ignore[arg-type]
     return made
 
 
