@@ -68,6 +68,9 @@ def count_tokens(data: Any, *, next_token: bool, ignore_index: int = -100, key: 
     """
     labels = data
     if not isinstance(data, torch.Tensor):
+        shifted = data.get("shift_labels") if isinstance(data, Mapping) and next_token and key == "labels" else None
+        if isinstance(shifted, torch.Tensor):  # as context parallelism has them
+            return (shifted != ignore_index).sum()
         labels = data.get(key) if isinstance(data, Mapping) else getattr(data, key, None)
     if not isinstance(labels, torch.Tensor):
         raise UsageError(

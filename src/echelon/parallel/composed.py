@@ -8,24 +8,30 @@ to look over ranks, and what is left is sharded. `ComposedPrepared` asks each pa
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
 
+from echelon.contracts.arguments import flags
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.contracts.rank import RankInfo
 from echelon.parallel.axes import data_axes
+from echelon.parallel.context import ContextParallel
+from echelon.parallel.context_batch import SequenceDim, check_sequence_dim
 from echelon.parallel.ddp import DDPStrategy
+from echelon.parallel.experts import check_experts, distribute_experts
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.materialize import materialize, remember
-from echelon.parallel.pipeline import ShardedStages, StagesPrepared, cut_into_stages, plan_stages
+from echelon.parallel.pipeline import ShardedStages, Stages, StagesPrepared, cut_into_stages, plan_stages
 from echelon.parallel.pipeline.schedules import kind_named
 from echelon.parallel.pipeline.stages import Splits, check_splits
-from echelon.parallel.prepared import Prepared
+from echelon.parallel.prepared import NO_CONTEXT, Prepared
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.sharding import shard
 from echelon.parallel.strategy import Strategy
@@ -40,6 +46,9 @@ __all__ = ["ComposedPrepared", "Parallel"]
 
 logger = logging.getLogger(__name__)
 
+B = TypeVar("B")
+R = TypeVar("R")
+
 
 class ComposedPrepared(ShardedStages):
     """A module that is parallel in several directions.
@@ -47,10 +56,43 @@ class ComposedPrepared(ShardedStages):
     Attributes:
         dims: the axes.
         rank: this rank.
+        context: what splits sequences; None without context parallelism.
     """
 
     dims: ParallelDims
     rank: int
+    context: ContextParallel | None = None
+
+    def part_of(self, batch: Any) -> Any:
+        return batch if self.context is None else self.context.part_of(batch)
+
+    def whole_of(self, outputs: Any) -> Any:
+        return outputs if self.context is None else self.context.whole_of(outputs)
+
+    @property
+    def share(self) -> float | torch.Tensor:
+        return 1.0 if self.context is None else self.context.share
+
+    def forward(self, batch: B, forward: Callable[[B], R]) -> R:
+        if self.context is None:
+            return super().forward(batch, forward)
+        with self.context.active():
+            return super().forward(batch, forward)
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        around = super().accumulate(last)
+        return around if self.context is None else self.context.active()
+
+    def forward_backward_window(self, *window: Any) -> list[tuple[torch.Tensor, Any]]:
+        with NO_CONTEXT if self.context is None else self.context.active():
+            return super().forward_backward_window(*window)
+
+    def lay_out(self, dims: ParallelDims, rank: int) -> None:
+        """Say where this rank is."""
+        place = dims.place(rank)
+        self.dims, self.rank = dims, rank
+        self.part, self.stage = (place["cp"], dims.cp), (place["pp"], dims.pp)
+        self.draws_apart = dims.cp > 1 or dims.pp > 1
 
     def find_replicas(self) -> None:
         self.is_replica = not self.dims.speaks(self.rank)
@@ -83,6 +125,10 @@ class Parallel(Strategy):
             a list of names for each stage. By default the repeated blocks, balanced by their parameters.
         schedule: the order of forward and backward passes over `pp`: "gpipe", "1f1b", "interleaved" (two stages a rank, or as
             `stages` says), "zero_bubble", "zbv".
+        sequence_dim: where the tensors of a batch have the sequence that `cp` splits, if that is not dimension 1: a number for
+            all of them, or a dict from keys, fields or numbers in a tuple to dimensions, None for tensors that stay whole.
+        check_context: compare, in the first pass with `cp`, what the module gives for parts of sequences with what it gives for
+            whole ones, submodule by submodule.
         fsdp: how the data-parallel ranks share the parameters: blocks, mixed precision, offload.
     """
 
@@ -97,6 +143,8 @@ class Parallel(Strategy):
     plan: Mapping[str, str | ParallelStyle] | None = None
     stages: Splits | None = None
     schedule: str = "1f1b"
+    sequence_dim: SequenceDim = None
+    check_context: bool = True
     fsdp: FSDPStrategy | FSDP2Strategy | None = None
 
     def __post_init__(self) -> None:
@@ -104,6 +152,8 @@ class Parallel(Strategy):
         for name in (*AXES, "ep"):
             if (size := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole(name, size, at_least=1 if name == "ep" else -1))
+        object.__setattr__(self, "sequence_dim", check_sequence_dim(self.sequence_dim))
+        flags(check_context=self.check_context)
         require(isinstance(self.fsdp, FSDPStrategy | FSDP2Strategy | None), "fsdp", "FSDPStrategy(...) or None", self.fsdp)
         is_plan = isinstance(self.plan, Mapping) and all(isinstance(name, str) for name in self.plan)
         require(self.plan is None or is_plan, "plan", "a dict from names of layers to styles, or None", self.plan)
@@ -145,14 +195,8 @@ class Parallel(Strategy):
         given = ("device_mesh", "process_group", "mesh")
         if any(getattr(self.fsdp, name, None) is not None for name in given):
             raise UsageError("fsdp must have no mesh and no group of its own in Parallel: the axes choose the ranks.")
-        self._refuse_what_is_not_there(dims)
-        plan = plan_stages(module, self.stages, self.schedule, dims.pp) if dims.pp > 1 else None
-        alone = set(dims.used) == {"pp"} and self.fsdp is None
-        if plan is not None and plan.kind.splits_backward and not alone:
-            raise UsageError(
-                f"schedule={self.schedule!r} computes gradients of weights apart from those of inputs, which fully_shard cannot "
-                f"follow: it needs pp alone, got {dims.used}. Use '1f1b' or 'interleaved'."
-            )
+        check_experts(module, dims.ep)
+        plan = self._stages(module, dims)
         chosen = check_tensor(module, self.plan, dims.tp) if dims.tp > 1 else {}
         _near(dims, world)
         # Phase 2: the same values on all ranks, of which each takes its part of the layers.
@@ -160,28 +204,44 @@ class Parallel(Strategy):
         ensure_group(world.device)
         remember(module)
         equalize(module, world, from_rank0=fsdp.sync_module_states)
-        pipeline = None
-        if plan is not None:
-            pipeline = cut_into_stages(module, plan, dims.pp_mesh(world.device).get_group(), world.device)
-            if alone:
-                module = recipe.compile(recipe.checkpoint_activations(module.to(world.device)))
-                return StagesPrepared(materialize(module, world.device), pipeline)
+        pipeline = None if plan is None else cut_into_stages(module, plan, dims.pp_mesh(world.device).get_group(), world.device)
+        if pipeline is not None and self._is_alone(dims):
+            module = recipe.compile(recipe.checkpoint_activations(module.to(world.device)))
+            return StagesPrepared(materialize(module, world.device), pipeline)
         if dims.tp > 1:
-            split_layers(module, chosen, dims.tp_mesh(world.device))
+            here = {name: style for name, style in chosen.items() if any(True for _ in module.get_submodule(name).parameters())}
+            split_layers(module, here, dims.tp_mesh(world.device))
+        context = None
+        if dims.cp > 1:
+            mesh_of_context = dims.cp_mesh(world.device)
+            context = ContextParallel(module, mesh_of_context, world.device, self.sequence_dim, check=self.check_context)
+        if dims.ep > 1:
+            distribute_experts(module, dims.ep_mesh(world.device), dims.ep_data_mesh(world.device))
         # Phase 3: the axes over which gradients are averaged.
         data_axes(module, dims.samples_mesh(world.device))
         mesh = {"mesh" if isinstance(fsdp, FSDP2Strategy) else "device_mesh": dims.data_mesh(world.device)}
         how = _with(fsdp, sync_module_states=False, **mesh).sharding(module, world)
         prepared = shard(module, world, recipe, how, ComposedPrepared)
         assert isinstance(prepared, ComposedPrepared)
-        prepared.dims, prepared.rank = dims, world.rank
+        prepared.context = context
         prepared.pipe(pipeline)
+        prepared.lay_out(dims, world.rank)
         return prepared
 
-    def _refuse_what_is_not_there(self, dims: ParallelDims) -> None:
-        for name in ("cp", "ep"):
-            if getattr(dims, name) > 1:
-                raise UsageError(f"{name} must be 1 in this version, got {getattr(dims, name)}.")
+    def _is_alone(self, dims: ParallelDims) -> bool:
+        """Whether a pipeline is all there is: each rank has its stages' parameters whole."""
+        return set(dims.used) == {"pp"} and self.fsdp is None
+
+    def _stages(self, module: nn.Module, dims: ParallelDims) -> Stages | None:
+        if dims.pp == 1:
+            return None
+        plan = plan_stages(module, self.stages, self.schedule, dims.pp)
+        if plan.kind.splits_backward and not self._is_alone(dims):
+            raise UsageError(
+                f"schedule={self.schedule!r} computes gradients of weights apart from those of inputs, which fully_shard cannot "
+                f"follow: it needs pp alone, got {dims.used}. Use '1f1b' or 'interleaved'."
+            )
+        return plan
 
 
 def _with(fsdp: FSDPStrategy | FSDP2Strategy, **changes: Any) -> FSDPStrategy | FSDP2Strategy:
