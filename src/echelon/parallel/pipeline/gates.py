@@ -26,7 +26,7 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.pipeline.stages import Unit
 from echelon.parallel.pipeline.values import Form, placeholder
 
-__all__ = ["Cut", "Left", "Run", "cut", "cut_of", "kept_by", "reached"]
+__all__ = ["Cut", "Left", "Run", "cut", "kept_by", "reached"]
 
 
 class Left(BaseException):
@@ -47,6 +47,7 @@ class Run:
         gave: by call, what this stage's units have returned.
         stood_in: the placeholders that were asked for.
         has_left: whether a unit of a later stage was called.
+        is_whole: whether the module itself was called.
     """
 
     stage: int
@@ -58,6 +59,7 @@ class Run:
     gave: dict[str, Any] = field(default_factory=dict)
     stood_in: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     has_left: bool = False
+    is_whole: bool = False
     outgoing: Callable[[Run], Any] = lambda run: None
     sent: Any = None
     calls: Counter[str] = field(default_factory=Counter)
@@ -84,10 +86,7 @@ class Cut:
         units: all of them, in order.
         own: the stages of this rank.
         run: the forward pass under way.
-        group: the ranks of the pipeline.
     """
-
-    group: Any = None
 
     def __init__(self, module: nn.Module, units: list[Unit], own: Iterable[int], device: torch.device) -> None:
         self.kind, self.units, self.own, self.device = type(module).__name__, units, sorted(own), device
@@ -95,6 +94,9 @@ class Cut:
         self.stage_of = {unit.name: unit.stage for unit in units}
         self.run: Run | None = None
         self._weights: list[torch.Tensor] = []  # one number each, which stands for all of a parameter
+
+    def __deepcopy__(self, memo: Any) -> Cut:  # a copy of the module is cut alike
+        return self
 
     def fill_weights(self, value: float) -> None:
         """What the author's code reads of parameters that other ranks have."""
@@ -157,6 +159,7 @@ class _GatedRoot(nn.Module):
         run = cut.run
         if run is None:
             raise _outside(cut, None)
+        run.is_whole = True
         value = super().__call__(*args, **kwargs)  # its hooks, such as fully_shard's, see what leaves the stage
         if run.has_left:
             run.sent = value
@@ -247,9 +250,3 @@ def reached(outputs: Iterable[torch.Tensor], leaves: Mapping[str, list[torch.Ten
             found.add(ids[id(variable)])
         waiting += [following for following, _ in node.next_functions]
     return found
-
-
-def cut_of(module: nn.Module) -> Cut | None:
-    """How a module was cut; None if it is whole."""
-    found = vars(module).get("_pipeline_gate")
-    return found if isinstance(found, Cut) else None

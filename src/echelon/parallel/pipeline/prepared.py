@@ -12,6 +12,7 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel import gradients
+from echelon.parallel.apart import set_apart
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import names_of_each
 from echelon.parallel.pipeline.gates import cut, kept_by
@@ -74,7 +75,7 @@ def cut_into_stages(module: nn.Module, plan: Stages, group: dist.ProcessGroup, d
     me = dist.get_rank(group)
     own = [stage for stage, rank in enumerate(plan.ranks) if rank == me]
     made = cut(module, plan.units, own, device)
-    made.group = group
+    set_apart(module, group)
     members = dist.get_process_group_ranks(group)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(len(members))): group}
     for ranks in sorted({tuple(ranks) for ranks in plan.shared.values() if me in ranks}):

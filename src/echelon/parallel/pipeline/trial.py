@@ -32,7 +32,7 @@ def compute(cut: Cut, run: Run, act: Callable[[], Any]) -> Any:
         left, value = True, None
     finally:
         cut.run = None
-    if left and not run.has_left:
+    if not run.is_whole:
         raise UsageError(
             f"compute_loss calls a submodule of {cut.kind} directly, and {cut.kind} is split over {cut.count} stages: it must "
             "call the module itself."

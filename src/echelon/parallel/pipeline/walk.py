@@ -138,7 +138,7 @@ class Walk:
         self.solid = True
         fresh = Run(run.stage, run.received, run.forms, run.fills, True, run.tracked)
         value = compute(self.cut, fresh, act)
-        run.gave, run.stood_in, run.has_left = fresh.gave, fresh.stood_in, fresh.has_left
+        run.gave, run.stood_in = fresh.gave, fresh.stood_in
         return value
 
     def _needed(self, stage: int, forms: dict[str, Form], act: Callable[[], Any]) -> dict[str, Any]:
