@@ -78,18 +78,18 @@ def _passes(parts: SequenceParts, forward: Any, module: nn.Module, whole: Any, s
     part = map_tensors(whole, lambda value: _cut(value, short, parts))
     with _undisturbed(module), torch.no_grad():
         with over(None), _Watch(module) as first:
-            forward(*whole[0], **whole[1])
+            first.note(forward(*whole[0], **whole[1]))
         with _Watch(module) as second:
-            forward(*part[0], **part[1])
+            second.note(forward(*part[0], **part[1]))
     return _first_difference(first.seen, second.seen, short, parts)
 
 
 def _differs(module: nn.Module, root: str, name: str, side: str, difference: float, size: int) -> UsageError:
-    where = f"{root}.{name}"
     kind = type(module.get_submodule(name)).__name__.removeprefix("FSDP")
+    where = f"{root}.{name} ({kind})" if name else root
     what = "gets other inputs" if side == "in" else "gives other outputs"
     return UsageError(
-        f"context parallelism over {size} ranks would change the model: {where} ({kind}) {what} for the parts of a sequence than "
+        f"context parallelism over {size} ranks would change the model: {where} {what} for the parts of a sequence than "
         f"for the whole; they differ by {difference:.1%} of their norm. It must compute attention by "
         "torch.nn.functional.scaled_dot_product_attention, positions by echelon.positions(x) instead of torch.arange, and "
         "anything else token by token. If only the comparison is wrong, as with random numbers in evaluation mode, switch it "
@@ -158,6 +158,10 @@ class _Watch:
 
     def __exit__(self, *raised: Any) -> None:
         self._stack.close()
+
+    def note(self, outputs: Any) -> None:
+        """What the module itself gave."""
+        self.seen["", 0, "out"] = [t.detach() for t in _tensors(outputs)]
 
     def _hook(self, name: str, side: str) -> Any:
         calls: list[int] = []
