@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from echelon.parallel.ddp import DDPStrategy
     from echelon.parallel.deferred import on_meta
     from echelon.parallel.dp import DPStrategy
+    from echelon.parallel.experts import GroupedExperts, MoE, auxiliary_loss, expert_loads
     from echelon.parallel.float8 import Float8
     from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
     from echelon.parallel.fsdp2 import FSDP2Strategy
@@ -84,11 +85,13 @@ __all__ = [
     "FSDP2Strategy",
     "FSDPStrategy",
     "Float8",
+    "GroupedExperts",
     "HSDPStrategy",
     "Loader",
     "LoaderOptions",
     "Mean",
     "Mixture",
+    "MoE",
     "NOOPStrategy",
     "Packed",
     "Parallel",
@@ -122,6 +125,7 @@ __all__ = [
     "Weighted",
     "World",
     "ZeROStrategy",
+    "auxiliary_loss",
     "checkpoint_wrapper",
     "count_tokens",
     "cu_seqlens",
@@ -129,6 +133,7 @@ __all__ = [
     "epochs",
     "evaluate",
     "evaluating",
+    "expert_loads",
     "fit",
     "init_from_env",
     "launch",
@@ -193,6 +198,7 @@ _NAMES = {
     "parallel.ddp": ["DDPStrategy"],
     "parallel.deferred": ["on_meta"],
     "parallel.dp": ["DPStrategy"],
+    "parallel.experts": ["GroupedExperts", "MoE", "auxiliary_loss", "expert_loads"],
     "parallel.float8": ["Float8"],
     "parallel.fsdp": ["FSDPStrategy", "HSDPStrategy"],
     "parallel.fsdp2": ["FSDP2Strategy"],

@@ -24,6 +24,7 @@ from echelon.parallel.axes import data_axes
 from echelon.parallel.context import ContextParallel
 from echelon.parallel.context_batch import SequenceDim, check_sequence_dim
 from echelon.parallel.ddp import DDPStrategy
+from echelon.parallel.experts import check_experts, distribute_experts
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.materialize import remember
@@ -178,6 +179,7 @@ class Parallel(Strategy):
         if any(getattr(self.fsdp, name, None) is not None for name in given):
             raise UsageError("fsdp must have no mesh and no group of its own in Parallel: the axes choose the ranks.")
         self._refuse_what_is_not_there(dims)
+        check_experts(module, dims.ep)
         chosen = check_tensor(module, self.plan, dims.tp) if dims.tp > 1 else {}
         _near(dims, world)
         # Phase 2: the same values on all ranks, of which each takes its part of the layers.
@@ -191,6 +193,8 @@ class Parallel(Strategy):
         if dims.cp > 1:
             mesh_of_context = dims.cp_mesh(world.device)
             context = ContextParallel(module, mesh_of_context, world.device, self.sequence_dim, check=self.check_context)
+        if dims.ep > 1:
+            distribute_experts(module, dims.ep_mesh(world.device), dims.ep_data_mesh(world.device))
         # Phase 3: the axes over which gradients are averaged.
         data_axes(module, dims.samples_mesh(world.device))
         mesh = {"mesh" if isinstance(fsdp, FSDP2Strategy) else "device_mesh": dims.data_mesh(world.device)}
@@ -202,7 +206,7 @@ class Parallel(Strategy):
         return prepared
 
     def _refuse_what_is_not_there(self, dims: ParallelDims) -> None:
-        for name in ("pp", "ep"):
+        for name in ("pp",):
             if getattr(dims, name) > 1:
                 raise UsageError(f"{name} must be 1 in this version, got {getattr(dims, name)}.")
 

@@ -122,7 +122,7 @@ class Prepared(Generic[M]):
     def find_replicas(self) -> None:
         """Learn whether another rank speaks for this one's samples. Collective if the module is parallel."""
         if agree.is_joined() and (self.averaged or self.forward_is_collective):
-            told = agree.gather([self._share.rank, [axis.ranks for axis in self.averaged]])
+            told = agree.gather([self._share.rank, [axis.digest for axis in self.averaged]])
             self.is_replica = speaks_for(told, dist.get_rank()) != dist.get_rank()
 
     def adopt(self) -> None:
