@@ -78,12 +78,11 @@ def test_two_ranks_of_one_sequence_train_like_one_process(ranks: Ranks, case: st
         assert max(far) < 1e-11, (case, far)
 
 
-@pytest.mark.parametrize("shape", [(4, 1), (2, 2)], ids=["cp 4", "dp_shard 2 x cp 2"])
-def test_four_ranks_train_like_one_process(ranks: Ranks, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("case, cp, dp", [("token weights", 4, 1), ("clipped", 2, 2)])
+def test_four_ranks_train_like_one_process(ranks: Ranks, case: str, cp: int, dp: int) -> None:
     """Rows differ in number between the shares of the data."""
-    for case in ("clipped", "token weights"):
-        for far in ranks(4, _train, case, *shape):
-            assert max(far) < 1e-11, (case, far)
+    for far in ranks(4, _train, case, cp, dp):
+        assert max(far) < 1e-11, (case, far)
 
 
 # --- one attention
@@ -336,11 +335,10 @@ def _refused(case: str) -> str:
     make, how, _ = REFUSED[case]
     torch.manual_seed(0)
     unit = Language(module=make().double(), strategy="cp=2", **({"loss": how["loss"]} if "loss" in how else {}))
-    before = [p.to_local().clone() for p in unit.module.parameters()]
     batch = how.get("batch") or tokens(2, how.get("length", 16), 0)
     with pytest.raises(UsageError) as raised:
         ech.train(unit, [batch, batch], max_epochs=1)
-    assert all(torch.equal(a, p.to_local()) for a, p in zip(before, unit.module.parameters(), strict=True))
+    assert unit.window.updates == 0
     return str(raised.value)
 
 
