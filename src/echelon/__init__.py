@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from echelon.parallel.activation import ActivationCheckpointParams, checkpoint_wrapper
     from echelon.parallel.axes import data_axes
     from echelon.parallel.composed import Parallel
+    from echelon.parallel.context_active import positions, whole_sequence
     from echelon.parallel.ddp import DDPStrategy
     from echelon.parallel.deferred import on_meta
     from echelon.parallel.dp import DPStrategy
@@ -138,6 +139,7 @@ __all__ = [
     "launch",
     "linear_cross_entropy",
     "on_meta",
+    "positions",
     "predict",
     "prepare",
     "prepare_ddp",
@@ -151,6 +153,7 @@ __all__ = [
     "spawn",
     "test",
     "train",
+    "whole_sequence",
     "window",
     "write_tokens",
 ]
@@ -190,6 +193,7 @@ _NAMES = {
     "loop.unit": ["EvalUnit", "PredictUnit", "TestUnit", "TrainUnit"],
     "parallel.activation": ["ActivationCheckpointParams", "checkpoint_wrapper"],
     "parallel.axes": ["data_axes"],
+    "parallel.context_active": ["positions", "whole_sequence"],
     "parallel.composed": ["Parallel"],
     "parallel.ddp": ["DDPStrategy"],
     "parallel.deferred": ["on_meta"],

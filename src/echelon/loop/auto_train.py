@@ -109,7 +109,8 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
 
         A number if it is known on the host; a 0-dim tensor on the device is summed up there without waiting.
         """
-        return rows(data)
+        share = self.prepared.share
+        return rows(data) if isinstance(share, float) and share == 1 else rows(data) * share
 
     def flops(self, data: T) -> float | None:
         """FLOPs of a micro-batch, forward and backward, without what is computed again: for `mfu` in metrics.jsonl.
