@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from echelon.contracts.errors import EchelonError, RanksDisagreeError
-from echelon.world import agree, rng
+from echelon.world import agree, first, rng
 from tests.conftest import Ranks
 
 
@@ -63,6 +63,73 @@ def _same(values: list[int]) -> str:
 def test_disagreement_is_raised_on_every_rank_with_every_value(ranks: Ranks) -> None:
     assert ranks(2, _same, [3, 3]) == ["agreed"] * 2
     assert ranks(2, _same, [3, 4]) == ["ranks disagree about the number of steps: rank 0: 3, rank 1: 4. Mend it."] * 2
+
+
+def _told(values: list[Any]) -> tuple[Any, list[Any], bool]:
+    """What each says first, the different values, and whether the first of these took nothing that grows with the ranks."""
+    mine, gathers = values[dist.get_rank()], []
+    real = dist.all_gather
+    dist.all_gather = lambda *a, **k: gathers.append(1) or real(*a, **k)  # type: ignore[func-returns-value]
+    try:
+        return agree.first_told(mine), agree.kinds(mine), not gathers
+    finally:
+        dist.all_gather = real
+
+
+@pytest.mark.parametrize(
+    ("values", "first_one", "different"),
+    [
+        ([None] * 4, None, [None]),
+        ([None, None, "x" * 500, "y"], "x" * 500, [None, "x" * 500, "y"]),
+        ([[1, "x" * 500]] * 4, [1, "x" * 500], [[1, "x" * 500]]),
+        ([2, 1, 2, 1], 2, [2, 1]),
+        ([0, "", [], {}], 0, [0, "", [], {}]),
+    ],
+)
+def test_the_first_value_and_the_different_ones(ranks: Ranks, values: list[Any], first_one: Any, different: list[Any]) -> None:
+    assert ranks(4, _told, values) == [(first_one, different, len(different) == 1)] * 4
+
+
+def _any_of_each() -> list[bool]:
+    return agree.any_ranks([False, dist.get_rank() == 1, True])
+
+
+def test_flags_are_agreed_on_one_by_one(ranks: Ranks) -> None:
+    assert ranks(2, _any_of_each) == [[False, True, True]] * 2
+    assert agree.any_ranks([False, True]) == [False, True]
+
+
+def _to_first(values: list[Any]) -> Any:
+    told = first.tell(values[dist.get_rank()])
+    return None if told is None else (list(told[0]), told[1])
+
+
+def test_rank_0_alone_is_told_each_different_value_once(ranks: Ranks) -> None:
+    long = [["w", [i], "torch.float32"] for i in range(5000)]
+    assert ranks(4, _to_first, [long, "b", long, "b"]) == [([long, "b"], [0, 1, 0, 1]), None, None, None]
+    assert ranks(4, _to_first, [{}, {}, {}, {}]) == [([{}], [0, 0, 0, 0]), None, None, None]
+    one = first.tell(5)
+    assert one is not None and (list(one[0]), one[1]) == ([5], [0])
+
+
+def _handed(lengths: list[int], fails: bool) -> Any:
+    def make() -> list[bytes]:
+        assert dist.get_rank() == 0, "only rank 0 makes them"
+        if fails:
+            raise ValueError("no plan")
+        return [bytes([65 + rank]) * length for rank, length in enumerate(lengths)]
+
+    try:
+        return first.hand_out(make)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def test_each_rank_is_given_its_own_or_the_error(ranks: Ranks) -> None:
+    assert ranks(2, _handed, [1, 3], False) == [b"A\0\0", b"BBB"]
+    assert ranks(2, _handed, [0, 0], False) == [b"", b""]
+    assert ranks(2, _handed, [1, 1], True) == [("ValueError", "no plan"), ("EchelonError", "rank 0 failed: ValueError: no plan")]
+    assert first.hand_out(lambda: [b"x"]) == b"x"
 
 
 def _read(fails: bool) -> Any:

@@ -83,15 +83,16 @@ class Background:
 
     def _await_others(self, staged: Location, ranks: int) -> dict[str, Any] | None:
         """The files of all ranks; None if the save was given up."""
-        found: dict[int, Any] = {}
+        found: dict[str, Any] = {}
+        rank = 0
         while not self._given_up.is_set():
-            for rank in range(ranks):
-                path = staged / f".done-{rank:05d}"
-                if rank not in found and path.exists():
-                    found[rank] = _done(path)
-                    path.unlink()
-            if len(found) == ranks:
-                return {name: entry for rank in range(ranks) for name, entry in found[rank].items()}
+            # In turn: one look at a time, however many ranks there are, and a shared file system is asked for little.
+            while rank < ranks and (path := staged / f".done-{rank:05d}").exists():
+                found |= _done(path)
+                path.unlink()
+                rank += 1
+            if rank == ranks:
+                return found
             self._given_up.wait(_LOOK_S)
         return None
 

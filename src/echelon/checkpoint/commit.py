@@ -38,7 +38,7 @@ from echelon.checkpoint.location import (
 from echelon.checkpoint.manifest import MANIFEST, committed, is_whole, named, named_folders, step_of
 from echelon.contracts import errors
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError
-from echelon.world import agree
+from echelon.world import agree, first
 
 __all__ = [
     "candidates",
@@ -152,8 +152,8 @@ def publish(staged: Location, step: int, files: dict[str, Any], facts: dict[str,
     Args:
         files: this rank's files, by name: size and checksums.
     """
-    everyones = agree.gather(files)
-    joined = {file: entry for each in everyones for file, entry in each.items()}
+    told = first.tell(files)
+    joined = {file: entry for each in told[0] for file, entry in each.items()} if told is not None else {}
     on_rank0(lambda: commit(staged, step, joined, facts, name) and None, staged)
     return staged.parent / (name or named(step))
 
@@ -252,7 +252,7 @@ def verify(folder: Location) -> dict[str, Any]:
         unreadable = str(error)
     except Exception as error:  # libraries of object stores have errors of their own: no rank may wait for this one
         unreadable = f"{folder} is there but cannot be read: {error!r}."
-    told = agree.gather([unreadable, wrong])
+    told = agree.kinds([unreadable, wrong])
     for text, _ in told:
         if text is not None:
             raise errors.CheckpointUnreadableError(text)

@@ -44,7 +44,5 @@ def own_file(rank: int) -> str:
 
 def raise_on_all(problem: str | None, kind: type[CheckpointError] = CheckpointError) -> None:
     """The first rank's problem as an error on every rank, if any rank has one. Collective."""
-    told = agree.gather(problem)
-    first = next((text for text in told if text is not None), None)
-    if first is not None:
+    if (first := agree.first_told(problem)) is not None:
         raise kind(first)

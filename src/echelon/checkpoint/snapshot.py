@@ -21,13 +21,11 @@ from echelon.checkpoint.buffers import Buffers
 from echelon.checkpoint.header import SIZES
 from echelon.checkpoint.layout import INDEX, STATE, NamedState, Stateful, in_file, own_file, raise_on_all, tensors_file, this_rank
 from echelon.checkpoint.location import Location
+from echelon.checkpoint.spread import Piece, spread
 from echelon.contracts.errors import CheckpointError
-from echelon.world import agree
+from echelon.world import agree, first
 
 __all__ = ["Planned", "Snapshot", "snapshot"]
-
-# A piece of a tensor: its name, and where it begins in the whole.
-Piece = tuple[str, tuple[int, ...]]
 
 
 @dataclass
@@ -36,7 +34,7 @@ class Snapshot:
 
     Attributes:
         pieces: by name in the file, this rank's share of all tensors.
-        index: of all tensors of all ranks, for rank 0 to write.
+        index: of all tensors of all ranks, which rank 0 writes; elsewhere empty.
         rest, own: encoded states and their tensors.
     """
 
@@ -115,44 +113,28 @@ class Planned:
         self._index: dict[str, Any] = {}
 
     def assign(self, listing: list[Any]) -> tuple[set[Piece], dict[str, Any]]:
-        """The pieces that this rank writes, and the index of all. Collective.
+        """The pieces that this rank writes; and on rank 0 the index of all. Collective.
+
+        Rank 0 decides: it gets each different listing once, and answers each rank with one bit a piece.
 
         Args:
             listing: name, offsets, sizes, type, shape of each piece that this rank could write, and whether ranks may hold other
                 values, of which the first rank's count.
         """
         if agree.any_rank(listing != self._listing):
-            self._mine, self._index = self._spread(agree.gather(listing))
-            self._listing = listing
+            told, index = first.tell(listing), dict[str, Any]()
+
+            def decide() -> list[bytes]:
+                assert told is not None  # on rank 0
+                writes, made = spread(*told)
+                index.update(made)
+                return writes
+
+            bits = first.hand_out(decide)
+            pieces = [(name, tuple(offsets)) for name, offsets, *_ in listing]
+            self._mine = {piece for at, piece in enumerate(pieces) if bits[at // 8] >> at % 8 & 1}
+            self._listing, self._index = listing, index
         return self._mine, self._index
-
-    def _spread(self, listings: list[list[Any]]) -> tuple[set[Piece], dict[str, Any]]:
-        """Of equal pieces, one is written; large ones first, each by the rank that has least to write so far."""
-        holders: dict[Piece, tuple[list[int], Any]] = {}
-        leading = set()
-        for rank, listing in enumerate(listings):
-            for name, offsets, sizes, dtype, shape, leads in listing:
-                holders.setdefault((name, tuple(offsets)), ([], (sizes, dtype, shape)))[0].append(rank)
-                if leads:
-                    leading.add(name)
-        load, mine = [0] * len(listings), set[Piece]()
-        index: dict[str, Any] = {}
-        me, _ = this_rank()
-        for piece, (ranks, (sizes, dtype, shape)) in sorted(holders.items(), key=lambda each: (-_bytes(each[1][1]), each[0])):
-            writer = ranks[0] if piece[0] in leading else min(ranks, key=lambda r: (load[r], r))
-            load[writer] += _bytes((sizes, dtype, shape))
-            if writer == me:
-                mine.add(piece)
-            entry = index.setdefault(piece[0], {"dtype": dtype, "shape": shape, "pieces": []})
-            entry["pieces"].append([list(piece[1]), sizes, tensors_file(writer)])
-        return mine, dict(sorted(index.items()))
-
-
-def _bytes(kind: tuple[list[int], str, list[int]]) -> int:
-    size = plain.dtype_of(kind[1]).itemsize
-    for dim in kind[0]:
-        size *= dim
-    return size
 
 
 def snapshot(states: dict[str, Stateful], rank_state: dict[str, Any], planned: Planned | None = None) -> Snapshot:

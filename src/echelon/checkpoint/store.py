@@ -7,6 +7,7 @@ files, so that no rank ever holds more than its own tensors. Reading is each ran
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -107,7 +108,10 @@ def _load(states: dict[str, Any], values: dict[str, dict[str, Any]], rest: dict[
 
 def _same_states(states: dict[str, Stateful]) -> None:
     """Refuse ranks with different units: their collectives would not match, and they would hang."""
-    told = agree.gather({name: type(state).__name__ for name, state in states.items()})
+    mine = {name: type(state).__name__ for name, state in states.items()}
+    if len(agree.kinds(mine)) == 1:
+        return
+    told = agree.gather(mine)
     names = sorted({name for each in told for name in each})
     rows = [row for n in names if len(set((row := (n, *(each.get(n, "-") for each in told)))[1:])) > 1]
     if rows:
@@ -149,9 +153,7 @@ def on_each(folder: Location, act: Callable[[], T]) -> T:
         own = error  # type: ignore[assignment]
         known = isinstance(error, (OSError, RuntimeError, ValueError, KeyError, TypeError))
         problem = ["CheckpointError", f"{folder} could not be read: {str(error) if known else repr(error)}"]
-    told = agree.gather(problem)
-    first = next((each for each in told if each is not None), None)
-    if first is not None:
+    if (first := agree.first_told(problem)) is not None:
         kind: type[errors.EchelonError] = getattr(errors, first[0])
         raise kind(first[1]) from own
     return value  # type: ignore[return-value]
@@ -174,16 +176,19 @@ def compare(
     mine = [
         [*(k for k in wanted if k not in saved.index), *lacking],
         [[k, saved.shape(k), list(v.size())] for k, v in both.items() if saved.shape(k) != list(v.size())],
-        [k for k in of_asked if k not in wanted],
         [[k, saved.index[k]["dtype"], str(v.dtype)] for k, v in both.items() if saved.index[k]["dtype"] != str(v.dtype)],
         list(over),
+        hashlib.sha256("\n".join(of_asked).encode()).hexdigest(),
     ]
-    told = agree.gather(mine)
-    over = sorted({name for each in told for name in each[4]})
+    told = agree.kinds(mine)
+    if any(each[4] != told[0][4] for each in told):
+        raise CheckpointMismatchError(f"ranks restore {folder} under different names. Give all of them the same `rename`.")
+    over = sorted({name for each in told for name in each[3]})
     missing = sorted({k for each in told for k in each[0]} | {name for name in states if name not in rest})
     shapes = {k: (a, b) for each in told for k, a, b in each[1]}
-    unexpected = sorted(set(told[0][2]).intersection(*(each[2] for each in told[1:]))) + list(over)
-    cast = {k: (a.removeprefix("torch."), b.removeprefix("torch.")) for each in told for k, a, b in each[3]}
+    by_anyone = agree.any_ranks([k in wanted for k in of_asked])
+    unexpected = sorted(k for k, is_wanted in zip(of_asked, by_anyone, strict=True) if not is_wanted) + list(over)
+    cast = {k: (a.removeprefix("torch."), b.removeprefix("torch.")) for each in told for k, a, b in each[2]}
     rows = [(k, str(tuple(a)), str(tuple(b))) for k, (a, b) in sorted(shapes.items())]
     if strict:
         rows += [(k, "-", _shape_of(wanted.get(k))) for k in missing]

@@ -112,7 +112,7 @@ class Run:
 
     def _leaves(self, stage: Stage) -> bool:
         """Whether this run was asked to stop by a signal, on any rank, before it was complete or ended by its own script."""
-        heard = next((signal for signal in agree.gather(stop.asked()) if signal is not None), None)
+        heard = agree.first_told(stop.asked())
         if heard is None:
             return False
         stop.asked_elsewhere(heard)

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 16
 
+_NOT_FINITE = ("nan", "inf", "-inf")
+
 # Half precision ends at 2**16: below this scale only gradients beyond 2**32 overflow, and those are inf or nan themselves.
 _NO_SCALE = 2.0**-16
 
@@ -130,7 +132,7 @@ class FiniteWatch:
                 f"such as sqrt(0) or a division by a norm; detect_anomaly=True names it. {off}"
             )
         owns = agree.gather(str(self._own)) if together else [str(self._own)]
-        bad = [f"rank {r}: {v}" for r, v in enumerate(owns) if v in ("nan", "inf", "-inf")] if together else owns
+        bad = [f"rank {r}: {v}" for r, v in enumerate(owns) if v in _NOT_FINITE] if together else owns
         raise NonFiniteError(
             f"the loss was not finite in {self._row} updates in a row, the first of them {self._first} "
             f"({', '.join(bad) or 'of no rank by itself, but of their sum'}). Checkpoints up to step {self._first.step} are from "
@@ -166,8 +168,11 @@ def check_loss(loss: torch.Tensor, weight: Any, step: int) -> None:
     Raises:
         NonFiniteError: on all ranks.
     """
-    values = agree.gather(str(float(loss.detach()) if float(weight) else 0.0))
-    if bad := [f"rank {r}: {v}" for r, v in enumerate(values) if v in ("nan", "inf", "-inf")]:
+    value = str(float(loss.detach()) if float(weight) else 0.0)
+    if not agree.any_rank(value in _NOT_FINITE):
+        return
+    values = agree.gather(value)
+    if bad := [f"rank {r}: {v}" for r, v in enumerate(values) if v in _NOT_FINITE]:
         raise NonFiniteError(f"step {step}: the loss is not finite ({', '.join(bad)}). The parameters were not changed.")
 
 

@@ -111,8 +111,7 @@ def check_tracked(unit: Any) -> None:
     """
     optimizers, modules = unit.tracked_optimizers(), unit.tracked_modules()
     problem = None if overrides().observes else _problem(unit, optimizers, modules)
-    first = next((told for told in agree.gather(problem) if told is not None), None)
-    if first is not None:
+    if (first := agree.first_told(problem)) is not None:
         raise UsageError(f"{first} {_REMEDY}.")
     for optimizer in optimizers.values():
         if any(is_split(p) for p in parameters_of(optimizer)):

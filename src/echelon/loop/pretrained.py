@@ -175,7 +175,7 @@ def _gathered(values: Mapping[str, Any], needed: Iterable[str], folder: Path) ->
                     problem = f"rank 0: {explain(error, folder)}"
             del whole
         found[name] = same[id(value)]
-    problem = agree.gather(problem)[0]
+    problem = agree.first_told(problem)
     if problem is not None:
         raise CheckpointWriteError(problem)
     return found if agree.is_rank0() else {}

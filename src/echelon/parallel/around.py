@@ -159,7 +159,7 @@ class _Watch:
         if module is None:
             return
         named = [(n, p) for n, p in module.module.named_parameters() if p in parameters]
-        everyones = agree.gather([None if p.grad is None else _digest(p.grad) for _, p in named], module.process_group)
+        everyones = agree.kinds([None if p.grad is None else _digest(p.grad) for _, p in named], module.process_group)
         for (name, _), *digests in zip(named, *everyones, strict=False):
             if any(digest != digests[0] for digest in digests):
                 raise UsageError(f"the gradient of {self._name}.{name} differs between ranks: {why}")

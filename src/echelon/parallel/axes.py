@@ -6,9 +6,10 @@ layers carries the same ones. What cannot be read off is refused, with the axis'
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,11 @@ class Axis:
     @property
     def ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self.group)
+
+    @property
+    def digest(self) -> str:
+        """The same for the same ranks, and another for others, however many they are."""
+        return hashlib.sha256(str(self.ranks).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -115,13 +121,16 @@ def mesh_of(module: nn.Module) -> dict[str, int]:
     return found
 
 
-def split_axes(module: nn.Module) -> list[Axis]:
+def split_axes(module: nn.Module, *, without: Collection[nn.Parameter] = ()) -> list[Axis]:
     """The axes over which some parameter is split."""
-    found: dict[str, Axis] = {}
+    meshes: dict[tuple[int, tuple[int, ...]], DeviceMesh] = {}
     for parameter in module.parameters():
-        if (mesh := getattr(parameter, "device_mesh", None)) is not None:
-            numbers = [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]  # type: ignore[attr-defined]
-            found |= {str(axis.ranks): axis for axis in axes_of(mesh, numbers)}
+        if parameter not in without and (mesh := getattr(parameter, "device_mesh", None)) is not None:
+            split = (i for i, placement in enumerate(parameter.placements) if not placement.is_replicate())  # type: ignore[attr-defined]
+            meshes.setdefault((id(mesh), tuple(split)), mesh)
+    found: dict[str, Axis] = {}
+    for (_, numbers), mesh in meshes.items():
+        found |= {axis.digest: axis for axis in axes_of(mesh, numbers)}
     return list(found.values())
 
 
@@ -131,18 +140,20 @@ def sharded_axes(module: nn.Module) -> list[Axis]:
     In a parameter's mesh its axes come first: that of the copies, if there are any, then that of the shards. Axes after them
     split layers.
     """
-    found: dict[str, list[Axis]] = {}
+    meshes: dict[tuple[int, bool], DeviceMesh] = {}
     for parameter in module.parameters():
-        if (mesh := getattr(parameter, "device_mesh", None)) is None:
-            continue
-        copies = mesh.ndim > 1 and parameter.placements[0].is_replicate()  # type: ignore[attr-defined]
+        if (mesh := getattr(parameter, "device_mesh", None)) is not None:
+            copies = mesh.ndim > 1 and parameter.placements[0].is_replicate()  # type: ignore[attr-defined]
+            meshes.setdefault((id(mesh), copies), mesh)
+    found: dict[str, list[Axis]] = {}
+    for (_, copies), mesh in meshes.items():
         axes = axes_of(mesh, [0, 1] if copies else [0])
-        found.setdefault(str([axis.ranks for axis in axes]), axes)
+        found.setdefault(" ".join(axis.digest for axis in axes), axes)
     if len(found) > 1:
         logger.warning(
             "%s: fully_shard reduces some parameters over the ranks %s, others over %s; the first are taken for the data's",
             type(module).__name__,
-            *list(found)[:2],
+            *([axis.ranks for axis in axes] for axes in list(found.values())[:2]),
         )
     return next(iter(found.values()), [Axis.of(None)])
 
@@ -169,15 +180,20 @@ def _number(axes: Sequence[Axis]) -> Share:
     return Share(rank, size)
 
 
-def speaks_for(told: Sequence[tuple[int, Sequence[Sequence[int]]]], rank: int) -> int:
+def speaks_for(told: Sequence[tuple[int, Sequence[str]]], rank: int) -> int:
     """The first rank that has the same samples as this one, or itself if its gradient counts beside theirs.
 
     Args:
-        told: of each rank, the number of its share and the ranks of each axis over which its gradients are averaged.
+        told: of each rank, the number of its share and the digests of the axes over which its gradients are averaged. Ranks of
+            one axis have the same digest. Lists of ranks would be as many numbers as the square of the ranks.
     """
+    along: dict[str, list[int]] = {}
+    for each, (_, digests) in enumerate(told):
+        for digest in digests:
+            along.setdefault(digest, []).append(each)
     averaged, found = {rank}, [rank]
     for each in found:  # grows meanwhile
-        new = {peer for ranks in told[each][1] for peer in ranks} - averaged
+        new = {peer for digest in told[each][1] for peer in along.pop(digest, ())} - averaged
         averaged |= new
         found += new
     return next((r for r in range(rank) if told[r][0] == told[rank][0] and r not in averaged), rank)

@@ -75,7 +75,7 @@ class Buffers:
         now = _checksums(module)
         names = [n for n, checksum in now.items() if n not in self._changing and checksum != self._seen.get(n)]
         for group in self._groups:
-            names = list(dict.fromkeys(n for each in agree.gather(names, group) for n in each))
+            names = list(dict.fromkeys(n for each in agree.kinds(names, group) for n in each))
         self._changing |= dict.fromkeys(names)
 
     @torch.no_grad()

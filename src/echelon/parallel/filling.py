@@ -90,7 +90,7 @@ def _fill_divided(origins: list[Origin], targets: dict[str, torch.Tensor], devic
                 mine = turn[rank].computed().contiguous()
             except UsageError as error:
                 problem = str(error)
-        if first := next((text for text in agree.gather(problem) if text is not None), None):
+        if (first := agree.first_told(problem)) is not None:
             raise UsageError(first)
         for owner, origin in enumerate(turn):
             if owner == rank:

@@ -79,7 +79,7 @@ def check_equal(parameters: Sequence[nn.Parameter], groups: Groups, what: str) -
     """
     mine = [[list(p.shape), str(p.dtype), str(complex(p.detach().to(torch.complex128).sum()))] for p in parameters]
     for group in groups:
-        if any(other != mine for other in agree.gather(mine, group)):
+        if len(agree.kinds(mine, group)) > 1:
             raise UsageError(
                 f"{what} outside the module that differ between ranks, and averaging their gradients would not make them equal. "
                 "Make them part of the module, or seed all ranks alike before creating them. If each rank is to train its own, "

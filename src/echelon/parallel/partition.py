@@ -9,6 +9,7 @@ Communication: after each step one broadcast per owner, type and device; paramet
 
 from __future__ import annotations
 
+import heapq
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,9 +39,12 @@ def assign(sizes: Sequence[int], load: list[int], *, largest_first: bool = True)
         largest_first: else in the order of the items, which divides less evenly.
     """
     chosen = [0] * len(sizes)
+    least = [(has, owner) for owner, has in enumerate(load)]
+    heapq.heapify(least)
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)) if largest_first else range(len(sizes)):
-        chosen[i] = min(range(len(load)), key=lambda r: (load[r], r))
-        load[chosen[i]] += sizes[i]
+        owner = chosen[i] = least[0][1]
+        load[owner] += sizes[i]
+        heapq.heapreplace(least, (load[owner], owner))
     return chosen
 
 

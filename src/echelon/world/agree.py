@@ -3,13 +3,18 @@
 All functions are collective over the default group, or the one that they are given: every rank of it calls them in the same
 order. In a world of one they return at once. The default group needs a backend for host memory (gloo), which `init_from_env`
 always provides.
+
+What a rank gets, of R ranks and values of B bytes: one value by `any_rank`, `first_told`, `same_on_all` and `from_rank0`, and
+by `kinds` where all have the same; else by `kinds` R digests and the values that differ; R x B by `gather`, which is for a few
+words. What only rank 0 must know goes by `first`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +23,19 @@ import torch.distributed as dist
 from echelon.contracts.errors import EchelonError, RanksDisagreeError
 from echelon.world.timeout import timeout_of_default_group
 
-__all__ = ["AnyRankLater", "any_rank", "channel", "control_group", "from_rank0", "gather", "is_rank0", "same_on_all"]
+__all__ = [
+    "AnyRankLater",
+    "any_rank",
+    "any_ranks",
+    "channel",
+    "control_group",
+    "first_told",
+    "from_rank0",
+    "gather",
+    "is_rank0",
+    "kinds",
+    "same_on_all",
+]
 
 T = TypeVar("T")
 
@@ -58,6 +75,15 @@ def any_rank(flag: bool) -> bool:
     value = torch.tensor([1 if flag else 0], dtype=torch.int32)
     dist.all_reduce(value, op=dist.ReduceOp.MAX, group=control_group())
     return bool(value.item())
+
+
+def any_ranks(flags: Sequence[bool]) -> list[bool]:
+    """`any_rank` for each of several flags, equally many on all ranks."""
+    if not is_joined() or not flags:
+        return list(flags)
+    values = torch.tensor(flags, dtype=torch.uint8)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=control_group())
+    return [bool(each) for each in values.tolist()]
 
 
 class AnyRankLater:
@@ -100,20 +126,24 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         return [value]
     group, device = channel(group)
 
-    def exchange(mine: torch.Tensor) -> list[torch.Tensor]:
-        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, mine, group=group)
-        return parts
-
     data = json.dumps(value).encode()
-    frames = [part.cpu().numpy().tobytes() for part in exchange(_frame(data).to(device))]
+    frames = _of_all(_frame(data).to(device), group)
     lengths = [int.from_bytes(frame[:_LENGTH], "little") for frame in frames]
     rest = max(lengths) - _SHORT
     if rest > 0:
         longer = torch.zeros(rest, dtype=torch.uint8)
         longer[: max(0, len(data) - _SHORT)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)[_SHORT:]
-        frames = [frame + part.cpu().numpy().tobytes() for frame, part in zip(frames, exchange(longer.to(device)), strict=True)]
+        frames = [frame + more for frame, more in zip(frames, _of_all(longer.to(device), group), strict=True)]
     return [json.loads(frame[_LENGTH : _LENGTH + length]) for frame, length in zip(frames, lengths, strict=True)]
+
+
+def _of_all(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Every rank's bytes, equally many."""
+    ranks, each = dist.get_world_size(group), mine.numel()
+    parts = torch.empty(ranks, each, dtype=torch.uint8, device=mine.device)
+    dist.all_gather(list(parts.unbind()), mine, group=group)
+    data = parts.cpu().numpy().tobytes()
+    return [data[at : at + each] for at in range(0, ranks * each, each)]
 
 
 # A message's first part has this size: its length, and as much of it as fits. Most agreements are `null` or a few words.
@@ -125,20 +155,68 @@ def _frame(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(len(data).to_bytes(_LENGTH, "little") + data[:_SHORT].ljust(_SHORT)), dtype=torch.uint8)
 
 
-def _from_first(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """The first rank's value. What it is elsewhere does not matter."""
+def _from(rank: int, value: Any, group: dist.ProcessGroup | None) -> Any:
+    """The value of that rank of the group. What it is elsewhere does not matter."""
     group, device = channel(group)
-    data = json.dumps(value).encode()
+    speaks = dist.get_rank(group) == rank
+    data = json.dumps(value if speaks else None).encode()
     frame = _frame(data).to(device)
-    dist.broadcast(frame, group=group, group_src=0)
+    dist.broadcast(frame, group=group, group_src=rank)
     head = frame.cpu().numpy().tobytes()
     length = int.from_bytes(head[:_LENGTH], "little")
     if length > _SHORT:
-        is_first = dist.get_rank(group) == 0
-        rest = torch.frombuffer(bytearray(data[_SHORT:] if is_first else length - _SHORT), dtype=torch.uint8).to(device)
-        dist.broadcast(rest, group=group, group_src=0)
+        rest = torch.frombuffer(bytearray(data[_SHORT:] if speaks else length - _SHORT), dtype=torch.uint8).to(device)
+        dist.broadcast(rest, group=group, group_src=rank)
         head += rest.cpu().numpy().tobytes()
     return json.loads(head[_LENGTH : _LENGTH + length])
+
+
+def first_told(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """What the first rank says that does not say None; None if all do. The value is anything that JSON can hold.
+
+    One collective where nobody has anything to say.
+    """
+    if not is_joined():
+        return value
+    channel_, device = channel(group)
+    rank, ranks = dist.get_rank(channel_), dist.get_world_size(channel_)
+    first = torch.tensor([ranks if value is None else rank], device=device)
+    dist.all_reduce(first, op=dist.ReduceOp.MIN, group=channel_)
+    teller = int(first.item())
+    return None if teller == ranks else _from(teller, value, group)
+
+
+def kinds(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The different values of all ranks, each once, by the first rank that has it. The value is anything that JSON can hold.
+
+    One small collective where all have the same, however long that is.
+    """
+    if not is_joined():
+        return [value]
+    data = json.dumps(value).encode()
+    if _is_same(data, group):
+        return [json.loads(data)]
+    channel_, device = channel(group)
+    digests = _of_all(torch.frombuffer(bytearray(_digest(data)), dtype=torch.uint8).to(device), channel_)
+    firsts = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
+    if 2 * len(firsts) > len(digests):  # nearly all differ: told at once
+        told = gather(value, group)
+        return [told[rank] for rank in sorted(firsts.values())]
+    return [_from(rank, value, group) for rank in sorted(firsts.values())]
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _is_same(data: bytes, group: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks have the same bytes: the largest digest is the smallest one."""
+    group, device = channel(group)
+    words = torch.frombuffer(bytearray(_digest(data)), dtype=torch.int64)
+    both = torch.cat([words, ~words]).to(device)  # ~ turns the order round, and cannot overflow
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    most, least = both.cpu().chunk(2)
+    return torch.equal(most, ~least)
 
 
 def same_on_all(name: str, value: T, remedy: str, group: dist.ProcessGroup | None = None) -> T:
@@ -149,8 +227,10 @@ def same_on_all(name: str, value: T, remedy: str, group: dist.ProcessGroup | Non
     """
     if not is_joined():
         return value
+    if _is_same(json.dumps(value).encode(), group):
+        return value
     values = gather(value, group)
-    if all(v == values[0] for v in values):
+    if all(v == values[0] for v in values):  # 1 and 1.0, or a dict in another order
         return value
     shown = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values[:16])) + (", ..." if len(values) > 16 else "")
     raise RanksDisagreeError(f"ranks disagree about {name}: {shown}. {remedy}")
@@ -170,7 +250,7 @@ def from_rank0(read: Callable[[], T], group: dist.ProcessGroup | None = None) ->
             answer = {"value": read()}
         except Exception as error:  # it must reach the other ranks, whatever it is
             failure, answer = error, {"error": f"{type(error).__name__}: {error}"}
-    first = _from_first(answer, group)
+    first = _from(0, answer, group)
     if failure is not None:
         raise failure
     if "error" in first:

@@ -138,7 +138,8 @@ def blame(failures: Sequence[Failure], seen: Mapping[int, Seen]) -> list[Failure
     behind = _behind(seen)
     guilty = [rank for rank, s in running.items() if s.stopped] or (list(behind) if set(behind) <= set(running) else [])
     if not running:  # NCCL's watchdog ends also those that were not waiting, once it hears of the others
-        guilty = [rank for rank in behind if not any(f.rank == rank for f in waited)]
+        waiting = {f.rank for f in waited}
+        guilty = [rank for rank in behind if rank not in waiting]
     if guilty:
         return [*failures, *(_culprit(rank, seen[rank], first) for rank in guilty)]
     if not running:

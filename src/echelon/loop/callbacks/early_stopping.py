@@ -78,8 +78,7 @@ class EarlyStopping(Callback):
     def _check(self, state: State, unit: Any, count: int) -> None:
         if count % self.interval_freq:
             return
-        value = self._read(unit) if agree.is_rank0() else None
-        value = agree.gather(value)[0]
+        value = agree.from_rank0(lambda: self._read(unit))
         if isinstance(value, str):
             raise self.refusal(value)
         # Every rank's checker sees the same number, so that all remember the same.

@@ -166,7 +166,7 @@ def check(saved: Mapping[str, Any], unit: Unit, loader: Any, *, optimizers: bool
                 rows += [(c.name, c.saved, c.now, c.meaning, c.harmful) for c in resume.changes(saved["data"], now["data"])]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:  # it is not what `facts` gave
         problem = repr(error)
-    told = agree.gather([rows, sorted(allowed), problem])
+    told = agree.kinds([rows, sorted(allowed), problem])
     if odd := next((text for *_, text in told if text is not None), None):
         raise CheckpointCorruptError(f"what the checkpoint says of its run is not what echelon writes: {odd}.")
     everyones = dict.fromkeys(tuple(row) for each, *_ in told for row in each)

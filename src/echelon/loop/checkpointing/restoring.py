@@ -232,8 +232,8 @@ BY_RANK = {"by_rank": True}
 
 def differs_by_rank(state: Any) -> bool:
     """Whether ranks have states of their own, as foreign loaders with shards do. Collective."""
-    sums = agree.gather(checksum(state)) if agree.is_joined() else [0]
-    return sums[0] is None or any(each != sums[0] for each in sums)
+    sums = agree.kinds(checksum(state)) if agree.is_joined() else [0]
+    return sums[0] is None or len(sums) > 1
 
 
 class _IfSaved:

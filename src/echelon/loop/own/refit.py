@@ -22,8 +22,7 @@ def refuse_on_all(problem: str | None) -> None:
     Raises:
         UsageError: on all ranks, with the first rank's problem, if one has any.
     """
-    first = next((told for told in agree.gather(problem) if told is not None), None)
-    if first is not None:
+    if (first := agree.first_told(problem)) is not None:
         raise UsageError(first)
 
 

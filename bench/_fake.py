@@ -1,0 +1,222 @@
+"""Ranks that do not exist: this process as one rank of thousands, and what a step would send, hold and compute there.
+
+torch's "fake" process group answers every collective at once, and FakeTensorMode gives tensors a shape and no memory. So a step
+of the library itself is traced, with a model of any size. Values are those of no run: sizes alone count here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+# The meta kernels of collectives, which fake tensors need, come with this module. torch 2.13 has no public way to any of these.
+from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+__all__ = ["Step", "Traced", "fake_tensors", "fake_world"]
+
+aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def fake_world(size: int, rank: int = 0, per_node: int = 8) -> Iterator[None]:
+    """This process as `rank` of `size`; every other one is taken to say what this one says."""
+    environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % per_node)}
+    environment |= {"LOCAL_WORLD_SIZE": str(min(size, per_node)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        with (
+            mock.patch.dict("os.environ", environment),
+            mock.patch("echelon.world.agree.control_group", lambda: dist.group.WORLD),
+            mock.patch("echelon.world.agree.channel", lambda group: (group, torch.device("cpu"))),
+            # Fake tensors have no values to compare: buffers are taken not to change.
+            mock.patch("echelon.parallel.buffers._checksums", lambda module: {}),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
+    """For building a model and for its steps, the same mode for both. Making it parallel belongs outside: meshes are read.
+
+    Nothing is agreed on inside, for numbers that do not exist cannot be compared.
+    """
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    with mock.patch("echelon.world.agree.is_joined", lambda: False), mode:
+        yield mode
+
+
+@dataclass
+class Traced:
+    """What happened on this rank.
+
+    Attributes:
+        calls: collectives, by (kind, ranks that take part).
+        message: their bytes, by the same: of the whole tensor, which all-gathers make, reduce-scatters take and all-reduces sum
+            up; of what a rank gives away by all-to-all or to a neighbour.
+        flops: of matrix products and attention, also of those that are computed again.
+        held_before: bytes of tensors that were there before: parameters, optimizer state.
+        held: bytes of tensors that are there at the end.
+        peak: the most bytes of tensors that were there at a time, also of those that were made before.
+    """
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    message: Counter[tuple[str, str]] = field(default_factory=Counter)
+    sizes: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
+    held_before: int = 0
+    held: int = 0
+    peak: int = 0
+
+    def sent(self, kind: str, axis: str) -> float:
+        """Bytes that this rank sends if each collective sends as little as can be: in a ring, or to each its part."""
+        n = self.sizes[axis]
+        factor = {
+            "all-gather": (n - 1) / n,
+            "reduce-scatter": (n - 1) / n,
+            "all-reduce": 2 * (n - 1) / n,
+            "all-to-all": (n - 1) / n,
+        }
+        return self.message[kind, axis] * factor.get(kind, 1.0)
+
+
+_KINDS = {
+    "allgather": "all-gather",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+    "alltoall": "all-to-all",
+    "all_to_all": "all-to-all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "receive",
+}
+
+
+class Step(TorchDispatchMode):
+    """Traces what happens within its context.
+
+    Args:
+        axes: names of groups of ranks, by torch's name of the group.
+    """
+
+    def __init__(self, axes: dict[str, str]) -> None:
+        super().__init__()
+        self.traced, self._axes = Traced(), axes
+        self._bytes: dict[int, int] = {}
+        self._is_over = False
+        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
+
+    def keep(self, *tensors: Iterable[torch.Tensor]) -> None:
+        """Tensors that are there already: parameters, optimizer state. Before the context."""
+        for each in tensors:
+            for tensor in each:
+                self._see(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        self.traced.held_before = self.traced.held
+
+    def __enter__(self) -> Step:
+        self._patch.start()  # `fully_shard` frees and takes memory so, without an operator
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.stop()
+        self._is_over = True
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does with its own parts comes by again
+        made = op(*args, **(kwargs or {}))
+        if op in collective_ops:
+            if op not in sync_ops:
+                self._communicates(op, made, args, kwargs)
+        elif (count := _FLOPS.get(op.overloadpacket)) is not None:
+            self.traced.flops += count(*args, **(kwargs or {}), out_val=made)
+        for tensor in _tensors(made):
+            self._see(tensor)
+        return made
+
+    def _communicates(self, op: Any, made: Any, args: Any, kwargs: Any) -> None:
+        kind = next(kind for word, kind in _KINDS.items() if word in op._schema.name)
+        group = CollectiveOp.get_process_group(op, args)
+        axis = self._axes.get(group.group_name, f"{group.size()} ranks")
+        whole = CollectiveOp.get_comm_tensor_size(op, made, args, kwargs)
+        if "gather_into_tensor" in op._schema.name and "out" not in op._schema.name:
+            whole = sum(t.nbytes for t in _tensors(made))
+        elif kind == "reduce-scatter" and "c10d_functional" in op._schema.name:
+            whole = sum(t.nbytes for t in _tensors(args))
+        elif kind in ("all-reduce", "all-to-all", "send", "receive"):
+            whole = sum(t.nbytes for t in _tensors(args[1] if "alltoall_base" in op._schema.name else args[0]))
+        self.traced.calls[kind, axis] += 1
+        self.traced.message[kind, axis] += whole
+        self.traced.sizes[axis] = group.size()
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key not in self._bytes:
+            self._bytes[key] = 0
+            weakref.finalize(storage, self._count, key, None).atexit = False
+            self._count(key, storage.nbytes())
+
+    def _count(self, key: int, size: int | None) -> None:
+        """A storage has so many bytes now; None if it is gone."""
+        if self._is_over:
+            return
+        before = self._bytes.pop(key, 0)
+        if size is not None:
+            self._bytes[key] = size
+        self.traced.held += (size or 0) - before
+        self.traced.peak = max(self.traced.peak, self.traced.held)
+
+    def _resizing(self, real: Any) -> Any:
+        @functools.wraps(real)
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            answer = real(storage, size)
+            if id(storage) in self._bytes:
+                self._count(id(storage), size)
+            return answer
+
+        return resize_
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, DTensor):
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+
+
+# torch's formulas do not know the CPU's kernel of attention. As theirs do, these count the whole square of a causal mask.
+_FLOPS: dict[Any, Any] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
