@@ -46,9 +46,11 @@ if TYPE_CHECKING:
     from echelon.parallel.activation import ActivationCheckpointParams, checkpoint_wrapper
     from echelon.parallel.axes import data_axes
     from echelon.parallel.composed import Parallel
+    from echelon.parallel.context_active import positions, whole_sequence
     from echelon.parallel.ddp import DDPStrategy
     from echelon.parallel.deferred import on_meta
     from echelon.parallel.dp import DPStrategy
+    from echelon.parallel.experts import GroupedExperts, MoE, auxiliary_loss, expert_loads
     from echelon.parallel.float8 import Float8
     from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
     from echelon.parallel.fsdp2 import FSDP2Strategy
@@ -83,11 +85,13 @@ __all__ = [
     "FSDP2Strategy",
     "FSDPStrategy",
     "Float8",
+    "GroupedExperts",
     "HSDPStrategy",
     "Loader",
     "LoaderOptions",
     "Mean",
     "Mixture",
+    "MoE",
     "NOOPStrategy",
     "Packed",
     "Parallel",
@@ -121,6 +125,7 @@ __all__ = [
     "Weighted",
     "World",
     "ZeROStrategy",
+    "auxiliary_loss",
     "checkpoint_wrapper",
     "count_tokens",
     "cu_seqlens",
@@ -128,11 +133,13 @@ __all__ = [
     "epochs",
     "evaluate",
     "evaluating",
+    "expert_loads",
     "fit",
     "init_from_env",
     "launch",
     "linear_cross_entropy",
     "on_meta",
+    "positions",
     "predict",
     "prepare",
     "prepare_ddp",
@@ -146,6 +153,7 @@ __all__ = [
     "spawn",
     "test",
     "train",
+    "whole_sequence",
     "window",
     "write_tokens",
 ]
@@ -185,10 +193,12 @@ _NAMES = {
     "loop.unit": ["EvalUnit", "PredictUnit", "TestUnit", "TrainUnit"],
     "parallel.activation": ["ActivationCheckpointParams", "checkpoint_wrapper"],
     "parallel.axes": ["data_axes"],
+    "parallel.context_active": ["positions", "whole_sequence"],
     "parallel.composed": ["Parallel"],
     "parallel.ddp": ["DDPStrategy"],
     "parallel.deferred": ["on_meta"],
     "parallel.dp": ["DPStrategy"],
+    "parallel.experts": ["GroupedExperts", "MoE", "auxiliary_loss", "expert_loads"],
     "parallel.float8": ["Float8"],
     "parallel.fsdp": ["FSDPStrategy", "HSDPStrategy"],
     "parallel.fsdp2": ["FSDP2Strategy"],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +16,8 @@ from echelon.checkpoint import renamed, strict, structure
 from echelon.checkpoint.header import FOREIGN_BYTES, SIZES
 from echelon.checkpoint.layout import NamedState
 from echelon.checkpoint.location import Location, read_file
+from echelon.checkpoint.placed import Block, Computed, Held, Layout, Lays
+from echelon.checkpoint.plain import dtype_of
 from echelon.checkpoint.renamed import Naming
 from echelon.checkpoint.store import Report, compare, on_each
 from echelon.checkpoint.strict import Wrong, short
@@ -63,6 +65,8 @@ class _Foreign(Tensors):
         shapes |= {n: (e.dtype, e.shape) for n, f in self._source.items() for e in [f.header.entries[n]]}
         self._shapes = shapes
         self._written_as = {}
+        self._blocks: dict[str, Block] = {}
+        self._computed: dict[str, Computed] = {}
         self._name(prefix, "")
 
     def _name(self, prefix: str, outer: str) -> None:
@@ -72,6 +76,23 @@ class _Foreign(Tensors):
             name: {"dtype": dtype, "shape": shape, "pieces": [[[0 for _ in shape], shape, ""]]}
             for name, (dtype, shape) in zip(self._in_file, self._shapes.values(), strict=True)
         }
+
+    @property
+    def held(self) -> dict[str, Held]:
+        """What the files hold, by their names."""
+        return {name: Held(dtype, list(shape)) for name, (dtype, shape) in self._shapes.items()}
+
+    def lay_out(self, prefix: str, blocks: dict[str, Block], computed: dict[str, Computed], unused: set[str]) -> None:
+        """Take tensors for what a layout says that they are; what it does not speak of keeps its name."""
+        self._blocks = {prefix + name: block for name, block in blocks.items()}
+        self._computed = {prefix + name: each for name, each in computed.items()}
+        used = unused | {piece.source for block in blocks.values() for piece in block.pieces}
+        self.index = {name: entry for name, entry in self.index.items() if self._in_file[name] not in used}
+        for name, block in self._blocks.items():
+            pieces = [[p.offsets, p.sizes, p.source] for p in block.pieces]
+            self.index[name] = {"dtype": self._shapes[block.pieces[0].source][0], "shape": block.shape, "pieces": pieces}
+        for name, each in self._computed.items():
+            self.index[name] = {"dtype": each.dtype, "shape": each.shape, "pieces": [[[0 for _ in each.shape], each.shape, ""]]}
 
     def unwrap(self, prefix: str, wanted: Collection[str]) -> None:
         """Of a module that was saved with a wrapper's prefix, as DistributedDataParallel's "module.", take the names within."""
@@ -106,6 +127,31 @@ class _Foreign(Tensors):
         plain = self._in_file[name]
         return self._loaded[plain] if plain in self._loaded else self._source[plain].tensor(plain)
 
+    def fill(
+        self, into: torch.Tensor, name: str, storage_offsets: torch.Size | None, begins: torch.Size, lengths: torch.Size
+    ) -> None:
+        if name in self._blocks:
+            pieces = self._blocks[name].pieces
+            piece = next(p for p in pieces if storage_offsets is None or tuple(p.offsets) == tuple(storage_offsets))
+            at = [begin + inside for begin, inside in zip(piece.begins, begins, strict=True)]
+            self._read(piece.source, at, lengths, into, piece.viewed)
+        elif name in self._computed:
+            into.copy_(_narrowed(self._computed[name].value(self._whole), begins, lengths))
+        else:
+            self._read(self._in_file[name], begins, lengths, into, self._shapes[self._in_file[name]][1])
+
+    def _read(self, name: str, begins: Sequence[int], lengths: Sequence[int], into: torch.Tensor, shape: Sequence[int]) -> None:
+        if name in self._source:
+            self._source[name].read_part(name, begins, lengths, into, viewed=shape)
+        else:
+            into.copy_(_narrowed(self._loaded[name].reshape(tuple(shape)), begins, lengths))
+
+    def _whole(self, name: str) -> torch.Tensor:
+        dtype, shape = self._shapes[name]
+        whole = torch.empty(shape, dtype=dtype_of(dtype))
+        self._read(name, [0 for _ in shape], shape, whole, shape)
+        return whole
+
     def span(self, name: str) -> Span | None:
         plain = self._in_file[name]
         return None if plain in self._loaded else self._source[plain].span(plain)
@@ -113,6 +159,12 @@ class _Foreign(Tensors):
     def forget(self) -> None:
         for file in set(self._source.values()):
             file.forget()
+
+
+def _narrowed(tensor: torch.Tensor, begins: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    for dim, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
+        tensor = tensor.narrow(dim, begin, length)
+    return tensor
 
 
 def _plain_name(name: object) -> str:
@@ -143,16 +195,33 @@ def _load_torch(path: Path, trust_pickle: bool) -> dict[str, torch.Tensor]:
 
 
 def read_weights(
-    path: Path, module: NamedState, *, strict: bool = True, trust_pickle: bool = False, rename: Mapping[str, str] | None = None
+    path: Path,
+    module: NamedState,
+    *,
+    strict: bool = True,
+    trust_pickle: bool = False,
+    rename: Mapping[str, str] | None = None,
+    lays: Lays | None = None,
+    leaves: Callable[[set[str], set[str]], None] = lambda left, kept: None,
 ) -> Report:
     """Fill a module's state, however it is sharded, from a file of another program. Collective.
 
+    Args:
+        lays: says where the state's tensors lie in the files, if not under their own names.
+        leaves: is told the names that the files will give no value, and which of them nobody expects to, before anything is read.
     Raises:
         CheckpointMismatchError: names or shapes differ, with a table.
     """
     saved = on_each(path, lambda: _Foreign(path, "module.", trust_pickle))
     values = on_each(path, lambda: dict(module.state_dict()))
-    saved.unwrap("module.", [k for k, v in values.items() if isinstance(v, torch.Tensor)])
+    layout = Layout()
+    if lays is not None:
+        shapes = {k: list(v.size()) for k, v in values.items() if isinstance(v, torch.Tensor)}
+        layout = on_each(path, lambda: lays(saved.held, shapes))
+    if layout.blocks or layout.computed:
+        saved.lay_out("module.", layout.blocks, layout.computed, layout.unused)
+    else:
+        saved.unwrap("module.", [k for k, v in values.items() if isinstance(v, torch.Tensor)])
     if rename:
         on_each(path, lambda: renamed.check(rename, list(saved.index)))
         on_each(path, lambda: saved.rename(lambda name: renamed.moved(name, rename)))
@@ -163,7 +232,10 @@ def read_weights(
     tensors_only = {f"module.{k}": v for k, v in values.items() if isinstance(v, torch.Tensor)}
     there = {id(v) for k, v in tensors_only.items() if k in saved.index}
     wanted = {k: v for k, v in tensors_only.items() if k in saved.index or id(v) not in there}
+    wanted = {k: v for k, v in wanted.items() if k in saved.index or k.removeprefix("module.") not in layout.kept}
+    left = {k.removeprefix("module.") for k, v in tensors_only.items() if k not in saved.index and id(v) not in there}
     report = compare(path, {"module": module}, {"module": {}}, wanted, saved, strict)
+    on_each(path, lambda: leaves(left, layout.kept))
     tensors = {k: v for k, v in wanted.items() if k in saved.index}
     on_each(path, lambda: saved.read_into(tensors))
     on_each(path, lambda: module.load_state_dict(values))

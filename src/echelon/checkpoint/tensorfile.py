@@ -11,7 +11,8 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from echelon.checkpoint.header import Entry
 from echelon.checkpoint.location import Location, create, open_file
 from echelon.checkpoint.manifest import checksums
 from echelon.checkpoint.plain import dtype_of
+from echelon.checkpoint.ranges import read_part
 from echelon.checkpoint.strict import Wrong
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError
 
@@ -167,6 +169,8 @@ class TensorFile:
                 raise CheckpointCorruptError(f"{path} is not a tensor file: {error}.") from None
             # Copy on write: torch takes no read-only memory.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
         if verify and entry is not None and checksums(self._map) != entry["crc32"]:
             raise CheckpointCorruptError(f"{path} is not what was written: its checksum differs.")
 
@@ -186,6 +190,29 @@ class TensorFile:
         if dtype is not None and shape is not None:
             return flat.view(dtype).reshape(shape)
         return flat.reshape(entry.shape)
+
+    def read_part(
+        self,
+        name: str,
+        begins: Sequence[int],
+        lengths: Sequence[int],
+        into: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        shape: list[int] | None = None,
+        viewed: Sequence[int] | None = None,
+    ) -> None:
+        """Fill a tensor with a part of one by name, of which no other bytes are read; type and shape as in `tensor`.
+
+        Args:
+            viewed: the shape, of as many elements, in which the part begins and ends where it is said to.
+        """
+        entry = self._entry(name, dtype, shape)
+        kind, dims = (dtype, shape) if dtype is not None and shape is not None else (dtype_of(entry.dtype), viewed or entry.shape)
+        assert math.prod(dims) * kind.itemsize == entry.end - entry.begin, name
+        try:
+            read_part(self._file, self.header.start + entry.begin, kind, dims, begins, lengths, into)
+        except Wrong as error:
+            raise CheckpointCorruptError(f"{self.path} was cut off while {name!r} was read: {error}.") from None
 
     def span(self, name: str, dtype: torch.dtype | None = None, shape: list[int] | None = None) -> Span:
         """Where a tensor lies in the file; as `tensor`."""

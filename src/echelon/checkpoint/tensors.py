@@ -25,9 +25,6 @@ from echelon.contracts.errors import CheckpointCorruptError
 
 __all__ = ["Files", "Tensors", "local_files"]
 
-# Of mapped files, what may stay in a rank's memory while it copies its part out of them.
-_MAPPED_BYTES = 32 << 20
-
 
 @contextlib.contextmanager
 def local_files(folder: Location, manifest: dict[str, Any] | None = None) -> Iterator[Files]:
@@ -135,28 +132,22 @@ class Tensors:
         written_as = self._written_as.get(name, name)
         return file.tensor(in_file(written_as, tuple(offsets)), plain.dtype_of(self.index[name]["dtype"]), sizes)
 
-    def part(self, name: str, storage_offsets: torch.Size | None, begins: torch.Size, lengths: torch.Size) -> torch.Tensor:
-        """A part of the piece that begins at `storage_offsets`."""
+    def fill(
+        self, into: torch.Tensor, name: str, storage_offsets: torch.Size | None, begins: torch.Size, lengths: torch.Size
+    ) -> None:
+        """Fill a tensor with a part of the piece that begins at `storage_offsets`."""
         pieces = self.index[name]["pieces"]
         offsets, sizes, written_in = next(p for p in pieces if storage_offsets is None or tuple(p[0]) == tuple(storage_offsets))
-        part = self.piece(name, offsets, sizes, written_in)
-        for dim, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
-            part = part.narrow(dim, begin, length)
-        return part
+        written_as, dtype = self._written_as.get(name, name), plain.dtype_of(self.index[name]["dtype"])
+        self._files.open(written_in).read_part(in_file(written_as, tuple(offsets)), begins, lengths, into, dtype, sizes)
 
     def read_into(self, tensors: dict[str, Any]) -> None:
         """Fill tensors, or what this rank holds of them, with what the checkpoint has under their names."""
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner(tensors, self.metadata(list(tensors)))
-        mapped = 0
         for item in planner.create_local_plan().items:
-            part = self.part(item.storage_index.fqn, item.storage_index.offset, item.storage_offsets, item.lengths)
-            planner.resolve_tensor(item).detach().copy_(part)
-            mapped += part.nbytes
-            if mapped > _MAPPED_BYTES:
-                self.forget()
-                mapped = 0
-        self.forget()
+            target = planner.resolve_tensor(item).detach()
+            self.fill(target, item.storage_index.fqn, item.storage_index.offset, item.storage_offsets, item.lengths)
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole tensor: a view if it was written in one piece."""

@@ -31,6 +31,7 @@ from echelon.loop.optimizer_checks import check_holds, look_at_first_update, not
 from echelon.loop.pieces import pieces_for
 from echelon.loop.window import Window
 from echelon.parallel.activation import Preset
+from echelon.parallel.experts.loads import Routers
 from echelon.parallel.float8 import Float8
 from echelon.parallel.fused import fuse
 from echelon.parallel.precision import Precision, Shards, check_scaler
@@ -164,6 +165,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         steps = self._bitwise.accumulation if self._bitwise is not None else overrides().accumulation or given
         self.gradient_accumulation_steps = steps
         self.window = Window(steps, fixed=self._bitwise is not None)
+        self._routers = Routers.of(self.prepared.unwrapped, self.prepared.data_groups)
         self.clip_grad_norm, self.clip_grad_value = options.clip_grad_norm, options.clip_grad_value
         self.retain_graph = options.loss_backward_retain_graph
         self.zero_grad_at_train_step_start = options.zero_grad_at_train_step_start

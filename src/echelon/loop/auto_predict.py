@@ -124,9 +124,9 @@ class AutoPredictUnit(PredictUnit[T]):
 
     def predict_step(self, state: State, data: T) -> Any:
         """The module's outputs for a batch."""
-        data = self.prepared.part_of(data)
+        part = self.prepared.part_of(data)
         with self.autocast():
-            outputs = self.prepared.forward(data, self.module)
+            outputs = self.prepared.whole_of(self.prepared.forward(part, self.module))
         if not step_under_way(state.predict_state).is_padding:
             self.on_predict_step_end(state, data, self.predict_progress.num_steps_completed, outputs)
         return outputs

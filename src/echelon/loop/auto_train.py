@@ -27,12 +27,13 @@ from echelon.loop.averaged import AveragedWeights
 from echelon.loop.bitwise import BitEqual
 from echelon.loop.finite import FiniteWatch, check_loss
 from echelon.loop.loss import pass_zeros, problem_with, rows
-from echelon.loop.pieces import in_order, mean_loss
+from echelon.loop.pieces import in_order, together
 from echelon.loop.state import step_under_way
 from echelon.loop.unit import TrainUnit
 from echelon.loop.utilization import Utilization
 from echelon.loop.window import Window
 from echelon.parallel import gradients
+from echelon.parallel.experts.loads import Routers
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.precision import Shards
 from echelon.parallel.prepared import NO_CONTEXT
@@ -82,6 +83,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
     _bitwise: BitEqual | None
     _finite: FiniteWatch
     _first_look: RemovableHandle | None  # at what the optimizer holds
+    _routers: Routers
     _plateau: bool  # whether the scheduler advances with evaluations
     _reduces: bool  # whether windows are summed over ranks
     _around_window: ExitStack  # the strategy's context of the window under way
@@ -107,7 +109,8 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
 
         A number if it is known on the host; a 0-dim tensor on the device is summed up there without waiting.
         """
-        return rows(data)
+        share = self.prepared.share
+        return rows(data) if isinstance(share, float) and share == 1 else rows(data) * share
 
     def flops(self, data: T) -> float | None:
         """FLOPs of a micro-batch, forward and backward, without what is computed again: for `mfu` in metrics.jsonl.
@@ -160,7 +163,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         except BaseException:
             self._around_window.close()
             raise
-        loss = _together(losses, micro_batches)
+        loss = together(losses, micro_batches)
         if ends_window:
             self._around_window.close()
         norm = self._update(state) if ends_window else None
@@ -187,7 +190,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         results: list[tuple[T, Any, Any]] = []
         for step in steps:
             of_step = [next(made) for _ in step]
-            results.append((step[-1].data, _together([loss.detach() for loss, _ in of_step], step), of_step[-1][1]))
+            results.append((step[-1].data, together([loss.detach() for loss, _ in of_step], step), of_step[-1][1]))
         norm, number = self._update(state), self.train_progress.num_steps_completed
         for back, (data, loss, outputs) in zip(reversed(range(len(results))), results, strict=True):
             if self._reports_step:
@@ -206,6 +209,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         self._held.clear()
         self._around_window.close()
         self.prepared.discard_window()
+        self._routers.discard()
         if self._bitwise is not None:
             self._bitwise.discard()
 
@@ -259,6 +263,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         window.add(loss.detach(), 0 if prepared.is_replica else weight)
         if micro_batch.is_last and self._reduces and not prepared.takes_windows:  # whose last backward pass may be another
             window.start_reduction(state.stop_requested)
+        self._routers.begin_backward(weight)
         assert window.reference is not None
         scale = weight * prepared.averaged_over / window.reference
         if self.grad_scaler is not None:
@@ -306,6 +311,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         self.latest_update = (loss, norm)
         lr = self.optimizer.param_groups[0]["lr"]
         updated = self._step_optimizer()
+        self._routers.end_window(updated=updated)
         if updated:
             if self._first_look is not None:
                 self._first_look.remove()
@@ -314,7 +320,8 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             if self.swa_model is not None:
                 self.swa_model.step()
         if state.recorder is not None:
-            state.recorder.update(self.train_progress.num_steps_completed + 1, self.window.updates, loss, weight, lr, norm)
+            step, more = self.train_progress.num_steps_completed + 1, self._routers.measures()
+            state.recorder.update(step, self.window.updates, loss, weight, lr, norm, more)
         return updated
 
     def _clip(self) -> torch.Tensor | None:
@@ -341,8 +348,3 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             self.swa_scheduler.step()
         else:
             self.step_lr_scheduler()
-
-
-def _together(losses: list[torch.Tensor], micro_batches: list[MicroBatch[Any]]) -> torch.Tensor:
-    """The mean loss of a step, from those of its pieces."""
-    return losses[0] if len(losses) == 1 else mean_loss(losses, [each.weight for each in micro_batches])

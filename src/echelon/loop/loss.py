@@ -68,6 +68,9 @@ def count_tokens(data: Any, *, next_token: bool, ignore_index: int = -100, key: 
     """
     labels = data
     if not isinstance(data, torch.Tensor):
+        shifted = data.get("shift_labels") if isinstance(data, Mapping) and next_token and key == "labels" else None
+        if isinstance(shifted, torch.Tensor):  # as context parallelism has them
+            return (shifted != ignore_index).sum()
         labels = data.get(key) if isinstance(data, Mapping) else getattr(data, key, None)
     if not isinstance(labels, torch.Tensor):
         raise UsageError(
@@ -88,17 +91,27 @@ def weighted(loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
 def pass_zeros(loss: torch.Tensor) -> None:
     """Make the coming backward pass give exact zeros: a mean over nothing divides by zero, and 0 times inf would be nan.
 
-    The pass itself stays: its collectives, and the hooks of parameters, happen as on the other ranks.
+    The pass itself stays: its collectives, and the hooks of parameters, happen as on the other ranks. Where it brings gradients
+    of other ranks' losses (nodes with `crosses_ranks`), what follows from these is left alone.
     """
-    seen: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
+    nodes = _following([loss.grad_fn])
+    crossing = [node for node in nodes if getattr(node, "crosses_ranks", False)]
+    others = {*crossing, *_following([following for node in crossing for following, _ in node.next_functions])}
+    for node in nodes:
+        if node not in others and not hasattr(node, "variable"):  # a parameter's own node stays for later passes
+            node.register_hook(_zeros)
+
+
+def _following(nodes: list[Any]) -> list[Any]:
+    """These nodes of a backward pass and all that come after them."""
+    seen: dict[Any, None] = {}
+    waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen or hasattr(node, "variable"):  # a parameter's own node stays for later passes
-            continue
-        seen.add(node)
-        node.register_hook(_zeros)
-        waiting += [following for following, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen[node] = None
+            waiting += [following for following, _ in node.next_functions]
+    return list(seen)
 
 
 def _zeros(to_inputs: tuple[Any, ...], from_outputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -18,9 +18,10 @@ from echelon.contracts.overrides import overrides
 from echelon.data.loader import Loader
 from echelon.data.parts import Padding, Pieces
 from echelon.loop.loss import weighted
+from echelon.parallel.micro_batch import MicroBatch
 from echelon.world import agree
 
-__all__ = ["in_order", "mean_loss", "pieces_for"]
+__all__ = ["in_order", "pieces_for", "together"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +56,11 @@ def in_order(pieces: Pieces, all_padding: bool) -> list[tuple[Any, bool]]:
     return sorted(made, key=lambda piece: not piece[1])
 
 
-def mean_loss(losses: Sequence[torch.Tensor], weights: Sequence[Any]) -> torch.Tensor:
-    """The mean loss of the pieces together; the last one's if they weigh nothing."""
+def together(losses: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch[Any]]) -> torch.Tensor:
+    """The mean loss of a step, from those of its pieces; the last one's if they weigh nothing."""
+    if len(losses) == 1:
+        return losses[0]
+    weights = [each.weight for each in micro_batches]
     total = sum(weights)
     if not isinstance(total, torch.Tensor) and total <= 0:
         return losses[-1]

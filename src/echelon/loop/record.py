@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,23 +31,27 @@ class Recorder:
     def __init__(self, sinks: list[Sink], weight_unit: str) -> None:
         self._sinks = sinks
         self._rate_key = f"{weight_unit}_per_s"
-        self._pending: list[tuple[int, int, Any, Any, Any, Any, float, float, Any]] = []
+        self._pending: list[tuple[int, int, Any, Any, Any, Any, float, float, Any, Any]] = []
         self.utilization: Utilization | None = None  # set at the first step that can tell
         self._looked_at = 0.0
         self._flushed_at = self._last_at = time.perf_counter()
         self._wall_offset = time.time() - self._flushed_at
 
-    def update(self, step: int, update: int, loss: Any, weight: Any, lr: Any, grad_norm: Any) -> None:
-        """One optimizer update: mean loss and weight of its global batch. Numbers or 0-dim tensors."""
+    def update(
+        self, step: int, update: int, loss: Any, weight: Any, lr: Any, grad_norm: Any, more: Mapping[str, Any] | None = None
+    ) -> None:
+        """One optimizer update: mean loss and weight of its global batch, and more by name. Numbers or 0-dim tensors."""
         now = time.perf_counter()
         arrival = None
         if isinstance(loss, torch.Tensor):
             if _is_elsewhere(loss):
-                loss, weight, grad_norm, arrival = _to_host(loss, weight, grad_norm)
+                more = more or {}
+                (loss, weight, grad_norm, *rest), arrival = _to_host([loss, weight, grad_norm, *more.values()])
+                more = dict(zip(more, rest, strict=True))
             else:  # a number at once: hundreds of tensors kept until the flush would push the model's out of the cache
                 loss = loss.item()
         flops = 0.0 if self.utilization is None else self.utilization.take()
-        self._pending.append((step, update, loss, weight, lr, grad_norm, now, flops, arrival))
+        self._pending.append((step, update, loss, weight, lr, grad_norm, now, flops, more, arrival))
         if now - self._flushed_at >= _FLUSH_S:
             self._write_arrived()
             self._flushed_at = now
@@ -90,7 +95,17 @@ class Recorder:
             record |= self.utilization.memory()
 
     def _read(
-        self, step: int, update: int, loss: Any, weight: Any, lr: Any, grad_norm: Any, at: float, flops: float, arrival: Any
+        self,
+        step: int,
+        update: int,
+        loss: Any,
+        weight: Any,
+        lr: Any,
+        grad_norm: Any,
+        at: float,
+        flops: float,
+        more: Mapping[str, Any] | None,
+        arrival: Any,
     ) -> dict[str, Any]:
         elapsed, self._last_at = at - self._last_at, max(at, self._last_at)
         rate = float(weight) / elapsed if elapsed > 0 else None
@@ -103,6 +118,8 @@ class Recorder:
             self._rate_key: rate,
             "time": at + self._wall_offset,
         }
+        if more:
+            record |= {name: float(value) for name, value in more.items()}
         used = self.utilization
         if used is not None and rate is not None:
             if used.devices > 1:
@@ -121,10 +138,8 @@ def _is_elsewhere(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
-def _to_host(loss: torch.Tensor, weight: Any, grad_norm: Any) -> tuple[Any, Any, Any, torch.cuda.Event | None]:
+def _to_host(given: list[Any]) -> tuple[list[Any], torch.cuda.Event | None]:
     """Start copying what is on the device; the event tells when it is there. The norm of offloaded gradients is not."""
-    given = [loss, weight, grad_norm]
     here, arrival = to_host(torch.stack([v.detach().double() for v in given if _is_elsewhere(v)]))
     values = iter(here)
-    loss_, weight_, norm_ = (next(values) if _is_elsewhere(v) else v for v in given)
-    return loss_, weight_, norm_, arrival
+    return [next(values) if _is_elsewhere(v) else v for v in given], arrival

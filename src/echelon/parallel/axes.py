@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -121,11 +121,11 @@ def mesh_of(module: nn.Module) -> dict[str, int]:
     return found
 
 
-def split_axes(module: nn.Module) -> list[Axis]:
+def split_axes(module: nn.Module, *, without: Collection[nn.Parameter] = ()) -> list[Axis]:
     """The axes over which some parameter is split."""
     meshes: dict[tuple[int, tuple[int, ...]], DeviceMesh] = {}
     for parameter in module.parameters():
-        if (mesh := getattr(parameter, "device_mesh", None)) is not None:
+        if parameter not in without and (mesh := getattr(parameter, "device_mesh", None)) is not None:
             split = (i for i, placement in enumerate(parameter.placements) if not placement.is_replicate())  # type: ignore[attr-defined]
             meshes.setdefault((id(mesh), tuple(split)), mesh)
     found: dict[str, Axis] = {}

@@ -46,6 +46,16 @@ class Value:
         first = self.tape.writers[self.storage][:1]
         return not first or not self.tape.calls[first[0]].sets or self.tape.calls[first[0]].made.get(0) != self.storage
 
+    def needs(self) -> set[tuple[Tape, int]]:
+        """What it is computed from, itself included: tapes, and numbers of storages on them."""
+        found = {(self.tape, self.storage)}
+        for call in self.tape.needed(self.storage):
+            found |= {(self.tape, read) for read in call.reads}
+            for leaf in leaves((call.args, call.kwargs)):
+                if isinstance(leaf, Value) and leaf.tape is not self.tape:
+                    found |= leaf.needs()
+        return found
+
     def compute(self, device: torch.device | None = None) -> torch.Tensor:
         """The tensor. Uses the memory of what it depends on, as a rule only itself.
 
@@ -116,7 +126,7 @@ class Tape:
 
         default = torch.get_default_dtype()
         try:
-            for call in self._needed(storage):
+            for call in self.needed(storage):
                 torch.set_default_dtype(call.dtype)
                 if call.stream is not None:
                     outputs = self._drawn(call, mapped(real, call.args), mapped(real, call.kwargs), device)
@@ -158,7 +168,7 @@ class Tape:
                 start = zlib.crc32(as_bytes(leaf), start)
         return start
 
-    def _needed(self, storage: int) -> list[Call]:
+    def needed(self, storage: int) -> list[Call]:
         """The calls that a storage's final content depends on: its writers, and before each, those of what it reads."""
         needed: set[int] = set()
         until = {storage: len(self.calls)}

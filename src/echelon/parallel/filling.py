@@ -11,7 +11,7 @@ pass, is computed then: a checkpoint that is not there, fails or lacks a tensor 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,11 +22,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.deferred_tape import Value
+from echelon.parallel.deferred_tape import Tape, Value
 from echelon.parallel.shards import local
 from echelon.world import agree
 
-__all__ = ["Origin", "fill", "fill_in", "fill_rest", "leave", "waits"]
+__all__ = ["Origin", "check_left", "fill", "fill_in", "fill_rest", "leave", "waits"]
 
 logger = logging.getLogger(__name__)
 
@@ -136,9 +136,37 @@ def leave(module: nn.Module, origins: list[Origin], targets: dict[str, torch.Ten
     _waiting[module] = origins, device, before_forward
 
 
+def check_left(module: nn.Module, left: Collection[str]) -> None:
+    """
+    Args:
+        left: names of what a restore gives no value.
+    Raises:
+        UsageError: one of these is computed from a tensor that the restore does give a value, other than the one it had.
+    """
+    for part in list(module.modules()) if len(_waiting) else ():
+        origins = _waiting[part][0] if part in _waiting else []
+        rest = [origin for origin in origins if set(origin.names) & set(left)]
+        given: dict[tuple[Tape, int], str] = {}
+        for origin in origins if rest else ():
+            if origin not in rest:
+                given |= dict.fromkeys(origin.value.needs(), origin.names[0])
+        for origin in rest:
+            value = origin.value
+            source = next((given[each] for each in value.needs() - {(value.tape, value.storage)} if each in given), None)
+            if source is not None:
+                raise UsageError(
+                    f"{origin.names[0]} is computed from the values of {source} when the model is built, and the file gives that "
+                    "one others afterwards. Build the model with its weights (from_pretrained), without on_meta."
+                )
+
+
 @torch.no_grad()
-def fill_rest(module: nn.Module) -> None:
-    """Compute what still has no value in the module, or in one inside it. Per rank: what generators drew is agreed on before."""
+def fill_rest(module: nn.Module, expected: Collection[str] = ()) -> None:
+    """Compute what still has no value in the module, or in one inside it. Per rank: what generators drew is agreed on before.
+
+    Args:
+        expected: names of which nothing need be said.
+    """
     for part in list(module.modules()) if len(_waiting) else ():
         if part not in _waiting:
             continue
@@ -146,9 +174,10 @@ def fill_rest(module: nn.Module) -> None:
         before_forward.remove()
         targets = {n: t for named in (part.named_parameters, part.named_buffers) for n, t in named(remove_duplicate=False)}
         rest = [origin for origin in origins if bool((_bits(targets[origin.names[0]]) == -1).any())]
-        if rest and len(rest) < len(origins):
-            names = ", ".join(origin.names[0] for origin in rest[:3])
-            more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
+        told = [origin.names[0] for origin in rest if not set(origin.names) & set(expected)]
+        if told and len(rest) < len(origins):
+            names = ", ".join(told[:3])
+            more = f" and {len(told) - 3} more" if len(told) > 3 else ""
             logger.warning("not restored, so these have the values of their initialisation: %s%s", names, more)
         fill(rest, targets, device, same_on_all=False)
 

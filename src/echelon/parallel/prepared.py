@@ -56,6 +56,8 @@ class Prepared(Generic[M]):
         takes_windows: `forward_backward_window` takes the micro-batches of an update at once, in an order of its own.
         stages: groups of ranks that hold other parameters altogether, over which norms are summed up; as a pipeline's stages.
         others: what the optimizer trains besides the module, such as a learned weight of a loss.
+        part, stage: which part of each sample this rank computes, and which part of the layers, each of how many.
+        draws_apart: a forward pass draws other random numbers than one process would, on the ranks that share its samples.
         computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
     """
 
@@ -67,6 +69,8 @@ class Prepared(Generic[M]):
     flattens_parameters = False
     takes_windows = False
     stages: Sequence[dist.ProcessGroup | None] = ()
+    part = stage = (0, 1)
+    draws_apart = False
     computes_in: torch.dtype | None = None
 
     def __init__(self, module: M, averaged: Sequence[Axis] = ()) -> None:
@@ -180,6 +184,15 @@ class Prepared(Generic[M]):
     def part_of(self, batch: Any) -> Any:
         """This rank's part of a batch whose samples other ranks have, too, such as its part of each sequence."""
         return batch
+
+    def whole_of(self, outputs: Any) -> Any:
+        """Outputs for the latest batch that `part_of` was asked for, from those for its parts. Collective."""
+        return outputs
+
+    @property
+    def share(self) -> float | torch.Tensor:
+        """What the latest part counts of what its batch counts, where rows are counted, which all parts have."""
+        return 1.0
 
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
         """`forward(batch)`, to evaluate or to predict; the results are given to all ranks that have the batch."""

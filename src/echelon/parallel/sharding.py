@@ -21,6 +21,7 @@ from echelon.parallel.blocks import Blocks
 from echelon.parallel.buffers import Buffers
 from echelon.parallel.compute_type import always_under_autocast, decides, policy_for
 from echelon.parallel.edges import keep_readable
+from echelon.parallel.experts.distribute import divided_experts
 from echelon.parallel.fixed_order import TreeReduceScatter
 from echelon.parallel.given_up import forget_gradients
 from echelon.parallel.loose import AfterEachBackward
@@ -32,7 +33,7 @@ from echelon.parallel.recipe import Recipe
 from echelon.parallel.registry import Kind, register
 from echelon.parallel.same_gradients import SameGradients
 from echelon.parallel.shards import is_fully_sharded, is_split, reshard
-from echelon.parallel.units import Unit, prefetch, resharded, units_of
+from echelon.parallel.units import Unit, expert_units, prefetch, resharded, units_of
 from echelon.parallel.unsplit import of_another_type, unsplittable
 from echelon.world.init import World, ensure_group
 from echelon.world.mesh import ParallelDims
@@ -222,7 +223,7 @@ def shard(
         )
     ignored = set(how.ignored)
     ranks = how.mesh.mesh.flatten().tolist()
-    _refuse_split(module, ranks)
+    _refuse_split(module, ranks, {p for _, experts in divided_experts(module) for p in experts.parameters()})
     _refuse_loose(module, ignored, len(ranks))
     ignored |= (whole := unsplittable(module))
     reports, precision = world.rank == 0, recipe.precision
@@ -231,6 +232,7 @@ def shard(
     units = units_of(module, how.blocks, precision, how.policy, reshards, world.device, reports=reports)
     if isinstance(said, Mapping):
         units = resharded(units, module, said)
+    units = [*expert_units(module, precision, how.policy, reshards), *units]
     root_policy = policy_for(module, precision, how.root_policy or how.policy)
     module = recipe.compile(recipe.checkpoint_activations(module))
     whole |= (others := of_another_type(module, [unit.modules for unit in units], ignored))
@@ -275,13 +277,14 @@ def _split(
             name = f"{kind}.{unit.name}" if unit.name else kind
             place(part, done, world, how.mesh, from_rank0=how.from_rank0, init=how.init, name=name)
         together = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
-        fully_shard(together, **options, reshard_after_forward=unit.reshard, mp_policy=unit.policy)
+        own = {} if unit.mesh is None else {"mesh": unit.mesh, "shard_placement_fn": unit.placement}
+        fully_shard(together, **{**options, **own}, reshard_after_forward=unit.reshard, mp_policy=unit.policy)
     keep_readable(module, [part for unit in units if unit.is_read for part in unit.modules])
     prefetch(units, int(how.forward_prefetch), how.backward_prefetch)
 
 
-def _refuse_split(module: nn.Module, ranks: list[int]) -> None:
-    for axis in split_axes(module):
+def _refuse_split(module: nn.Module, ranks: list[int], experts: set[nn.Parameter]) -> None:
+    for axis in split_axes(module, without=experts):
         if len(set(axis.ranks) & set(ranks)) > 1:
             raise UsageError(
                 f"layers of {type(module).__name__} are split over the axis {axis.name!r} already, and would be sharded over "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,15 @@ from echelon.contracts.numbers import whole
 from echelon.parallel.blocks import Blocks, blocks_to_shard, without_shared
 from echelon.parallel.compute_type import decides, in_full, policy_for
 from echelon.parallel.edges import edges_of
+from echelon.parallel.experts.distribute import divided_experts
 from echelon.parallel.names import matching
 from echelon.parallel.precision import Precision
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["Unit", "check_prefetch", "check_reshard", "prefetch", "resharded", "units_of"]
+__all__ = ["Unit", "check_prefetch", "check_reshard", "expert_units", "prefetch", "resharded", "units_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ class Unit:
         reshard: after the forward, as in `fully_shard`.
         in_order: in the order of the forward pass, so that the one before it can prefetch it.
         is_read: perhaps elsewhere in the root's forward pass, see `edges`.
+        mesh: the ranks, if they are others than those of the rest.
+        placement: how its parameters are cut, if it is not as the rest.
     """
 
     name: str
@@ -46,6 +50,8 @@ class Unit:
     reshard: bool | int | None
     in_order: bool = True
     is_read: bool = False
+    mesh: DeviceMesh | None = None
+    placement: Callable[[nn.Parameter], Any] | None = None
 
 
 def units_of(
@@ -82,6 +88,25 @@ def units_of(
         around = [name for name, _ in embeddings] + ([" with ".join(name for name, _ in head)] if head else [])
         _report(blocks, shared, around, is_chosen=chosen is not None)
     return units
+
+
+def expert_units(
+    module: nn.Module, precision: Precision | None, policy: MixedPrecisionPolicy | None, reshard: bool | int
+) -> list[Unit]:
+    """Experts that are divided over ranks: each is sharded over the ranks that have the same ones. They are split first."""
+    return [
+        Unit(
+            name,
+            (part,),
+            policy_for(part, precision, policy),
+            reshard is not False,  # a number is one of the other mesh's ranks
+            in_order=False,
+            mesh=part.dispatch.data_mesh,
+            placement=part.dispatch.placement,
+        )
+        for name, part in divided_experts(module)
+        if part.dispatch is not None
+    ]
 
 
 def resharded(units: list[Unit], module: nn.Module, by_name: Mapping[str, bool | int]) -> list[Unit]:

@@ -14,12 +14,15 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.strategy import resolve
 from echelon.parallel.tensor import TPStrategy
 
-__all__ = ["AS_WRITTEN", "Row", "matrix"]
+__all__ = ["AS_WRITTEN", "DIRECTIONS", "Row", "matrix"]
 
 AS_WRITTEN = "as written"
 
 # Of STRATEGIES all but "noop", which does not reduce, "dp", which is one process, and second names of the same: "fsdp2", "zero3".
 DEFAULT = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "tp")
+
+# More directions, each where so many ranks are run and the model can be divided so. Text as `Parallel.parse` reads it.
+DIRECTIONS: dict[int, tuple[str, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Row:
         parts: with bit-equal numbers: micro-batches of a global batch over all ranks.
         precision: "bf16" compares with one process under autocast; None is float32.
         needs_plan: left out, without a word, where the model brings no `tp_plan`.
+        fits_some: nobody asked for it by name; a model that cannot be run so is not a failure, and a note says why.
     """
 
     name: str
@@ -44,6 +48,7 @@ class Row:
     optimizer: str = "script"
     parts: int | None = None
     needs_plan: bool = False
+    fits_some: bool = False
     precision: str | None = None
 
     @property
@@ -99,11 +104,21 @@ def matrix(
             rows.append(Row("tp x fsdp", 4, TPStrategy(size=2), 1))
     if strategies is None:
         rows = [replace(row, needs_plan=True) if row.name.startswith("tp") else row for row in rows]
+        rows += _directions(several, accumulation)
     if parts:
         rows += _bitwise(named, ranks, parts)
     if not rows:
         raise UsageError("prove needs at least one strategy and one number of ranks, got none.")
     return rows
+
+
+def _directions(several: Sequence[int], accumulation: Sequence[int]) -> list[Row]:
+    """Each alone with the most micro-batches of an update, which a pipeline has under way at once."""
+    return [
+        Row(axes, size, axes, max(accumulation), needs_plan="tp=" in axes, fits_some=True)
+        for size in several
+        for axes in DIRECTIONS.get(size, ())
+    ]
 
 
 def _bitwise(named: Mapping[str, Any], ranks: Sequence[int], parts: int) -> list[Row]:

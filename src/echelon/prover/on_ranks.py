@@ -14,6 +14,7 @@ import torch
 from echelon.contracts.errors import RankFailedError, UsageError
 from echelon.launcher.functions.run import launch
 from echelon.prover.matrix import Row
+from echelon.prover.parts import load_records
 from echelon.prover.ran import Ran
 from echelon.prover.rank import Replay, run_row
 from echelon.prover.target import Target
@@ -42,7 +43,7 @@ class OnRanks:
         """Run the target as `row` says; what its ranks leave goes to `here`."""
         here.mkdir()
         self.launch(run_row, row.ranks, self.target, row, str(here), self.updates, dtype, self.seed)
-        return Ran(row, here, [torch.load(here / f"rank{r}.pt", weights_only=False) for r in range(row.ranks)], dtype)
+        return Ran(row, here, load_records([here / f"rank{r}.pt" for r in range(row.ranks)]), dtype)
 
     def replay(self, ran: Ran, folder: Path) -> Replay:
         """What a reference on the micro-batches of `ran` needs; what it leaves goes to `folder`."""

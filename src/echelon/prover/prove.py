@@ -103,6 +103,9 @@ def prove_target(
             )
         for row in run.fitting(rows):
             result = run.row(row)
+            if row.fits_some and result.verdict == "not possible":
+                run.proof.notes.append(f"Not for this model: {row.name}: {result.message}")
+                continue
             run.proof.results.append(result)
             if on_result is not None:
                 on_result(result)

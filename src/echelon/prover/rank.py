@@ -21,6 +21,7 @@ from echelon.prover.generators import GLOBAL
 from echelon.prover.matrix import Row
 from echelon.prover.micro import on_host, plain, widened
 from echelon.prover.mistakes import mistakes_of
+from echelon.prover.parts import load_records
 from echelon.prover.probe import probe
 from echelon.prover.record import StepRecorder
 from echelon.prover.reference import How, Reference, Shake
@@ -86,7 +87,7 @@ class Replay:
         """What `work` makes of a reference of the target's unit."""
 
         def with_unit(unit: Any, dataloader: Any) -> dict[str, Any]:
-            records = [torch.load(path, weights_only=False) for path in self.data]
+            records = load_records(self.data)
             return work(reference_of(unit, records, Path(self.folder), self.dtype, how, shake or Shake()))
 
         return self.instead_of_training(with_unit, torch.float64 if how == "wide" else self.dtype)

@@ -17,6 +17,9 @@ class RankRecord:
     kind: str = ""
     rank: int = 0
     is_replica: bool = False
+    place: dict[str, int] = field(default_factory=dict)  # along each axis, of a module that is parallel in several directions
+    part: tuple[int, int] = (0, 1)  # of each sequence: which, of how many
+    stage: tuple[int, int] = (0, 1)  # of the layers
     overridable: bool = False
     has_plan: bool = False  # of tensor parallelism, the module's own
     loader: str = ""

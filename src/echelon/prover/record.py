@@ -125,6 +125,7 @@ class StepRecorder(Callback):
         record = self.record
         record.kind = next(kind.__name__ for kind in (LoopUnit, AutoUnit, units.TrainUnit) if isinstance(unit, kind))
         record.is_replica = isinstance(unit, AutoUnit) and unit.prepared.is_replica
+        _place(record, unit)
         record.has_plan = any(hasattr(module, "tp_plan") for _, module in modules_of(unit))
         record.loader = type(dataloader).__name__
         record.global_batch = getattr(dataloader, "global_batch", None)
@@ -142,16 +143,38 @@ class StepRecorder(Callback):
         def watched_loss(state: State, data: Any) -> tuple[torch.Tensor, Any]:
             if state.active_phase is not ActivePhase.TRAIN:
                 return compute_loss(state, data)
-            data = widened(data, self.dtype, unit.device)
+            given, data = data, widened(data, self.dtype, unit.device)
             before = self._states()
             made = compute_loss(state, data)
             silent = record_is_replica or (state.train_state is not None and state.train_state.step.is_padding)
-            self._take(data, 0.0 if silent else float(unit.weight(data)), made[0], before, unit.train_progress)
+            weight = 0.0 if silent else float(unit.weight(data))
+            self._take(wholes[id(given)][1] if id(given) in wholes else data, weight, made[0], before, unit.train_progress)
             return made
 
+        wholes = self._watch_parts(unit)
         record_is_replica = self.record.is_replica
         unit.compute_loss = watched_loss  # type: ignore[method-assign]
         self._watch_clipping(unit)
+
+    def _watch_parts(self, unit: AutoUnit[Any]) -> dict[int, tuple[Any, Any]]:
+        """The batches whose parts this rank gets, by the identity of the part, of the update under way."""
+        wholes: dict[int, tuple[Any, Any]] = {}  # the part is kept: its identity must stay its own
+        prepared = unit.prepared
+        if prepared.part[1] == 1:
+            return wholes
+        part_of, update = prepared.part_of, 0
+
+        def watched_part(batch: Any) -> Any:
+            nonlocal update
+            part = part_of(batch)
+            if update != len(self.record.updates):
+                wholes.clear()
+                update = len(self.record.updates)
+            wholes[id(part)] = part, widened(batch, self.dtype, unit.device)
+            return part
+
+        prepared.part_of = watched_part  # type: ignore[method-assign]
+        return wholes
 
     def _watch_loop(self, unit: LoopUnit) -> None:
         before: dict[str, Any] = {}
@@ -295,6 +318,18 @@ class StepRecorder(Callback):
     def _write(self, name: str, **values: Any) -> None:
         if self.rank == 0:
             torch.save(values, self.folder / f"{name}.pt")
+        elif not any(where for axis, where in self.record.place.items() if axis != "pp") and self.record.place:
+            torch.save(values, self.folder / f"{name}.stage{self.record.stage[0]:03d}.pt")
+
+
+def _place(record: RankRecord, unit: Any) -> None:
+    for _, prepared in prepared_of(unit):
+        record.part, record.stage = prepared.part, prepared.stage
+        dims = getattr(prepared, "dims", None)
+        if dims is not None:
+            record.place = dims.place(record.rank)
+        if prepared.draws_apart:
+            record.dropouts = switch_off_dropout(unit)
 
 
 def _samples_by_rank(dataloader: Any) -> bool | None:

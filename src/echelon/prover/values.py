@@ -13,6 +13,7 @@ from torch import nn
 from echelon.loop.auto import AutoUnit
 from echelon.parallel import shards
 from echelon.parallel.prepared import Prepared
+from echelon.prover.parts import stage_files
 
 __all__ = [
     "as_real",
@@ -111,8 +112,11 @@ def widen(module: nn.Module) -> None:
 
 def load_values(path: Path) -> dict[str, Any]:
     """What was written of a step: tensors by name, and numbers. A complex tensor is the real one of its two parts."""
-    # Nothing that can run is loaded.
-    values: dict[str, Any] = torch.load(path, weights_only=True, mmap=True)
+    values: dict[str, Any] = {}
+    for file in stage_files(path):
+        # Nothing that can run is loaded.
+        for kind, each in torch.load(file, weights_only=True, mmap=True).items():
+            values[kind] = {**values.get(kind, {}), **each} if isinstance(each, dict) else each
     return {kind: as_real(each) if isinstance(each, dict) else each for kind, each in values.items()}
 
 

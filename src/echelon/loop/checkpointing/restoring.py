@@ -16,11 +16,12 @@ from echelon.contracts.terminal import printable
 from echelon.data.fingerprint import checksum
 from echelon.data.loader import Loader
 from echelon.loop.checkpointing import changes, forgotten
+from echelon.loop.checkpointing.converted import lays_for
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.checkpointing.trained import without_frozen
 from echelon.loop.metrics import load_share
 from echelon.loop.unit import TrainUnit, Unit
-from echelon.parallel.filling import fill_rest
+from echelon.parallel.filling import check_left, fill_rest
 from echelon.parallel.state import states_by_name
 from echelon.world import agree, rng
 
@@ -80,8 +81,21 @@ def restore(path: Location, unit: Unit, loader: Iterable[Any] | None, options: R
         if len(modules) != 1:
             raise UsageError(f"{path} holds the weights of one module, and the unit has {len(modules)}: {', '.join(modules)}.")
         (module,) = modules.values()
-        report = foreign.read_weights(path, module.state(), strict=options.strict, rename=options.rename)
-        fill_rest(module.module)
+        expected = set[str]()
+
+        def leaves(left: set[str], kept: set[str]) -> None:
+            check_left(module.module, left)
+            expected.update(kept)
+
+        report = foreign.read_weights(
+            path,
+            module.state(),
+            strict=options.strict,
+            rename=options.rename,
+            lays=None if options.rename else lays_for(module.unwrapped),
+            leaves=leaves,
+        )
+        fill_rest(module.module, expected)
         _log(report, path)
         return report
     try:

@@ -206,6 +206,8 @@ class Session:
 
     def _begin_batch(self, batch: Any) -> Any:
         assert self.run is not None
+        if self.unit.plain is None:
+            batch = self.unit.prepared.part_of(batch)
         self.batch, self.window, self._in_batch = batch, None, True
         self.run.took_step = False
         return batch

@@ -1,0 +1,140 @@
+"""What a rank reads and holds while a model's safetensors are loaded into shards, against loading all of it and sharding that.
+
+    python bench/load_pretrained.py [--mb 1000] [--ranks 4] [--strategy fsdp]
+
+"Load, then shard" is `from_pretrained` on every rank, then torch's `fully_shard` by hand. Both run on the same folder, one after
+the other, in processes of their own. Bytes are what the kernel gave to read calls (`rchar` of /proc/self/io); memory is the
+growth of the largest resident size (VmHWM) over what the rank had before. Targets, for four shards: at most 0.3 of the bytes of
+the files, at most 0.35 of the memory of the other way. Both are ratios, which do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+from _timing import emit, machine, options, versions
+from torch import nn
+
+import echelon as ech
+
+WIDTH, VOCABULARY = 1024, 16_000
+
+
+class Tuned(ech.AutoUnit[Any]):
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, None]:
+        return self.module(**data).loss, None
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
+        return torch.optim.SGD(module.parameters(), lr=0.1), None
+
+
+def config(megabytes: int, itemsize: int) -> tf.PretrainedConfig:
+    """A Llama of about that size in float32."""
+    layer = 4 * WIDTH * WIDTH + 3 * WIDTH * 3 * WIDTH
+    layers = max(1, round((megabytes * 1e6 / itemsize - 2 * VOCABULARY * WIDTH) / layer))
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": VOCABULARY}
+    return tf.LlamaConfig(hidden_size=WIDTH, intermediate_size=3 * WIDTH, num_hidden_layers=layers, **heads)
+
+
+def number(file: str, name: str) -> int:
+    line = next(line for line in Path(file).read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1])
+
+
+def straight(folder: str, strategy: str) -> nn.Module:
+    with ech.on_meta(restores=True, on_device=True):
+        module = tf.AutoModelForCausalLM.from_config(tf.AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    unit = Tuned(module=module, strategy=strategy)
+    ech.DistributedCheckpointSaver.restore(folder, unit)
+    return unit.prepared.unwrapped
+
+
+def load_then_shard(folder: str, strategy: str) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    module = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for layer in module.model.layers:
+        fully_shard(layer)
+    fully_shard(module)
+    return module
+
+
+WAYS = {"straight into shards": straight, "load, then shard": load_then_shard}
+
+
+def measure(way: str, folder: str, strategy: str) -> dict[str, float]:
+    torch.set_num_threads(1)
+    ech.init_from_env()
+    tf.logging.set_verbosity_error()
+    tf.logging.disable_progress_bar()
+    # What is loaded lazily is loaded: the same small model, the same way.
+    WAYS[way](f"{folder}/small", strategy)
+    Path("/proc/self/clear_refs").write_text("5")  # the largest size begins anew
+    read, held, began = number("/proc/self/io", "rchar"), number("/proc/self/status", "VmRSS"), time.perf_counter()
+    module = WAYS[way](f"{folder}/model", strategy)
+    seconds = time.perf_counter() - began
+    return {
+        "read": float(number("/proc/self/io", "rchar") - read),
+        "peak": (number("/proc/self/status", "VmHWM") - held) * 1024.0,
+        "seconds": seconds,
+        "sum": float(sum(float(p.detach().double().sum().full_tensor()) for p in module.parameters())),  # type: ignore[attr-defined]
+    }
+
+
+def main() -> None:
+    parser = options(__doc__, rounds=1)
+    parser.add_argument("--mb", type=int, default=1000, help="of weights, in float32 (default 1000)")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--strategy", default="fsdp")
+    parser.add_argument("--dtype", default="bfloat16", help="of the files; the model is float32 (default bfloat16, as most are)")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="echelon-load-"))
+    try:
+        for name, megabytes in (("small", 1), ("model", args.mb)):
+            made = tf.AutoModelForCausalLM.from_config(
+                config(megabytes, getattr(torch, args.dtype).itemsize), dtype=getattr(torch, args.dtype)
+            )
+            made.save_pretrained(folder / name, max_shard_size="400MB")
+            del made
+        size = sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors"))
+        found = {way: ech.launch(measure, ranks=args.ranks, args=(way, str(folder), args.strategy)) for way in WAYS}
+    finally:
+        shutil.rmtree(folder)
+    ours, theirs = found.values()
+    assert abs(ours[0]["sum"] - theirs[0]["sum"]) < 1e-6 * abs(theirs[0]["sum"]), "the two ways load different values"
+    most = {way: {k: max(each[k] for each in ranks) for k in ranks[0]} for way, ranks in found.items()}
+    bytes_ratio = most["straight into shards"]["read"] / size
+    memory_ratio = most["straight into shards"]["peak"] / most["load, then shard"]["peak"]
+    rows = [
+        [
+            way,
+            f"{each['read'] / 1e6:.0f}" if way in list(WAYS)[:1] else "all, mapped",
+            f"{each['peak'] / 1e6:.0f}",
+            f"{each['seconds']:.1f}",
+        ]
+        for way, each in most.items()
+    ]
+    notes = [
+        f"bytes: {bytes_ratio:.3f} of the files' {size / 1e6:.0f} MB (target 0.3 for 4 ranks)",
+        f"memory: {memory_ratio:.3f} of the other way's (target 0.35)",
+    ]
+    facts = {
+        "machine": machine(),
+        "versions": versions("torch", "transformers", "safetensors"),
+        "found": found,
+        "bytes_ratio": bytes_ratio,
+        "memory_ratio": memory_ratio,
+        "size": size,
+    }
+    title = f"{size / 1e6:.0f} MB of safetensors into {args.ranks} ranks ({args.strategy}), the rank with most of each"
+    emit(args, title, ["way", "MB read", "MB held", "s"], rows, notes=notes, facts=facts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Part of a tensor out of a file, into memory that waits for it: only its own bytes are read, by plain read calls.
+
+Reading instead of mapping: a file that is cut off while it is read is an error, where a mapped one would kill the process; and
+what is read can be counted.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from echelon.checkpoint.strict import Wrong
+
+__all__ = ["read_part"]
+
+# What is read at once for a target that is not the file's bytes as they are: of another type, on a device, with gaps.
+_AT_ONCE_BYTES = 8 << 20
+# Of bytes that lie apart by less, those between them are read, too: a read call takes as long as a few kilobytes.
+_RUN_BYTES = 512
+
+
+def read_part(
+    file: int,
+    start: int,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    begins: Sequence[int],
+    lengths: Sequence[int],
+    into: torch.Tensor,
+) -> None:
+    """Fill `into`, of the shape `lengths` and any type and device, with a part of a tensor that lies in a file row by row.
+
+    Args:
+        file: an open file's descriptor.
+        start: where the tensor begins in it.
+        begins: where the part begins, by dimension.
+    Raises:
+        Wrong: the file is cut off.
+        OSError: it cannot be read.
+    """
+    if not into.numel():
+        return
+    run, dim = _run(shape, lengths)
+    if run * dtype.itemsize < _RUN_BYTES and dim >= 0 and math.prod(lengths[:dim]) > 1:
+        wide = list(lengths)
+        wide[dim] = shape[dim]
+        if math.prod(wide) * dtype.itemsize <= _AT_ONCE_BYTES:
+            scratch = torch.empty(wide, dtype=dtype)
+            read_part(file, start, dtype, shape, [*begins[:dim], 0, *begins[dim + 1 :]], wide, scratch)
+            into.copy_(scratch.narrow(dim, begins[dim], lengths[dim]))
+            return
+    elif into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous():
+        _read_runs(file, start, dtype, shape, begins, lengths, into)
+        return
+    elif math.prod(lengths) * dtype.itemsize <= _AT_ONCE_BYTES or max(lengths, default=1) == 1:
+        scratch = torch.empty(list(lengths), dtype=dtype)
+        _read_runs(file, start, dtype, shape, begins, lengths, scratch)
+        into.copy_(scratch)
+        return
+    for at, narrowed in _halves(lengths):
+        dim = at[0]
+        part = into.narrow(dim, at[1], narrowed[dim])
+        moved = [*begins[:dim], begins[dim] + at[1], *begins[dim + 1 :]]
+        read_part(file, start, dtype, shape, moved, narrowed, part)
+
+
+def _run(shape: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
+    """How many elements of the part lie side by side, and the innermost dimension of which it has not all; -1 if it has all."""
+    run, dim = 1, len(shape) - 1
+    while dim >= 0 and lengths[dim] == shape[dim]:
+        run *= shape[dim]
+        dim -= 1
+    return (run * lengths[dim], dim) if dim >= 0 else (run, -1)
+
+
+def _halves(lengths: Sequence[int]) -> Iterator[tuple[tuple[int, int], list[int]]]:
+    """The first dimension that can be divided, and where each half begins in it; the lengths of each."""
+    dim = next(d for d, n in enumerate(lengths) if n > 1)
+    first = lengths[dim] // 2
+    for begin, length in ((0, first), (first, lengths[dim] - first)):
+        yield (dim, begin), [*lengths[:dim], length, *lengths[dim + 1 :]]
+
+
+def _read_runs(
+    file: int,
+    start: int,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    begins: Sequence[int],
+    lengths: Sequence[int],
+    into: torch.Tensor,
+) -> None:
+    run, dim = _run(shape, lengths)
+    flat = into.as_strided((into.numel(),), (1,))  # a dimension of one element may have any stride
+    memory = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    size = run * dtype.itemsize
+    for number, offset in enumerate(_offsets(shape, begins, lengths, dim)):
+        _read(file, start + offset * dtype.itemsize, memory[number * size : (number + 1) * size])
+
+
+def _offsets(shape: Sequence[int], begins: Sequence[int], lengths: Sequence[int], dim: int) -> Iterator[int]:
+    """Where the runs begin, in elements."""
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    first = sum(begin * stride for begin, stride in zip(begins, strides, strict=True))
+    outer = [0] * max(dim, 0)
+    while True:
+        yield first + sum(index * stride for index, stride in zip(outer, strides, strict=False))
+        for d in reversed(range(len(outer))):
+            outer[d] += 1
+            if outer[d] < lengths[d]:
+                break
+            outer[d] = 0
+        else:
+            return
+
+
+def _read(file: int, offset: int, memory: memoryview) -> None:
+    while len(memory):
+        got = os.preadv(file, [memory[: 1 << 30]], offset)
+        if not got:
+            raise Wrong(f"it ends at byte {offset}")
+        memory, offset = memory[got:], offset + got

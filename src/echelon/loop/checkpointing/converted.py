@@ -1,0 +1,203 @@
+"""Where the tensors of a model of transformers, or of PEFT around one, lie in its files.
+
+Files and models differ in names (a model's task is a prefix more or less), in how weights are cut (experts one by one, fused
+projections), and in what an adapter puts around a layer. transformers says how a class of models is converted while it loads;
+here the same is said of what each rank reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.checkpoint.placed import Block, Computed, Held, Layout, Lays, chunks, joined, stacked
+from echelon.checkpoint.plain import dtype_of
+from echelon.contracts.errors import UsageError
+from echelon.parallel.names import plain_name
+from echelon.parallel.shards import is_fully_sharded
+
+__all__ = ["authors_classes", "lays_for"]
+
+Shapes = Mapping[str, list[int]]
+
+
+def lays_for(module: nn.Module) -> Lays | None:
+    """How a module's files are to be understood; None if neither transformers nor PEFT made it."""
+    peft, transformers = sys.modules.get("peft"), sys.modules.get("transformers")
+    adapted = peft is not None and isinstance(module, peft.PeftModel)
+    base = module.get_base_model() if adapted else module  # type: ignore[operator]
+    of_transformers = transformers is not None and isinstance(base, transformers.PreTrainedModel)
+    if not adapted and not of_transformers:
+        return None
+
+    def lays(held: Mapping[str, Held], state: Shapes) -> Layout:
+        names, kept = _of_base(module, base, state) if adapted else ({name: name for name in state}, set[str]())
+        known: dict[str, list[str]] = {}  # a module that is trained whole beside an adapter is there twice
+        for name, plain in names.items():
+            known.setdefault(plain, []).append(name)
+        shapes = {plain: state[each[0]] for plain, each in known.items()}
+        found = _Conversion(base, held, shapes).layout if of_transformers else _as_they_are(held, shapes)
+        blocks = {name: block for plain, block in found.blocks.items() for name in known[plain]}
+        computed = {name: each for plain, each in found.computed.items() for name in known[plain]}
+        return Layout(blocks, computed, found.unused, kept | {name for plain in found.kept for name in known[plain]})
+
+    return lays
+
+
+@contextlib.contextmanager
+def authors_classes(module: nn.Module) -> Iterator[None]:
+    """Context in which sharded modules have the classes that their authors gave them, by which libraries know them."""
+    parts = [part for part in module.modules() if is_fully_sharded(part)]
+    classes = [type(part) for part in parts]
+    try:
+        for part, kind in zip(parts, classes, strict=True):
+            part.__class__ = kind.__mro__[2]  # fully_shard's is made of its own and the author's
+        yield
+    finally:
+        for part, kind in zip(parts, classes, strict=True):
+            part.__class__ = kind
+
+
+# --- PEFT
+
+
+def _of_base(module: Any, base: nn.Module, state: Shapes) -> tuple[dict[str, str], set[str]]:
+    """By name in the state the name in the base model, and which names are an adapter's own."""
+    layers = sys.modules["peft"].tuners.tuners_utils.BaseTunerLayer
+    at = next(plain_name(path) for path, part in module.named_modules() if part is base)
+    own = {
+        plain_name(f"{path}.{name}")
+        for path, part in module.named_modules()
+        if isinstance(part, layers)
+        for name in (*part.adapter_layer_names, *part.other_param_names)
+    }
+    names, kept = {}, set()
+    for name in state:
+        words = name.split(".")
+        if not name.startswith(f"{at}.") or any(".".join(words[:n]) in own for n in range(1, len(words) + 1)):
+            kept.add(name)
+            continue
+        plain = re.sub(r"\.(token_adapter(?=\.base_layer)|base_layer|original_module|modules_to_save\.[^.]+)(?=\.)", "", name)
+        names[name] = plain.removeprefix(f"{at}.")
+    return names, kept
+
+
+def _as_they_are(held: Mapping[str, Held], shapes: Shapes) -> Layout:
+    return Layout({name: Block.of(name, each.shape) for name, each in held.items() if name in shapes})
+
+
+# --- transformers
+
+
+class _Conversion:
+    """What transformers would do with these files for a model.
+
+    Attributes:
+        layout: by the model's own names.
+    """
+
+    def __init__(self, model: Any, held: Mapping[str, Held], shapes: Shapes) -> None:
+        self.model, self.held, self.layout = model, held, Layout()
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+        except ImportError:  # an older version 5 has other ways
+            self.layout = _as_they_are(held, shapes)
+            return
+        with authors_classes(model):
+            known = get_model_conversion_mapping(model)
+        renamings = [each for each in known if isinstance(each, WeightRenaming)]
+        converters = [each for each in known if isinstance(each, WeightConverter)]
+        by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+        prefix, there = model.base_model_prefix, dict(shapes)
+        groups: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+        for name in sorted(held, key=_natural):
+            now, pattern = rename_source_key(name, renamings, converters, prefix, there)
+            if now not in shapes and name in shapes:
+                now, pattern = name, None
+            if now not in shapes:
+                self._unknown(name, now)
+            elif pattern is None:
+                self.layout.blocks[now] = Block.of(name, held[name].shape)
+            else:
+                _, sources = groups.setdefault(now, (by_pattern[pattern], {}))
+                sources.setdefault(pattern, []).append(name)
+        for first, (converter, sources) in groups.items():
+            self._convert(first, converter, sources)
+        missing = re.compile("|".join(self._ignored("missing")) or r"\A(?!)")
+        self.layout.kept = {name for name in shapes if not self._is_given(name) and missing.search(name)}
+
+    def _is_given(self, name: str) -> bool:
+        return name in self.layout.blocks or name in self.layout.computed
+
+    def _ignored(self, what: str) -> list[str]:
+        """Patterns by which a class of transformers says that it is no mistake."""
+        return list(getattr(self.model, f"_keys_to_ignore_on_load_{what}", None) or ())
+
+    def _unknown(self, name: str, now: str) -> None:
+        """What a file has and the model does not: a table of positions that it computes by itself is no mistake."""
+        computed = {name for name, _ in self.model.named_buffers()}
+        if now in computed or any(re.search(pattern, now) for pattern in self._ignored("unexpected")):
+            self.layout.unused.add(name)
+
+    def _convert(self, first: str, converter: Any, sources: dict[str, list[str]]) -> None:
+        """Lay out the targets of a conversion, of which `first` is the first name."""
+
+        def converted(read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+            fresh = copy.deepcopy(converter)
+            for pattern, names in sources.items():
+                for name in names:
+                    fresh.add_tensor(first, name, pattern, lambda name=name: read(name))
+            with authors_classes(self.model):
+                made = fresh.convert(first, model=self.model, config=self.model.config)
+            return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+
+        def on_meta(name: str) -> torch.Tensor:
+            return torch.empty(self.held[name].shape, dtype=dtype_of(self.held[name].dtype), device="meta")
+
+        try:
+            targets = converted(on_meta)
+        except Exception as error:
+            names = [name for each in sources.values() for name in each]
+            raise UsageError(
+                f"transformers cannot make {first} of {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}: {error}"
+            ) from error
+        blocks = self._blocks(converter, sources)
+        for at, (name, target) in enumerate(targets.items()):
+            if blocks is not None and len(blocks) == len(targets) and blocks[at].shape == list(target.shape):
+                self.layout.blocks[name] = blocks[at]
+            else:
+                value = lambda read, name=name: converted(read)[name]  # noqa: E731
+                self.layout.computed[name] = Computed(str(target.dtype), list(target.shape), value)
+                self.layout.unused |= {name for each in sources.values() for name in each}
+
+    def _blocks(self, converter: Any, sources: dict[str, list[str]]) -> list[Block] | None:
+        """The targets of a conversion that only moves what is there, in their order; None of another one."""
+        now = {pattern: [Block.of(name, self.held[name].shape) for name in names] for pattern, names in sources.items()}
+        for operation in converter.operations:
+            kind, dim = type(operation).__name__, getattr(operation, "dim", 0)
+            if kind == "MergeModulelist":
+                now = {pattern: [stacked(blocks, dim)] for pattern, blocks in now.items()}
+            elif kind == "Concatenate":
+                ordered = [block for pattern in converter.source_patterns for block in now.get(pattern, ())]
+                now = {"": [joined(ordered, dim)]}
+            elif kind == "Chunk" and operation.num_shards_attribute is None and len(now) == 1:
+                (blocks,) = now.values()
+                count = len(converter.target_patterns)
+                if len(blocks) != 1 or blocks[0].shape[dim] % count:
+                    return None
+                now = {str(at): [block] for at, block in enumerate(chunks(blocks[0], count, dim))}
+            else:
+                return None
+        return [block for blocks in now.values() for block in blocks]
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]

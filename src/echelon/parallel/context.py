@@ -1,0 +1,204 @@
+"""Context parallelism: each sequence is cut over ranks that work on the same samples.
+
+`ContextParallel` cuts the batches; within its `active` context attention sees the keys and values of all its ranks
+(`context_attention`), `positions` says where a rank's tokens stand, and dropout draws other masks on each rank. Everything else
+in a model works token by token and needs nothing. What does not, as attention written by hand, is found by a probe before
+training (`context_probe`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.context_active import current, over
+from echelon.parallel.context_attention import SplitAttention
+from echelon.parallel.context_batch import SequenceDim, check_sequence_dim, counted, cut_batch, sequence_dims, size_of
+from echelon.parallel.context_probe import probe
+from echelon.parallel.context_split import SequenceParts
+from echelon.parallel.context_transformers import adapt, with_shifted_labels
+from echelon.world import agree
+from echelon.world.device import map_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ContextParallel"]
+
+logger = logging.getLogger(__name__)
+
+
+def _has_sequence(value: Any, length: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length
+
+
+class ContextParallel:
+    """A module's context parallelism on this rank. Before activation checkpointing, compilation and sharding.
+
+    Args:
+        module: is changed in place: its submodules' `forward` goes on in the context where a backward pass calls it again.
+        mesh: the ranks that share sequences, 1-D.
+        device: where this rank computes.
+        sequence_dim: where a batch's tensors have the sequence; see `sequence_dims`.
+        check: compare the first batch's beginning with a pass over whole sequences before training.
+    Attributes:
+        parts: which part of a sequence this rank has.
+        share: of the latest batch that `part_of` cut: what its part counts of what the whole batch counts, 0 .. 1.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        device: torch.device,
+        sequence_dim: SequenceDim = None,
+        *,
+        check: bool = True,
+    ) -> None:
+        self.parts = SequenceParts.over(mesh.get_group())
+        self.share: float | torch.Tensor = 1.0
+        self._device, self._said = device, check_sequence_dim(sequence_dim)
+        self._told, self._unchecked, self._compared = False, check, False
+        self._rows = self._length = 0  # of the latest part
+        self._here = threading.local()
+        self._shifts = adapt(module)
+        for name, part in module.named_modules():
+            if not name:
+                part.forward = _Root(self, part)
+            elif not type(part).__module__.startswith("torch.nn."):
+                part.forward = _InContext(self, part)
+
+    # --- batches
+
+    def part_of(self, batch: Any) -> Any:
+        """This rank's part of every tensor with a sequence, in the same structure.
+
+        Raises:
+            UsageError: no sequence, one that does not divide, or tensors of which it is not clear whether they have it.
+        """
+        if self._shifts:
+            batch = with_shifted_labels(batch)
+        dims = sequence_dims(batch, self._said)
+        part = cut_batch(batch, dims, self.parts)
+        self._rows, self._length = size_of(part, dims)
+        self.share = counted(batch, part, dims, self.parts.size)
+        if not self._told:
+            self._told = True
+            if agree.is_rank0():
+                cut = ", ".join(f"{name or 'the batch'} (dim {dim})" for name, dim in dims.items())
+                logger.info(
+                    "context parallel over %d ranks: %s cut along the sequence; the rest stays whole", self.parts.size, cut
+                )
+        return part
+
+    def whole_of(self, outputs: Any) -> Any:
+        """Outputs for the latest batch from those for its parts, on all its ranks: what has the sequence is put together, along
+        dimension 1. Collective.
+        """
+        length = self._length
+        return map_tensors(outputs, lambda t: self.parts.whole(t, 1) if _has_sequence(t, length) else t)
+
+    # --- passes
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Context of forward and backward passes over parts. Where gradients are computed, this rank draws its own dropout masks:
+        of a stream that begins with a number which its ranks draw alike, so that a checkpoint has all that a resume needs.
+        """
+        streams = self._own_stream() if torch.is_grad_enabled() else contextlib.nullcontext()
+        with over(self.parts), streams, self.in_this_thread():
+            yield
+        self._unchecked = False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread's attention is split already."""
+        return getattr(self._here, "entered", False)
+
+    @contextlib.contextmanager
+    def in_this_thread(self) -> Iterator[None]:
+        if self.is_here:
+            yield
+            return
+        self._here.entered = True
+        try:
+            with SplitAttention(self._of_loss, self._aside):
+                yield
+        finally:
+            self._here.entered = False
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """The mode is there, but does not hear of what is called now: modules enter it anew."""
+        self._here.entered = False
+        try:
+            yield
+        finally:
+            self._here.entered = True
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        on_gpu = self._device.type == "cuda"
+        common = int(torch.randint(2**62, ()))
+        host, device = torch.get_rng_state(), torch.cuda.get_rng_state(self._device) if on_gpu else None
+        torch.manual_seed((common + 0x9E3779B97F4A7C15 * self.parts.rank) % 2**63)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(host)
+            if device is not None:
+                torch.cuda.set_rng_state(device, self._device)
+
+    def check_once(self, forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the first pass: does the module give for parts what it gives for whole sequences? Collective over the ranks."""
+        if self._unchecked and not self._compared:
+            self._compared = True
+            probe(self.parts, forward, module, args, kwargs)
+
+    def _of_loss(self, targets: int) -> None:
+        """In the first pass: a loss over so many targets must not be one that shifts within this rank's part.
+
+        Raises:
+            UsageError: it is.
+        """
+        if self._unchecked and self._length > 2 and targets == self._rows * (self._length - 1):
+            raise UsageError(
+                f"context parallelism over {self.parts.size} ranks: cross_entropy got {self._rows} x {self._length - 1} targets "
+                f"of this rank's {self._rows} x {self._length} tokens. Were tokens shifted in compute_loss, as logits[:, :-1] and "
+                "tokens[:, 1:]? The tokens of a part are no neighbours where its two chunks meet. Let the dataset give inputs "
+                "and targets; a causal model of transformers computes its loss itself, if it is given labels."
+            )
+
+
+class _InContext:
+    """The `forward` of a module that may be called again in a backward pass. A class, as activation checkpointing's."""
+
+    def __init__(self, context: ContextParallel, module: nn.Module) -> None:
+        self._context, self._forward = context, module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        context = self._context
+        if current() is None or torch.compiler.is_compiling() or context.is_here:
+            return self._forward(*args, **kwargs)
+        with context.in_this_thread():
+            return self._forward(*args, **kwargs)
+
+
+class _Root(_InContext):
+    """Of the module itself, which is compared in its first pass."""
+
+    def __init__(self, context: ContextParallel, module: nn.Module) -> None:
+        super().__init__(context, module)
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if current() is not None and not torch.compiler.is_compiling():
+            self._context.check_once(self._forward, self._module, args, kwargs)
+        return super().__call__(*args, **kwargs)

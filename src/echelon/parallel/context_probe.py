@@ -1,0 +1,222 @@
+"""Before training under context parallelism: does the module give for the parts of a sequence what it gives for the whole?
+
+The beginning of the first batch goes through the module twice, whole and in parts, without gradients and without dropout; what
+goes into and comes out of every submodule is compared. So an attention that looks at a rank's own tokens alone, or positions
+that are counted from a rank's first token, are an error that names the submodule, and not a model that learns something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.context_active import over
+from echelon.parallel.context_split import SequenceParts
+from echelon.world import agree, rng
+from echelon.world.device import map_tensors
+
+__all__ = ["probe"]
+
+_CHUNK = 4  # tokens: what looks at its neighbours alone shows at one of two ends
+# By how much the norm of a difference may exceed rounding, which layers amplify. What is wrong differs by a tenth or more.
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-2}
+_COARSE = 0.2
+
+_Seen = dict[tuple[str, int, str], list[torch.Tensor]]
+
+
+def probe(parts: SequenceParts, forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Compare passes over the beginning of these arguments. Collective over the context-parallel ranks.
+
+    Args:
+        forward: the module's own.
+        args, kwargs: this rank's part.
+    Raises:
+        UsageError: on all ranks, with the submodule where they differ first.
+    """
+    given = [value for value in _tensors((args, kwargs)) if value.dim() > 1]
+    first = next((t for t in given if not t.is_floating_point()), given[0] if given else None)
+    if first is None or first.shape[1] % 2:
+        return  # nothing to cut, or what attention refuses
+    rows, length = first.shape[0], first.shape[1]
+    lengths = sorted({min(parts.size * length, 2 * parts.size * _CHUNK), parts.size * length})
+    for short in lengths:
+        whole = map_tensors((args, kwargs), partial(_beginning, rows=rows, length=length, short=short, parts=parts))
+        try:
+            mine = _passes(parts, forward, module, whole, short)
+            break
+        except UsageError:
+            raise
+        except Exception as error:
+            if short < lengths[-1]:  # a model for one length only
+                continue
+            raise UsageError(
+                f"context parallelism: {type(module).__name__} could not be called on whole sequences of {short} tokens, to "
+                f"compare with their parts: {type(error).__name__}: {error}. Switch the comparison off if it cannot work: "
+                "Parallel(check_context=False)."
+            ) from error
+    told = [each for each in agree.gather(mine, parts.group) if each is not None]
+    if told:
+        _, name, side, difference = min(told)
+        raise _differs(module, name, side, difference, parts.size)
+
+
+def _passes(parts: SequenceParts, forward: Any, module: nn.Module, whole: Any, short: int) -> list[Any] | None:
+    """Both, and where this rank's part differs first."""
+    part = map_tensors(whole, lambda value: _cut(value, short, parts))
+    with _undisturbed(module), torch.no_grad():
+        with over(None), _Watch(module) as first:
+            forward(*whole[0], **whole[1])
+        with _Watch(module) as second:
+            forward(*part[0], **part[1])
+    return _first_difference(first.seen, second.seen, short, parts)
+
+
+def _differs(module: nn.Module, name: str, side: str, difference: float, size: int) -> UsageError:
+    where = f"{type(module).__name__}.{name}" if name else type(module).__name__
+    kind = type(module.get_submodule(name)).__name__
+    what = "gets other inputs" if side == "in" else "gives other outputs"
+    return UsageError(
+        f"context parallelism over {size} ranks would change the model: {where} ({kind}) {what} for the parts of a sequence than "
+        f"for the whole; they differ by {difference:.1%} of their norm. It must compute attention by "
+        "torch.nn.functional.scaled_dot_product_attention, positions by echelon.positions(x) instead of torch.arange, and "
+        "anything else token by token. If only the comparison is wrong, as with random numbers in evaluation mode, switch it "
+        "off: Parallel(check_context=False)."
+    )
+
+
+def _tensors(data: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def take(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not hasattr(value, "to_local"):
+            found.append(value)
+        return value
+
+    map_tensors(data, take)
+    return found
+
+
+def _dim_of(value: Any, length: int) -> int | None:
+    """Where a tensor among the arguments has the sequence."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if value.dim() > 1 and value.shape[1] == length:
+        return 1
+    if value.dim() > 3 and value.shape[-2] == length:
+        return value.dim() - 2
+    return 0 if value.dim() == 1 and value.shape[0] == length else None
+
+
+def _beginning(value: Any, rows: int, length: int, short: int, parts: SequenceParts) -> Any:
+    """The first `short` tokens of what has `length` on this rank, of the first row: enough, and small."""
+    dim = _dim_of(value, length)
+    if dim is not None:
+        whole = parts.whole(value.detach(), dim).narrow(dim, 0, short)
+        if dim and dim == whole.dim() - 2 and whole.shape[-1] == length * parts.size:  # a mask: its keys, too
+            whole = whole.narrow(-1, 0, short)
+        value = whole
+    has_rows = isinstance(value, torch.Tensor) and value.dim() > 0 and dim != 0 and value.shape[0] == rows
+    return value.narrow(0, 0, 1) if has_rows else value
+
+
+def _cut(value: Any, short: int, parts: SequenceParts) -> Any:
+    dim = _dim_of(value, short)
+    return value if dim is None else parts.cut(value, dim)
+
+
+class _Watch:
+    """Records what goes into and comes out of each submodule, in the order of the calls.
+
+    Attributes:
+        seen: by (name, number of the call, "in" or "out").
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._stack = contextlib.ExitStack()
+        self.seen: _Seen = {}
+
+    def __enter__(self) -> _Watch:
+        for name, part in self._module.named_modules():
+            if name:
+                self._stack.enter_context(part.register_forward_pre_hook(self._hook(name, "in")))
+                self._stack.enter_context(part.register_forward_hook(self._hook(name, "out")))
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.close()
+
+    def _hook(self, name: str, side: str) -> Any:
+        calls: list[int] = []
+
+        def look(module: nn.Module, inputs: Any, *outputs: Any) -> None:
+            self.seen[name, len(calls), side] = [t.detach().clone() for t in _tensors(outputs[0] if outputs else inputs)]
+            calls.append(1)
+
+        return look
+
+
+def _first_difference(whole: _Seen, part: _Seen, short: int, parts: SequenceParts) -> list[Any] | None:
+    """Of the calls in their order: [number of the call, name, side, difference relative to the norm]."""
+    for number, (key, tensors) in enumerate(whole.items()):
+        for a, b in zip(tensors, part.get(key, []), strict=False):
+            mine = _mine(a, b, short, parts)
+            if mine is not None and (far := _far(mine, b)) > _TOLERANCE.get(b.dtype, _COARSE if b.is_floating_point() else 0.0):
+                return [number, key[0], key[2], far]
+    return None
+
+
+def _mine(whole: torch.Tensor, part: torch.Tensor, short: int, parts: SequenceParts) -> torch.Tensor | None:
+    """What the part should be; None if that is not known, as of losses, which are means over other tokens."""
+    if not whole.dim() or whole.dim() != part.dim() or whole.dtype != part.dtype:
+        return None
+    length = short // parts.size
+    if whole.shape == part.shape:
+        # A result for each row, such as of a classifier; what has no rows may be statistics of the tokens.
+        return whole if whole.dim() > 1 else None
+    for dim, (a, b) in enumerate(zip(whole.shape, part.shape, strict=True)):
+        if a == b:
+            continue
+        if (a, b) == (short, length):
+            return parts.cut(whole, dim)
+        if dim == 0 and a % short == 0 and b * parts.size == a:  # rows and tokens as one dimension, as routers have it
+            return parts.cut(whole.unflatten(0, (a // short, short)), 1).flatten(0, 1)
+        return None
+    return None
+
+
+def _far(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    if not (a.is_floating_point() or a.is_complex()):
+        return float((a != b).double().mean())
+    a, b = a.double(), b.double()
+    both = torch.isfinite(a) & torch.isfinite(b)
+    a, b = torch.where(both, a, 0), torch.where(both, b, 0)
+    norm = float(a.norm())
+    return float((a - b).norm()) / norm if norm else float(b.norm())
+
+
+@contextlib.contextmanager
+def _undisturbed(module: nn.Module) -> Iterator[None]:
+    """Passes leave nothing behind: buffers, RNGs and each submodule's mode are as before; dropout is off meanwhile."""
+    modes = [(part, part.training) for part in module.modules()]
+    buffers = [(b, b.clone()) for b in module.buffers()]
+    streams = rng.states()
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        rng.put_back(streams)

@@ -1,0 +1,203 @@
+"""Context parallelism for models of transformers, whose forward makes positions, masks and next-token labels by itself.
+
+Each is made of the local tokens there, and so would be wrong on every rank without an error. So a hook before the model's
+forward fills in positions and shifted labels of the whole sequence, and masks are made by a function of ours, which transformers
+calls by its public registers (`AttentionInterface`, `AttentionMaskInterface`). Without an active context all is as with "sdpa".
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.context_active import current
+from echelon.parallel.context_split import SequenceParts
+
+__all__ = ["adapt", "with_shifted_labels"]
+
+_NAME = "echelon_context"
+_IGNORED = -100
+_LAYER_DROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+
+
+def adapt(module: nn.Module) -> bool:
+    """Prepare the models of transformers that are in the module. Returns whether one shifts its labels.
+
+    Raises:
+        UsageError: one computes attention otherwise than by "sdpa", or leaves out layers at random, or has no positions.
+    """
+    if "transformers" not in sys.modules:
+        return False
+    from transformers import PreTrainedModel
+
+    inside: set[nn.Module] = set()
+    shifts = False
+    for model in (m for m in module.modules() if isinstance(m, PreTrainedModel)):
+        if model not in inside:
+            inside.update(model.modules())
+            shifts |= _adapt_one(model)
+    return shifts
+
+
+def _adapt_one(model: Any) -> bool:
+    kind, config = type(model).__name__, model.config
+    names = inspect.signature(model.forward).parameters
+    if "position_ids" not in names:
+        raise UsageError(
+            f"context parallelism: {kind}.forward takes no position_ids, so nobody can tell it where a rank's tokens stand in "
+            "their sequence. Train it without cp."
+        )
+    used = config._attn_implementation
+    if used not in ("sdpa", _NAME):
+        raise UsageError(
+            f"context parallelism: {kind} must compute attention by scaled_dot_product_attention, got "
+            f"attn_implementation={used!r}. Make the model with attn_implementation='sdpa'."
+        )
+    for name in _LAYER_DROP:
+        if getattr(config, name, 0):
+            raise UsageError(
+                f"context parallelism: {kind} leaves out layers at random ({name}={getattr(config, name)}), and ranks that share "
+                f"a sequence would leave out different ones. Set {name}=0."
+            )
+    _register()
+    model.set_attn_implementation(_NAME)
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    shifts = "labels" in names and getattr(model, "loss_function", None) is ForCausalLMLoss
+    model.register_forward_pre_hook(_Fill(tuple(names), shifts), with_kwargs=True)
+    return shifts
+
+
+def with_shifted_labels(batch: Any) -> Any:
+    """A batch of a causal model with the labels as its loss shifts them, (B, T), beside the labels, before it is cut."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or "shift_labels" in batch:
+        return batch
+    made: Any = dict(batch) if type(batch) is dict else batch.copy()
+    made["shift_labels"] = _shifted(labels)
+    return made
+
+
+def _shifted(labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+
+
+class _Fill:
+    """Before a model's forward on parts: what it would make of its local tokens is made of the whole sequence."""
+
+    def __init__(self, names: tuple[str, ...], shifts: bool) -> None:
+        self._names, self._shifts = names, shifts
+
+    def __call__(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        parts = current()
+        if parts is None:
+            return None
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        if tokens is None:
+            return None
+        rows, length = tokens.shape[:2]
+        parts.chunk_of_part(length, f"{type(model).__name__}")
+        mask, where = given.get("attention_mask"), given.get("position_ids")
+        if where is None:
+            given["position_ids"] = parts.positions(length, tokens.device)[None]
+        elif mask is None and (documents := _documents(parts, where)) is not None:
+            mask = given["attention_mask"] = _mask_of_documents(model, parts, documents, rows)
+        if mask is None:  # or transformers would take the gap between the two chunks for the beginning of another document
+            given["attention_mask"] = torch.ones(rows, length, dtype=torch.bool, device=tokens.device)
+        if self._shifts and given.get("labels") is not None and given.get("shift_labels") is None:
+            given["shift_labels"] = parts.cut(_shifted(parts.whole(given["labels"], 1)), 1)
+        return (), given
+
+
+def _documents(parts: SequenceParts, where: torch.Tensor) -> torch.Tensor | None:
+    """The number of each token's document, (B, T), where positions begin again within a row; None where they do not."""
+    if where.dim() != 2:
+        raise UsageError(f"context parallelism: position_ids must have shape (rows, length), got {tuple(where.shape)}.")
+    whole = parts.whole(where, 1)
+    begins = whole[:, 1:] != whole[:, :-1] + 1
+    return nn.functional.pad(begins.cumsum(1), (1, 0)) if begins.any() else None
+
+
+def _mask_of_documents(model: Any, parts: SequenceParts, documents: torch.Tensor, rows: int) -> torch.Tensor:
+    """(B, 1, local T, T): causal, within documents."""
+    if getattr(model.config, "sliding_window", None) is not None:
+        raise UsageError(
+            f"context parallelism: {type(model).__name__} has a sliding window of {model.config.sliding_window} and was given "
+            "packed documents (position_ids that begin again). Give one document a row."
+        )
+    mine = parts.positions(documents.shape[1] // parts.size, documents.device)
+    every = torch.arange(documents.shape[1], device=documents.device)
+    seen = (documents[:, mine, None] == documents[:, None, :]) & (mine[:, None] >= every)
+    return seen[:, None].expand(rows, -1, -1, -1)
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if _NAME not in AttentionMaskInterface().valid_keys():
+        AttentionInterface.register(_NAME, AttentionInterface()["sdpa"])
+        AttentionMaskInterface.register(_NAME, _Mask(AttentionMaskInterface()["sdpa"]))
+
+
+class _Mask:
+    """How transformers has masks made: of this rank's queries over all keys. Without an active context as "sdpa" makes them."""
+
+    def __init__(self, usual: Callable[..., Any]) -> None:
+        self._usual = usual
+
+    def __call__(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        *args: Any,
+        mask_function: Callable[..., Any],
+        attention_mask: torch.Tensor | None = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        allow_is_bidirectional_skip: bool = False,
+        device: torch.device | str = "cpu",
+        **more: Any,
+    ) -> torch.Tensor | None:
+        parts = current()
+        if parts is None:
+            return self._usual(  # type: ignore[no-any-return]
+                batch_size,
+                q_length,
+                kv_length,
+                *args,
+                mask_function=mask_function,
+                attention_mask=attention_mask,
+                local_size=local_size,
+                allow_is_causal_skip=allow_is_causal_skip,
+                allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+                device=device,
+                **more,
+            )
+        if q_length != kv_length or more.get("use_vmap"):
+            raise UsageError(
+                f"context parallelism: a mask of {q_length} queries and {kv_length} keys"
+                f"{', of a function of its own,' if more.get('use_vmap') else ''} cannot be made of parts of a sequence. Train "
+                "this model without cp."
+            )
+        length = kv_length * parts.size
+        whole = None if attention_mask is None else parts.whole(attention_mask, 1)
+        skips = (allow_is_causal_skip and (local_size is None or length < local_size)) or allow_is_bidirectional_skip
+        if skips and (whole is None or bool(whole.all())):
+            return None
+        where = torch.device(device)
+        rows, mine = torch.arange(batch_size, device=where), parts.positions(q_length, where)
+        every = torch.arange(length, device=where)
+        seen = mask_function(rows[:, None, None, None], rows[:1, None, None], mine[:, None], every)
+        if whole is not None:
+            seen = seen & whole[:, None, None, :]
+        return seen.expand(batch_size, 1, q_length, length)  # type: ignore[no-any-return]

@@ -1,0 +1,30 @@
+"""Mixture of experts: layers that send each token to a few of many experts, and experts divided over ranks.
+
+    MoE               a layer: a router, experts, and how their load is balanced. Plain PyTorch in one process
+    GroupedExperts    SwiGLU experts, multiplied in groups; `StackedExperts` are the user's own modules
+    auxiliary_loss    what `balance="auxiliary"` adds to the loss
+    expert_loads      how many tokens each expert had in the latest update
+
+`Parallel(ep=n)` divides the experts of every layer over n ranks (`distribute`): each token travels to the ranks that have its
+experts and back (`dispatch`). No token is ever left out.
+"""
+
+from __future__ import annotations
+
+from echelon.parallel.experts.distribute import check_experts, distribute_experts, moe_layers
+from echelon.parallel.experts.loads import auxiliary_loss, expert_loads
+from echelon.parallel.experts.moe import MoE, Router
+from echelon.parallel.experts.stacks import Experts, GroupedExperts, StackedExperts
+
+__all__ = [
+    "Experts",
+    "GroupedExperts",
+    "MoE",
+    "Router",
+    "StackedExperts",
+    "auxiliary_loss",
+    "check_experts",
+    "distribute_experts",
+    "expert_loads",
+    "moe_layers",
+]

@@ -1,0 +1,213 @@
+"""How many tokens each expert has: counted over the whole update and all ranks, then used to balance them, and shown.
+
+A layer counts in its backward pass, once for each micro-batch, so that nothing counts twice when activations are computed
+again, and evaluations do not count. A micro-batch of weight 0 (padding, where other ranks have more batches) does not, either.
+
+Communication: one all-reduce after each update of (experts + 2) float64 numbers a layer, for all layers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+
+if TYPE_CHECKING:
+    from echelon.parallel.experts.moe import Router
+
+__all__ = ["Counted", "Routers", "Seen", "auxiliary_loss", "expert_loads"]
+
+
+class Seen:
+    """What a router has seen.
+
+    Attributes:
+        counted: of the update under way: choices of each expert, the sum of entropies, tokens. None if there are none.
+        latest: the same of the latest update, over all ranks.
+        counts: whether the micro-batch counts whose backward pass runs: a number or a tensor, 0 for no.
+        auxiliary: the loss of the latest forward pass that has a gradient, until it is taken.
+        was_added: whether the update's losses had it.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+        self.counted: torch.Tensor | None = None
+        self.latest: torch.Tensor | None = None
+        self.counts: Any = 1
+        self.auxiliary: torch.Tensor | None = None
+        self.was_added = False
+
+    def add(self, counted: torch.Tensor) -> None:
+        if isinstance(self.counts, torch.Tensor):
+            counted = counted * (self.counts != 0)
+        elif not self.counts:
+            counted = torch.zeros_like(counted)
+        self.counted = counted if self.counted is None else self.counted + counted
+
+    def forget(self) -> None:
+        self.counted, self.auxiliary, self.was_added = None, None, False
+
+    def __deepcopy__(self, memo: Any) -> Seen:
+        return Seen(self.num_experts)
+
+
+class Counted(torch.autograd.Function):
+    """A layer's results as they are; their backward pass counts what was chosen."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, seen: Seen, counted: torch.Tensor) -> torch.Tensor:
+        ctx.seen, ctx.counted = seen, counted
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.seen.add(ctx.counted)
+        return grads[0], None, None
+
+
+class _Added(torch.autograd.Function):
+    """An auxiliary loss as it is; its backward pass notes that it was added to the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, seen: Seen) -> torch.Tensor:
+        ctx.seen = seen
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.seen.was_added = True
+        return grads[0], None
+
+
+def auxiliary_loss(module: nn.Module) -> torch.Tensor:
+    """What layers with `balance="auxiliary"` add to the loss of the forward pass that was just made: a sum over the layers.
+
+    Call it once after each forward pass, in `compute_loss`: `loss + echelon.auxiliary_loss(self.module)`. It is a mean over the
+    micro-batch's tokens (those that a mask counts) and is weighted as the loss is: exact for any division into micro-batches
+    where `weight` counts these tokens, or rows of as many tokens each. Without gradients it is 0.
+
+    Raises:
+        UsageError: no layer of the module has one.
+    """
+    seen = [router.seen for router in routers_of(module).values() if router.balance == "auxiliary"]
+    if not seen:
+        raise UsageError(
+            f"auxiliary_loss: {type(module).__name__} must have an echelon.MoE with balance='auxiliary', got none. Leave it out."
+        )
+    made = [_Added.apply(each.auxiliary, each) for each in seen if each.auxiliary is not None]  # type: ignore[no-untyped-call]
+    for each in seen:
+        each.auxiliary = None
+    first = next(module.parameters())
+    return torch.stack(made).sum() if made else torch.zeros((), device=first.device)
+
+
+def expert_loads(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Each layer's share of choices by expert, (num_experts,), in the latest update over all ranks; by the layer's name.
+
+    Even loads are 1/num_experts each. A layer that has made no update yet is left out.
+    """
+    return {
+        name: (choices / choices.sum()).cpu()
+        for name, router in routers_of(module).items()
+        if router.seen.latest is not None and (choices := router.seen.latest[:-2]).sum() > 0
+    }
+
+
+def routers_of(module: nn.Module) -> dict[str, Router]:
+    """By the name of their layer."""
+    return {
+        name.removesuffix(".router") if name != "router" else "": part
+        for name, part in module.named_modules()
+        if isinstance(getattr(part, "seen", None), Seen)
+    }
+
+
+class Routers:
+    """All routers of a module: they are told what counts, and act after each update.
+
+    Args:
+        groups: the axes of ranks with other samples.
+    """
+
+    def __init__(self, routers: Mapping[str, Router], groups: Sequence[dist.ProcessGroup | None]) -> None:
+        self._routers, self._groups = dict(routers), list(groups)
+        self._measures: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, module: nn.Module, groups: Sequence[dist.ProcessGroup | None]) -> Routers:
+        return cls(routers_of(module), groups)
+
+    def begin_backward(self, weight: Any) -> None:
+        """The backward pass of a micro-batch of this weight follows."""
+        for router in self._routers.values():
+            router.seen.counts = weight
+
+    def discard(self) -> None:
+        """The micro-batches since the latest update are given up."""
+        for router in self._routers.values():
+            router.seen.forget()
+
+    def end_window(self, *, updated: bool) -> None:
+        """After the optimizer's step: balance the experts by the update's loads. Collective, if there are any.
+
+        Args:
+            updated: False if the step was left out.
+        Raises:
+            UsageError: on all ranks: a layer's auxiliary loss is in no loss.
+        """
+        if not updated:
+            self.discard()
+        elif self._routers:
+            self._balance()
+
+    @torch.no_grad()
+    def _balance(self) -> None:
+        rows = []
+        for router in self._routers.values():
+            device = router.gate.weight.device
+            size = router.num_experts + 2
+            counted = router.seen.counted if router.seen.counted is not None else torch.zeros(size, dtype=torch.float64)
+            rows.append(counted.to(device))
+        flat = torch.cat(rows)
+        for group in self._groups:
+            dist.all_reduce(flat, group=group)
+        parts = flat.split([len(row) for row in rows])
+        for (name, router), total in zip(self._routers.items(), parts, strict=True):
+            _check_added(name, router)
+            router.seen.forget()
+            router.seen.latest = total
+            _balance(router, total[:-2])
+        self._measures = _measures(parts)
+
+    def measures(self) -> dict[str, Any]:
+        """Of the latest update: 0-dim tensors, by the names of metrics.jsonl."""
+        return self._measures
+
+
+def _check_added(name: str, router: Router) -> None:
+    trained = router.gate.weight.requires_grad and router.seen.counted is not None
+    if router.balance == "auxiliary" and trained and not router.seen.was_added:
+        raise UsageError(
+            f"{name or 'MoE'}: balance='auxiliary' must be in the loss, and no backward pass has reached it. Return "
+            "loss + echelon.auxiliary_loss(self.module) from compute_loss, or take balance='loss_free'."
+        )
+
+
+def _balance(router: Router, choices: torch.Tensor) -> None:
+    if router.expert_bias is not None:
+        # An update without tokens has even loads, and moves nothing.
+        router.expert_bias += router.bias_update_rate * torch.sign(choices.mean() - choices).to(router.expert_bias.dtype)
+    if router.load is not None:
+        total = choices.sum()
+        router.load.copy_(torch.where(total > 0, choices / total.clamp(min=1), router.load.double()))
+
+
+def _measures(parts: Sequence[torch.Tensor]) -> dict[str, Any]:
+    uneven = [part[:-2].max() / part[:-2].mean().clamp(min=1e-300) for part in parts]
+    entropies = [part[-2] / part[-1].clamp(min=1) for part in parts]
+    return {"expert_load_max": torch.stack(uneven).max(), "router_entropy": torch.stack(entropies).mean()}

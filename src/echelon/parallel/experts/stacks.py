@@ -1,0 +1,230 @@
+"""Experts of a layer, with the parameters of all of them stacked: the first dim counts experts.
+
+So every layout has the same names, a rank's part is a slice, and what one layout saves any other reads.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.contracts.errors import UsageError, require
+from echelon.contracts.numbers import whole
+from echelon.parallel.experts.dispatch import Dispatch
+from echelon.parallel.shards import local
+
+__all__ = ["Experts", "GroupedExperts", "StackedExperts", "experts_of"]
+
+
+class Experts(nn.Module):
+    """What experts have in common. Subclasses say how rows that are sorted by expert are computed.
+
+    Attributes:
+        num_experts: in all, on whatever ranks they are.
+        dispatch: the ranks that have them; None if each has all.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = whole("num_experts", num_experts, at_least=1)
+        self.dispatch: Dispatch | None = None
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """(N, D) -> (N, D).
+
+        Args:
+            rows: sorted by expert.
+            counts: (num_experts,) integers: rows for each.
+        """
+        return self.compute(rows, counts) if self.dispatch is None else self.dispatch(rows, counts, self.compute)
+
+    def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The same with the experts that this rank has."""
+        raise NotImplementedError
+
+    def mine(self, stack: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a parameter, (experts, ...).
+
+        Its gradient is divided by the number of ranks that have the others: tokens of all of them come here, so it is their sum
+        already, and what reduces it takes the mean over fewer ranks than that of other parameters. Not by `fully_shard`'s
+        `set_gradient_divide_factor`: over a single rank torch 2.13 divides twice.
+        """
+        part = local(stack)
+        if self.dispatch is None:
+            return part
+        scaled: torch.Tensor = _Scaled.apply(part, 1 / self.dispatch.size)  # type: ignore[no-untyped-call]
+        return scaled
+
+
+class _Scaled(torch.autograd.Function):
+    """The same, with its gradient multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return stack.view_as(stack)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+class _Contiguous(torch.autograd.Function):
+    """The same, with a gradient that lies in memory as a matrix: `grouped_mm` takes no expanded one (torch 2.13)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0].contiguous()
+
+
+class GroupedExperts(Experts):
+    """SwiGLU experts, `w2(silu(w1 x) * w3 x)`, multiplied in groups: one kernel for all experts instead of one for each.
+
+    Args:
+        dim: features of a token.
+        hidden: features inside of an expert.
+        num_experts: how many.
+
+    `w1` and `w3` are (num_experts, hidden, dim), `w2` is (num_experts, dim, hidden); each expert starts as an nn.Linear does. In
+    float64, and with a torch that has no `grouped_mm`, experts are multiplied one by one.
+    """
+
+    def __init__(self, dim: int, hidden: int, num_experts: int) -> None:
+        super().__init__(num_experts)
+        self.dim, self.hidden = whole("dim", dim, at_least=1), whole("hidden", hidden, at_least=1)
+        self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden))
+        self.w3 = nn.Parameter(torch.empty(num_experts, hidden, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Random values for all experts."""
+        for weight in (self.w1, self.w2, self.w3):
+            bound = 1 / math.sqrt(weight.shape[2])
+            nn.init.uniform_(weight, -bound, bound)
+
+    def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        weights = [self.mine(w) for w in (self.w1, self.w2, self.w3)]
+        kind = rows.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+        rows, (w1, w2, w3) = rows.to(dtype), (w.to(dtype) for w in weights)
+        grouped = getattr(nn.functional, "grouped_mm", None)
+        if grouped is None or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            parts = zip(rows.split(counts.tolist()), w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
+            each = [
+                nn.functional.linear(nn.functional.silu(nn.functional.linear(x, a)) * nn.functional.linear(x, c), b)
+                for x, a, b, c in parts
+            ]
+            return torch.cat(each)
+        ends = counts.cumsum(0).to(torch.int32)
+        hidden = nn.functional.silu(grouped(rows, w1.mT, offs=ends)) * grouped(rows, w3.mT, offs=ends)
+        out: torch.Tensor = _Contiguous.apply(grouped(hidden, w2.mT, offs=ends))  # type: ignore[no-untyped-call]
+        return out
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts} experts, {self.dim} -> {self.hidden} -> {self.dim}"
+
+
+class StackedExperts(Experts):
+    """The user's own modules as experts, one by one: any module that takes and gives (rows, D), also none.
+
+    The parameters of all are stacked under the names of one: `each.up.weight` is (num_experts, ...). Beyond its parameters the
+    first module counts for all: its forward, its options.
+
+    Args:
+        modules: one for each expert, of one class and shape; their values are taken over.
+    Raises:
+        UsageError: they differ in class, names or shapes, or have buffers, or share parameters.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__(len(modules))
+        _check_alike(modules)
+        first = copy.deepcopy(modules[0])
+        self.each = nn.Module()
+        for name, parameter in modules[0].named_parameters():
+            stacked = torch.stack([module.get_parameter(name).detach() for module in modules])
+            *path, last = name.split(".")
+            holder = self.each
+            for part in path:
+                if part not in dict(holder.named_children()):
+                    holder.add_module(part, nn.Module())
+                holder = holder.get_submodule(part)
+            holder.register_parameter(last, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
+        # Not among the submodules: its own parameters are of no use, and nothing may be done to its layers.
+        object.__setattr__(self, "_template", (first.to("meta"),))
+
+    def train(self, mode: bool = True) -> StackedExperts:
+        self._template[0].train(mode)
+        super().train(mode)
+        return self
+
+    def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        names, stacks = zip(*((name, self.mine(stack).unbind()) for name, stack in self.each.named_parameters()), strict=True)
+        template = self._template[0]
+        # An expert without rows is called, too: then its gradients are zeros and not missing, on whatever rank it is.
+        parts = zip(rows.split(counts.tolist()), zip(*stacks, strict=True), strict=True)
+        each = [torch.func.functional_call(template, dict(zip(names, mine, strict=True)), (part,)) for part, mine in parts]
+        return torch.cat(each)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts} x {type(self._template[0]).__name__}"
+
+
+def _check_alike(modules: Sequence[nn.Module]) -> None:
+    shapes: dict[str, Any] = {}
+    for number, module in enumerate(modules):
+        kind = type(module).__name__
+        mine = {n: (tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()}
+        if number and (type(module) is not type(modules[0]) or mine != shapes):
+            other = type(modules[0]).__name__
+            differs = next((n for n in {**shapes, **mine} if shapes.get(n) != mine.get(n)), "")
+            raise UsageError(
+                f"experts must be alike, got a {other} as number 0 and a {kind} as number {number}"
+                + (f", which differ in {differs}: {shapes.get(differs)} and {mine.get(differs)}." if differs else ".")
+            )
+        shapes = mine
+        if not mine:
+            raise UsageError(f"an expert must have parameters, got a {kind} without.")
+        if any(True for _ in module.buffers()):
+            name = next(n for n, _ in module.named_buffers())
+            raise UsageError(
+                f"an expert must have no buffers, got a {kind} with {name}: which tokens it sees changes with the ranks. Use a "
+                "norm without running statistics."
+            )
+        if len(list(module.named_parameters(remove_duplicate=False))) != len(mine):
+            raise UsageError(f"an expert must not use a parameter under two names, got a {kind} that does.")
+
+
+def experts_of(experts: Any, num_experts: int | None) -> Experts:
+    """From GroupedExperts, a list of modules, or a function that makes one and their number.
+
+    Raises:
+        UsageError: none of these.
+    """
+    if isinstance(experts, Experts):
+        made = experts
+    elif isinstance(experts, nn.Module) and not isinstance(experts, nn.ModuleList):
+        raise UsageError(f"experts must be a list of modules, a function that makes one, or GroupedExperts, got {experts}.")
+    elif callable(experts) and not isinstance(experts, nn.ModuleList):
+        if num_experts is None:
+            raise UsageError("num_experts must be given with a function that makes an expert, got None.")
+        make: Callable[[], nn.Module] = experts
+        made = StackedExperts([make() for _ in range(whole("num_experts", num_experts, at_least=1))])
+    else:
+        is_list = isinstance(experts, Sequence | nn.ModuleList) and len(experts) > 0
+        is_list = is_list and all(isinstance(each, nn.Module) for each in experts)
+        require(is_list, "experts", "a list of modules, a function that makes one, or GroupedExperts(...)", experts)
+        made = StackedExperts(list(experts))
+    if num_experts is not None and num_experts != made.num_experts:
+        raise UsageError(f"num_experts must be the number of experts, {made.num_experts}, got {num_experts}. Leave it out.")
+    return made
