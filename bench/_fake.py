@@ -53,8 +53,8 @@ def fake_world(size: int, rank: int = 0, per_node: int = 8) -> Iterator[None]:
 
 
 class _Chunks:
-    """What torch's `_chunk_with_empty` gives, made when it is asked for: `fully_shard` makes the parts of all ranks and takes one,
-    which with fake tensors is nearly all of the time.
+    """What torch's `_chunk_with_empty` gives, made when it is asked for: `fully_shard` makes the parts of all ranks and takes
+    one, which with fake tensors is nearly all of the time.
     """
 
     def __init__(self, tensor: torch.Tensor, number: int, dim: int) -> None:
