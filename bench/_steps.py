@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor as distributed
 from bench._fake import fake_world
 
 import echelon as ech
@@ -51,11 +52,11 @@ class Network:
 
     def __init__(self, ranks: int, rank: int, says: Says | None = None) -> None:
         self.ranks, self.rank, self.bytes = ranks, rank, 0
-        self._says, self._frames = says, 0
-
-    def _data(self, rank: int) -> bytes:
-        assert self._says is not None
-        return json.dumps(self._says(rank)).encode()
+        told = [json.dumps(says(each)).encode() for each in range(ranks)] if says is not None else []
+        self._told = told
+        self._packed = [zlib.compress(data, 1) for data in told]
+        self._about = [hashlib.sha256(d).digest() + len(p).to_bytes(8, "little") for d, p in zip(told, self._packed, strict=True)]
+        self._frames = [_tensor(agree._frame(data).numpy().tobytes()) for data in told]
 
     def all_reduce(self, value: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
         self.bytes += value.nbytes
@@ -68,20 +69,15 @@ class Network:
     def all_gather(self, parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None) -> None:
         self.bytes += sum(part.nbytes for part in parts)
         for rank, part in enumerate(parts):
-            if self._says is None or len(part) == len(hashlib.sha256().digest()):
-                part.copy_(mine)
-            elif len(part) == agree._FRAME:
-                part.copy_(agree._frame(self._data(rank)))
+            if self._told and len(part) == agree._FRAME:
+                part.copy_(self._frames[rank])
             else:
-                rest = self._data(rank)[agree._SHORT :]
-                part[: len(rest)] = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
+                part.copy_(mine)
 
     def gather(self, mine: torch.Tensor, parts: list[torch.Tensor] | None = None, group: Any = None, group_dst: int = 0) -> None:
         self.bytes += mine.nbytes if parts is None else sum(part.nbytes for part in parts)
         for rank, part in enumerate(parts or ()):
-            data = self._data(rank)
-            about = hashlib.sha256(data).digest() + len(zlib.compress(data, 1)).to_bytes(8, "little")
-            part.copy_(torch.frombuffer(bytearray(about), dtype=torch.uint8))
+            part.copy_(_tensor(self._about[rank]))
 
     def scatter(self, mine: torch.Tensor, parts: list[torch.Tensor] | None = None, group: Any = None, group_src: int = 0) -> None:
         self.bytes += mine.nbytes if parts is None else sum(part.nbytes for part in parts)
@@ -92,7 +88,11 @@ class Network:
 
     def recv(self, value: torch.Tensor, group: Any = None, group_src: int = 0) -> None:
         self.bytes += value.nbytes
-        value.copy_(torch.frombuffer(bytearray(zlib.compress(self._data(group_src), 1)), dtype=torch.uint8))
+        value.copy_(_tensor(self._packed[group_src]))
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 @contextlib.contextmanager
@@ -113,13 +113,14 @@ class Step:
         make: of the number of ranks, what is to be measured. What comes before the call is not.
         says: what each rank tells the others, if that matters.
         rank: which one is played; None is the last.
-        slow: too long for every run of the tests.
+        constant: what is sent does not depend on the number of ranks.
     """
 
     name: str
     make: Callable[[int], Callable[[], Any]]
     says: Callable[[int], Says] | None = None
     rank: int | None = 0
+    constant: bool = False
 
     @contextlib.contextmanager
     def ready(self, ranks: int) -> Iterator[tuple[Callable[[], Any], Network]]:
@@ -211,27 +212,28 @@ def _read_index(ranks: int) -> Callable[[], Any]:
     return lambda: structure.read_index(folder, manifest)
 
 
-def _find_parts(ranks: int) -> Callable[[], Any]:
-    """Where a rank of as many ranks finds its parts of all tensors: torch's planner, and which file has each."""
-    from torch.distributed.checkpoint import DefaultLoadPlanner
-    from torch.distributed.tensor import Shard, empty
+def _find_parts(readers: Callable[[int], int]) -> Callable[[int], Callable[[], Any]]:
+    """Where one of so many readers finds its parts of all tensors: torch's planner, and which file has each."""
 
-    folder, manifest = _index(ranks)
-    saved = Tensors(Files(folder, folder, manifest))
-    mesh = ParallelDims.of(ranks).data_mesh(torch.device("cpu"))
-    with torch.device("meta"):
-        wanted = {name: empty(8 * ranks, 512, device_mesh=mesh, placements=[Shard(0)]) for name in saved.index}
-    found: list[Any] = []
+    def make(ranks: int) -> Callable[[], Any]:
+        folder, manifest = _index(ranks)
+        saved = Tensors(Files(folder, folder, manifest))
+        size = 8 * ranks // readers(ranks)
+        mesh = ParallelDims.of(ranks).data_mesh(torch.device("cpu"))
+        with torch.device("meta"):
+            split = {
+                n: distributed.empty(8 * ranks, 512, device_mesh=mesh, placements=[distributed.Shard(0)]) for n in saved.index
+            }
+            wanted = split if size == 8 else {n: torch.empty(8 * ranks, 512) for n in saved.index}
+        file = mock.Mock(read_part=lambda *where: None)
 
-    def find() -> Any:
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(wanted, saved.metadata(list(wanted)))
-        with mock.patch.object(saved, "piece", lambda *where: found.append(where) or torch.empty(8, 512, device="meta")):
-            for item in planner.create_local_plan().items:
-                saved.part(item.storage_index.fqn, item.storage_index.offset, item.storage_offsets, item.lengths)
-        return found
+        def find() -> None:
+            with mock.patch.object(Files, "open", lambda files, name: file), mock.patch.object(saved, "forget", lambda: None):
+                saved.read_into(wanted)
 
-    return find
+        return find
+
+    return make
 
 
 def _await_others(ranks: int) -> Callable[[], Any]:
@@ -277,7 +279,7 @@ def _loader(ranks: int) -> Callable[[], Any]:
 
 def _failures(ranks: int) -> Callable[[], Any]:
     failures = [Failure(rank, 1, rank, "DistBackendError", "Connection reset by peer") for rank in range(ranks)]
-    seen = {rank: Seen(Standing(9 if rank else 8, Phase.TRAIN)) for rank in range(ranks)}
+    seen = {rank: Seen(Standing(9 if rank else 8, Phase.STEP)) for rank in range(ranks)}
     return lambda: Failure.first(blame(failures, seen))
 
 
@@ -288,11 +290,11 @@ def _agreed(act: Callable[[], Any]) -> Callable[[int], Callable[[], Any]]:
 _VALUE = {"max_steps": 1000, "folder": "/runs/0001"}
 
 STEPS = [
-    Step("agree: any_rank", _agreed(lambda: agree.any_rank(False))),
-    Step("agree: first_told, nothing to tell", _agreed(lambda: agree.first_told(None))),
-    Step("agree: same_on_all", _agreed(lambda: agree.same_on_all("x", _VALUE, "")), rank=None),
-    Step("agree: kinds, all the same", _agreed(lambda: agree.kinds(_VALUE)), rank=None),
-    Step("agree: from_rank0", _agreed(lambda: agree.from_rank0(lambda: _VALUE))),
+    Step("agree: any_rank", _agreed(lambda: agree.any_rank(False)), constant=True),
+    Step("agree: first_told, nothing to tell", _agreed(lambda: agree.first_told(None)), constant=True),
+    Step("agree: same_on_all", _agreed(lambda: agree.same_on_all("x", _VALUE, "")), rank=None, constant=True),
+    Step("agree: kinds, all the same", _agreed(lambda: agree.kinds(_VALUE)), rank=None, constant=True),
+    Step("agree: from_rank0", _agreed(lambda: agree.from_rank0(lambda: _VALUE)), constant=True),
     Step("agree: gather of a short value", _agreed(lambda: agree.gather(_VALUE)), lambda ranks: lambda rank: _VALUE),
     Step("joining: rank 0 hears all", _meet),
     Step("RNG streams are separated", _agreed(lambda: rng.separate(0)), rank=0),
@@ -303,12 +305,13 @@ STEPS = [
     Step("save plan, whole tensors: rank 0", _planning(_whole), _whole),
     Step("save plan, 8 shards and copies: rank 0", _planning(_copies), _copies),
     Step("save plan, shards: rank 0", _planning(_sharded), _sharded),
-    Step("save plan, shards: another rank", _planning(_sharded, -1), _sharded, rank=None),
+    Step("save plan, shards: another rank", _planning(_sharded, -1), _sharded, rank=None, constant=True),
     Step("commit: rank 0 writes the manifest", _publish, lambda ranks: _files),
     Step("background save: rank 0 waits for all", _await_others),
     Step("restore: the manifest is read", _manifest),
     Step("restore: the index is read", _read_index),
-    Step("restore: a rank finds its parts", _find_parts, rank=None),
+    Step("restore: one of as many ranks finds its parts", _find_parts(lambda ranks: ranks), rank=None),
+    Step("restore: a single process finds all parts", _find_parts(lambda ranks: 1)),
     Step("a failure: who is to blame", _failures),
 ]
 

@@ -1,7 +1,7 @@
 """What each step of the library costs one rank of 16 to 16,384: milliseconds, kilobytes sent and received, memory.
 
 One process plays one rank (bench/_steps.py): the library's own code runs, torch's collectives are played, with what the other
-ranks would say. So time is the library's own, without the network's; bytes are exact.
+ranks would say. Time is the processor's, of the library alone, without the network's; bytes are exact.
 
     python bench/scale.py [--ranks 16 256 4096 16384] [--only WORD ...] [--json]
 
@@ -31,9 +31,9 @@ def measured(step: Step, ranks: int, rounds: int) -> dict[str, float]:
         with step.ready(ranks) as (run, network):
             if round_ == 0:  # the first also loads what is imported late
                 tracemalloc.start()
-            start = time.perf_counter()
+            start = time.process_time()
             run()
-            times.append((time.perf_counter() - start) * 1e3)
+            times.append((time.process_time() - start) * 1e3)
             sent = network.bytes
             if round_ == 0:
                 peak = tracemalloc.get_traced_memory()[1]
@@ -47,7 +47,7 @@ def operations(step: Step, ranks: int) -> tuple[int, int, int]:
 
     def look(frame: Any, event: str, argument: Any) -> Any:
         nonlocal count
-        if not frame.f_globals.get("__name__", "").startswith(("echelon.", "torch.distributed.checkpoint")):
+        if not frame.f_globals.get("__name__", "").startswith("echelon."):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
