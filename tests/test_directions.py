@@ -162,6 +162,11 @@ WAYS: dict[str, tuple[int, Any]] = {
     "tp on 4": (4, "tp=4"),
     "copies x shards": (4, "dp_replicate=2,dp_shard=2"),
     "shards x tp": (4, "dp_shard=2,tp=2"),
+    "cp": (2, "cp=2"),
+    "cp on 4": (4, "cp=4"),
+    "shards x cp": (4, "dp_shard=2,cp=2"),
+    "copies x cp": (4, "dp_replicate=2,dp_shard=1,cp=2"),
+    "cp x tp": (4, "cp=2,tp=2"),
     "copies x shards x tp": (8, "dp_replicate=2,dp_shard=2,tp=2"),
 }
 FIRST = ("shards x tp",)  # the others are in `make test-all`

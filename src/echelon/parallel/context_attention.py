@@ -123,7 +123,12 @@ def _causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, optio
     """The last of the keys belong to the queries."""
     if query.shape[-2] == keys.shape[-2]:
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, **options)
-    bias: Any = causal_lower_right(query.shape[-2], keys.shape[-2])  # kernels know it by its name: no mask in memory
+    rows, columns = query.shape[-2], keys.shape[-2]
+    bias: Any
+    if query.device.type == "cpu" or query.dtype is torch.float64:  # torch makes a mask of a CausalBias there, and under a
+        bias = query.new_ones(rows, columns, dtype=torch.bool).tril(columns - rows)  # TorchDispatchMode cannot make one (2.13)
+    else:
+        bias = causal_lower_right(rows, columns)  # kernels know it by its name: no mask in memory
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, **options)
 
 
