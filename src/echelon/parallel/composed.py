@@ -141,7 +141,7 @@ class Parallel(Strategy):
         sequence_dim: where the tensors of a batch have the sequence that `cp` splits, if that is not dimension 1: a number for
             all of them, or a dict from keys, fields or numbers in a tuple to dimensions, None for tensors that stay whole.
         check_context: compare, in the first pass with `cp`, what the module gives for parts of sequences with what it gives for
-            whole ones, submodule by submodule.
+            whole ones, submodule by submodule. Not with `pp`, whose stages see no whole sequence.
         fsdp: how the data-parallel ranks share the parameters: blocks, mixed precision, offload.
     """
 
@@ -230,8 +230,13 @@ class Parallel(Strategy):
             split_layers(module, chosen.of_stages(module), dims.tp_mesh(world.device))
         context = None
         if dims.cp > 1:
-            mesh_of_context = dims.cp_mesh(world.device)
-            context = ContextParallel(module, mesh_of_context, world.device, self.sequence_dim, check=self.check_context)
+            checks = self.check_context and dims.pp == 1  # a stage never sees a whole sequence
+            if self.check_context and not checks and world.rank == 0:
+                logger.warning(
+                    "context parallelism within a pipeline: parts of sequences are not compared with whole ones. Run the script "
+                    "once with pp=1, or `echelon prove` it"
+                )
+            context = ContextParallel(module, dims.cp_mesh(world.device), world.device, self.sequence_dim, check=checks)
         if dims.ep > 1:
             distribute_experts(module, dims.ep_mesh(world.device), dims.ep_data_mesh(world.device))
         # Phase 3: the axes over which gradients are averaged.

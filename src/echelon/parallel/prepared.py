@@ -59,6 +59,7 @@ class Prepared(Generic[M]):
         wants_outputs: whether somebody looks at what `compute_loss` returns besides the loss, in training.
         part, stage: which part of each sample this rank computes, and which part of the layers, each of how many.
         draws_apart: a forward pass draws other random numbers than one process would, on the ranks that share its samples.
+        is_trying: what is computed now is thrown away: a pipeline learns what its stages pass on.
         computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
     """
 
@@ -73,6 +74,7 @@ class Prepared(Generic[M]):
     wants_outputs = True
     part = stage = (0, 1)
     draws_apart = False
+    is_trying = False
     computes_in: torch.dtype | None = None
 
     def __init__(self, module: M, averaged: Sequence[Axis] = ()) -> None:
