@@ -29,7 +29,7 @@ from echelon.parallel.recipe import Recipe
 from echelon.parallel.sequence_part import PartOfSequence
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.tensor_layers import install, is_transposed, split_dims
-from echelon.parallel.tensor_plans import ALIASES, STYLES, Plan, plan_of
+from echelon.parallel.tensor_plans import ALIASES, STYLES, Plan, plan_of, with_adapters
 from echelon.parallel.tensor_sequence import check_sequence, split_sequence
 from echelon.world.init import World, ensure_group
 from echelon.world.mesh import ParallelDims
@@ -139,7 +139,7 @@ def check_tensor(module: nn.Module, plan: Mapping[str, Any] | None, tp_size: int
         UsageError: with the layer's name and the numbers.
     """
     found = plan_of(module, plan, tp_size)
-    styles = _by_name(module, found)
+    styles = with_adapters(module, _by_name(module, found))
     chosen = Chosen(found, styles)
     if sequence_parallel:
         chosen = replace(chosen, blocks=check_sequence(module, styles))
@@ -269,6 +269,7 @@ def _refuse_scalars(module: nn.Module) -> None:
 
 def _check_heads(module: nn.Module, name: str, size: int) -> None:
     """Features may divide where heads do not: then a rank would hold half a head."""
+    name = name.removesuffix(".base_layer")
     parent = module.get_submodule(name.rpartition(".")[0])
     holders: list[tuple[Any, str]] = [(parent, "")]
     if hasattr(parent, "head_dim") or "attention" in type(parent).__name__.lower():
