@@ -1,7 +1,7 @@
 """Tensor parallelism: single layers are split over ranks that work on the same samples.
 
-Communication: within the tensor-parallel ranks, an all-reduce of activations after every "rowwise" layer, and of its
-gradient before every "colwise" one; over the data-parallel ranks what `fully_shard` does. All parameters, those that tensor
+Communication: within the tensor-parallel ranks, an all-reduce of activations after every "rowwise" layer, and one of the
+gradient of what "colwise" layers read (see `tensor_layers`); over the data-parallel ranks what `fully_shard` does. All parameters, those that tensor
 parallelism leaves whole, too, are under `fully_shard`, if need be over groups of one rank: so that state, optimizers and
 clipping meet one kind of parameter. DistributedDataParallel would lose the split ones from the state dict.
 """
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.contracts.arguments import flags
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.parallel.axes import axes_of
@@ -56,14 +57,20 @@ class TPStrategy(Strategy):
     Args:
         plan: submodule names, `*` for any part of a name between dots, to how each is split: "colwise" (its outputs; what
             follows works on this rank's part of the features), "rowwise" (its inputs, after a colwise layer; the results are
-            summed up), "colwise_gather" (its outputs, put together again), or a ParallelStyle of torch. An nn.Embedding is
-            split by rows with "rowwise". By default the module's own `tp_plan`, an attribute or a method.
+            summed up), "colwise_gather" (its outputs, put together again), "rowwise_split" (its inputs, of which all ranks have
+            all), "colwise_logits" (its outputs, which `cross_entropy` takes split), "summed" (a whole layer that works on split
+            features, such as a norm of each head), or a ParallelStyle of torch. An nn.Embedding is split by rows with
+            "rowwise". Names of transformers for the same are understood. By default the module's own `tp_plan`, that of
+            transformers, or an inferred one, which rank 0 logs and `echelon.tp_plan(module)` gives.
         size: ranks that share each layer; by default all.
         dp_replicate: copies of the shards over the data-parallel ranks, as HSDPStrategy has; by default one.
+        sequence_parallel: between split layers, work on this rank's part of the sequence: norms, dropout, sums of residuals.
+            For models with one list of blocks, whose attention and MLP are submodules of the block; sequences of any length.
+            What hooks see between blocks, and hidden states that a model gives out, are parts.
         fsdp: how the data-parallel ranks share the parameters: blocks, mixed precision, offload.
 
-    A module must not count on whole layers: attention says `view(b, t, -1, head_size)`, with -1 for its heads, and a fused
-    projection has the heads as its outermost dimension.
+    A plan of one's own must know the code: with "colwise", attention says `view(b, t, -1, head_size)`, with -1 for its heads, and
+    a fused projection has the heads as its outermost dimension. "colwise_gather" and "rowwise_split" are right for any code.
     """
 
     name = "tp"
@@ -79,6 +86,7 @@ class TPStrategy(Strategy):
         is_plan = isinstance(self.plan, Mapping) and all(isinstance(name, str) for name in self.plan)
         require(self.plan is None or is_plan, "plan", "a dict from names of layers to styles, or None", self.plan)
         require(isinstance(self.fsdp, FSDPStrategy | FSDP2Strategy | None), "fsdp", "FSDPStrategy(...) or None", self.fsdp)
+        flags(sequence_parallel=self.sequence_parallel)
         object.__setattr__(self, "dp_replicate", whole("dp_replicate", self.dp_replicate, at_least=1))
         if self.size is not None:
             object.__setattr__(self, "size", whole("size", self.size, at_least=1))
