@@ -127,6 +127,7 @@ class Case:
     Args:
         hand: what `wrap` calls it, if not as echelon does.
         batch, context: rows and bytes of a micro-batch on a rank.
+        heads: of attention; by default one for 64 features.
         turns: pairs of measurements; each is `updates` of one side and then of the other.
         bitwise: echelon's side is bit-equal; the other is not.
     """
@@ -141,10 +142,11 @@ class Case:
     depth: int = 4
     batch: int = 4
     context: int = 64
+    heads: int | None = None
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
-        return GPT(self.width, self.depth, heads=max(1, self.width // 64), context=self.context)
+        return GPT(self.width, self.depth, heads=self.heads or max(1, self.width // 64), context=self.context)
 
 
 WARM_TURNS = 4

@@ -94,8 +94,10 @@ def speed(arguments: Any) -> None:
     about, rows = {**facts(), "strategies": {}}, []
     cases = [(s, Case(s, turns=arguments.rounds), by) for s, by in SPEED.items()]
     cases.append(("tp", Case("tp", "tp alone", turns=arguments.rounds), "parallelize_module alone"))
+    cases.append(("tp", Case("tp", "tp alone", turns=arguments.rounds, heads=4), "parallelize_module alone, 4 ranks"))
+    cases.append(("tp", Case("tp", turns=arguments.rounds, heads=4), "parallelize_module + fully_shard, 4 ranks"))
     for name, case, by in cases:
-        found = launch(compare, case)[0]
+        found = launch(compare, case, ranks=4 if "4 ranks" in by else 2)[0]
         about["strategies"][f"{name}, {by}"] = found
         wall, cpu = ratios(found["wall_ms"]), ratios(found["cpu_ms"])
         same = f"{found['difference']:.0e}" if found["difference"] else "equal"
