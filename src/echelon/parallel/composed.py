@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import nn
 
 from echelon.contracts.arguments import flags
@@ -61,14 +60,14 @@ class ComposedPrepared(FSDPPrepared):
     context: ContextParallel | None = None
 
     def part_of(self, batch: Any) -> Any:
-        return batch if self.context is None else self.context.part_of(batch)
+        if self.context is None:
+            return batch
+        part = self.context.part_of(batch)
+        self.share = self.context.share
+        return part
 
     def whole_of(self, outputs: Any) -> Any:
         return outputs if self.context is None else self.context.whole_of(outputs)
-
-    @property
-    def share(self) -> float | torch.Tensor:
-        return 1.0 if self.context is None else self.context.share
 
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
         if self.context is None:
@@ -79,6 +78,11 @@ class ComposedPrepared(FSDPPrepared):
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         around = super().accumulate(last)
         return around if self.context is None else self.context.active()
+
+    def fix_order(self) -> None:
+        if self.context is not None:
+            raise UsageError("bit-equal training needs whole sequences, got cp > 1. Use dp_shard in its place.")
+        super().fix_order()
 
     def lay_out(self, dims: ParallelDims, rank: int) -> None:
         """Say where this rank is."""

@@ -129,7 +129,7 @@ class ContextParallel:
             return
         self._here.entered = True
         try:
-            with SplitAttention(self._of_loss, self._aside):
+            with SplitAttention(self._of_targets, self._aside):
                 yield
         finally:
             self._here.entered = False
@@ -162,16 +162,16 @@ class ContextParallel:
             self._compared = True
             probe(self.parts, kind, forward, module, args, kwargs)
 
-    def _of_loss(self, targets: int) -> None:
-        """In the first pass: a loss over so many targets must not be one that shifts within this rank's part.
+    def _of_targets(self, targets: int) -> None:
+        """In the first pass: so many targets must not be those of a shift within this rank's part.
 
         Raises:
             UsageError: it is.
         """
         if self._unchecked and self._length > 2 and targets == self._rows * (self._length - 1):
             raise UsageError(
-                f"context parallelism over {self.parts.size} ranks: cross_entropy got {self._rows} x {self._length - 1} targets "
-                f"of this rank's {self._rows} x {self._length} tokens. Were they shifted in compute_loss, as logits[:, :-1] and "
+                f"context parallelism over {self.parts.size} ranks: {self._rows} x {self._length - 1} targets were taken of "
+                f"this rank's {self._rows} x {self._length} tokens. Were they shifted in compute_loss, as logits[:, :-1] and "
                 "tokens[:, 1:]? The tokens of a part are no neighbours where its two chunks meet. Let the dataset give inputs "
                 "and targets; a causal model of transformers computes its loss itself, if it is given labels."
             )
@@ -182,6 +182,7 @@ class _InContext:
 
     def __init__(self, context: ContextParallel, module: nn.Module) -> None:
         self._context, self._forward = context, module.forward
+        self.__wrapped__ = module.forward  # for inspect.signature, by which programs tell what a model takes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context = self._context

@@ -57,6 +57,7 @@ class Prepared(Generic[M]):
         stages: groups of ranks that hold other parameters altogether, over which norms are summed up; as a pipeline's stages.
         others: what the optimizer trains besides the module, such as a learned weight of a loss.
         part, stage: which part of each sample this rank computes, and which part of the layers, each of how many.
+        share: what the latest part of a batch counts of what the batch counts, where rows are counted, which all parts have.
         draws_apart: a forward pass draws other random numbers than one process would, on the ranks that share its samples.
         computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
     """
@@ -71,6 +72,7 @@ class Prepared(Generic[M]):
     stages: Sequence[dist.ProcessGroup | None] = ()
     part = stage = (0, 1)
     draws_apart = False
+    share: float | torch.Tensor = 1.0
     computes_in: torch.dtype | None = None
 
     def __init__(self, module: M, averaged: Sequence[Axis] = ()) -> None:
@@ -188,11 +190,6 @@ class Prepared(Generic[M]):
     def whole_of(self, outputs: Any) -> Any:
         """Outputs for the latest batch that `part_of` was asked for, from those for its parts. Collective."""
         return outputs
-
-    @property
-    def share(self) -> float | torch.Tensor:
-        """What the latest part counts of what its batch counts, where rows are counted, which all parts have."""
-        return 1.0
 
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
         """`forward(batch)`, to evaluate or to predict; the results are given to all ranks that have the batch."""
