@@ -354,6 +354,23 @@ def test_what_cannot_be_split_is_refused(ranks: Ranks, case: str) -> None:
         assert re.search(REFUSED[case][2], message), message
 
 
+def _compiled() -> tuple[str, float]:
+    options: dict[str, Any] = {"compile": ech.TorchCompileParams(backend="aot_eager"), "strategy": "cp=2"}
+    with pytest.raises(UsageError) as raised:
+        Language(module=lm(), activation_checkpoint_params="blocks", **options)
+    batches = [[tokens(2, 16, 0)], [tokens(2, 16, 1)]]
+    unit = Language(module=lm(), **options)
+    ech.train(unit, [batch for window in batches for batch in window], max_epochs=1)
+    return str(raised.value), largest_difference(whole(unit.module), plain(lm(), batches)[0])
+
+
+@pytest.mark.full
+def test_compiled_models_train_alike_and_do_not_recompute(ranks: Ranks) -> None:
+    for message, far in ranks(2, _compiled):
+        assert message.startswith("context parallelism takes compile or activation_checkpoint_params, got both")
+        assert far < 1e-11
+
+
 def _unchecked() -> tuple[bool, list[list[int]]]:
     """Without the check, and with dimensions that are said, a batch that would be refused goes through."""
     unit = Language(

@@ -21,7 +21,7 @@ from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.contracts.rank import RankInfo
 from echelon.parallel.axes import data_axes
-from echelon.parallel.context import ContextParallel
+from echelon.parallel.context import ContextParallel, check_context
 from echelon.parallel.context_batch import SequenceDim, check_sequence_dim
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.experts import check_experts, distribute_experts
@@ -215,6 +215,8 @@ class Parallel(Strategy):
         if any(getattr(self.fsdp, name, None) is not None for name in given):
             raise UsageError("fsdp must have no mesh and no group of its own in Parallel: the axes choose the ranks.")
         check_experts(module, dims.ep)
+        if dims.cp > 1:
+            check_context(module, recipe)
         plan, chosen = self._stages(module, dims), None
         if dims.tp > 1:
             chosen = check_tensor(module, self.plan, dims.tp, sequence_parallel=self.sequence_parallel)

@@ -26,6 +26,7 @@ __all__ = ["SplitAttention", "attend"]
 _SPLIT, _LOSS = F.scaled_dot_product_attention, F.cross_entropy
 _SLICE = torch.Tensor.__getitem__
 _BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+_SPECIAL = frozenset({_LOSS, _SLICE, *_BACKWARD})
 
 # What computes attention in another way, by the name of the function that torch calls.
 _OTHERS = {
@@ -46,23 +47,28 @@ class SplitAttention(TorchFunctionMode):
     Args:
         of_targets: is told how many whole numbers a cross-entropy has as targets, or a slice leaves of how many.
         aside: context of a backward pass, within which torch takes a mode aside, and which may compute a module again.
+        attends: what computes attention, `attend` or what leads to it.
     """
 
     def __init__(
         self,
         of_targets: Callable[[int], None] = lambda targets: None,
         aside: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        attends: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
-        self._of_targets, self._aside = of_targets, aside
-        self._special = {_SPLIT, _LOSS, _SLICE, *_BACKWARD}
+        self._of_targets, self._aside, self._attend = of_targets, aside, attends or attend
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         parts = current()
-        if func in self._special and parts is not None:
-            return self._run(parts, func, args, kwargs or {})
+        if func is _SPLIT and parts is not None:
+            return self._attend(parts, *args, **(kwargs or {}))
+        if torch.compiler.is_compiling():  # what follows is for the first pass, and for passes that are not compiled
+            return func(*args, **(kwargs or {}))
+        if func in _SPECIAL and parts is not None:
+            return self._run(func, args, kwargs or {})
         if (other := _OTHERS.get(getattr(func, "__name__", ""))) is not None and parts is not None:
             raise UsageError(
                 f"context parallelism over {parts.size} ranks cannot split {other}: each rank would attend to its own part of "
@@ -70,15 +76,13 @@ class SplitAttention(TorchFunctionMode):
             )
         return func(*args, **(kwargs or {}))
 
-    def _run(self, parts: SequenceParts, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if func is _SPLIT:
-            return attend(parts, *args, **kwargs)
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func in _BACKWARD:
             with self._aside():
                 return func(*args, **kwargs)
         made = func(*args, **kwargs)
         targets = made if func is _SLICE else args[1] if len(args) > 1 else kwargs["target"]
-        if targets.dtype is torch.int64 and (func is _LOSS or args[0].dim() == targets.dim() == 2):
+        if targets.dtype is torch.int64 and (func is _LOSS or args[0].dim() == 2):
             self._of_targets(targets.numel())
         return made
 
