@@ -235,8 +235,9 @@ def compare(case: Case) -> dict[str, Any]:
 
 def largest_difference(one: nn.Module, other: nn.Module) -> float:
     """Between two modules' parameters, of which this rank may hold other parts."""
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    differences = [(_whole(a) - _whole(b)).abs().max() for a, b in pairs]
+    mine, theirs = dict(one.named_parameters()), dict(other.named_parameters())
+    names = {name.removeprefix("module.").replace("_orig_mod.", ""): name for name in theirs}
+    differences = [(_whole(mine[n]) - _whole(theirs[names[n.removeprefix("module.")]])).abs().max() for n in sorted(mine)]
     return float(torch.stack(differences).max())
 
 

@@ -21,7 +21,7 @@ from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.contracts.rank import RankInfo
 from echelon.parallel.axes import data_axes
-from echelon.parallel.context import ContextParallel
+from echelon.parallel.context import ContextParallel, check_context
 from echelon.parallel.context_batch import SequenceDim, check_sequence_dim
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.experts import check_experts, distribute_experts
@@ -88,14 +88,14 @@ class ComposedPrepared(_LaidOut, ShardedStages):
     context: ContextParallel | None = None
 
     def part_of(self, batch: Any) -> Any:
-        return batch if self.context is None else self.context.part_of(batch)
+        if self.context is None:
+            return batch
+        part = self.context.part_of(batch)
+        self.share = self.context.share
+        return part
 
     def whole_of(self, outputs: Any) -> Any:
         return outputs if self.context is None else self.context.whole_of(outputs)
-
-    @property
-    def share(self) -> float | torch.Tensor:
-        return 1.0 if self.context is None else self.context.share
 
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
         if self.context is None:
@@ -106,6 +106,11 @@ class ComposedPrepared(_LaidOut, ShardedStages):
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         around = super().accumulate(last)
         return around if self.context is None else self.context.active()
+
+    def fix_order(self) -> None:
+        if self.context is not None:
+            raise UsageError("bit-equal training needs whole sequences, got cp > 1. Use dp_shard in its place.")
+        super().fix_order()
 
     def forward_backward_window(self, *window: Any) -> list[tuple[torch.Tensor, Any]]:
         with NO_CONTEXT if self.context is None else self.context.active():
@@ -210,6 +215,8 @@ class Parallel(Strategy):
         if any(getattr(self.fsdp, name, None) is not None for name in given):
             raise UsageError("fsdp must have no mesh and no group of its own in Parallel: the axes choose the ranks.")
         check_experts(module, dims.ep)
+        if dims.cp > 1:
+            check_context(module, recipe)
         plan, chosen = self._stages(module, dims), None
         if dims.tp > 1:
             chosen = check_tensor(module, self.plan, dims.tp, sequence_parallel=self.sequence_parallel)
