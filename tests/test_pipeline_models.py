@@ -91,7 +91,9 @@ def plain(name: str, data: list[Batch]) -> tuple[dict[str, torch.Tensor], list[f
     return {n: p.detach().clone() for n, p in module.named_parameters()}, losses
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama tied", "llama untied", "bert", "t5"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama tied", *(pytest.param(n, marks=pytest.mark.full) for n in ("llama untied", "bert", "t5"))]
+)
 def test_models_of_transformers_run_in_stages_as_they_are(ranks: Ranks, name: str) -> None:
     data = batches(name, 10)
     want, losses = plain(name, data)
