@@ -29,6 +29,7 @@ from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.materialize import materialize, remember
 from echelon.parallel.pipeline import ShardedStages, Stages, StagesPrepared, cut_into_stages, plan_stages
+from echelon.parallel.pipeline.prepared import Pipelined
 from echelon.parallel.pipeline.schedules import kind_named
 from echelon.parallel.pipeline.stages import Splits, check_splits
 from echelon.parallel.prepared import NO_CONTEXT, Prepared
@@ -50,17 +51,40 @@ B = TypeVar("B")
 R = TypeVar("R")
 
 
-class ComposedPrepared(ShardedStages):
-    """A module that is parallel in several directions.
+class _LaidOut(Pipelined):
+    """Knows its place on the axes.
 
     Attributes:
         dims: the axes.
         rank: this rank.
-        context: what splits sequences; None without context parallelism.
     """
 
     dims: ParallelDims
     rank: int
+
+    def lay_out(self, dims: ParallelDims, rank: int) -> None:
+        """Say where this rank is."""
+        place = dims.place(rank)
+        self.dims, self.rank = dims, rank
+        self.part, self.stage = (place["cp"], dims.cp), (place["pp"], dims.pp)
+        self.draws_apart = dims.cp > 1 or dims.pp > 1
+
+    def find_replicas(self) -> None:
+        self.is_replica = not self.dims.speaks(self.rank)
+        if self.pipeline is not None:  # the last stage need not be on the last rank
+            self.is_replica = not self.pipeline.has_last or self.dims.tp_rank(self.rank) > 0
+
+    def describe(self) -> dict[str, Any]:
+        return {"module": type(self.unwrapped).__name__, "strategy": "parallel", "mesh": self.dims.used}
+
+
+class ComposedPrepared(_LaidOut, ShardedStages):
+    """A module that is parallel in several directions.
+
+    Attributes:
+        context: what splits sequences; None without context parallelism.
+    """
+
     context: ContextParallel | None = None
 
     def part_of(self, batch: Any) -> Any:
@@ -87,20 +111,9 @@ class ComposedPrepared(ShardedStages):
         with NO_CONTEXT if self.context is None else self.context.active():
             return super().forward_backward_window(*window)
 
-    def lay_out(self, dims: ParallelDims, rank: int) -> None:
-        """Say where this rank is."""
-        place = dims.place(rank)
-        self.dims, self.rank = dims, rank
-        self.part, self.stage = (place["cp"], dims.cp), (place["pp"], dims.pp)
-        self.draws_apart = dims.cp > 1 or dims.pp > 1
 
-    def find_replicas(self) -> None:
-        self.is_replica = not self.dims.speaks(self.rank)
-        if self.pipeline is not None:  # the last stage need not be on the last rank
-            self.is_replica = not self.pipeline.has_last or self.dims.tp_rank(self.rank) > 0
-
-    def describe(self) -> dict[str, Any]:
-        return {"module": type(self.unwrapped).__name__, "strategy": "parallel", "mesh": self.dims.used}
+class ComposedStages(_LaidOut, StagesPrepared):
+    """A pipeline alone."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,7 @@ class Parallel(Strategy):
         pp: pipeline parallelism: ranks that hold other layers.
         ep: expert parallelism: ranks among which a layer's experts are divided. It is no further axis: they are neighbours of
             dp_shard x cp, and ep divides their number.
-        plan: how layers are split over `tp`, as in TPStrategy.
+        plan, sequence_parallel: how layers are split over `tp`, as in TPStrategy.
         stages: where the module is cut for `pp`: the names of the modules at which further stages begin, such as ["blocks.4"], or
             a list of names for each stage. By default the repeated blocks, balanced by their parameters.
         schedule: the order of forward and backward passes over `pp`: "gpipe", "1f1b", "interleaved" (two stages a rank, or as
@@ -141,6 +154,7 @@ class Parallel(Strategy):
     pp: int = 1
     ep: int = 1
     plan: Mapping[str, str | ParallelStyle] | None = None
+    sequence_parallel: bool = False
     stages: Splits | None = None
     schedule: str = "1f1b"
     sequence_dim: SequenceDim = None
@@ -153,7 +167,7 @@ class Parallel(Strategy):
             if (size := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole(name, size, at_least=1 if name == "ep" else -1))
         object.__setattr__(self, "sequence_dim", check_sequence_dim(self.sequence_dim))
-        flags(check_context=self.check_context)
+        flags(check_context=self.check_context, sequence_parallel=self.sequence_parallel)
         require(isinstance(self.fsdp, FSDPStrategy | FSDP2Strategy | None), "fsdp", "FSDPStrategy(...) or None", self.fsdp)
         is_plan = isinstance(self.plan, Mapping) and all(isinstance(name, str) for name in self.plan)
         require(self.plan is None or is_plan, "plan", "a dict from names of layers to styles, or None", self.plan)
@@ -196,8 +210,10 @@ class Parallel(Strategy):
         if any(getattr(self.fsdp, name, None) is not None for name in given):
             raise UsageError("fsdp must have no mesh and no group of its own in Parallel: the axes choose the ranks.")
         check_experts(module, dims.ep)
-        plan = self._stages(module, dims)
-        chosen = check_tensor(module, self.plan, dims.tp) if dims.tp > 1 else {}
+        plan, chosen = self._stages(module, dims), None
+        if dims.tp > 1:
+            chosen = check_tensor(module, self.plan, dims.tp, sequence_parallel=self.sequence_parallel)
+            chosen.report(world)
         _near(dims, world)
         # Phase 2: the same values on all ranks, of which each takes its part of the layers.
         fsdp = self.fsdp or FSDPStrategy()
@@ -207,10 +223,11 @@ class Parallel(Strategy):
         pipeline = None if plan is None else cut_into_stages(module, plan, dims.pp_mesh(world.device).get_group(), world.device)
         if pipeline is not None and self._is_alone(dims):
             module = recipe.compile(recipe.checkpoint_activations(module))
-            return StagesPrepared(materialize(module, world.device), pipeline)
-        if dims.tp > 1:
-            here = {name: style for name, style in chosen.items() if any(True for _ in module.get_submodule(name).parameters())}
-            split_layers(module, here, dims.tp_mesh(world.device))
+            alone = ComposedStages(materialize(module, world.device), pipeline)
+            alone.lay_out(dims, world.rank)
+            return alone
+        if chosen is not None:
+            split_layers(module, chosen.of_stages(module), dims.tp_mesh(world.device))
         context = None
         if dims.cp > 1:
             mesh_of_context = dims.cp_mesh(world.device)
@@ -226,6 +243,7 @@ class Parallel(Strategy):
         prepared.context = context
         prepared.pipe(pipeline)
         prepared.lay_out(dims, world.rank)
+        prepared.draws_apart |= self.sequence_parallel and dims.tp > 1
         return prepared
 
     def _is_alone(self, dims: ParallelDims) -> bool:

@@ -141,7 +141,7 @@ class Pipelined(Prepared[Any]):
         if (told := next((each for each in agree.gather(problem) if each is not None), None)) is not None:
             raise UsageError(
                 f"the optimizer of a stage cannot be made: {told}. In a pipeline each rank has the parameters of its own stages, "
-                "of which none may be trained: give the optimizer module.parameters() with the frozen ones, which it leaves alone."
+                "of which none may be trained: give it module.parameters() with the frozen ones, which it leaves alone."
             )
         assert made is not None
         return made
