@@ -229,7 +229,7 @@ class Parallel(Strategy):
         equalize(module, world, from_rank0=fsdp.sync_module_states)
         pipeline = None if plan is None else cut_into_stages(module, plan, dims.pp_mesh(world.device).get_group(), world.device)
         if pipeline is not None and self._is_alone(dims):
-            module = recipe.compile(recipe.checkpoint_activations(module.to(world.device)))
+            module = recipe.compile(recipe.checkpoint_activations(module))
             alone = ComposedStages(materialize(module, world.device), pipeline)
             alone.lay_out(dims, world.rank)
             return alone
