@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from echelon.parallel.recipe import TorchCompileParams
     from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
     from echelon.parallel.tensor import TPStrategy
+    from echelon.parallel.tensor_plans import tp_plan
     from echelon.parallel.zero import ZeROStrategy
     from echelon.prover.prove import Proof, prove
     from echelon.world.init import World, init_from_env
@@ -155,6 +156,7 @@ __all__ = [
     "slurm_fn",
     "spawn",
     "test",
+    "tp_plan",
     "train",
     "whole_sequence",
     "window",
@@ -212,6 +214,7 @@ _NAMES = {
     "parallel.recipe": ["TorchCompileParams"],
     "parallel.strategy": ["NOOPStrategy", "Prepared", "Strategy"],
     "parallel.tensor": ["TPStrategy"],
+    "parallel.tensor_plans": ["tp_plan"],
     "parallel.zero": ["ZeROStrategy"],
     "prover.prove": ["Proof", "prove"],
     "world.init": ["World", "init_from_env"],
