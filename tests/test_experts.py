@@ -144,7 +144,9 @@ def _plain(case: str, ranks: int) -> tuple[dict[str, torch.Tensor], list[float]]
     model = _freeze(_models(k, balance, kind)[1], case)
     trained = [p for p in model.parameters() if p.requires_grad]
     sgd = options.get("optimizer", "SGD") == "SGD"
-    opt: Any = torch.optim.SGD(trained, options.get("lr", 0.1), momentum=0.9) if sgd else torch.optim.AdamW(trained, options["lr"])
+    opt: Any = (
+        torch.optim.SGD(trained, options.get("lr", 0.1), momentum=0.9) if sgd else torch.optim.AdamW(trained, options["lr"])
+    )
     norms = []
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)  # an expert without tokens has a gradient of zeros: momentum moves it
