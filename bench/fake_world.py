@@ -13,6 +13,7 @@ reduced in float32, AdamW. Nothing is learned about time.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -46,6 +48,8 @@ COMPOSITIONS: dict[str, Callable[[int], ech.Parallel]] = {
     "fsdp": lambda ranks: ech.Parallel(dp_shard=-1),
     "hsdp": lambda ranks: ech.Parallel(dp_replicate=-1, dp_shard=min(128, ranks // 2)),
     "tp x fsdp": lambda ranks: ech.Parallel(dp_shard=-1, tp=min(8, ranks // 2)),
+    "cp x fsdp": lambda ranks: ech.Parallel(dp_shard=-1, cp=min(8, ranks // 2), check_context=False),
+    "tp x cp x fsdp": lambda ranks: ech.Parallel(dp_shard=-1, tp=min(8, ranks // 4), cp=2, check_context=False),
     "tp x hsdp": lambda ranks: ech.Parallel(dp_replicate=2, tp=min(8, ranks // 4)),
 }
 CPU = torch.device("cpu")
@@ -57,29 +61,42 @@ def trace(size: Size, ranks: int, strategy: ech.Parallel) -> Traced:
     """One update on rank 0, after one that sets up."""
     with fake_world(ranks):
         with fake_tensors() as mode:
-            model = Llama(size)
+            model = Model(size)
         recipe = Recipe(ActivationCheckpointParams(), None, ech.Precision.of("bf16"))
         prepared = parallelize(model, strategy, CPU, recipe)
         step = Step(_axes(strategy.dims(ranks)))
+        # Real ones, which are cut and counted before they go in.
+        batch = prepared.part_of(tuple(torch.randint(0, size.vocabulary, (1, size.context)) for _ in range(2)))
         with fake_tensors(mode):
             optimizer = torch.optim.AdamW(prepared.module.parameters())
-            tokens, targets = (torch.randint(0, size.vocabulary, (1, size.context)) for _ in range(2))
 
-            def update() -> None:
-                prepared.module(tokens, targets).backward()
+        def update(tracing: Any) -> None:
+            with prepared.accumulate(True), fake_tensors(mode), tracing:
+                prepared.module(*batch).backward()
                 optimizer.step()
                 optimizer.zero_grad()
 
-            update()
-            step.keep(prepared.module.parameters(), *(state.values() for state in optimizer.state.values()))
-            with step:
-                update()
+        update(contextlib.nullcontext())
+        step.keep(prepared.module.parameters(), *(state.values() for state in optimizer.state.values()))
+        update(step)
     return step.traced
+
+
+class Model(Llama):
+    """With the positions that a rank's tokens have in the whole sequence."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        at = ech.positions(tokens)
+        h, cos, sin = self.tokens(tokens), self.cos[at], self.sin[at]
+        for block in self.blocks:
+            h = block(h, cos, sin)
+        logits = self.head(self.norm(h)).flatten(0, 1)
+        return F.cross_entropy(logits.float(), targets.flatten())
 
 
 def _axes(dims: ParallelDims) -> dict[str, str]:
     """By torch's name of a group, the axis."""
-    meshes = [dims.root_mesh(CPU)]
+    meshes = [dims.root_mesh(CPU), *([dims.cp_mesh(CPU)] if dims.cp > 1 else [])]
     return {mesh.get_group(name).group_name: name for mesh in meshes for name in mesh.mesh_dim_names or ()}
 
 
@@ -103,9 +120,11 @@ def theory(size: Size, dims: ParallelDims) -> Theory:
     once in float32 the norms and the embedding, whose products are not in bfloat16. All gradients are reduced in float32. A
     parameter is split along its first dimension into equal parts, the last of which may be padding. Tensor parallelism adds up
     the outputs of two layers of each block, once more those of the attention's when it is computed again, and in the backward
-    pass, in float32, the inputs' gradients of the five layers that are split by outputs.
+    pass, in float32, the inputs' gradients of the five layers that are split by outputs. Context parallelism gathers keys and
+    values, twice, and reduces their gradients; a rank's queries are an early and a late part of the sequence, of which each sees
+    what is before it.
     """
-    shards, wide, tokens = dims.dp_shard * dims.cp, size.width, size.context
+    shards, wide, tokens = dims.dp_shard * dims.cp, size.width, size.context // dims.cp
     kv = size.kv_heads * (wide // size.heads)
     by_outputs = [(wide, wide), (kv, wide), (kv, wide), (size.hidden, wide), (size.hidden, wide)]
     by_inputs = [(wide, wide), (wide, size.hidden)]
@@ -123,9 +142,16 @@ def theory(size: Size, dims: ParallelDims) -> Theory:
         messages["all-reduce", "dp_replicate"] = FP32 * parameters // shards
     if dims.tp > 1:
         messages["all-reduce", "tp"] = size.depth * tokens * wide * (3 * BF16 + 5 * FP32)
+    if dims.cp > 1:
+        keys_and_values = size.depth * 2 * size.context * kv // dims.tp * BF16
+        messages["all-gather", "cp"], messages["reduce-scatter", "cp"] = 2 * keys_and_values, keys_and_values
     count = 7 * size.depth + 2 * size.depth + 1 + 2
     multiplied = size.multiplied - size.vocabulary * wide
-    attention = size.depth * 2 * tokens * tokens * wide  # of one product
+    chunk = tokens // 2
+    pairs = (
+        chunk * chunk * (2 * dims.cp + 1) if dims.cp > 1 else tokens * tokens
+    )  # torch's count of causal ones: the whole square
+    attention = size.depth * 2 * pairs * wide  # of one product
     # Forward, again, and twice as much backward; not again the last product of a block, whose output nobody needs, and the head.
     # Of attention's products there are 2, again 2, and 5 backward.
     again = multiplied - size.depth * size.hidden * wide

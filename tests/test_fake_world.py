@@ -21,6 +21,8 @@ TINY = Size(width=32, depth=3, heads=8, kv_heads=4, hidden=48, vocabulary=56, co
         (8, ech.Parallel(dp_replicate=2)),
         (8, ech.Parallel(tp=2)),
         (16, ech.Parallel(dp_replicate=2, tp=4)),
+        (4, ech.Parallel(cp=2, check_context=False)),
+        (16, ech.Parallel(cp=4, tp=2, check_context=False)),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.dims(48).used.items()) if isinstance(value, ech.Parallel) else None,
 )
@@ -28,4 +30,4 @@ def test_a_step_sends_holds_and_computes_what_theory_says(ranks: int, strategy: 
     found, said = trace(TINY, ranks, strategy), theory(TINY, strategy.dims(ranks))
     assert dict(found.message) == said.messages
     assert (found.held_before, found.flops) == (said.held, said.flops)
-    assert found.held == found.held_before + 8 * TINY.context < found.peak  # of the step only the targets are left
+    assert found.held == found.held_before < found.peak  # nothing of the step is left
