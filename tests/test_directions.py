@@ -76,8 +76,8 @@ def positions(words: torch.Tensor) -> torch.Tensor:
 class Unit(ech.AutoUnit[Any]):
     """The mean over the words that have a target."""
 
-    def __init__(self, optimizer: str, module: nn.Module) -> None:
-        super().__init__(module=module, strategy="ddp", clip_grad_norm=0.3)
+    def __init__(self, optimizer: str, module: nn.Module, *, strategy: Any = "ddp", **options: Any) -> None:
+        super().__init__(module=module, strategy=strategy, clip_grad_norm=0.3, **options)
         self.kind = optimizer
 
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:

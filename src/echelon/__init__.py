@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from echelon.parallel.recipe import TorchCompileParams
     from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
     from echelon.parallel.tensor import TPStrategy
+    from echelon.parallel.tensor_plans import tp_plan
     from echelon.parallel.zero import ZeROStrategy
     from echelon.prover.prove import Proof, prove
     from echelon.world.init import World, init_from_env
@@ -152,6 +153,7 @@ __all__ = [
     "slurm_fn",
     "spawn",
     "test",
+    "tp_plan",
     "train",
     "whole_sequence",
     "window",
@@ -208,6 +210,7 @@ _NAMES = {
     "parallel.recipe": ["TorchCompileParams"],
     "parallel.strategy": ["NOOPStrategy", "Prepared", "Strategy"],
     "parallel.tensor": ["TPStrategy"],
+    "parallel.tensor_plans": ["tp_plan"],
     "parallel.zero": ["ZeROStrategy"],
     "prover.prove": ["Proof", "prove"],
     "world.init": ["World", "init_from_env"],

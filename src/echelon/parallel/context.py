@@ -156,11 +156,11 @@ class ContextParallel:
             if device is not None:
                 torch.cuda.set_rng_state(device, self._device)
 
-    def check_once(self, forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check_once(self, kind: str, forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the first pass: does the module give for parts what it gives for whole sequences? Collective over the ranks."""
         if self._unchecked and not self._compared:
             self._compared = True
-            probe(self.parts, forward, module, args, kwargs)
+            probe(self.parts, kind, forward, module, args, kwargs)
 
     def _of_loss(self, targets: int) -> None:
         """In the first pass: a loss over so many targets must not be one that shifts within this rank's part.
@@ -171,7 +171,7 @@ class ContextParallel:
         if self._unchecked and self._length > 2 and targets == self._rows * (self._length - 1):
             raise UsageError(
                 f"context parallelism over {self.parts.size} ranks: cross_entropy got {self._rows} x {self._length - 1} targets "
-                f"of this rank's {self._rows} x {self._length} tokens. Were tokens shifted in compute_loss, as logits[:, :-1] and "
+                f"of this rank's {self._rows} x {self._length} tokens. Were they shifted in compute_loss, as logits[:, :-1] and "
                 "tokens[:, 1:]? The tokens of a part are no neighbours where its two chunks meet. Let the dataset give inputs "
                 "and targets; a causal model of transformers computes its loss itself, if it is given labels."
             )
@@ -196,9 +196,9 @@ class _Root(_InContext):
 
     def __init__(self, context: ContextParallel, module: nn.Module) -> None:
         super().__init__(context, module)
-        self._module = module
+        self._module, self._kind = module, type(module).__name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if current() is not None and not torch.compiler.is_compiling():
-            self._context.check_once(self._forward, self._module, args, kwargs)
+            self._context.check_once(self._kind, self._forward, self._module, args, kwargs)
         return super().__call__(*args, **kwargs)

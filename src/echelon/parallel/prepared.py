@@ -56,6 +56,7 @@ class Prepared(Generic[M]):
         takes_windows: `forward_backward_window` takes the micro-batches of an update at once, in an order of its own.
         stages: groups of ranks that hold other parameters altogether, over which norms are summed up; as a pipeline's stages.
         others: what the optimizer trains besides the module, such as a learned weight of a loss.
+        wants_outputs: whether somebody looks at what `compute_loss` returns besides the loss, in training.
         part, stage: which part of each sample this rank computes, and which part of the layers, each of how many.
         draws_apart: a forward pass draws other random numbers than one process would, on the ranks that share its samples.
         computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
@@ -69,6 +70,7 @@ class Prepared(Generic[M]):
     flattens_parameters = False
     takes_windows = False
     stages: Sequence[dist.ProcessGroup | None] = ()
+    wants_outputs = True
     part = stage = (0, 1)
     draws_apart = False
     computes_in: torch.dtype | None = None
@@ -212,8 +214,7 @@ class Prepared(Generic[M]):
     def trains_also(self, others: list[nn.Parameter]) -> None:
         """Before training: what the optimizer has besides the module. Its gradients are averaged over the ranks, too. Collective.
 
-        Raises:
-            UsageError: these parameters are not the same on all ranks.
+        Raises UsageError if these parameters are not the same on all ranks.
         """
         fill_rest(self.module)
         self.others = others
@@ -293,8 +294,7 @@ class Prepared(Generic[M]):
     def fix_order(self) -> None:
         """From now on, add gradients over the ranks in the order of `parallel/fixed_order`, and take norms in one order.
 
-        Raises:
-            UsageError: this kind of module has no fixed order.
+        Raises UsageError if this kind of module has no fixed order.
         """
         self.order_is_fixed = True
 

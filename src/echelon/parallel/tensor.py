@@ -8,7 +8,8 @@ clipping meet one kind of parameter. DistributedDataParallel would lose the spli
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,18 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
+from echelon.parallel.axes import axes_of
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.materialize import remember
 from echelon.parallel.names import matching, tied_names
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
+from echelon.parallel.sequence_part import PartOfSequence
 from echelon.parallel.strategy import Strategy
+from echelon.parallel.tensor_layers import install, is_transposed, split_dims
+from echelon.parallel.tensor_plans import ALIASES, STYLES, Plan, plan_of
+from echelon.parallel.tensor_sequence import check_sequence, split_sequence
 from echelon.world.init import World, ensure_group
 from echelon.world.mesh import ParallelDims
 
@@ -32,13 +38,15 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["TPStrategy", "check_tensor", "equalize", "split_layers"]
+__all__ = ["Chosen", "TPStrategy", "check_tensor", "equalize", "split_layers"]
 
-# What may be written in a plan: how a layer's weight is split. The others are Hugging Face's names for the same.
-STYLES = ("colwise", "rowwise", "colwise_gather")
-_ALIASES = {"colwise_rep": "colwise_gather", "colwise_gather_output": "colwise_gather", "embedding_rowwise": "rowwise"}
+logger = logging.getLogger(__name__)
 
-_HEADS = ("heads", "num_heads", "n_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_HEADS = ("heads", "num_heads", "n_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head")
+_TIED = (
+    "tensor-parallel plan: {0} and {1} are one tied parameter, but would be split differently. An nn.Embedding as 'rowwise' and "
+    "an nn.Linear as 'colwise' or 'colwise_gather' are split alike."
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,7 @@ class TPStrategy(Strategy):
     plan: Mapping[str, str | ParallelStyle] | None = None
     size: int | None = None
     dp_replicate: int = 1
+    sequence_parallel: bool = False
     fsdp: FSDPStrategy | FSDP2Strategy | None = None
 
     def __post_init__(self) -> None:
@@ -82,7 +91,8 @@ class TPStrategy(Strategy):
             raise UsageError(
                 "fsdp must have no mesh and no group of its own in TPStrategy: size and dp_replicate choose the ranks."
             )
-        chosen = check_tensor(module, self.plan, dims.tp)
+        chosen = check_tensor(module, self.plan, dims.tp, sequence_parallel=self.sequence_parallel)
+        chosen.report(world)
         # Phase 2: the same values on all ranks, then each takes its part of the layers: no communication.
         ensure_group(world.device)
         remember(module)
@@ -92,93 +102,170 @@ class TPStrategy(Strategy):
         # Phase 3: the data-parallel axes.
         fsdp = self.fsdp or FSDPStrategy()
         mesh: dict[str, Any] = {"mesh" if isinstance(fsdp, FSDP2Strategy) else "device_mesh": dims.data_mesh(world.device)}
-        return replace(fsdp, sync_module_states=False, **mesh).prepare(module, world, recipe)
+        prepared = replace(fsdp, sync_module_states=False, **mesh).prepare(module, world, recipe)
+        prepared.draws_apart = self.sequence_parallel and dims.tp > 1
+        return prepared
 
 
-def check_tensor(module: nn.Module, plan: Mapping[str, Any] | None, size: int) -> dict[str, Any]:
-    """How each layer is split, by its name. No collective.
+@dataclass(frozen=True)
+class Chosen:
+    """What `check_tensor` found in order.
 
     Args:
-        plan: as in TPStrategy.
-        size: ranks that share each layer.
-    Raises:
-        UsageError: there is no plan, or it does not fit.
+        plan: as it was given or found.
+        styles: by name of the submodule, each once.
+        blocks: of which the sequence is split, too; empty without sequence parallelism.
     """
-    chosen = _chosen(module, _plan_of(module, plan))
-    _check(module, chosen, size)
-    if size > 1:
+
+    plan: Plan
+    styles: Mapping[str, Any]
+    blocks: Sequence[str] = ()
+
+    def report(self, world: World) -> None:
+        """Say which plan was found, where the user did not give one: on rank 0's log."""
+        if world.rank == 0 and not self.plan.given:
+            logger.info("tensor parallelism %s", self.plan.text)
+
+    def of_stages(self, module: nn.Module) -> Chosen:
+        """Without the layers that stages of other ranks hold, whose parameters are gone."""
+
+        def is_here(name: str) -> bool:
+            return any(True for _ in module.get_submodule(name).parameters())
+
+        styles = {name: style for name, style in self.styles.items() if is_here(name)}
+        return replace(self, styles=styles, blocks=[name for name in self.blocks if is_here(name)])
+
+    @property
+    def torchs(self) -> bool:
+        """Whether torch's own styles split the layers, because the plan has some."""
+        return any(not isinstance(style, str) for style in self.styles.values())
+
+
+def check_tensor(module: nn.Module, plan: Mapping[str, Any] | None, tp_size: int, *, sequence_parallel: bool = False) -> Chosen:
+    """Everything that can be wrong about splitting a module's layers over `tp_size` ranks. No collective, nothing is changed.
+
+    Args:
+        plan: None for the module's own, transformers', or an inferred one.
+    Raises:
+        UsageError: with the layer's name and the numbers.
+    """
+    found = plan_of(module, plan, tp_size)
+    styles = _by_name(module, found)
+    chosen = Chosen(found, styles)
+    if sequence_parallel:
+        chosen = replace(chosen, blocks=check_sequence(module, styles))
+    _check(module, styles, tp_size)
+    if tp_size > 1:
+        _check_tied(module, styles)
         _refuse_scalars(module)
     return chosen
 
 
-def split_layers(module: nn.Module, chosen: Mapping[str, Any], mesh: DeviceMesh) -> None:
-    """Each rank of the mesh keeps its part of the layers, whose values are the same on all. No communication."""
-    from torch.distributed.tensor.parallel import parallelize_module
-
+def split_layers(module: nn.Module, chosen: Chosen, tp_mesh: DeviceMesh) -> None:
+    """Split a module's layers in place over the ranks of a 1-D mesh. Its values must be the same on all of them. No traffic."""
+    axis = axes_of(tp_mesh)[0]
     tied = tied_names(module.named_parameters(remove_duplicate=False))
-    styles = {name: _style(module.get_submodule(name), style) for name, style in chosen.items()}
-    parallelize_module(module, mesh, styles, src_data_rank=None)
+    layers = {name: module.get_submodule(name) for name in chosen.styles}
+    if chosen.torchs:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        styles = {name: _torchs(layers[name], style) for name, style in chosen.styles.items()}
+        parallelize_module(module, tp_mesh, styles, src_data_rank=None)
+    else:
+        sequence = PartOfSequence(axis) if chosen.blocks else None
+        for name, layer in layers.items():
+            inside = any(name.startswith(f"{block}.") for block in chosen.blocks)
+            install(layer, chosen.styles[name], tp_mesh, axis, sequence if inside else None)
+        if sequence is not None:
+            split_sequence(module, chosen.blocks, chosen.styles, sequence)
     _tie(module, tied)
 
 
-def _plan_of(module: nn.Module, plan: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    if plan is None:
-        own = getattr(module, "tp_plan", None)
-        plan = own() if callable(own) else own
-    if not plan:
-        layers = [n for n, m in module.named_modules() if isinstance(m, nn.Linear)][:2]
-        names = [".".join("*" if part.isdigit() else part for part in name.split(".")) for name in layers]
-        pairs = zip(names or ["up", "down"], ("colwise", "rowwise"), strict=False)
-        example = ", ".join(f'"{name}": "{style}"' for name, style in pairs)
-        raise UsageError(
-            f"strategy 'tp': {type(module).__name__} has no tp_plan that says how its layers are split. Give "
-            f"TPStrategy(plan=...) or the module's attribute tp_plan a dict such as {{{example}}}."
-        )
-    return plan
-
-
-def _chosen(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan with every pattern replaced by the names that it matches."""
-    names = [name for name, _ in module.named_modules() if name]
-    chosen: dict[str, Any] = {}
-    for pattern, style in plan.items():
-        found = matching(pattern, names)
+def _by_name(module: nn.Module, plan: Plan) -> dict[str, Any]:
+    """The plan with every pattern replaced by the names that it matches; a layer with several names has its first."""
+    first: dict[nn.Module, str] = {}
+    names = {name: first.setdefault(m, name) for name, m in module.named_modules(remove_duplicate=False) if name}
+    styles: dict[str, Any] = {}
+    for pattern, style in plan.styles.items():
+        found = list(dict.fromkeys(names[name] for name in matching(pattern, names)))
         if not found:
             raise UsageError(f"the tensor-parallel plan has {pattern!r}, which matches no submodule of {type(module).__name__}.")
         if isinstance(style, str):
-            style = _ALIASES.get(style, style)
+            style = ALIASES.get(style, style)
             if style not in STYLES:
                 raise UsageError(
                     f"a style of the tensor-parallel plan must be {', '.join(map(repr, STYLES))} or one of torch's "
                     f"ParallelStyle objects, got {style!r} for {pattern!r}."
                 )
-        chosen.update(dict.fromkeys(found, style))
-    return chosen
+        for name in found:
+            styles.pop(name, None)  # the last pattern that matches counts
+            styles[name] = style
+    return styles
 
 
-def _check(module: nn.Module, chosen: Mapping[str, Any], size: int) -> None:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    for name, style in chosen.items():
+def _check(module: nn.Module, styles: Mapping[str, Any], size: int) -> None:
+    torchs = any(not isinstance(style, str) for style in styles.values())
+    for name, style in styles.items():
         layer, kind = module.get_submodule(name), type(module).__name__
-        if isinstance(style, str) and not isinstance(layer, (nn.Linear, nn.Embedding)):
+        if style == "summed" and not torchs:
+            continue
+        can = isinstance(layer, (nn.Linear, nn.Embedding)) or (is_transposed(layer) and not torchs)
+        if isinstance(style, str) and not can:
             raise UsageError(
                 f"tensor-parallel plan: {kind}.{name} is a {type(layer).__name__}; {style!r} splits nn.Linear and nn.Embedding. "
                 "Name the layers inside it, or give a ParallelStyle of torch."
             )
-        colwise = style.startswith("colwise") if isinstance(style, str) else isinstance(style, ColwiseParallel)
-        rowwise = style == "rowwise" or isinstance(style, RowwiseParallel)
-        if not (colwise or rowwise):
+        _refuse_kind(module, name, style)
+        simple = _in_words(style)
+        if simple is None:
             continue
-        # A Linear's weight is (outputs, inputs), an Embedding's (rows, features).
-        dim = int(colwise == isinstance(layer, nn.Embedding))
+        dim = split_dims(layer, simple)["weight"]
         weight = layer.weight
         if isinstance(weight, torch.Tensor) and weight.shape[dim] % size:
             raise UsageError(
                 f"tensor parallelism over {size} ranks does not divide dimension {dim} of {kind}.{name}.weight "
                 f"{tuple(weight.shape)}. Use a size that divides {weight.shape[dim]}, or leave this layer out of the plan."
             )
-        _check_heads(module, name, size)
+        if simple in ("colwise", "rowwise"):
+            _check_heads(module, name, size)
+
+
+def _in_words(style: Any) -> str | None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    if isinstance(style, str):
+        return style if style != "summed" else None
+    return "colwise" if isinstance(style, ColwiseParallel) else "rowwise" if isinstance(style, RowwiseParallel) else None
+
+
+def _refuse_kind(module: nn.Module, name: str, style: Any) -> None:
+    layer, kind = module.get_submodule(name), type(module).__name__
+    parent = module.get_submodule(name.rpartition(".")[0])
+    if isinstance(parent, nn.MultiheadAttention):
+        raise UsageError(
+            f"tensor-parallel plan: {kind}.{name} is a part of torch's MultiheadAttention, which takes the layer's weight itself "
+            "and has the others in one parameter. Write attention with three Linear layers and scaled_dot_product_attention."
+        )
+    if isinstance(layer, nn.Embedding) and isinstance(style, str):
+        odd = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(layer, n)]
+        if odd or style in ("rowwise_split", "colwise_logits"):
+            said = f"has {odd[0]}" if odd else f"cannot be {style!r}"
+            raise UsageError(f"tensor-parallel plan: {kind}.{name} is an Embedding that {said}. Leave it out of the plan.")
+
+
+def _check_tied(module: nn.Module, styles: Mapping[str, Any]) -> None:
+    """One parameter is split one way."""
+    if any(not isinstance(style, str) for style in styles.values()):
+        return  # `_tie` finds out
+    for group in tied_names(module.named_parameters(remove_duplicate=False)):
+        how = {}
+        for name in group:
+            holder, _, attribute = name.rpartition(".")
+            layer = module.get_submodule(holder)
+            own = [n for n in styles if module.get_submodule(n) is layer]
+            how[name] = split_dims(layer, styles[own[0]]).get(attribute) if own else None
+        if len(set(how.values())) > 1:
+            raise UsageError(_TIED.format(*group))
 
 
 def _refuse_scalars(module: nn.Module) -> None:
@@ -194,24 +281,31 @@ def _refuse_scalars(module: nn.Module) -> None:
 def _check_heads(module: nn.Module, name: str, size: int) -> None:
     """Features may divide where heads do not: then a rank would hold half a head."""
     parent = module.get_submodule(name.rpartition(".")[0])
-    for attribute in _HEADS:
-        heads = getattr(parent, attribute, None)
-        if isinstance(heads, int) and heads % size:
-            where = ".".join(filter(None, (type(module).__name__, name.rpartition(".")[0], attribute)))
-            raise UsageError(
-                f"tensor parallelism over {size} ranks does not divide {where} = {heads}. Use a size that divides the number of "
-                f"heads, or leave {name} out of the plan."
-            )
+    holders: list[tuple[Any, str]] = [(parent, "")]
+    if hasattr(parent, "head_dim") or "attention" in type(parent).__name__.lower():
+        holders.append((getattr(parent, "config", None), "config"))
+    for holder, of in holders:
+        for attribute in _HEADS:
+            heads = getattr(holder, attribute, None)
+            if isinstance(heads, int) and not isinstance(heads, bool) and heads % size:
+                where = ".".join(filter(None, (type(module).__name__, name.rpartition(".")[0], of, attribute)))
+                raise UsageError(
+                    f"tensor parallelism over {size} ranks does not divide {where} = {heads}. Use a size that divides the number "
+                    f"of heads, or leave {name} out of the plan."
+                )
 
 
-def _style(layer: nn.Module, style: Any) -> ParallelStyle:
+def _torchs(layer: nn.Module, style: Any) -> ParallelStyle:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     if not isinstance(style, str):
         return style  # type: ignore[no-any-return]
-    if style == "rowwise":
-        return RowwiseParallel(input_layouts=Replicate()) if isinstance(layer, nn.Embedding) else RowwiseParallel()
+    if style.startswith("rowwise"):
+        whole = isinstance(layer, nn.Embedding) or style == "rowwise_split"
+        return RowwiseParallel(input_layouts=Replicate()) if whole else RowwiseParallel()
+    if style == "colwise_logits":
+        return ColwiseParallel(use_local_output=False)
     return ColwiseParallel(output_layouts=Replicate()) if style == "colwise_gather" else ColwiseParallel()
 
 
@@ -233,9 +327,6 @@ def _tie(module: nn.Module, tied: list[list[str]]) -> None:
         for name in others:
             other = module.get_parameter(name)
             if getattr(parameter, "placements", None) != getattr(other, "placements", None):
-                raise UsageError(
-                    f"tensor-parallel plan: {first} and {name} are one tied parameter, but would be split differently. An "
-                    "nn.Embedding as 'rowwise' and an nn.Linear as 'colwise' or 'colwise_gather' are split alike."
-                )
+                raise UsageError(_TIED.format(first, name))
             holder, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(holder), attribute, parameter)

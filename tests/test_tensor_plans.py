@@ -1,0 +1,410 @@
+"""Plans that nobody wrote: transformers' own and inferred ones, also with parts of the sequence, against plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from echelon.parallel.tensor import check_tensor
+from tests.conftest import Ranks
+
+pytest.importorskip("transformers", reason="pip install transformers peft")
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.standing_ranks]
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+CPU = torch.device("cpu")
+
+
+class FusedAttention(nn.Module):
+    """As many small GPTs write it: q, k and v in one layer, one after the other, and a fixed number of heads."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.n_head, self.n_embd = heads, width
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.resid_dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, d = x.size()
+        q, k, v = (
+            each.view(b, t, self.n_head, d // self.n_head).transpose(1, 2) for each in self.c_attn(x).split(self.n_embd, 2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).contiguous().view(b, t, d)))
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.c_fc, self.gelu, self.c_proj = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(width), FusedAttention(width, heads, dropout)
+        self.ln_2, self.mlp = nn.LayerNorm(width), MLP(width, dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Small(nn.Module):
+    """A GPT with tied ends. (B, T) -> (B, T, words)"""
+
+    def __init__(self, words: int = 50, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(words, 16), nn.Embedding(16, 16)
+        self.h = nn.ModuleList(Block(16, 2, dropout) for _ in range(2))
+        self.ln_f, self.lm_head = nn.LayerNorm(16), nn.Linear(16, words, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(self.ln_f(x))
+
+
+def _of_transformers(name: str) -> nn.Module:
+    import transformers as tf
+
+    from tests.hf_models import _TEXT, gpt2
+
+    text = {**_TEXT, "num_attention_heads": 4, "num_key_value_heads": 2}
+    off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    made: dict[str, Callable[[], nn.Module]] = {
+        "gpt2": lambda: gpt2(**off),
+        "gpt2 of 51 words": lambda: gpt2(**off, vocab_size=51),
+        "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**text)),
+        "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**text)),
+        "qwen2, tied": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**text, tie_word_embeddings=True)),
+        "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**text, head_dim=8)),
+        "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**text, pad_token_id=0)),
+        "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**text)),
+        "gpt-neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**_TEXT, attention_dropout=0.0, hidden_dropout=0.0)),
+        "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**_TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
+    }
+    model = made[name]()
+    for parent in list(model.modules()):
+        for child, norm in list(parent.named_children()):
+            if type(norm).__name__.endswith("RMSNorm"):  # which compute in float32 whatever they are given
+                setattr(parent, child, nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon))
+    return model
+
+
+def _example() -> nn.Module:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        from gpt import GPT
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+    class Planless(GPT):  # type: ignore[misc]
+        tp_plan: ClassVar[dict[str, str]] = {}
+
+    return Planless(16, 2, heads=2, context=16)
+
+
+def _frozen() -> nn.Module:
+    module = Small()
+    module.wpe.requires_grad_(False)
+    module.h[0].ln_1.requires_grad_(False)
+    module.h[0].attn.c_attn.requires_grad_(False)
+    module.h[1].mlp.c_proj.bias.requires_grad_(False)
+    return module
+
+
+OWN: dict[str, Callable[[], nn.Module]] = {"small": Small, "small, frozen": _frozen, "examples/gpt.py": _example}
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return (OWN[name]() if name in OWN else _of_transformers(name)).double()
+
+
+UPDATES = 20
+
+
+def windows(ranks: int) -> list[list[list[torch.Tensor]]]:
+    """Token ids by update, micro-batch and data rank; some do not count: where they are negative, in the targets only."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for update in range(UPDATES):
+        shape = (2, 7 + update % 2)  # lengths that two ranks do not divide, too
+        micro = [[torch.randint(0, 50, shape, generator=generator) for _ in range(ranks)] for _ in range(2)]
+        micro[0][0][0, : 1 + update % 3] *= -1
+        found.append(micro)
+    return found
+
+
+def summed_loss(module: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+    out = module(ids.abs())
+    logits = getattr(out, "logits", out)[:, :-1]
+    targets = torch.where(ids > 0, ids, -100)[:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"), int((targets >= 0).sum())
+
+
+class Unit(ech.AutoUnit[torch.Tensor]):
+    def __init__(self, *, kind: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.kind = kind
+        self.norms: list[float] = []
+
+    def compute_loss(self, state: ech.State, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        loss, count = summed_loss(self.module, data)
+        return loss / count, None
+
+    def weight(self, data: torch.Tensor) -> int:
+        return int((data[:, 1:] > 0).sum())
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        return optimizer(self.kind, module), None
+
+    def on_train_step_end(self, state: ech.State, data: Any, step: int, results: ech.TrainStepResults) -> None:
+        if results.total_grad_norm is not None:
+            self.norms.append(float(results.total_grad_norm))
+
+
+def optimizer(kind: str, module: nn.Module) -> torch.optim.Optimizer:
+    if kind == "SGD":
+        return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(module.parameters(), lr=1e-3)
+
+
+CLIP = 0.5
+
+
+def plain(name: str, kind: str, ranks: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """torch alone, one process."""
+    module = made(name)
+    steps, norms = optimizer(kind, module), []
+    for update in windows(ranks):
+        losses = [summed_loss(module, ids) for micro in update for ids in micro]
+        (sum(loss for loss, _ in losses) / sum(count for _, count in losses)).backward()  # type: ignore[union-attr]
+        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), CLIP)))
+        steps.step()
+        steps.zero_grad()
+    return {n: p.detach().clone() for n, p in module.named_parameters()}, norms
+
+
+def whole(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in module.named_parameters()}
+
+
+def trained(strategy: Any, name: str, kind: str) -> tuple[Unit, int]:
+    unit = Unit(module=made(name), kind=kind, strategy=strategy, clip_grad_norm=CLIP, gradient_accumulation_steps=2, device=CPU)
+    prepared = unit.prepared
+    data = [micro[prepared.dp_rank] for update in windows(prepared.dp_size) for micro in update]
+    ech.train(unit, data, max_epochs=1)
+    return unit, prepared.dp_size
+
+
+def _far(strategy: Any, names: list[str]) -> dict[str, tuple[float, float]]:
+    """For each model: how far parameters and norms are from plain PyTorch, the parameters by the largest change of any."""
+    found = {}
+    for number, name in enumerate(names):
+        kind = ("SGD", "AdamW")[number % 2]
+        unit, ranks = trained(strategy, name, kind)
+        got, (want, norms) = whole(unit.module), plain(name, kind, ranks)
+        assert got.keys() == want.keys()
+        far = max(float((got[k] - want[k]).abs().max()) for k in want)
+        found[f"{name}, {kind}"] = (far, max(abs(a / b - 1) for a, b in zip(unit.norms, norms, strict=True)))
+    return found
+
+
+SETUPS: dict[str, tuple[int, Any]] = {
+    "tp": (2, "tp"),
+    "tp + sp": (2, ech.TPStrategy(sequence_parallel=True)),
+    "fsdp two, tp two": (4, ech.TPStrategy(size=2)),
+    "fsdp two, tp two + sp": (4, ech.TPStrategy(size=2, sequence_parallel=True)),
+}
+SOME = ["small", "gpt2", "llama"]
+OTHERS = [
+    *("qwen2, tied", "qwen2, tied", "gpt2", "small", "llama", "small, frozen", "gpt2 of 51 words", "mistral", "qwen3"),
+    *("phi3", "olmo2", "gpt-neox"),
+]
+
+
+@pytest.mark.parametrize(
+    ("setup", "names"),
+    [
+        pytest.param("tp", SOME, id="tp"),
+        pytest.param("tp + sp", ["small, frozen", "gpt2", "llama"], id="tp + sp"),
+        pytest.param("tp", [*OTHERS, "bert", "examples/gpt.py"], id="tp, others", marks=pytest.mark.full),
+        *(pytest.param(name, OTHERS, id=f"{name}, others", marks=pytest.mark.full) for name in SETUPS if name != "tp"),
+    ],
+)
+def test_plans_that_nobody_wrote_give_plain_numbers(ranks: Ranks, setup: str, names: list[str]) -> None:
+    size, strategy = SETUPS[setup]
+    for found in ranks(size, _far, strategy, names, timeout_s=300.0):
+        assert {case: far for case, far in found.items() if not max(far) < 1e-11} == {}
+
+
+# --- what is said
+
+
+def test_an_inferred_plan_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
+    assert ech.tp_plan(Small()) == {
+        "h.*.attn.c_attn": "colwise_gather",
+        "h.*.attn.c_proj": "rowwise_split",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+        "wte": "rowwise",
+        "lm_head": "colwise_gather",
+    }
+    # 51 words are not divided by two: they stay whole, and the plan says so.
+    found = check_tensor(Small(words=51), None, 2).plan
+    assert "wte" not in found.styles and "  lm_head          whole: 2 ranks do not divide its 51 rows" in found.text.splitlines()
+
+
+class Larger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.head = _of_transformers("qwen2, tied"), nn.Linear(16, 3)
+
+
+def _plans() -> list[dict[str, Any]]:
+    return [ech.tp_plan(_of_transformers("llama")), ech.tp_plan(Larger())]
+
+
+def test_transformers_own_plan_is_taken_also_of_a_part(ranks: Ranks) -> None:
+    [(llama, larger)] = ranks(1, _plans)
+    assert llama["model.layers.*.self_attn.q_proj"] == "colwise" and llama["model.layers.*.self_attn.o_proj"] == "rowwise"
+    assert llama["lm_head"] == "colwise_gather" and llama["model.embed_tokens"] == "rowwise"
+    assert larger["text.model.layers.*.self_attn.q_proj"] == "colwise"
+    assert larger["text.lm_head"] == "colwise_gather" and larger["text.model.embed_tokens"] == "rowwise"
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+
+class InOneForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Module() for _ in range(2))
+        for block in self.blocks:
+            block.q_proj, block.out_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+def _few_heads() -> str:
+    with pytest.raises(UsageError) as caught:
+        check_tensor(_of_transformers("llama"), None, 4)
+    return str(caught.value)
+
+
+def test_fewer_heads_of_keys_than_ranks_are_refused_by_name(ranks: Ranks) -> None:
+    [said] = ranks(1, _few_heads)
+    assert "over 4 ranks does not divide LlamaForCausalLM.model.layers.0.self_attn.config.num_key_value_heads = 2" in said
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "size", "sequence", "said"),
+    [
+        (Encoder, None, 2, False, "none can be inferred. layer.self_attn stays whole: torch's MultiheadAttention"),
+        (
+            Encoder,
+            {"layer.self_attn.out_proj": "rowwise"},
+            2,
+            False,
+            "layer.self_attn.out_proj is a part of torch's MultiheadAttention",
+        ),
+        (Small, {"h.*.attn": "colwise"}, 2, False, "Small.h.0.attn is a FusedAttention"),
+        (
+            Small,
+            {"h.*.mlp.c_fc": "colwise"},
+            3,
+            False,
+            "over 3 ranks does not divide dimension 0 of Small.h.0.mlp.c_fc.weight (64, 16)",
+        ),
+        (Small, {"wte": "rowwise"}, 2, False, "wte.weight and lm_head.weight are one tied parameter"),
+        (Small, {"wpe": "colwise_logits"}, 2, False, "Small.wpe is an Embedding that cannot be 'colwise_logits'"),
+        (Small, {"lm_head": "sharded"}, 2, False, "got 'sharded' for 'lm_head'"),
+        (InOneForward, None, 2, True, "InOneForward.blocks.0.q_proj must lie in a child of the block blocks.0"),
+        (Small, {"lm_head": "colwise_gather", "wte": "rowwise"}, 2, True, "must have one ModuleList or Sequential of blocks"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(make: Any, plan: Any, size: int, sequence: bool, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_tensor(make(), plan, size, sequence_parallel=sequence)
+    assert said in str(caught.value)
+
+
+# --- what travels
+
+
+def _messages(sequence: bool) -> tuple[list[str], list[str]]:
+    """The collectives of a forward and a backward pass of a block of Llama."""
+    module = ech.prepare_module(made("llama"), CPU, strategy=ech.TPStrategy(sequence_parallel=sequence))
+    sent: list[str] = []
+    before = {}
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
+        before[name] = function = getattr(dist, name)
+
+        def counted(*args: Any, name: str = name, function: Any = function, **options: Any) -> Any:
+            if options.get("group") is not None and args[0].dim() == 3:  # activations
+                sent.append(name)
+            return function(*args, **options)
+
+        setattr(dist, name, counted)
+    try:
+        loss, _ = summed_loss(module, windows(1)[0][0][0])
+        forward = list(sent)
+        loss.backward()
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+    return forward, sent[len(forward) :]
+
+
+def test_layers_that_read_the_same_share_one_message(ranks: Ranks) -> None:
+    for forward, backward in ranks(2, _messages, False):
+        # The embedding, and in each of two blocks attention and MLP; the head puts logits together.
+        assert forward == ["all_reduce"] * 5 + ["all_gather_into_tensor"]
+        # One for q, k and v together, one for gate and up; one for the head.
+        assert backward == ["all_reduce"] * 5
+
+
+def test_parts_of_the_sequence_travel_as_much(ranks: Ranks) -> None:
+    for forward, backward in ranks(2, _messages, True):
+        block = ["all_gather_into_tensor", "reduce_scatter_tensor"] * 2
+        assert forward == ["all_reduce", *block, *block, *["all_gather_into_tensor"] * 2]
+        assert backward == ["all_reduce", *block, *block, "all_gather_into_tensor"]
+
+
+def _dropped(sequence: bool, length: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    one = Small(dropout=0.4).double()
+    module = ech.prepare_module(Small(dropout=0.4).double(), CPU, strategy=ech.TPStrategy(sequence_parallel=sequence))
+    seen: list[int] = []
+    module.h[0].ln_2.register_forward_hook(lambda _, args, out: seen.append(out.shape[1]))
+    ids = torch.randint(0, 50, (2, length), generator=torch.Generator().manual_seed(2))
+    torch.manual_seed(5)
+    got = module(ids)
+    one.load_state_dict(whole(module), strict=False)
+    torch.manual_seed(5)
+    return got.detach(), one(ids).detach(), seen
+
+
+@pytest.mark.parametrize(("length", "parts"), [(8, 4), (7, 4), (1, 1)])
+def test_dropout_draws_one_mask_for_all_parts(ranks: Ranks, length: int, parts: int) -> None:
+    for got, want, seen in ranks(2, _dropped, True, length):
+        assert seen == [parts] and math.isclose(float((got - want).abs().max()), 0.0, abs_tol=1e-12)
