@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from echelon.contracts.errors import UsageError
 from echelon.parallel.context import ContextParallel
 from echelon.parallel.pipeline import ShardedStages, StagesPrepared
 from echelon.parallel.pipeline.prepared import Pipelined
