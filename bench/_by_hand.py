@@ -160,8 +160,9 @@ class Turns:
 
     def __init__(self, case: Case, hand: ByHand) -> None:
         self._case, self._hand = case, hand
-        # Tensor-parallel ranks work on the same samples.
-        generator = torch.Generator().manual_seed(0 if case.strategy == "tp" else dist.get_rank())
+        # Tensor-parallel and context-parallel ranks work on the same samples.
+        shared = case.strategy == "tp" or case.strategy.startswith("cp=")
+        generator = torch.Generator().manual_seed(0 if shared else dist.get_rank())
         shape = (2, case.updates * case.accumulation, case.batch, case.context)
         self._batches = list(zip(*torch.randint(0, 256, shape, generator=generator), strict=True))
         # By side: wall time of an update, and processor time, on which other programs of the machine have less influence.
@@ -208,7 +209,12 @@ def compare(case: Case) -> dict[str, Any]:
     ech.init_from_env()
     # torch's own norm takes no mixture of meshes.
     clip = None if case.strategy == "tp" else CLIP
-    hand = ByHand(case.hand or case.strategy, case.model(), case.accumulation, clip)
+    if case.strategy.startswith("cp="):
+        from _context_by_hand import ContextByHand
+
+        hand: ByHand = ContextByHand(case.model(), clip)
+    else:
+        hand = ByHand(case.hand or case.strategy, case.model(), case.accumulation, clip)
     unit = Unit(
         module=case.model(),
         strategy=case.strategy,
@@ -229,8 +235,9 @@ def compare(case: Case) -> dict[str, Any]:
 
 def largest_difference(one: nn.Module, other: nn.Module) -> float:
     """Between two modules' parameters, of which this rank may hold other parts."""
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    differences = [(_whole(a) - _whole(b)).abs().max() for a, b in pairs]
+    mine, theirs = dict(one.named_parameters()), dict(other.named_parameters())
+    names = {name.removeprefix("module.").replace("_orig_mod.", ""): name for name in theirs}
+    differences = [(_whole(mine[n]) - _whole(theirs[names[n.removeprefix("module.")]])).abs().max() for n in sorted(mine)]
     return float(torch.stack(differences).max())
 
 

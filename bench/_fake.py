@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -44,10 +45,26 @@ def fake_world(size: int, rank: int = 0, per_node: int = 8) -> Iterator[None]:
             mock.patch("echelon.world.agree.channel", lambda group: (group, torch.device("cpu"))),
             # Fake tensors have no values to compare: buffers are taken not to change.
             mock.patch("echelon.parallel.buffers._checksums", lambda module: {}),
+            mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", _Chunks),
         ):
             yield
     finally:
         dist.destroy_process_group()
+
+
+class _Chunks:
+    """What torch's `_chunk_with_empty` gives, made when it is asked for: `fully_shard` makes the parts of all ranks and takes
+    one, which with fake tensors is nearly all of the time.
+    """
+
+    def __init__(self, tensor: torch.Tensor, number: int, dim: int) -> None:
+        self._tensor, self._dim, self._each = tensor, dim, math.ceil(tensor.shape[dim] / number)
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        begin = at * self._each
+        if begin >= self._tensor.shape[self._dim]:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, begin, min(self._each, self._tensor.shape[self._dim] - begin))
 
 
 @contextlib.contextmanager

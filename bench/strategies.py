@@ -6,15 +6,16 @@ speed     a step through AutoUnit against a bare loop over the same model, wrapp
           norm refuses). They live in the same two processes (gloo, one thread) and take turns of two updates; a ratio
           compares neighbours. echelon writes every update to metrics.jsonl, as it does unasked; the bare loop watches nothing.
           At the end the parameters of both are compared: they did the same work if these are equal.
+context   the same for context parallelism: sequences of 512 over 2 and 4 ranks, attention by hand with torch.distributed.
 bitwise   the same for deterministic="bitwise", whose every micro-batch is reduced, against accumulation by hand.
 memory    the largest resident size of a rank (VmHWM) beyond that of the same job with a tiny model, each in fresh processes;
           freed memory is returned to the system (mallopt, M_MMAP_THRESHOLD 256 KiB). AdamW, float32, linear layers.
 prove     wall time of `echelon prove examples/gpt.py`: the whole matrix.
 
-    python bench/strategies.py [--only speed bitwise memory prove] [--quick] [--json]
+    python bench/strategies.py [--only speed context bitwise memory prove] [--quick] [--json]
 
-Targets: at most 2% slower; zero1 saves 35% of what DistributedDataParallel takes or the share that theory says, whichever is
-smaller, zero2 more; prove in 90 s.
+Targets: at most 2% slower, context parallelism 3%; zero1 saves 35% of what DistributedDataParallel takes or the share that
+theory says, whichever is smaller, zero2 more; prove in 90 s.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from _timing import emit, machine, median, options, spread, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOWER, PROVE_S, SAVES = 1.02, 90.0, 0.35
+CONTEXT_SLOWER = 1.03
 # strategy, what it is compared with by hand
 SPEED = {
     "ddp": "DDP",
@@ -123,6 +125,24 @@ def speed(arguments: Any) -> None:
     emit(arguments, title, header, rows, notes=notes, facts=about)
 
 
+def context(arguments: Any) -> None:
+    from _by_hand import Case, compare
+
+    about, rows = {**facts(), "ranks": {}}, []
+    for ranks in (2, 4):
+        case = Case(f"cp={ranks}", turns=max(5, arguments.rounds // 2), batch=2, context=512)
+        about["ranks"][ranks] = found = launch(compare, case, ranks=ranks)[0]
+        wall, cpu = ratios(found["wall_ms"]), ratios(found["cpu_ms"])
+        times = [f"{median(found['wall_ms'][side]):.1f}" for side in ("by hand", "echelon")]
+        ratio = [f"{median(wall):.3f}", f"{margin(wall):.3f}", f"{median(cpu):.3f}", f"{margin(cpu):.3f}"]
+        rows.append([str(ranks), *times, *ratio, f"<= {CONTEXT_SLOWER}", verdict(median(wall) <= CONTEXT_SLOWER)])
+        rows[-1].append(f"{found['difference']:.0e}" if found["difference"] else "equal")
+    header = ["ranks", "by hand, ms", "AutoUnit, ms", "ratio", "+-", "CPU", "+-", "target", "", "parameters"]
+    title = "Parallel(cp=...) against attention over gathered keys by hand, and fully_shard: GPT, 2 sequences of 512"
+    notes = ["Medians of pairs of neighbouring turns; +- is half of the median's 95% interval."]
+    emit(arguments, title, header, rows, notes=notes, facts=about)
+
+
 def bitwise(arguments: Any) -> None:
     from _by_hand import Case, compare
 
@@ -198,7 +218,7 @@ def prove(arguments: Any) -> None:
     emit(arguments, "The whole matrix", ["", "s", "target", "", "exit"], rows, notes=[said], facts=about)
 
 
-SECTIONS = {"speed": speed, "bitwise": bitwise, "memory": memory, "prove": prove}
+SECTIONS = {"speed": speed, "context": context, "bitwise": bitwise, "memory": memory, "prove": prove}
 
 
 def main() -> None:

@@ -69,7 +69,7 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * depth) if name.endswith(("out.weight", "mlp.2.weight")) else 0.02)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.bytes(x) + self.positions.weight[: x.shape[1]]
+        h = self.bytes(x) + self.positions(ech.positions(x))  # of this rank's part of the window, if ranks share it
         for block in self.blocks:
             h = block(h)
         return self.head(self.norm(h))
@@ -134,7 +134,7 @@ def another_run(own: Path, resume: str) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="fsdp", help="noop, ddp, fsdp, hsdp, zero1, zero2, zero3 or tp")
+    parser.add_argument("--strategy", default="fsdp", help="noop, ddp, fsdp, ..., or axes: dp_shard=2,cp=2")
     parser.add_argument("--steps", type=int, default=400, help="optimizer updates")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="text files to learn from; default: Python's own source")
     parser.add_argument(

@@ -1,16 +1,19 @@
 """Fine-tune a causal language model of Hugging Face, in full or by LoRA, and write it for `from_pretrained`.
 
     echelon run --ranks 2 examples/hf_finetune.py --model ~/models/Llama-3.2-1B --data ~/texts --out tuned
+    echelon run --ranks 4 examples/hf_finetune.py --model ~/models/Qwen3-8B --strategy dp_shard=2,tp=2
     echelon run --ranks 2 examples/hf_finetune.py --model ~/models/Qwen2.5-0.5B --lora 16 --out adapter
     echelon run --ranks 2 examples/hf_finetune.py --model llama --strategy tp       no download: see below
 
---model is a local folder, as `hf download` leaves it, or "llama", "qwen2" or "gpt2" for a small untrained model over bytes. Needs
-`pip install transformers`, and peft for --lora. Started again, the script goes on from its newest checkpoint.
+--model is a local folder, as `hf download` leaves it: each rank reads its own part of the weights. Or it is "llama", "qwen2" or
+"gpt2" for a small untrained model over bytes. Needs `pip install transformers`, and peft for --lora. Started again, the script
+goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ import echelon as ech
 from echelon.data.text import split_files
 
 BYTES = 256  # the vocabulary of a model without a tokenizer
+Batch = dict[str, torch.Tensor]  # "input_ids" and "labels": (B, T)
 
 
 def small_config(name: str, width: int) -> tf.PretrainedConfig:
@@ -34,72 +38,60 @@ def small_config(name: str, width: int) -> tf.PretrainedConfig:
     return {"llama": tf.LlamaConfig, "qwen2": tf.Qwen2Config}[name](**size, num_key_value_heads=2, **ends)
 
 
-def load(folder: Path, lora: int, width: int) -> tuple[torch.nn.Module, bool]:
-    """The model, and whether its weights are still to be read from the folder, of which each rank then reads its own part."""
+def build(folder: Path, lora: int, width: int) -> torch.nn.Module:
+    """The model; if there is a folder, without memory for its weights, which each rank then reads its own part of."""
     config = tf.AutoConfig.from_pretrained(folder) if folder.is_dir() else small_config(folder.name, width)
-    dtype = torch.get_default_dtype()  # float32, also of weights that are saved as bf16: small updates would be lost in them
-    if folder.is_dir() and not lora:
-        with ech.on_meta(restores=True):  # takes no memory
-            return tf.AutoModelForCausalLM.from_config(config, dtype=dtype), True
-    if folder.is_dir():
-        model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    else:
-        model = tf.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    if lora:
-        import peft
+    with ech.on_meta(restores=True, on_device=True) if folder.is_dir() else contextlib.nullcontext():
+        # float32, also of weights that are saved as bf16: small updates would be lost in them
+        model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype())
+        if lora:
+            import peft
 
-        model = peft.get_peft_model(model, peft.LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear"))
-    return model, False
+            model = peft.get_peft_model(model, peft.LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear"))
+    return model
 
 
-def token_blocks(tokenizer: Any, files: list[Path], context: int, most: int) -> torch.Tensor:
-    """The files, as at most so many rows of tokens that follow one another: (N, context + 1)"""
+def rows_of(tokenizer: Any, files: list[Path], context: int, most: int) -> list[Batch]:
+    """The files, as at most so many rows of tokens that follow one another, and for each token the next one: (context,) both"""
     text = "\n".join(path.read_text(errors="replace") for path in files)[: 8 * most * context]
-    ids = list(text.encode()) if tokenizer is None else tokenizer(text)["input_ids"]
-    count = min(most, (len(ids) - 1) // context)
-    return torch.tensor(ids[: count * context + 1]).unfold(0, context + 1, context)
+    ids = torch.tensor(list(text.encode()) if tokenizer is None else tokenizer(text)["input_ids"])
+    starts = range(0, min(most * context, len(ids) - context), context)
+    return [{"input_ids": ids[at : at + context], "labels": ids[at + 1 : at + context + 1]} for at in starts]
 
 
-class FineTune(ech.AutoUnit[torch.Tensor]):
+class FineTune(ech.AutoUnit[Batch]):
     """Next-token prediction: nats per token."""
 
     weight_unit = "tokens"
     lr = 2e-5
 
-    def compute_loss(self, state: ech.State, data: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits = self.module(input_ids=data[:, :-1]).logits
-        return F.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten()), None
+    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
+        logits = self.module(input_ids=data["input_ids"]).logits
+        return F.cross_entropy(logits.flatten(0, 1), data["labels"].flatten()), None
 
-    def weight(self, data: torch.Tensor) -> int:
-        return data[:, 1:].numel()
+    def weight(self, data: Batch) -> int:
+        return data["labels"].numel()
 
     def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, None]:
         trained = [p for p in module.parameters() if p.requires_grad]  # with LoRA not the model itself
         return torch.optim.AdamW(trained, lr=self.lr, weight_decay=0.0), None
 
 
-def strategy_of(name: str, model: torch.nn.Module) -> ech.Strategy | str:
-    """Tensor parallelism as the model's own class says that it may be split."""
-    if name != "tp":
-        return name
-    plan = getattr(model.config, "base_model_tp_plan", None)
-    if not plan:
-        raise SystemExit(f"--strategy tp: {type(model).__name__} has no plan of how it may be split. Use fsdp.")
-    return ech.TPStrategy({f"{model.base_model_prefix}.{layer}": style for layer, style in plan.items()})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="llama", help="a local folder; or llama, qwen2 or gpt2: small and untrained")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank; default: all weights")
+    parser.add_argument("--merge", action="store_true", help="with --lora: write a whole model, with the adapters in its weights")
     parser.add_argument("--data", type=Path, help="a folder of text files; default: Python's own source")
     parser.add_argument("--out", type=Path, default=Path("runs/hf_finetune/model"), help="where the model is written")
-    parser.add_argument("--strategy", default="fsdp", help="noop, ddp, fsdp, hsdp, zero1, zero2, zero3 or tp")
+    parser.add_argument("--strategy", default="fsdp", help="noop, ddp, fsdp, hsdp, zero1 to zero3, tp; or axes: dp_shard=2,tp=2")
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--lr", type=float, help="default: 2e-5, with LoRA 2e-4; 1e-3 for an untrained model")
     parser.add_argument("--toy", action="store_true", help="a narrower model and short rows: seconds")
     parser.add_argument("--checkpoints", default="runs/hf_finetune/checkpoints")
     args = parser.parse_args()
+    if args.merge and not args.lora:
+        parser.error("--merge writes adapters into the weights: it needs --lora")
 
     device = ech.init_from_env()
     ech.seed(0)  # every rank builds the same model
@@ -108,26 +100,28 @@ def main() -> None:
     train_files, held_out = split_files(folder, pattern)
     source = Path(args.model).expanduser()
     tokenizer = tf.AutoTokenizer.from_pretrained(source) if (source / "tokenizer_config.json").exists() else None
-    train_loader = ech.Loader(token_blocks(tokenizer, train_files, context, 4096), global_batch=16)
-    eval_loader = ech.Loader(token_blocks(tokenizer, held_out, context, 128), global_batch=16, shuffle=False)
+    train_loader = ech.Loader(rows_of(tokenizer, train_files, context, 4096), global_batch=16)
+    eval_loader = ech.Loader(rows_of(tokenizer, held_out, context, 128), global_batch=16, shuffle=False)
 
-    model, waits = load(source, args.lora, width)
-    unit = FineTune(module=model, device=device, strategy=strategy_of(args.strategy, model), clip_grad_norm=1.0)
+    unit = FineTune(module=build(source, args.lora, width), device=device, strategy=args.strategy, clip_grad_norm=1.0)
     unit.lr = args.lr or (1e-3 if not source.is_dir() else 2e-4 if args.lora else 2e-5)
-    # With LoRA a checkpoint has the adapters only; the model is built from its folder each time.
+    # With LoRA a checkpoint has the adapters only; the model's own weights are read from its folder each time.
     saver = ech.DistributedCheckpointSaver(
         args.checkpoints,
         save_every_n_train_steps=100,
         keep_last_n_checkpoints=2,
         options=ech.SaveOptions(only_trained=bool(args.lora)),
     )
-    if not saver.restore_from_latest(args.checkpoints, unit, train_dataloader=train_loader) and waits:
+    if source.is_dir() and args.lora:
+        saver.restore(source, unit)
+    resumed = saver.restore_from_latest(args.checkpoints, unit, train_dataloader=train_loader)
+    if source.is_dir() and not args.lora and not resumed:
         saver.restore(source, unit)
     ech.evaluate(unit, eval_loader)
     before = unit.eval_loss
     ech.train(unit, train_loader, max_steps=args.updates, callbacks=[saver])
     ech.evaluate(unit, eval_loader)
-    ech.save_pretrained(unit, args.out)  # every rank calls it
+    ech.save_pretrained(unit, args.out, merged=args.merge)  # every rank calls it
     if ech.RankInfo().rank == 0:
         if tokenizer is not None:
             tokenizer.save_pretrained(args.out)

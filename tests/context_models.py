@@ -127,7 +127,7 @@ def plain(
     opt = made_optimizer(module, optimizer)
     norms, losses = [], []
     for window in windows:
-        labels = [b["targets"] if "targets" in b else b["labels"][:, 1:] for b in window]
+        labels = [b["targets"] if "targets" in b else b["labels"][..., 1:] for b in window]
         weights = [float((each != -100).sum()) if by_tokens else len(each) for each in labels]
         found = 0.0
         for batch, weight in zip(window, weights, strict=True):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
+from echelon.contracts.run_dir import RunDir
 from tests.conftest import Ranks
 from tests.models import batch, whole
 from tests.units import Regression
@@ -144,7 +147,9 @@ def _plain(case: str, ranks: int) -> tuple[dict[str, torch.Tensor], list[float]]
     model = _freeze(_models(k, balance, kind)[1], case)
     trained = [p for p in model.parameters() if p.requires_grad]
     sgd = options.get("optimizer", "SGD") == "SGD"
-    opt: Any = torch.optim.SGD(trained, options.get("lr", 0.1), momentum=0.9) if sgd else torch.optim.AdamW(trained, options["lr"])
+    opt: Any = (
+        torch.optim.SGD(trained, options.get("lr", 0.1), momentum=0.9) if sgd else torch.optim.AdamW(trained, options["lr"])
+    )
     norms = []
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)  # an expert without tokens has a gradient of zeros: momentum moves it
@@ -200,14 +205,26 @@ def _far(strategy: Any, cases: list[str], ranks: int) -> dict[str, tuple[float, 
     return found
 
 
-SETUPS: dict[str, tuple[int, Any, list[str]]] = {
-    "ep on two": (2, ech.Parallel(ep=2), list(CASES)),
-    "ddp on two": (2, "ddp", ["sgd", "auxiliary"]),
-    "fsdp on two": (2, "fsdp", ["adamw, clipped", "recomputed"]),
-    "ep two, data two": (4, ech.Parallel(ep=2), ["sgd", "adamw, clipped", "auxiliary"]),
-    "ep on four": (4, ech.Parallel(ep=4), ["adamw, clipped", "one expert a token"]),
-    "ep two, copies two": (4, ech.Parallel(dp_replicate=2, ep=2), ["sgd", "adamw, clipped"]),
+# Some cases in `make test`; the others with the full suite.
+SETUPS: dict[str, tuple[int, Any, list[str], list[str]]] = {
+    "ep on two": (
+        2,
+        ech.Parallel(ep=2),
+        ["sgd", "auxiliary"],
+        ["adamw, clipped", "one expert a token", "frozen router", "recomputed"],
+    ),
+    "ep two, data two": (4, ech.Parallel(ep=2), ["adamw, clipped"], ["sgd", "auxiliary"]),
+    "ep on four": (4, ech.Parallel(ep=4), [], ["adamw, clipped", "one expert a token"]),
+    "ep two, copies two": (4, ech.Parallel(dp_replicate=2, ep=2), [], ["sgd", "adamw, clipped"]),
+    "ddp on two": (2, "ddp", [], ["sgd", "auxiliary"]),
+    "fsdp on two": (2, "fsdp", ["recomputed"], ["adamw, clipped"]),
 }
+ROWS_OF = [
+    pytest.param(name, cases, id=f"{name}{', more' * full}", marks=[pytest.mark.full] * full)
+    for name, (_, _, some, more) in SETUPS.items()
+    for full, cases in enumerate((some, more))
+    if cases
+]
 
 
 def test_one_process_computes_what_plain_pytorch_does() -> None:
@@ -216,11 +233,296 @@ def test_one_process_computes_what_plain_pytorch_does() -> None:
         assert norms < 1e-11, case
 
 
-@pytest.mark.parametrize("setup", list(SETUPS))
-def test_twenty_updates_are_those_of_plain_pytorch(ranks: Ranks, setup: str) -> None:
+@pytest.mark.parametrize(("setup", "cases"), ROWS_OF)
+def test_twenty_updates_are_those_of_plain_pytorch(ranks: Ranks, setup: str, cases: list[str]) -> None:
     """With accumulation, uneven micro-batches and a short last window."""
-    size, strategy, cases = SETUPS[setup]
+    size, strategy, *_ = SETUPS[setup]
     for found in ranks(size, _far, strategy, cases, size):
         for case, (far, norms) in found.items():
             assert far < 1e-11, (case, far)
             assert norms < 1e-11, (case, norms)
+
+
+# --- checkpoints
+
+DATA = torch.utils.data.TensorDataset(*batch(48, 0))
+
+
+def _saver_unit(strategy: Any, seed: int) -> tuple[Unit, ech.Loader]:
+    torch.manual_seed(seed)
+    experts = ech.GroupedExperts(WIDTH, 5, EXPERTS)
+    model = Model(lambda: ech.MoE(WIDTH, experts if seed < 0 else ech.GroupedExperts(WIDTH, 5, EXPERTS))).double()
+    return Unit(module=model, strategy=strategy, optimizer="AdamW", lr=0.05), ech.Loader(DATA, 12, seed=1)
+
+
+def _values(unit: Unit) -> dict[str, torch.Tensor]:
+    """Parameters, buffers and the optimizer's state, gathered, by name."""
+    module = unit.prepared.unwrapped
+    found = whole(unit.module) | {n: b.detach().clone() for n, b in module.named_buffers()}
+    names = {p: n.removeprefix("module.") for n, p in unit.module.named_parameters()}
+    for parameter, state in unit.optimizer.state.items():
+        for key, value in state.items():
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found[f"{names[parameter]} {key}"] = full.detach().clone()
+    return found
+
+
+def _save(folder: Path, strategy: Any, steps: int) -> dict[str, torch.Tensor]:
+    unit, loader = _saver_unit(strategy, 0)
+    ech.train(unit, loader, max_steps=steps, callbacks=[ech.DistributedCheckpointSaver(folder)])
+    return _values(unit)
+
+
+def _restore(folder: Path, strategy: Any) -> dict[str, torch.Tensor]:
+    unit, _ = _saver_unit(strategy, 7)
+    unit.configure()
+    assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
+    return _values(unit)
+
+
+def _go_on(folder: Path, strategy: Any, steps: int) -> dict[str, torch.Tensor]:
+    unit, loader = _saver_unit(strategy, 7)
+    assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
+    ech.train(unit, loader, max_steps=steps)
+    return _values(unit)
+
+
+def _train(strategy: Any, steps: int) -> dict[str, torch.Tensor]:
+    unit, loader = _saver_unit(strategy, 0)
+    ech.train(unit, loader, max_steps=steps)
+    return _values(unit)
+
+
+def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
+@pytest.mark.parametrize(
+    ("saves", "reads"),
+    [
+        ((2, ech.Parallel(ep=2)), (2, "ddp")),
+        pytest.param((2, "fsdp"), (4, ech.Parallel(ep=4)), marks=pytest.mark.full),
+        pytest.param((4, ech.Parallel(ep=2)), (2, ech.Parallel(ep=2)), marks=pytest.mark.full),
+    ],
+    ids=["ep to ddp", "fsdp to ep", "ep with data to ep"],
+)
+def test_a_checkpoint_reads_under_another_layout(ranks: Ranks, tmp_path: Path, saves: Any, reads: Any) -> None:
+    saved = ranks(saves[0], _save, tmp_path, saves[1], 3)
+    assert any(n.endswith("experts.w1 exp_avg") for n in saved[0])
+    for got in ranks(reads[0], _restore, tmp_path, reads[1]):
+        _same(got, saved[0])
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_resumed_run_is_bit_equal(ranks: Ranks, tmp_path: Path, size: int) -> None:
+    strategy = ech.Parallel(ep=2)
+    ranks(size, _save, tmp_path, strategy, 3)
+    for got, want in zip(ranks(size, _go_on, tmp_path, strategy, 6), ranks(size, _train, strategy, 6), strict=True):
+        _same(got, want)
+
+
+# --- loads
+
+
+def _loads(strategy: Any) -> tuple[list[dict[str, torch.Tensor]], float, float]:
+    """Loads after 12 rows, and after one more, of which a second rank has none; tokens and entropy of the latter."""
+    torch.manual_seed(0)
+    unit = Unit(module=Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS)).double(), strategy=strategy)
+    loader, found = ech.Loader(torch.utils.data.Subset(DATA, range(13)), 12), []
+    for steps in (1, 2):
+        ech.train(unit, loader, max_steps=steps)
+        ech.evaluate(unit, ech.Loader(DATA, 12))
+        found.append({n.removeprefix("module."): load for n, load in ech.expert_loads(unit.module).items()})
+    latest = next(m.seen.latest for m in unit.module.modules() if hasattr(m, "seen"))
+    return found, float(latest[-1]), float(latest[-2])
+
+
+def test_loads_count_each_sample_once_on_any_number_of_ranks(ranks: Ranks) -> None:
+    """Nothing of an evaluation, nothing of the padding that evens out the ranks."""
+    want, tokens, entropy = _loads(None)
+    assert tokens == 1
+    for load in want[0].values():
+        assert float(load.sum()) == pytest.approx(1)
+        assert torch.equal((load * 24).round().double(), load * 24)
+    for got, *rest in ranks(2, _loads, ech.Parallel(ep=2)):
+        assert list(got[0]) == ["blocks.0.1", "blocks.1.1"]
+        for a, b in zip(got, want, strict=True):
+            _same(a, b)
+        assert rest == [1, pytest.approx(entropy, rel=1e-12)]
+
+
+def test_what_a_mask_leaves_out_is_computed_and_not_counted() -> None:
+    torch.manual_seed(0)
+    moe = ech.MoE(WIDTH, ech.GroupedExperts(WIDTH, 5, EXPERTS), balance="auxiliary").double()
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    mask = torch.tensor([[True] * 5, [True] * 2 + [False] * 3])
+    y = moe(x, mask)
+    y.sum().backward()
+    assert torch.equal(y, moe(x))
+    seen = moe.router.seen.counted
+    assert float(seen[:-2].sum()) == 7 * 2
+    assert float(seen[-1]) == 7
+
+
+def test_biases_even_the_loads_out() -> None:
+    """A gate that prefers one expert for nearly all tokens."""
+    torch.manual_seed(0)
+    moe = ech.MoE(4, ech.GroupedExperts(4, 4, EXPERTS), top_k=1, bias_update_rate=0.005)
+    x = torch.cat([torch.randn(256, 3), torch.ones(256, 1)], 1)
+    with torch.no_grad():
+        moe.router.gate.weight[1, 3] += 2
+    before = _most(moe, x)
+    ech.train(Regression(module=nn.Sequential(moe, nn.Linear(4, 1)), lr=0.0), [(x, torch.zeros(256, 1))] * 200, max_epochs=1)
+    assert before > 3
+    assert _most(moe, x) < 2
+
+
+def _most(moe: Any, x: torch.Tensor) -> float:
+    """Largest over mean load."""
+    chosen = moe.router(x)[1]
+    return float(torch.bincount(chosen.flatten(), minlength=EXPERTS).max()) * EXPERTS / chosen.numel()
+
+
+class Forgets(Regression):
+    """Without the auxiliary loss."""
+
+
+def test_an_auxiliary_loss_that_nobody_added_is_named() -> None:
+    unit = Forgets(module=Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS, balance="auxiliary")).double())
+    with pytest.raises(UsageError, match=r"blocks\.0\.1: balance='auxiliary' must be in the loss.*auxiliary_loss"):
+        ech.train(unit, [batch(4, 0)], max_epochs=1)
+    with pytest.raises(UsageError, match=r"must have an echelon\.MoE with balance='auxiliary', got none"):
+        ech.auxiliary_loss(nn.Linear(1, 1))
+
+
+def test_router_statistics_are_in_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in RunDir(tmp_path).at_attempt(0).to_env().items():
+        monkeypatch.setenv(name, value)
+    unit = Unit(module=Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS)).double())
+    ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(records) == 3
+    assert all(1 <= record["expert_load_max"] <= EXPERTS for record in records)
+    assert all(0 < record["router_entropy"] < 1.4 for record in records)
+
+
+# --- other ways to compute the same
+
+
+def test_grouped_multiplications_are_those_one_by_one() -> None:
+    """In float32 `grouped_mm`, in float64 one by one; also for an expert without tokens, and with an expanded gradient."""
+    torch.manual_seed(0)
+    fast = ech.GroupedExperts(8, 16, 3)
+    slow = copy.deepcopy(fast).double()
+    x, counts = torch.randn(10, 8), torch.tensor([4, 0, 6])
+    fast(x, counts).sum().backward()
+    slow(x.double(), counts).sum().backward()
+    assert torch.allclose(fast(x, counts).double(), slow(x.double(), counts), atol=1e-5)
+    for a, b in zip(fast.parameters(), slow.parameters(), strict=True):
+        assert torch.allclose(a.grad.double(), b.grad, atol=1e-4)
+        assert not a.grad[1].any()
+
+
+def _from_meta(strategy: Any, kind: str, deferred: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    with ech.on_meta() if deferred else contextlib.nullcontext():
+        model = Model(
+            lambda: ech.MoE(WIDTH, Expert if kind == "modules" else ech.GroupedExperts(WIDTH, 5, EXPERTS), num_experts=4)
+        )
+    unit = Regression(module=model, strategy=strategy)
+    ech.train(unit, [batch(4, 0, torch.float32)], max_epochs=1)
+    return whole(unit.module)
+
+
+@pytest.mark.parametrize("kind", ["modules", "grouped"])
+def test_a_model_built_without_memory_has_the_same_values(ranks: Ranks, kind: str) -> None:
+    strategy = ech.Parallel(ep=2)
+    plain, meta = (ranks(2, _from_meta, strategy, kind, deferred) for deferred in (False, True))
+    _same(plain[0], meta[0])
+
+
+def _by_hand() -> list[float]:
+    """A loop of one's own, with ep."""
+    torch.manual_seed(0)
+    model = Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(DATA, 12), strategy=ech.Parallel(ep=2))
+    losses = []
+    for x, y in loader:
+        with ech.window(model) as window:
+            loss = nn.functional.mse_loss(model(x), y)
+            window.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert len(ech.expert_loads(model)) == 2
+    return losses
+
+
+def test_a_loop_of_ones_own_balances_too(ranks: Ranks) -> None:
+    assert all(len(losses) == 4 for losses in ranks(2, _by_hand))
+
+
+# --- what cannot work
+
+
+class MixtralExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2, 4, 4))
+
+
+def _refused(model: str, **sizes: int) -> str:
+    made: dict[str, Any] = {
+        "moe": lambda: Model(lambda: ech.MoE(WIDTH, Expert, num_experts=6)),
+        "dense": lambda: Model(lambda: nn.Linear(WIDTH, WIDTH)),
+        "foreign": lambda: nn.Sequential(nn.Linear(4, 1), MixtralExperts()),
+    }
+    with pytest.raises(UsageError) as caught:
+        Regression(module=made[model](), strategy=ech.Parallel(**sizes))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "said"),
+    [
+        ("moe", {"ep": 4}, "ep 4 does not divide the 6 experts of Model.blocks.0.1. Use an ep that divides 6."),
+        ("moe", {"ep": 3}, "ep must divide dp_shard x cp, the ranks that share parameters, got ep=3"),
+        ("dense", {"ep": 2}, "ep must be 1 for Model, which has no echelon.MoE layer, got 2."),
+        ("foreign", {"ep": 2}, "1 is a MixtralExperts, which has experts of its own"),
+    ],
+    ids=["experts do not divide", "ranks do not divide", "no experts", "another library's experts"],
+)
+def test_what_cannot_be_divided_is_refused_on_all_ranks(ranks: Ranks, model: str, sizes: dict[str, int], said: str) -> None:
+    assert all(said in each for each in ranks(4, _refused, model, **sizes))
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: ech.MoE(4, []), "experts must be a list of modules, a function that makes one, or GroupedExperts"),
+        (lambda: ech.MoE(4, Expert), "num_experts must be given with a function that makes an expert, got None"),
+        (
+            lambda: ech.MoE(4, [Expert(), nn.Linear(4, 4)]),
+            "experts must be alike, got a Expert as number 0 and a Linear as number 1",
+        ),
+        (lambda: ech.MoE(4, [nn.Linear(4, 4), nn.Linear(4, 5)]), r"which differ in weight: \(\(4, 4\).*\(\(5, 4\)"),
+        (lambda: ech.MoE(4, [Norm()]), "an expert must have no buffers, got a Norm with norm.running_mean"),
+        (lambda: ech.MoE(4, [nn.Tanh()]), "an expert must have parameters, got a Tanh"),
+        (lambda: ech.MoE(4, ech.GroupedExperts(4, 4, 2), top_k=3), "top_k must be at most the number of experts, 2, got 3"),
+        (lambda: ech.MoE(4, ech.GroupedExperts(4, 4, 2), num_experts=3), "num_experts must be the number of experts, 2, got 3"),
+        (lambda: ech.MoE(4, ech.GroupedExperts(4, 4, 2), balance="even"), "balance must be 'loss_free', 'auxiliary' or None"),
+        (lambda: ech.MoE(4, ech.GroupedExperts(4, 4, 2), bias_update_rate=-1), "bias_update_rate must be a number of at least 0"),
+    ],
+)
+def test_layers_that_make_no_sense_are_refused(make: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        make()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from echelon.checkpoint import plain
 from echelon.checkpoint.layout import tensors_file
@@ -32,30 +32,44 @@ def spread(listings: Iterable[list[Any]], of: Sequence[int]) -> tuple[list[bytes
         if kind == len(ranks):
             ranks.append([])
         ranks[kind].append(rank)
-    # By piece: where it stands in which listings; and its sizes, type and shape.
-    held: dict[Piece, tuple[list[tuple[int, int]], tuple[list[int], str, list[int]], int]] = {}
+    # By piece: what it is, and the listings that have it, each with the place there. What pieces share is kept once.
+    held: dict[Piece, tuple[_Form, list[int]]] = {}
+    forms: dict[Any, _Form] = {}
+    names: dict[str, str] = {}
     leading = set()
     lengths = []
     for kind, listing in enumerate(listings):
         lengths.append(len(listing))
         for at, (name, offsets, sizes, dtype, shape, leads) in enumerate(listing):
-            piece = (name, tuple(offsets))
-            if piece not in held:
-                held[piece] = ([], (sizes, dtype, shape), _bytes(dtype, sizes))
-            held[piece][0].append((kind, at))
+            piece = (names.setdefault(name, name), tuple(offsets))
+            if (known := held.get(piece)) is None:
+                key = (dtype, *sizes, *shape)
+                if (form := forms.get(key)) is None:
+                    form = forms[key] = _Form(sizes, dtype, shape, _bytes(dtype, sizes))
+                held[piece] = (form, [kind, at])
+            else:
+                known[1].extend((kind, at))
             if leads:
                 leading.add(name)
     writes = [bytearray(-(-lengths[kind] // 8)) for kind in of]
+    files = [tensors_file(rank) for rank in range(len(of))]
     index: dict[str, Any] = {}
     least = _Least(ranks, len(of))
-    for piece, (places, (sizes, dtype, shape), size) in sorted(held.items(), key=lambda each: (-each[1][2], each[0])):
-        kinds = tuple(kind for kind, _ in places)
-        writer = least.take(kinds, size, ranks[kinds[0]][0] if piece[0] in leading else None)
-        at = next(at for kind, at in places if kind == of[writer])
+    for piece, (form, places) in sorted(held.items(), key=lambda each: (-each[1][0].bytes, each[0])):
+        kinds = tuple(places[::2])
+        writer = least.take(kinds, form.bytes, ranks[kinds[0]][0] if piece[0] in leading else None)
+        at = places[2 * kinds.index(of[writer]) + 1]
         writes[writer][at // 8] |= 1 << at % 8
-        entry = index.setdefault(piece[0], {"dtype": dtype, "shape": shape, "pieces": []})
-        entry["pieces"].append([list(piece[1]), sizes, tensors_file(writer)])
+        entry = index.setdefault(piece[0], {"dtype": form.dtype, "shape": form.shape, "pieces": []})
+        entry["pieces"].append((piece[1], form.sizes, files[writer]))
     return [bytes(each) for each in writes], dict(sorted(index.items()))
+
+
+class _Form(NamedTuple):
+    sizes: list[int]
+    dtype: str
+    shape: list[int]
+    bytes: int
 
 
 class _Least:

@@ -97,6 +97,8 @@ class Tensors:
         except Wrong as error:
             raise CheckpointCorruptError(f"{files.folder / INDEX} is not what echelon writes: {error}.") from None
         self._written_as: dict[str, str] = {}
+        # Of the tensor that was read last: its pieces by where they begin.
+        self._begins: tuple[str, dict[tuple[int, ...], list[Any]]] = ("", {})
 
     def rename(self, naming: Naming) -> None:
         """Call tensors by other names from now on.
@@ -107,6 +109,7 @@ class Tensors:
         names = renamed.by_old(self.index, naming)
         self._written_as = {new: self._written_as.get(old, old) for old, new in names.items()}
         self.index = {names[old]: entry for old, entry in self.index.items()}
+        self._begins = ("", {})
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -136,10 +139,16 @@ class Tensors:
         self, into: torch.Tensor, name: str, storage_offsets: torch.Size | None, begins: torch.Size, lengths: torch.Size
     ) -> None:
         """Fill a tensor with a part of the piece that begins at `storage_offsets`."""
-        pieces = self.index[name]["pieces"]
-        offsets, sizes, written_in = next(p for p in pieces if storage_offsets is None or tuple(p[0]) == tuple(storage_offsets))
+        offsets, sizes, written_in = self._piece_at(name, storage_offsets)
         written_as, dtype = self._written_as.get(name, name), plain.dtype_of(self.index[name]["dtype"])
         self._files.open(written_in).read_part(in_file(written_as, tuple(offsets)), begins, lengths, into, dtype, sizes)
+
+    def _piece_at(self, name: str, offsets: torch.Size | None) -> list[Any]:
+        if offsets is None:
+            return self.index[name]["pieces"][0]  # type: ignore[no-any-return]
+        if self._begins[0] != name:  # few ranks read the many pieces of a tensor one after the other
+            self._begins = name, {tuple(piece[0]): piece for piece in self.index[name]["pieces"]}
+        return self._begins[1][tuple(offsets)]
 
     def read_into(self, tensors: dict[str, Any]) -> None:
         """Fill tensors, or what this rank holds of them, with what the checkpoint has under their names."""

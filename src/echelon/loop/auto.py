@@ -253,6 +253,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         check_trainable(self, together=self._reduces or not agree.is_joined(), has_strategy=has_strategy)
         self.configure()
         self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")  # by now also one set on the unit itself
+        self.prepared.wants_outputs = self._reports_step
         self._check_optimizer()
         if self._finite.is_long:  # of an earlier call; the caller has caught it
             self._finite.forget()

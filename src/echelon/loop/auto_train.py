@@ -26,7 +26,7 @@ from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.averaged import AveragedWeights
 from echelon.loop.bitwise import BitEqual
 from echelon.loop.finite import FiniteWatch, check_loss
-from echelon.loop.loss import pass_zeros, problem_with, rows
+from echelon.loop.loss import problem_with, rows
 from echelon.loop.pieces import in_order, together
 from echelon.loop.state import step_under_way
 from echelon.loop.unit import TrainUnit
@@ -269,7 +269,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         if self.grad_scaler is not None:
             loss = self.grad_scaler.scale(loss)
         if not isinstance(scale, torch.Tensor) and scale == 0:
-            pass_zeros(loss)
+            gradients.pass_zeros(loss)
         if isinstance(scale, float) and scale == 1.0:
             loss.backward(retain_graph=self.retain_graph)
         else:

@@ -9,7 +9,7 @@ import torch
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["count_tokens", "pass_zeros", "problem_with", "rows", "weighted"]
+__all__ = ["count_tokens", "problem_with", "rows", "weighted"]
 
 
 def problem_with(made: Any, module: torch.nn.Module) -> str | None:
@@ -86,33 +86,3 @@ def weighted(loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return torch.where(weight == 0, torch.zeros_like(loss), loss) * weight
     return loss * weight if weight else torch.zeros_like(loss)
-
-
-def pass_zeros(loss: torch.Tensor) -> None:
-    """Make the coming backward pass give exact zeros: a mean over nothing divides by zero, and 0 times inf would be nan.
-
-    The pass itself stays: its collectives, and the hooks of parameters, happen as on the other ranks. Where it brings gradients
-    of other ranks' losses (nodes with `crosses_ranks`), what follows from these is left alone.
-    """
-    nodes = _following([loss.grad_fn])
-    crossing = [node for node in nodes if getattr(node, "crosses_ranks", False)]
-    others = {*crossing, *_following([following for node in crossing for following, _ in node.next_functions])}
-    for node in nodes:
-        if node not in others and not hasattr(node, "variable"):  # a parameter's own node stays for later passes
-            node.register_hook(_zeros)
-
-
-def _following(nodes: list[Any]) -> list[Any]:
-    """These nodes of a backward pass and all that come after them."""
-    seen: dict[Any, None] = {}
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen[node] = None
-            waiting += [following for following, _ in node.next_functions]
-    return list(seen)
-
-
-def _zeros(to_inputs: tuple[Any, ...], from_outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in to_inputs)

@@ -7,6 +7,7 @@ holds more than its own parts and one whole tensor.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import shutil
 import sys
@@ -19,7 +20,9 @@ from torch import nn
 
 from echelon.checkpoint import commit
 from echelon.checkpoint.location import explain
+from echelon.contracts.arguments import flags
 from echelon.contracts.errors import CheckpointWriteError, UsageError, require
+from echelon.loop.checkpointing.converted import authors_classes
 from echelon.loop.unit import Unit
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.shards import is_split, whole
@@ -29,7 +32,7 @@ from echelon.world.init import World
 __all__ = ["save_pretrained"]
 
 
-def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], **options: Any) -> Path:
+def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], *, merged: bool = False, **options: Any) -> Path:
     """Write a model for `from_pretrained`, or an adapter for PEFT, whatever the strategy. Collective: every rank calls it.
 
     Rank 0 alone writes, by the model's own `save_pretrained`. Into a folder that is not there yet the files come whole or not at
@@ -38,6 +41,7 @@ def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], **o
     Args:
         model: an AutoUnit, a unit with one module, or a module, also as a strategy or the user wrapped it.
         folder: on rank 0's machine.
+        merged: of a model with PEFT's adapters, write a whole model that has them in its weights, as `merge_and_unload` makes it.
         options: more of what the model's `save_pretrained` takes, such as `max_shard_size="2GB"`.
     Returns:
         the folder.
@@ -48,14 +52,7 @@ def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], **o
     wrapped = _module(model)
     prepared = Prepared.of(wrapped, World.current(torch.device("cpu")))
     module = prepared.unwrapped
-    own = getattr(type(module), "save_pretrained", None)
-    if not callable(own):
-        raise UsageError(
-            f"{type(module).__name__} has no save_pretrained. `echelon ckpt export CHECKPOINT FOLDER` writes the weights of any "
-            "module as safetensors."
-        )
-    if "state_dict" in options:
-        raise UsageError("save_pretrained gathers the state_dict itself. Leave it out.")
+    own = _check(module, merged, options)
     target = Path(folder).absolute()
     values: dict[str, Any] = {n: v for n, v in prepared.state().state_dict().items() if isinstance(v, torch.Tensor)}
     scratch = target.with_name(f".gathered-{target.name}")
@@ -66,11 +63,16 @@ def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], **o
 
     commit.on_rank0(begin, scratch)
     try:
-        whole = _gathered(values, _needed(module, values), scratch)
+        whole = _gathered(values, set(values) if merged else _needed(module, values), scratch)
 
         def write() -> None:
             staged = scratch / "files"
-            own(module, target if target.exists() else staged, state_dict=whole, **options)
+            place = target if target.exists() else staged
+            if merged:
+                _merged(module, whole).save_pretrained(place, **options)
+            else:
+                with authors_classes(module):
+                    own(module, place, state_dict=whole, **options)
             if staged.exists():
                 os.replace(staged, target)
 
@@ -79,6 +81,22 @@ def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], **o
         if agree.is_rank0():
             shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _check(module: nn.Module, merged: bool, options: Mapping[str, Any]) -> Any:
+    """Its own function that saves it."""
+    own = getattr(type(module), "save_pretrained", None)
+    if not callable(own):
+        raise UsageError(
+            f"{type(module).__name__} has no save_pretrained. `echelon ckpt export CHECKPOINT FOLDER` writes the weights of any "
+            "module as safetensors."
+        )
+    if "state_dict" in options:
+        raise UsageError("save_pretrained gathers the state_dict itself. Leave it out.")
+    flags(merged=merged)
+    if merged and not callable(getattr(module, "merge_and_unload", None)):
+        raise UsageError(f"merged must be False for a {type(module).__name__}: PEFT put no adapters around it.")
+    return own
 
 
 def _module(model: Unit | nn.Module) -> nn.Module:
@@ -105,6 +123,38 @@ def _needed(module: nn.Module, values: Mapping[str, Any]) -> set[str]:
                 return set(values)  # it computes with them
             chosen.add(names[id(value)])
     return chosen
+
+
+@torch.no_grad()
+def _merged(module: Any, whole: Mapping[str, torch.Tensor]) -> Any:
+    """PEFT's own merge, on a plain copy of the model whose weights are the mapped files."""
+    with authors_classes(module):
+        base = module.get_base_model()
+        kind, outer = type(base), type(module)
+    configs = copy.deepcopy(module.peft_config)
+    for config in configs.values():
+        if hasattr(config, "init_lora_weights"):
+            config.init_lora_weights = False  # the values are there
+    with torch.device("meta"):
+        plain = kind(copy.deepcopy(base.config))
+        (first, config), *others = configs.items()
+        made = outer(plain, config, adapter_name=first)
+        for name, config in others:
+            made.add_adapter(name, config)
+    given = made.load_state_dict(
+        {name: tensor.requires_grad_(False) for name, tensor in whole.items()}, strict=False, assign=True
+    )
+    if given.missing_keys or given.unexpected_keys:
+        raise UsageError(
+            f"a plain {kind.__name__} with these adapters has other weights than the trained one: "
+            f"{', '.join([*given.missing_keys, *given.unexpected_keys][:3])}. Write the adapter (merged=False); PEFT merges it."
+        )
+    if hasattr(plain, "tie_weights"):
+        plain.tie_weights()
+    if getattr(base, "generation_config", None) is not None:
+        plain.generation_config = base.generation_config
+    made.set_adapter(module.active_adapters if len(configs) > 1 else first)
+    return made.merge_and_unload()
 
 
 def _gathered(values: Mapping[str, Any], needed: Iterable[str], folder: Path) -> dict[str, torch.Tensor]:
@@ -145,7 +195,8 @@ def _mapped(tensor: torch.Tensor, file: Path) -> torch.Tensor:
         return tensor
     with file.open("wb") as stream:
         tensor.view(-1).view(torch.uint8).numpy().tofile(stream)
-    mapped = torch.from_file(str(file), shared=False, size=tensor.numel(), dtype=tensor.dtype)
+    # What is changed in it goes to the file, too, and not into this process's memory.
+    mapped = torch.from_file(str(file), shared=True, size=tensor.numel(), dtype=tensor.dtype)
     with contextlib.suppress(OSError):
         file.unlink()  # the mapping keeps it
     return mapped.view(tensor.shape)

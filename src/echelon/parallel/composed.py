@@ -21,16 +21,20 @@ from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.contracts.rank import RankInfo
 from echelon.parallel.axes import data_axes
-from echelon.parallel.context import ContextParallel
+from echelon.parallel.context import ContextParallel, check_context
 from echelon.parallel.context_batch import SequenceDim, check_sequence_dim
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.experts import check_experts, distribute_experts
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
-from echelon.parallel.materialize import remember
-from echelon.parallel.prepared import Prepared
+from echelon.parallel.materialize import materialize, remember
+from echelon.parallel.pipeline import ShardedStages, Stages, StagesPrepared, cut_into_stages, plan_stages
+from echelon.parallel.pipeline.prepared import Pipelined
+from echelon.parallel.pipeline.schedules import kind_named
+from echelon.parallel.pipeline.stages import Splits, check_splits
+from echelon.parallel.prepared import NO_CONTEXT, Prepared
 from echelon.parallel.recipe import Recipe
-from echelon.parallel.sharding import FSDPPrepared, shard
+from echelon.parallel.sharding import shard
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.tensor import check_tensor, equalize, split_layers
 from echelon.world.init import World, ensure_group
@@ -47,28 +51,51 @@ B = TypeVar("B")
 R = TypeVar("R")
 
 
-class ComposedPrepared(FSDPPrepared):
-    """A module that is parallel in several directions.
+class _LaidOut(Pipelined):
+    """Knows its place on the axes.
 
     Attributes:
         dims: the axes.
         rank: this rank.
-        context: what splits sequences; None without context parallelism.
     """
 
     dims: ParallelDims
     rank: int
+
+    def lay_out(self, dims: ParallelDims, rank: int) -> None:
+        """Say where this rank is."""
+        place = dims.place(rank)
+        self.dims, self.rank = dims, rank
+        self.part, self.stage = (place["cp"], dims.cp), (place["pp"], dims.pp)
+        self.draws_apart = dims.cp > 1 or dims.pp > 1
+
+    def find_replicas(self) -> None:
+        self.is_replica = not self.dims.speaks(self.rank)
+        if self.pipeline is not None:  # the last stage need not be on the last rank
+            self.is_replica = not self.pipeline.has_last or self.dims.tp_rank(self.rank) > 0
+
+    def describe(self) -> dict[str, Any]:
+        return {"module": type(self.unwrapped).__name__, "strategy": "parallel", "mesh": self.dims.used}
+
+
+class ComposedPrepared(_LaidOut, ShardedStages):
+    """A module that is parallel in several directions.
+
+    Attributes:
+        context: what splits sequences; None without context parallelism.
+    """
+
     context: ContextParallel | None = None
 
     def part_of(self, batch: Any) -> Any:
-        return batch if self.context is None else self.context.part_of(batch)
+        if self.context is None:
+            return batch
+        part = self.context.part_of(batch)
+        self.share = self.context.share
+        return part
 
     def whole_of(self, outputs: Any) -> Any:
         return outputs if self.context is None else self.context.whole_of(outputs)
-
-    @property
-    def share(self) -> float | torch.Tensor:
-        return 1.0 if self.context is None else self.context.share
 
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
         if self.context is None:
@@ -80,18 +107,18 @@ class ComposedPrepared(FSDPPrepared):
         around = super().accumulate(last)
         return around if self.context is None else self.context.active()
 
-    def lay_out(self, dims: ParallelDims, rank: int) -> None:
-        """Say where this rank is."""
-        place = dims.place(rank)
-        self.dims, self.rank = dims, rank
-        self.part, self.stage = (place["cp"], dims.cp), (place["pp"], dims.pp)
-        self.draws_apart = dims.cp > 1 or dims.pp > 1
+    def fix_order(self) -> None:
+        if self.context is not None:
+            raise UsageError("bit-equal training needs whole sequences, got cp > 1. Use dp_shard in its place.")
+        super().fix_order()
 
-    def find_replicas(self) -> None:
-        self.is_replica = not self.dims.speaks(self.rank)
+    def forward_backward_window(self, *window: Any) -> list[tuple[torch.Tensor, Any]]:
+        with NO_CONTEXT if self.context is None else self.context.active():
+            return super().forward_backward_window(*window)
 
-    def describe(self) -> dict[str, Any]:
-        return {"module": type(self.unwrapped).__name__, "strategy": "parallel", "mesh": self.dims.used}
+
+class ComposedStages(_LaidOut, StagesPrepared):
+    """A pipeline alone."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +139,14 @@ class Parallel(Strategy):
         ep: expert parallelism: ranks among which a layer's experts are divided. It is no further axis: they are neighbours of
             dp_shard x cp, and ep divides their number.
         plan, sequence_parallel: how layers are split over `tp`, as in TPStrategy.
+        stages: where the module is cut for `pp`: the names of the modules at which further stages begin, such as ["blocks.4"], or
+            a list of names for each stage. By default the repeated blocks, balanced by their parameters.
+        schedule: the order of forward and backward passes over `pp`: "gpipe", "1f1b", "interleaved" (two stages a rank, or as
+            `stages` says), "zero_bubble", "zbv".
         sequence_dim: where the tensors of a batch have the sequence that `cp` splits, if that is not dimension 1: a number for
             all of them, or a dict from keys, fields or numbers in a tuple to dimensions, None for tensors that stay whole.
         check_context: compare, in the first pass with `cp`, what the module gives for parts of sequences with what it gives for
-            whole ones, submodule by submodule.
+            whole ones, submodule by submodule. Not with `pp`, whose stages see no whole sequence.
         fsdp: how the data-parallel ranks share the parameters: blocks, mixed precision, offload.
     """
 
@@ -129,6 +160,8 @@ class Parallel(Strategy):
     ep: int = 1
     plan: Mapping[str, str | ParallelStyle] | None = None
     sequence_parallel: bool = False
+    stages: Splits | None = None
+    schedule: str = "1f1b"
     sequence_dim: SequenceDim = None
     check_context: bool = True
     fsdp: FSDPStrategy | FSDP2Strategy | None = None
@@ -143,6 +176,8 @@ class Parallel(Strategy):
         require(isinstance(self.fsdp, FSDPStrategy | FSDP2Strategy | None), "fsdp", "FSDPStrategy(...) or None", self.fsdp)
         is_plan = isinstance(self.plan, Mapping) and all(isinstance(name, str) for name in self.plan)
         require(self.plan is None or is_plan, "plan", "a dict from names of layers to styles, or None", self.plan)
+        object.__setattr__(self, "stages", check_splits(self.stages))
+        kind_named(self.schedule)
 
     @classmethod
     def parse(cls, text: str) -> Parallel:
@@ -179,9 +214,10 @@ class Parallel(Strategy):
         given = ("device_mesh", "process_group", "mesh")
         if any(getattr(self.fsdp, name, None) is not None for name in given):
             raise UsageError("fsdp must have no mesh and no group of its own in Parallel: the axes choose the ranks.")
-        self._refuse_what_is_not_there(dims)
         check_experts(module, dims.ep)
-        chosen = None
+        if dims.cp > 1:
+            check_context(module, recipe)
+        plan, chosen = self._stages(module, dims), None
         if dims.tp > 1:
             chosen = check_tensor(module, self.plan, dims.tp, sequence_parallel=self.sequence_parallel)
             chosen.report(world)
@@ -191,12 +227,23 @@ class Parallel(Strategy):
         ensure_group(world.device)
         remember(module)
         equalize(module, world, from_rank0=fsdp.sync_module_states)
+        pipeline = None if plan is None else cut_into_stages(module, plan, dims.pp_mesh(world.device).get_group(), world.device)
+        if pipeline is not None and self._is_alone(dims):
+            module = recipe.compile(recipe.checkpoint_activations(module))
+            alone = ComposedStages(materialize(module, world.device), pipeline)
+            alone.lay_out(dims, world.rank)
+            return alone
         if chosen is not None:
-            split_layers(module, chosen, dims.tp_mesh(world.device))
+            split_layers(module, chosen.of_stages(module), dims.tp_mesh(world.device))
         context = None
         if dims.cp > 1:
-            mesh_of_context = dims.cp_mesh(world.device)
-            context = ContextParallel(module, mesh_of_context, world.device, self.sequence_dim, check=self.check_context)
+            checks = self.check_context and dims.pp == 1  # a stage never sees a whole sequence
+            if self.check_context and not checks and world.rank == 0:
+                logger.warning(
+                    "context parallelism within a pipeline: parts of sequences are not compared with whole ones. Run the script "
+                    "once with pp=1, or `echelon prove` it"
+                )
+            context = ContextParallel(module, dims.cp_mesh(world.device), world.device, self.sequence_dim, check=checks)
         if dims.ep > 1:
             distribute_experts(module, dims.ep_mesh(world.device), dims.ep_data_mesh(world.device))
         # Phase 3: the axes over which gradients are averaged.
@@ -206,13 +253,25 @@ class Parallel(Strategy):
         prepared = shard(module, world, recipe, how, ComposedPrepared)
         assert isinstance(prepared, ComposedPrepared)
         prepared.context = context
+        prepared.pipe(pipeline)
         prepared.lay_out(dims, world.rank)
+        prepared.draws_apart |= self.sequence_parallel and dims.tp > 1
         return prepared
 
-    def _refuse_what_is_not_there(self, dims: ParallelDims) -> None:
-        for name in ("pp",):
-            if getattr(dims, name) > 1:
-                raise UsageError(f"{name} must be 1 in this version, got {getattr(dims, name)}.")
+    def _is_alone(self, dims: ParallelDims) -> bool:
+        """Whether a pipeline is all there is: each rank has its stages' parameters whole."""
+        return set(dims.used) == {"pp"} and self.fsdp is None
+
+    def _stages(self, module: nn.Module, dims: ParallelDims) -> Stages | None:
+        if dims.pp == 1:
+            return None
+        plan = plan_stages(module, self.stages, self.schedule, dims.pp)
+        if plan.kind.splits_backward and not self._is_alone(dims):
+            raise UsageError(
+                f"schedule={self.schedule!r} computes gradients of weights apart from those of inputs, which fully_shard cannot "
+                f"follow: it needs pp alone, got {dims.used}. Use '1f1b' or 'interleaved'."
+            )
+        return plan
 
 
 def _with(fsdp: FSDPStrategy | FSDP2Strategy, **changes: Any) -> FSDPStrategy | FSDP2Strategy:

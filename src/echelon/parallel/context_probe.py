@@ -8,6 +8,7 @@ that are counted from a rank's first token, are an error that names the submodul
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -31,10 +32,13 @@ _COARSE = 0.2
 _Seen = dict[tuple[str, int, str], list[torch.Tensor]]
 
 
-def probe(parts: SequenceParts, forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def probe(
+    parts: SequenceParts, kind: str, forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Compare passes over the beginning of these arguments. Collective over the context-parallel ranks.
 
     Args:
+        kind: the module's class, as its author named it.
         forward: the module's own.
         args, kwargs: this rank's part.
     Raises:
@@ -57,33 +61,36 @@ def probe(parts: SequenceParts, forward: Any, module: nn.Module, args: tuple[Any
             if short < lengths[-1]:  # a model for one length only
                 continue
             raise UsageError(
-                f"context parallelism: {type(module).__name__} could not be called on whole sequences of {short} tokens, to "
+                f"context parallelism: {kind} could not be called on whole sequences of {short} tokens, to "
                 f"compare with their parts: {type(error).__name__}: {error}. Switch the comparison off if it cannot work: "
                 "Parallel(check_context=False)."
             ) from error
     told = [each for each in agree.gather(mine, parts.group) if each is not None]
     if told:
         _, name, side, difference = min(told)
-        raise _differs(module, name, side, difference, parts.size)
+        raise _differs(module, kind, name, side, difference, parts.size)
 
 
 def _passes(parts: SequenceParts, forward: Any, module: nn.Module, whole: Any, short: int) -> list[Any] | None:
     """Both, and where this rank's part differs first."""
+    mask = whole[1].get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:  # positions may depend on padding, of which a batch may have none
+        whole = (whole[0], {**whole[1], "attention_mask": mask.index_fill(1, torch.arange(2, device=mask.device), 0)})
     part = map_tensors(whole, lambda value: _cut(value, short, parts))
     with _undisturbed(module), torch.no_grad():
         with over(None), _Watch(module) as first:
-            forward(*whole[0], **whole[1])
+            first.note(forward(*whole[0], **whole[1]))
         with _Watch(module) as second:
-            forward(*part[0], **part[1])
+            second.note(forward(*part[0], **part[1]))
     return _first_difference(first.seen, second.seen, short, parts)
 
 
-def _differs(module: nn.Module, name: str, side: str, difference: float, size: int) -> UsageError:
-    where = f"{type(module).__name__}.{name}" if name else type(module).__name__
-    kind = type(module.get_submodule(name)).__name__
+def _differs(module: nn.Module, root: str, name: str, side: str, difference: float, size: int) -> UsageError:
+    kind = type(module.get_submodule(name)).__name__.removeprefix("FSDP")
+    where = f"{root}.{name} ({kind})" if name else root
     what = "gets other inputs" if side == "in" else "gives other outputs"
     return UsageError(
-        f"context parallelism over {size} ranks would change the model: {where} ({kind}) {what} for the parts of a sequence than "
+        f"context parallelism over {size} ranks would change the model: {where} {what} for the parts of a sequence than "
         f"for the whole; they differ by {difference:.1%} of their norm. It must compute attention by "
         "torch.nn.functional.scaled_dot_product_attention, positions by echelon.positions(x) instead of torch.arange, and "
         "anything else token by token. If only the comparison is wrong, as with random numbers in evaluation mode, switch it "
@@ -153,6 +160,10 @@ class _Watch:
     def __exit__(self, *raised: Any) -> None:
         self._stack.close()
 
+    def note(self, outputs: Any) -> None:
+        """What the module itself gave."""
+        self.seen["", 0, "out"] = [t.detach() for t in _tensors(outputs)]
+
     def _hook(self, name: str, side: str) -> Any:
         calls: list[int] = []
 
@@ -210,9 +221,12 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
     modes = [(part, part.training) for part in module.modules()]
     buffers = [(b, b.clone()) for b in module.buffers()]
     streams = rng.states()
+    # Compiled for these lengths, and with these hooks, it would be compiled in vain.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     module.eval()
     try:
-        yield
+        with eager:
+            yield
     finally:
         for part, mode in modes:
             part.training = mode

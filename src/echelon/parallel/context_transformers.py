@@ -1,7 +1,7 @@
 """Context parallelism for models of transformers, whose forward makes positions, masks and next-token labels by itself.
 
-Each is made of the local tokens there, and so would be wrong on every rank without an error. So a hook before the model's
-forward fills in positions and shifted labels of the whole sequence, and masks are made by a function of ours, which transformers
+Each is made of the local tokens there, and so would be wrong on every rank without an error. So the model's
+forward gets positions and shifted labels of the whole sequence, and masks are made by a function of ours, which transformers
 calls by its public registers (`AttentionInterface`, `AttentionMaskInterface`). Without an active context all is as with "sdpa".
 """
 
@@ -70,7 +70,7 @@ def _adapt_one(model: Any) -> bool:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     shifts = "labels" in names and getattr(model, "loss_function", None) is ForCausalLMLoss
-    model.register_forward_pre_hook(_Fill(tuple(names), shifts), with_kwargs=True)
+    model.forward = _Filled(model, tuple(names), shifts)
     return shifts
 
 
@@ -88,56 +88,63 @@ def _shifted(labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
 
 
-class _Fill:
-    """Before a model's forward on parts: what it would make of its local tokens is made of the whole sequence."""
+class _Filled:
+    """The `forward` of a model: on parts, what it would make of its local tokens is made of the whole sequence."""
 
-    def __init__(self, names: tuple[str, ...], shifts: bool) -> None:
-        self._names, self._shifts = names, shifts
+    def __init__(self, model: Any, names: tuple[str, ...], shifts: bool) -> None:
+        self._forward, self._names, self._shifts = model.forward, names, shifts
+        self.__wrapped__ = model.forward  # for inspect.signature
+        self._kind, self._config = type(model).__name__, model.config
+        self._causal = any(getattr(part, "is_causal", False) for part in model.modules())
 
-    def __call__(
-        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parts = current()
         if parts is None:
-            return None
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+            return self._forward(*args, **kwargs)
+        return self._forward(**self._fill(parts, {**dict(zip(self._names, args, strict=False)), **kwargs}))
+
+    def _fill(self, parts: SequenceParts, given: dict[str, Any]) -> dict[str, Any]:
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
         if tokens is None:
-            return None
+            return given
         rows, length = tokens.shape[:2]
-        parts.chunk_of_part(length, f"{type(model).__name__}")
+        parts.chunk_of_part(length, self._kind)
         mask, where = given.get("attention_mask"), given.get("position_ids")
         if where is None:
             given["position_ids"] = parts.positions(length, tokens.device)[None]
-        elif mask is None and (documents := _documents(parts, where)) is not None:
-            mask = given["attention_mask"] = _mask_of_documents(model, parts, documents, rows)
+        elif mask is None and self._sees_documents(given) and (documents := self._documents(parts, where)) is not None:
+            mask = given["attention_mask"] = self._mask_of_documents(parts, documents, rows)
         if mask is None:  # or transformers would take the gap between the two chunks for the beginning of another document
             given["attention_mask"] = torch.ones(rows, length, dtype=torch.bool, device=tokens.device)
         if self._shifts and given.get("labels") is not None and given.get("shift_labels") is None:
             given["shift_labels"] = parts.cut(_shifted(parts.whole(given["labels"], 1)), 1)
-        return (), given
+        return given
 
+    def _sees_documents(self, given: Mapping[str, Any]) -> bool:
+        """Whether transformers would tell documents by their positions: not where it fills a cache of keys and values."""
+        cached = given.get("use_cache")
+        cached = getattr(self._config, "use_cache", False) if cached is None else cached
+        return self._causal and not cached and given.get("past_key_values") is None
 
-def _documents(parts: SequenceParts, where: torch.Tensor) -> torch.Tensor | None:
-    """The number of each token's document, (B, T), where positions begin again within a row; None where they do not."""
-    if where.dim() != 2:
-        raise UsageError(f"context parallelism: position_ids must have shape (rows, length), got {tuple(where.shape)}.")
-    whole = parts.whole(where, 1)
-    begins = whole[:, 1:] != whole[:, :-1] + 1
-    return nn.functional.pad(begins.cumsum(1), (1, 0)) if begins.any() else None
+    def _documents(self, parts: SequenceParts, where: torch.Tensor) -> torch.Tensor | None:
+        """The number of each token's document, (B, T), where positions begin again within a row; None where they do not."""
+        if where.dim() != 2:
+            raise UsageError(f"context parallelism: position_ids must have shape (rows, length), got {tuple(where.shape)}.")
+        whole = parts.whole(where, 1)
+        begins = whole[:, 1:] != whole[:, :-1] + 1
+        return nn.functional.pad(begins.cumsum(1), (1, 0)) if begins.any() else None
 
-
-def _mask_of_documents(model: Any, parts: SequenceParts, documents: torch.Tensor, rows: int) -> torch.Tensor:
-    """(B, 1, local T, T): causal, within documents."""
-    if getattr(model.config, "sliding_window", None) is not None:
-        raise UsageError(
-            f"context parallelism: {type(model).__name__} has a sliding window of {model.config.sliding_window} and was given "
-            "packed documents (position_ids that begin again). Give one document a row."
-        )
-    mine = parts.positions(documents.shape[1] // parts.size, documents.device)
-    every = torch.arange(documents.shape[1], device=documents.device)
-    seen = (documents[:, mine, None] == documents[:, None, :]) & (mine[:, None] >= every)
-    return seen[:, None].expand(rows, -1, -1, -1)
+    def _mask_of_documents(self, parts: SequenceParts, documents: torch.Tensor, rows: int) -> torch.Tensor:
+        """(B, 1, local T, T): causal, within documents."""
+        if (window := getattr(self._config, "sliding_window", None)) is not None:
+            raise UsageError(
+                f"context parallelism: {self._kind} has a sliding window of {window} and was given packed documents "
+                "(position_ids that begin again). Give one document a row."
+            )
+        mine = parts.positions(documents.shape[1] // parts.size, documents.device)
+        every = torch.arange(documents.shape[1], device=documents.device)
+        seen = (documents[:, mine, None] == documents[:, None, :]) & (mine[:, None] >= every)
+        return seen[:, None].expand(rows, -1, -1, -1)
 
 
 def _register() -> None:

@@ -11,7 +11,7 @@ in one small all-reduce per mesh axis, and the same number on every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.parallel.shards import local
 
-__all__ = ["clear", "clip_by_norm_", "clip_by_value_", "scale_"]
+__all__ = ["clear", "clip_by_norm_", "clip_by_value_", "pass_zeros", "scale_"]
 
 
 def clear(optimizer: torch.optim.Optimizer) -> None:
@@ -65,6 +65,7 @@ def clip_by_norm_(
     norm_type: float = 2.0,
     *,
     beside: Sequence[dist.ProcessGroup | None] = (),
+    elsewhere: Collection[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Scale all gradients so that the norm of all together is at most `max_norm`.
 
@@ -74,6 +75,7 @@ def clip_by_norm_(
         max_norm: > 0; inf only measures.
         norm_type: > 0; 2 is the Euclidean norm; inf the largest absolute value.
         beside: groups of ranks that hold other parameters altogether, as the stages of a pipeline do.
+        elsewhere: parameters of which a rank beside has a copy, and counts its gradient; here it is only scaled.
     Returns:
         The norm before clipping, a 0-dim tensor, the same number on every rank.
     Raises:
@@ -87,16 +89,18 @@ def clip_by_norm_(
         raise UsageError(f"norm_type must be above 0, or inf, for sharded gradients, got {norm_type:g}.")
     # Phase 1: this rank's parts, by the axes that they are split over. A kind without a gradient here still takes part.
     kinds: dict[Axes, list[torch.Tensor]] = {}
+    uncounted: list[torch.Tensor] = []
+    others = {id(parameter) for parameter in elsewhere}
     for parameter in parameters:
         parts = kinds.setdefault(_split_over(parameter), [])
         if parameter.grad is not None and (part := local(parameter.grad)).numel():  # a rank's part of a small tensor may be empty
-            parts.append(part)
+            (uncounted if id(parameter) in others else parts).append(part)
     # Phase 2: their norm, over the ranks.
     # In a gradient's type, also where this rank has none: a shard can be empty.
     dtype = next((p.grad.dtype for p in parameters if p.grad is not None), parameters[0].dtype)
     norm = _over_ranks(kinds, norm_type, local(parameters[0]).device, beside).to(dtype.to_real())
     # Phase 3: one factor for all. Always multiplied, as torch does: asking whether it is 1 would wait for the device.
-    grads = [part for parts in kinds.values() for part in parts]
+    grads = [*(part for parts in kinds.values() for part in parts), *uncounted]
     if grads and max_norm != math.inf:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         _multiply(grads, factor)
@@ -153,3 +157,33 @@ def _multiply(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
         # A factor of another type is multiplied tensor by tensor. One of half precision would itself be rounded.
         own = dtype if dtype in (torch.float32, torch.float64) else factor.dtype
         torch._foreach_mul_(same, factor.to(device, own))
+
+
+def pass_zeros(loss: torch.Tensor) -> None:
+    """Make the coming backward pass give exact zeros: a mean over nothing divides by zero, and 0 times inf would be nan.
+
+    The pass itself stays: its collectives, and the hooks of parameters, happen as on the other ranks. Where it brings gradients
+    of other ranks' losses (nodes with `crosses_ranks`), what follows from these is left alone.
+    """
+    nodes = _following([loss.grad_fn])
+    crossing = [node for node in nodes if getattr(node, "crosses_ranks", False)]
+    others = {*crossing, *_following([following for node in crossing for following, _ in node.next_functions])}
+    for node in nodes:
+        if node not in others and not hasattr(node, "variable"):  # a parameter's own node stays for later passes
+            node.register_hook(_zeros)
+
+
+def _following(nodes: list[Any]) -> list[Any]:
+    """These nodes of a backward pass and all that come after them."""
+    seen: dict[Any, None] = {}
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen[node] = None
+            waiting += [following for following, _ in node.next_functions]
+    return list(seen)
+
+
+def _zeros(to_inputs: tuple[Any, ...], from_outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in to_inputs)

@@ -14,6 +14,7 @@ from torch import nn
 
 from echelon.contracts.errors import CheckpointMismatchError
 from echelon.parallel import state_keys
+from echelon.parallel.apart import ranks_apart
 from echelon.parallel.low_bit import as_float, is_low_bit, quantise_again
 from echelon.parallel.names import plain_names
 from echelon.parallel.partition import Partition, parameter_groups
@@ -47,6 +48,7 @@ class OptimizerState:
         self._optimizer = optimizer
         self._is_divided = everyones is not None or Partition.of(optimizer) is not None
         self._groups = parameter_groups(optimizer) if everyones is None else everyones
+        self._apart = next((group for module in modules.values() if (group := ranks_apart(module)) is not None), None)
         # A parameter's name here, and the name of its value in the checkpoint.
         self._names: dict[torch.Tensor, str] = {}
         self._values: dict[torch.Tensor, str] = {}
@@ -76,11 +78,18 @@ class OptimizerState:
             for key, value in group.items()
             if key != "params"
         }
+        if self._apart is not None:
+            return {**self._of_all_stages({**options, **own}), **options, **own}
         if not self._is_divided:
             return {**own, **options}
         # Numbers are written by rank 0 alone, which does not own all of them.
         numbers = agree.gather({k: v for k, v in own.items() if not isinstance(v, torch.Tensor)})
         return {k: v for each in (*numbers, own, options) for k, v in each.items()}
+
+    def _of_all_stages(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What is no tensor, of the other stages' parameters as well: rank 0 writes it. Collective over the pipeline."""
+        told = agree.gather([[k, *_packed(v)] for k, v in state.items() if _packed(v)], self._apart)
+        return {k: tuple(v) if is_tuple else v for each in told for k, v, is_tuple in each}
 
     def names_by_group(self) -> list[list[str]]:
         """The parameters' names here, in the order in which torch counts them."""
@@ -168,6 +177,13 @@ class ZeroRedundancyState(OptimizerState):
     def _give_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
         for given, group in zip(source.param_groups, target.param_groups, strict=True):
             group.update({key: value for key, value in given.items() if key != "params"})
+
+
+def _packed(value: Any) -> list[Any]:
+    """A plain value, and whether it is a tuple; nothing for what is not plain."""
+    parts = value if isinstance(value, tuple | list) else [value]
+    plain = all(each is None or isinstance(each, bool | int | float | str) for each in parts)
+    return [value, isinstance(value, tuple)] if plain else []
 
 
 def _keep_types(loaded: Any, given: Mapping[str, Any]) -> None:

@@ -23,13 +23,13 @@ from echelon.parallel.fixed_order import clip_in_order_
 from echelon.parallel.loose import average_, check_equal
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_buffers, plain_names, unwrapped, without_compile
-from echelon.parallel.registry import Kind, kind_of, wrapper_of
+from echelon.parallel.registry import kind_of, wrapper_of
 from echelon.parallel.shards import reshard
 from echelon.parallel.state import ModuleState, module_state
 from echelon.world import agree
 from echelon.world.init import World
 
-__all__ = ["NO_CONTEXT", "Prepared", "Recognised", "WrapperPrepared"]
+__all__ = ["NO_CONTEXT", "Prepared", "WrapperPrepared"]
 
 O = TypeVar("O")  # noqa: E741
 M = TypeVar("M", bound=nn.Module)
@@ -56,8 +56,11 @@ class Prepared(Generic[M]):
         takes_windows: `forward_backward_window` takes the micro-batches of an update at once, in an order of its own.
         stages: groups of ranks that hold other parameters altogether, over which norms are summed up; as a pipeline's stages.
         others: what the optimizer trains besides the module, such as a learned weight of a loss.
+        wants_outputs: whether somebody looks at what `compute_loss` returns besides the loss, in training.
         part, stage: which part of each sample this rank computes, and which part of the layers, each of how many.
+        share: what the latest part of a batch counts of what the batch counts, where rows are counted, which all parts have.
         draws_apart: a forward pass draws other random numbers than one process would, on the ranks that share its samples.
+        is_trying: what is computed now is thrown away: a pipeline learns what its stages pass on.
         computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
     """
 
@@ -69,8 +72,11 @@ class Prepared(Generic[M]):
     flattens_parameters = False
     takes_windows = False
     stages: Sequence[dist.ProcessGroup | None] = ()
+    wants_outputs = True
     part = stage = (0, 1)
     draws_apart = False
+    is_trying = False
+    share: float | torch.Tensor = 1.0
     computes_in: torch.dtype | None = None
 
     def __init__(self, module: M, averaged: Sequence[Axis] = ()) -> None:
@@ -189,11 +195,6 @@ class Prepared(Generic[M]):
         """Outputs for the latest batch that `part_of` was asked for, from those for its parts. Collective."""
         return outputs
 
-    @property
-    def share(self) -> float | torch.Tensor:
-        """What the latest part counts of what its batch counts, where rows are counted, which all parts have."""
-        return 1.0
-
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
         """`forward(batch)`, to evaluate or to predict; the results are given to all ranks that have the batch."""
         return forward(batch)
@@ -212,8 +213,7 @@ class Prepared(Generic[M]):
     def trains_also(self, others: list[nn.Parameter]) -> None:
         """Before training: what the optimizer has besides the module. Its gradients are averaged over the ranks, too. Collective.
 
-        Raises:
-            UsageError: these parameters are not the same on all ranks.
+        Raises UsageError if these parameters are not the same on all ranks.
         """
         fill_rest(self.module)
         self.others = others
@@ -293,8 +293,7 @@ class Prepared(Generic[M]):
     def fix_order(self) -> None:
         """From now on, add gradients over the ranks in the order of `parallel/fixed_order`, and take norms in one order.
 
-        Raises:
-            UsageError: this kind of module has no fixed order.
+        Raises UsageError if this kind of module has no fixed order.
         """
         self.order_is_fixed = True
 
@@ -339,25 +338,3 @@ class WrapperPrepared(Prepared[M]):
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         self._reduces = last
         return NO_CONTEXT if last else self.module.no_sync()  # type: ignore[operator]
-
-
-class Recognised:
-    """The Prepared of modules by name: each is recognised once, until another takes its place.
-
-    A copy, or what another process gets of it, starts over.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[nn.Module, Kind | None, Prepared[Any]]] = {}
-
-    def of(self, modules: Mapping[str, nn.Module]) -> dict[str, Prepared[Any]]:
-        return {name: self._one(name, module) for name, module in modules.items()}
-
-    def _one(self, name: str, module: nn.Module) -> Prepared[Any]:
-        kind, known = kind_of(without_compile(module)), self._known.get(name)
-        if known is None or known[0] is not module or known[1] is not kind:  # `fully_shard` changes a module in place
-            known = self._known[name] = module, kind, Prepared.of(module, World.current(torch.device("cpu")))
-        return known[2]
-
-    def __reduce__(self) -> Any:
-        return Recognised, ()

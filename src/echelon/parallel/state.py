@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.parallel.apart import ranks_apart
 from echelon.parallel.names import plain_buffers, plain_names, tied_names, unwrapped
 from echelon.parallel.optimizer_state import OptimizerState, ZeroRedundancyState
 from echelon.parallel.partition import Partition, is_zero_redundancy, parameters_of
@@ -46,6 +47,11 @@ class ModuleState:
             self._module.load_state_dict(state_dict)
             return
         set_model_state_dict(self._module, state_dict)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether other ranks have other parameters altogether, as stages of a pipeline."""
+        return ranks_apart(self._module) is not None
 
     @property
     def of_first_rank(self) -> list[str]:

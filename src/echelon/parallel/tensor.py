@@ -110,7 +110,9 @@ class TPStrategy(Strategy):
         # Phase 3: the data-parallel axes.
         fsdp = self.fsdp or FSDPStrategy()
         mesh: dict[str, Any] = {"mesh" if isinstance(fsdp, FSDP2Strategy) else "device_mesh": dims.data_mesh(world.device)}
-        return replace(fsdp, sync_module_states=False, **mesh).prepare(module, world, recipe)
+        prepared = replace(fsdp, sync_module_states=False, **mesh).prepare(module, world, recipe)
+        prepared.draws_apart = self.sequence_parallel and dims.tp > 1
+        return prepared
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,15 @@ class Chosen:
         """Say which plan was found, where the user did not give one: on rank 0's log."""
         if world.rank == 0 and not self.plan.given:
             logger.info("tensor parallelism %s", self.plan.text)
+
+    def of_stages(self, module: nn.Module) -> Chosen:
+        """Without the layers that stages of other ranks hold, whose parameters are gone."""
+
+        def is_here(name: str) -> bool:
+            return any(True for _ in module.get_submodule(name).parameters())
+
+        styles = {name: style for name, style in self.styles.items() if is_here(name)}
+        return replace(self, styles=styles, blocks=[name for name in self.blocks if is_here(name)])
 
     @property
     def torchs(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.composed import Parallel
 from echelon.parallel.strategy import resolve
 from echelon.parallel.tensor import TPStrategy
 
@@ -21,8 +22,12 @@ AS_WRITTEN = "as written"
 # Of STRATEGIES all but "noop", which does not reduce, "dp", which is one process, and second names of the same: "fsdp2", "zero3".
 DEFAULT = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "tp")
 
-# More directions, each where so many ranks are run and the model can be divided so. Text as `Parallel.parse` reads it.
-DIRECTIONS: dict[int, tuple[str, ...]] = {}
+# More directions, by the number of ranks: each where so many are run and the model can be divided so.
+DIRECTIONS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {"cp": {"cp": 2}},
+    4: {"fsdp x cp": {"dp_shard": 2, "cp": 2}, "cp x tp": {"cp": 2, "tp": 2}},
+    8: {"hsdp x tp": {"dp_replicate": 2, "dp_shard": 2, "tp": 2}},
+}
 
 
 @dataclass(frozen=True)
@@ -115,9 +120,9 @@ def matrix(
 def _directions(several: Sequence[int], accumulation: Sequence[int]) -> list[Row]:
     """Each alone with the most micro-batches of an update, which a pipeline has under way at once."""
     return [
-        Row(axes, size, axes, max(accumulation), needs_plan="tp=" in axes, fits_some=True)
+        Row(name, size, Parallel(**axes), max(accumulation), needs_plan="tp" in axes, fits_some=True)
         for size in several
-        for axes in DIRECTIONS.get(size, ())
+        for name, axes in DIRECTIONS.get(size, {}).items()
     ]
 
 

@@ -47,8 +47,8 @@ def _groups(records: list[dict[str, Any]], axis: str) -> list[list[dict[str, Any
 def _over_stages(records: list[dict[str, Any]]) -> None:
     """The last stage has the losses; every stage has the names of its layers."""
     for same in _groups(records, "stage"):
-        last = same[-1]
-        for record in same[:-1]:
+        last = max(same, key=lambda r: sum(map(len, r["updates"])))  # on whichever rank a schedule has it
+        for record in (r for r in same if r is not last):
             record["updates"] = [[replace(micro, weight=0.0) for micro in update] for update in last["updates"]]
             record["streams"], record["resting"] = {}, last["resting"]
     for name in _SETS:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -95,6 +96,7 @@ class NodesRendezvous(OneNodeRendezvous):
         super().__init__(run_id)
         self._meeting, self._comes_again, self._number = meeting, comes_again, -1
         self._look_at = self._done_look_at = 0.0
+        self._done_in = -1  # the meeting whose ranks here have ended well
 
     def get_backend(self) -> str:
         return "echelon-nodes"
@@ -124,18 +126,27 @@ class NodesRendezvous(OneNodeRendezvous):
         Raises:
             EchelonError: another node does not come any more.
         """
-        others = [node for node in range(self._meeting.nodes) if node != self._meeting.node]
         until = time.monotonic() + NODES_WAIT_S
         try:
             for who in (self._meeting.node, "any"):
                 store.set(self._key(who, self._number), "1")
-            while missing := [node for node in others if not store.check([self._key(node, self._number)])]:
-                ended = [node for node in missing if store.check([self._key(node, _ENDED)])]
-                if ended or time.monotonic() > until:
-                    raise EchelonError(f"no restart: the ranks of node {', '.join(map(str, ended or missing))} have ended")
+            came = self._key("count", self._number)
+            store.add(came, 1)
+            # All nodes ask again and again: each time for one number, and for names only where somebody is missing for good.
+            while store.add(came, 0) < self._meeting.nodes:
+                late = time.monotonic() > until
+                if late or store.check([self._key("any", _ENDED)]):
+                    missing, ended = self._absent(store, lambda node: self._key(node, self._number))
+                    if ended or (late and missing):
+                        raise EchelonError(f"no restart: the ranks of node {', '.join(map(str, ended or missing))} have ended")
                 time.sleep(0.05)
         except dist.DistError as error:  # the store has gone with the first node
             raise EchelonError("no restart: the first node has ended") from error
+
+    def _absent(self, store: dist.TCPStore, key: Callable[[int], str]) -> tuple[list[int], list[int]]:
+        """The nodes that have not set their key, and those of them whose ranks have ended."""
+        missing = [node for node in range(self._meeting.nodes) if not store.check([key(node)])]
+        return missing, [node for node in missing if store.check([self._key(node, _ENDED)])]
 
     def num_nodes_waiting(self) -> int:
         if not self._comes_again or time.monotonic() < self._look_at or self._store is None:
@@ -157,20 +168,25 @@ class NodesRendezvous(OneNodeRendezvous):
         self._done_look_at = time.monotonic() + 0.1
         at, done = self._meeting, f"{self._meeting.token}/done/{self._number}"
         try:
-            self._store.set(f"{done}/{at.node}", "1")
-            late = [node for node in range(at.nodes) if not self._store.check([f"{done}/{node}"])]
-            ended = [node for node in late if self._store.check([self._key(node, _ENDED)])]
+            if self._done_in < self._number:
+                self._store.set(f"{done}/{at.node}", "1")
+                self._store.add(f"{done}/count", 1)
+                self._done_in = self._number
+            all_done = self._store.add(f"{done}/count", 0) >= at.nodes
+            someone_ended = not all_done and self._store.check([self._key("any", _ENDED)])
+            ended = self._absent(self._store, lambda node: f"{done}/{node}")[1] if someone_ended else []
         except dist.DistError as error:
             raise EchelonError("the ranks of this node ended well, but the first node has failed") from error
         if ended:
             raise EchelonError(f"the ranks of this node ended well, but those of node {', '.join(map(str, ended))} have failed")
-        return not late
+        return all_done
 
     def set_closed(self) -> None:
         """No meeting any more: the ranks of this node have ended, well or for good."""
         if not self._closed and self._store is not None:
             with contextlib.suppress(dist.DistError):
-                self._store.set(self._key(self._meeting.node, _ENDED), "1")
+                for who in (self._meeting.node, "any"):
+                    self._store.set(self._key(who, _ENDED), "1")
         super().set_closed()
 
     def shutdown(self) -> bool:

@@ -63,6 +63,8 @@ class Frozen:
             if agree.any_rank(bool(names - known.keys())):
                 known |= _facts(states[name], names - known.keys())
             left[name] = {n: known[n] for n in sorted(names) if n in known}
+            if getattr(states.get(name), "is_cut", False):  # the manifest, which rank 0 writes, names those of all stages
+                left[name] = {n: facts for each in agree.gather(left[name]) for n, facts in sorted(each.items())}
         left = {name: found for name, found in left.items() if found}
         return _without(states, {name: set(found) for name, found in left.items()}, unit), left
 
@@ -116,7 +118,7 @@ def _facts(state: ModuleState, names: set[str]) -> dict[str, Facts]:
     values = state.state_dict()
     for number, name in enumerate(n for n in values if n in names and isinstance(values[n], torch.Tensor)):
         value = whole(values[name])
-        if number % size == rank:
+        if state.is_cut or number % size == rank:
             data: Any = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() if value.numel() else b""
             mine[name] = [str(value.dtype), list(value.shape), zlib.crc32(data)]
     return {name: facts for each in agree.gather(mine) for name, facts in each.items()}

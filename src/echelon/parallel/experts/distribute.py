@@ -47,11 +47,8 @@ def check_experts(module: nn.Module, ep: int) -> None:
     for name, layer in layers.items():
         count = layer.experts.num_experts
         if count % ep:
-            raise UsageError(
-                f"ep {ep} does not divide the {count} experts of {type(module).__name__}.{name}. Use an ep that divides {count}."
-                if name
-                else f"ep {ep} does not divide the {count} experts of the {type(module).__name__}. Use an ep that divides {count}."
-            )
+            where = f"{type(module).__name__}{name and '.'}{name}"
+            raise UsageError(f"ep {ep} does not divide the {count} experts of {where}. Use an ep that divides {count}.")
 
 
 def distribute_experts(module: nn.Module, ep_mesh: DeviceMesh, ep_data_mesh: DeviceMesh) -> None:

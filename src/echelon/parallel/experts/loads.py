@@ -9,79 +9,17 @@ Communication: one all-reduce after each update of (experts + 2) float64 numbers
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.experts.moe import Router
+from echelon.parallel.experts.seen import Added
 
-if TYPE_CHECKING:
-    from echelon.parallel.experts.moe import Router
-
-__all__ = ["Counted", "Routers", "Seen", "auxiliary_loss", "expert_loads"]
-
-
-class Seen:
-    """What a router has seen.
-
-    Attributes:
-        counted: of the update under way: choices of each expert, the sum of entropies, tokens. None if there are none.
-        latest: the same of the latest update, over all ranks.
-        counts: whether the micro-batch counts whose backward pass runs: a number or a tensor, 0 for no.
-        auxiliary: the loss of the latest forward pass that has a gradient, until it is taken.
-        was_added: whether the update's losses had it.
-    """
-
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
-        self.counted: torch.Tensor | None = None
-        self.latest: torch.Tensor | None = None
-        self.counts: Any = 1
-        self.auxiliary: torch.Tensor | None = None
-        self.was_added = False
-
-    def add(self, counted: torch.Tensor) -> None:
-        if isinstance(self.counts, torch.Tensor):
-            counted = counted * (self.counts != 0)
-        elif not self.counts:
-            counted = torch.zeros_like(counted)
-        self.counted = counted if self.counted is None else self.counted + counted
-
-    def forget(self) -> None:
-        self.counted, self.auxiliary, self.was_added = None, None, False
-
-    def __deepcopy__(self, memo: Any) -> Seen:
-        return Seen(self.num_experts)
-
-
-class Counted(torch.autograd.Function):
-    """A layer's results as they are; their backward pass counts what was chosen."""
-
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, seen: Seen, counted: torch.Tensor) -> torch.Tensor:
-        ctx.seen, ctx.counted = seen, counted
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.seen.add(ctx.counted)
-        return grads[0], None, None
-
-
-class _Added(torch.autograd.Function):
-    """An auxiliary loss as it is; its backward pass notes that it was added to the loss."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, seen: Seen) -> torch.Tensor:
-        ctx.seen = seen
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.seen.was_added = True
-        return grads[0], None
+__all__ = ["Routers", "auxiliary_loss", "expert_loads"]
 
 
 def auxiliary_loss(module: nn.Module) -> torch.Tensor:
@@ -99,7 +37,7 @@ def auxiliary_loss(module: nn.Module) -> torch.Tensor:
         raise UsageError(
             f"auxiliary_loss: {type(module).__name__} must have an echelon.MoE with balance='auxiliary', got none. Leave it out."
         )
-    made = [_Added.apply(each.auxiliary, each) for each in seen if each.auxiliary is not None]  # type: ignore[no-untyped-call]
+    made = [Added.apply(each.auxiliary, each) for each in seen if each.auxiliary is not None]  # type: ignore[no-untyped-call]
     for each in seen:
         each.auxiliary = None
     first = next(module.parameters())
@@ -123,7 +61,7 @@ def routers_of(module: nn.Module) -> dict[str, Router]:
     return {
         name.removesuffix(".router") if name != "router" else "": part
         for name, part in module.named_modules()
-        if isinstance(getattr(part, "seen", None), Seen)
+        if isinstance(part, Router)
     }
 
 

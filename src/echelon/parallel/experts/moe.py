@@ -19,7 +19,7 @@ from echelon.contracts.arguments import flags
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import number, whole
 from echelon.parallel.experts.dispatch import Order
-from echelon.parallel.experts.loads import Counted, Seen
+from echelon.parallel.experts.seen import Counted, Seen
 from echelon.parallel.experts.stacks import Experts, experts_of
 
 __all__ = ["MoE", "Router"]
@@ -103,7 +103,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _count(self, shares: torch.Tensor, chosen: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """(num_experts + 2,) in float64: choices of each expert, the sum of the entropies, tokens. Whole numbers add up exactly."""
+        """(num_experts + 2,) in float64, where counts add up exactly: choices of each expert, the sum of entropies, tokens."""
         ones = chosen.new_ones(len(chosen)) if mask is None else mask.to(chosen.dtype)
         choices = chosen.new_zeros(self.num_experts).index_add_(0, chosen.reshape(-1), ones.repeat_interleave(self.top_k))
         entropy = torch.special.entr(shares).sum(-1) @ ones.to(shares.dtype)
@@ -185,7 +185,7 @@ class MoE(nn.Module):
                 computed.
         """
         tokens = x.reshape(-1, x.shape[-1])
-        y = self._routed(tokens, None if mask is None else mask.reshape(-1)).to(x.dtype)
+        y: torch.Tensor = self._routed(tokens, None if mask is None else mask.reshape(-1)).to(x.dtype)
         if self.shared is not None:
             y = y + self.shared(tokens)
         return y.reshape(x.shape)
@@ -198,4 +198,5 @@ class MoE(nn.Module):
         counts = torch.bincount(chosen.reshape(-1), minlength=self.router.num_experts)
         rows = order.undo(self.experts(order.sort(tokens), counts)).view(len(tokens), k, -1)
         y = (rows * weights.to(rows.dtype)[..., None]).sum(1)
-        return Counted.apply(y, self.router.seen, counted)  # type: ignore[no-any-return, no-untyped-call]
+        result: torch.Tensor = Counted.apply(y, self.router.seen, counted)  # type: ignore[no-untyped-call]
+        return result

@@ -95,7 +95,8 @@ class GroupedExperts(Experts):
         num_experts: how many.
 
     `w1` and `w3` are (num_experts, hidden, dim), `w2` is (num_experts, dim, hidden); each expert starts as an nn.Linear does. In
-    float64, and with a torch that has no `grouped_mm`, experts are multiplied one by one.
+    float64, with sizes that are no multiples of 16 bytes, and with a torch that has no `grouped_mm`, experts are multiplied one
+    by one.
     """
 
     def __init__(self, dim: int, hidden: int, num_experts: int) -> None:
@@ -118,7 +119,9 @@ class GroupedExperts(Experts):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
         rows, (w1, w2, w3) = rows.to(dtype), (w.to(dtype) for w in weights)
         grouped = getattr(nn.functional, "grouped_mm", None)
-        if grouped is None or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        # Rows must begin at multiples of 16 bytes (torch 2.13).
+        fits = all(size * dtype.itemsize % 16 == 0 for size in (self.dim, self.hidden))
+        if grouped is None or not fits or dtype not in (torch.float32, torch.bfloat16, torch.float16):
             parts = zip(rows.split(counts.tolist()), w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
             each = [
                 nn.functional.linear(nn.functional.silu(nn.functional.linear(x, a)) * nn.functional.linear(x, c), b)
@@ -145,6 +148,8 @@ class StackedExperts(Experts):
     Raises:
         UsageError: they differ in class, names or shapes, or have buffers, or share parameters.
     """
+
+    _template: tuple[nn.Module]
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__(len(modules))

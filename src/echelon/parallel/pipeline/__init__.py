@@ -1,0 +1,12 @@
+"""Pipeline parallelism: ranks have other layers, and pass on activations.
+
+`stages` says where a module is cut, `gates` runs the author's own forward pass for one stage, `walk` finds out what passes
+between stages, `schedules` has the orders, which are torch's, `pipeline` the steps, `shared` the parameters of several stages.
+"""
+
+from echelon.parallel.pipeline.pipeline import Pipeline
+from echelon.parallel.pipeline.prepared import Pipelined, Stages, StagesPrepared, cut_into_stages, plan_stages
+from echelon.parallel.pipeline.schedules import SCHEDULES
+from echelon.parallel.pipeline.sharded import ShardedStages
+
+__all__ = ["SCHEDULES", "Pipeline", "Pipelined", "ShardedStages", "Stages", "StagesPrepared", "cut_into_stages", "plan_stages"]

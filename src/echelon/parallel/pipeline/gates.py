@@ -1,0 +1,252 @@
+"""The author's own forward pass and the user's own loss, run for one stage.
+
+Every rank has the whole module, but keeps the parameters of its own stages only. Every unit is given a gate: a subclass of its
+own class, whose call looks at the stage that is being computed.
+
+    unit of this stage       is computed
+    unit of an earlier one   gives what was received of it; if nothing that leaves the stage depends on it, nan without memory
+    unit of a later one      ends the pass: an exception leaves the author's forward and the user's loss
+
+So what an author does between the units (positions, masks, residual sums) happens in each stage, and needs no rewriting.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.pipeline.stages import Unit
+from echelon.parallel.pipeline.values import Form, placeholder
+
+__all__ = ["Cut", "Left", "Run", "cut", "kept_by", "reached"]
+
+
+class Left(BaseException):
+    """A stage's part of the forward pass has ended. No Exception: an author's `except Exception` must not stop it."""
+
+
+@dataclass
+class Run:
+    """One forward pass of one stage.
+
+    Args:
+        received: by call ("blocks.3:1" is the first call of blocks.3), what earlier stages gave.
+        forms: of all calls of units of earlier stages.
+        fills: what stands in the place of what was not received: nan, or by call another number.
+        solid: placeholders have memory of their own, and what is received is copied: the author's code writes into them.
+        tracked: placeholders are leaves of autograd's graph.
+    Attributes:
+        gave: by call, what this stage's units have returned.
+        stood_in: the placeholders that were asked for.
+        has_left: whether a unit of a later stage was called.
+        is_whole: whether the module itself was called.
+    """
+
+    stage: int
+    received: Mapping[str, Any] = field(default_factory=dict)
+    forms: Mapping[str, Form] = field(default_factory=dict)
+    fills: Mapping[str, float] = field(default_factory=dict)
+    solid: bool = False
+    tracked: bool = False
+    gave: dict[str, Any] = field(default_factory=dict)
+    stood_in: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    has_left: bool = False
+    is_whole: bool = False
+    outgoing: Callable[[Run], Any] = lambda run: None
+    sent: Any = None
+    calls: Counter[str] = field(default_factory=Counter)
+    latest: str = "it began"
+
+    def call_of(self, name: str) -> str:
+        self.calls[name] += 1
+        return f"{name}:{self.calls[name]}"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A unit's place. `stage` is None for the whole module."""
+
+    cut: Cut
+    name: str
+    stage: int
+
+
+class Cut:
+    """A module that is cut into stages, of which this rank has some.
+
+    Attributes:
+        units: all of them, in order.
+        own: the stages of this rank.
+        run: the forward pass under way.
+    """
+
+    def __init__(self, module: nn.Module, units: list[Unit], own: Iterable[int], device: torch.device) -> None:
+        self.kind, self.units, self.own, self.device = type(module).__name__, units, sorted(own), device
+        self.count = units[-1].stage + 1
+        self.stage_of = {unit.name: unit.stage for unit in units}
+        self.run: Run | None = None
+        self._weights: list[torch.Tensor] = []  # one number each, which stands for all of a parameter
+
+    def __deepcopy__(self, memo: Any) -> Cut:  # a copy of the module is cut alike
+        return self
+
+    def fill_weights(self, value: float) -> None:
+        """What the author's code reads of parameters that other ranks have."""
+        for weight in self._weights:
+            weight.fill_(value)
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What takes the place of a parameter or buffer that another rank has: its shape and type, in one number's memory."""
+        can = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        base = torch.full((), float("nan") if can else 0, dtype=tensor.dtype, device=self.device)
+        if can:
+            self._weights.append(base)
+        return base.expand(tensor.shape)
+
+    def meet(self, gate: Gate, run: Run) -> Any:
+        """What a unit of another stage gives."""
+        if gate.stage > run.stage:
+            raise Left
+        call = run.call_of(gate.name)
+        if call in run.received:
+            value = run.received[call]
+            return pytree.tree_map_only(torch.Tensor, torch.clone, value) if run.solid else value
+        form = run.forms.get(call)
+        if form is None:
+            raise UsageError(
+                f"{self.kind}.{gate.name} is in stage {gate.stage}, but is called in stage {run.stage}, after {run.latest}: what "
+                "it gives then depends on a later stage than its own. Put it into that stage: stages= as a list of names for "
+                "each stage."
+            )
+        fill = run.fills.get(call, float("nan"))
+        tensors = [placeholder(leaf, self.device, fill, solid=run.solid, tracked=run.tracked) for leaf in form.tensors]
+        run.stood_in[call] = tensors
+        if run.solid and run.tracked:  # no leaves, which cannot be written into
+            tensors = [t.clone() if t.requires_grad else t for t in tensors]
+        return form.filled(tensors)
+
+
+class _Gated(nn.Module):
+    """A unit with a gate before it, and before its hooks."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        gate: Gate = vars(self)["_pipeline_gate"]
+        run = gate.cut.run
+        if run is not None and run.stage != gate.stage:
+            return gate.cut.meet(gate, run)
+        if run is None and gate.stage not in gate.cut.own:
+            raise _outside(gate.cut, gate.name)
+        value = super().__call__(*args, **kwargs)
+        if run is not None:
+            run.gave[run.call_of(gate.name)] = value
+            run.latest = gate.name
+        return value
+
+
+class _GatedRoot(nn.Module):
+    """The whole module: its call ends where the stage does, and then leaves the user's loss, too."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cut: Cut = vars(self)["_pipeline_gate"]
+        run = cut.run
+        if run is None:
+            raise _outside(cut, None)
+        run.is_whole = True
+        value = super().__call__(*args, **kwargs)  # its hooks, such as fully_shard's, see what leaves the stage
+        if run.has_left:
+            run.sent = value
+            raise Left
+        return value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        cut: Cut = vars(self)["_pipeline_gate"]
+        try:
+            return super().forward(*args, **kwargs)
+        except Left:
+            pass  # the frames that it holds end here, and with them the contexts of torch.utils.checkpoint in them
+        run = cut.run
+        assert run is not None
+        run.has_left = True
+        return run.outgoing(run)
+
+
+def _outside(cut: Cut, name: str | None) -> UsageError:
+    what = f"{cut.kind}.{name}" if name else cut.kind
+    return UsageError(
+        f"{what} is split over {cut.count} stages of a pipeline, and must be called in compute_loss or predict_step of an "
+        "AutoUnit, which all ranks call together. To generate text or the like, export the weights and load them in one process."
+    )
+
+
+@functools.cache
+def _with_gate(kind: Any, gate: Any) -> type[nn.Module]:
+    """Of the same name: messages and lists of classes go on to mean it."""
+    return type(kind.__name__, (gate, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+def cut(module: nn.Module, units: list[Unit], own: Iterable[int], device: torch.device) -> Cut:
+    """Give gates to all units, and take from the module what other ranks' stages hold. In place.
+
+    A parameter that is used in a stage of this rank stays under all of its names: a tied one is there on several ranks.
+    """
+    made = Cut(module, units, own, device)
+    own = set(made.own)
+    foreign = [unit for unit in units if unit.stage not in own]
+    mine = kept_by(module, units, own)
+    emptied: dict[int, torch.Tensor] = {}
+    for unit in foreign:
+        for part in unit.module.modules():
+            held = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+            for name, tensor in held:
+                if id(tensor) not in mine:
+                    delattr(part, name)
+                    if id(tensor) not in emptied:
+                        emptied[id(tensor)] = made.stand_in(tensor)
+                    vars(part)[name] = emptied[id(tensor)]
+    for unit in units:
+        vars(unit.module)["_pipeline_gate"] = Gate(made, unit.name, unit.stage)
+        unit.module.__class__ = _with_gate(type(unit.module), _Gated)  # type: ignore[arg-type]
+    vars(module)["_pipeline_gate"] = made
+    module.__class__ = _with_gate(type(module), _GatedRoot)  # type: ignore[arg-type]
+    return made
+
+
+def kept_by(module: nn.Module, units: list[Unit], own: Collection[int]) -> set[int]:
+    """The ids of the tensors that a rank keeps: of its units, and of what lies in none, such as the module's own parameters."""
+    inside = {part for unit in units for part in unit.module.modules()}
+    ours = {part for unit in units if unit.stage in own for part in unit.module.modules()}
+    return {
+        id(t)
+        for part in module.modules()
+        if part in ours or part not in inside
+        for t in (*part.parameters(recurse=False), *part.buffers(recurse=False))
+    }
+
+
+def reached(outputs: Iterable[torch.Tensor], leaves: Mapping[str, list[torch.Tensor]]) -> set[str]:
+    """The calls on whose placeholders some output depends, as autograd sees it."""
+    ids = {id(leaf): call for call, tensors in leaves.items() for leaf in tensors if leaf.requires_grad}
+    found, seen = set(), set()
+    waiting = []
+    for output in outputs:
+        if id(output) in ids:
+            found.add(ids[id(output)])
+        waiting.append(output.grad_fn)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in ids:
+            found.add(ids[id(variable)])
+        waiting += [following for following, _ in node.next_functions]
+    return found

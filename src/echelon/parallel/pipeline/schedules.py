@@ -1,0 +1,134 @@
+"""The order of forward and backward passes: torch's own schedules, one for each number and kind of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.pipeline.values import Leaf
+
+__all__ = ["SCHEDULES", "Kind", "kind_named", "parts", "torch_schedule"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A schedule.
+
+    Args:
+        torch: its class in torch.distributed.pipelining.
+        per_rank: stages of each rank; None for one or more, as the user cuts them, else `default`.
+        splits_backward: gradients of inputs and of weights are computed apart, which `fully_shard` cannot follow.
+        folded: stages go down the ranks and up again, so that the first rank has the last stage, too.
+        any_number: of micro-batches; else a multiple of the ranks, or fewer than two rounds of them.
+    """
+
+    name: str
+    torch: str
+    per_rank: int | None = 1
+    default: int = 1
+    splits_backward: bool = False
+    folded: bool = False
+    any_number: bool = True
+
+
+SCHEDULES = {
+    kind.name: kind
+    for kind in (
+        Kind("gpipe", "ScheduleGPipe"),
+        Kind("1f1b", "Schedule1F1B"),
+        Kind("interleaved", "ScheduleInterleaved1F1B", None, 2, any_number=False),
+        Kind("zero_bubble", "ScheduleInterleavedZeroBubble", None, 1, splits_backward=True, any_number=False),
+        Kind("zbv", "ScheduleZBVZeroBubble", 2, 2, splits_backward=True, folded=True),
+    )
+}
+
+
+def kind_named(name: Any) -> Kind:
+    """
+    Raises:
+        UsageError: an unknown name.
+    """
+    if not isinstance(name, str) or name not in SCHEDULES:
+        raise UsageError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, got {name!r}.")
+    return SCHEDULES[name]
+
+
+def stage_ranks(kind: Kind, count: int, pp: int) -> list[int]:
+    """By stage, the rank along the pipeline that has it."""
+    if not kind.folded:
+        return [stage % pp for stage in range(count)]
+    return [stage if stage < pp else 2 * pp - 1 - stage for stage in range(count)]
+
+
+def parts(kind: Kind, number: int, pp: int) -> list[int]:
+    """How many micro-batches each call of the schedule takes, of so many equal ones."""
+    rounds = max(1, number // pp)
+    if kind.any_number or number % rounds == 0:
+        return [number]
+    return [number - number % pp, number % pp]
+
+
+class StageModule(nn.Module):
+    """What torch's schedule calls for a stage: with what was received, and the number of the micro-batch."""
+
+    def __init__(self, compute: Callable[[int, tuple[torch.Tensor, ...]], Any], weights: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._compute, self._held = compute, list(weights)
+
+    def forward(self, *received: torch.Tensor, number: torch.Tensor) -> Any:
+        return self._compute(int(number), received)
+
+    def parameters(self, recurse: bool = True) -> Any:
+        """Those whose gradients are computed apart from the inputs'."""
+        return iter(self._held)
+
+
+def torch_schedule(
+    kind: Kind,
+    number: int,
+    modules: dict[int, StageModule],
+    count: int,
+    kinds: Sequence[Sequence[Leaf]],
+    loss: Leaf,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> Any:
+    """torch's schedule for so many equal micro-batches.
+
+    Args:
+        modules: of this rank, by stage.
+        kinds: by stage, the tensors that it sends on.
+        loss: the kind of the last stage's loss.
+    """
+    from torch.distributed import pipelining
+
+    stages = [
+        pipelining.PipelineStage(
+            module,
+            stage,
+            count,
+            device,
+            input_args=_examples(kinds[stage - 1]) if stage else (),
+            output_args=_examples(kinds[stage]) if stage < count - 1 else _examples([loss]),
+            group=group,
+        )
+        for stage, module in sorted(modules.items())
+    ]
+    name = "ScheduleGPipe" if kind.name == "1f1b" and number < count else kind.torch
+    make = getattr(pipelining, name)
+    single = name in ("ScheduleGPipe", "Schedule1F1B")
+    return make(stages[0] if single else stages, number, loss_fn=_itself, scale_grads=False)
+
+
+def _itself(loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    return loss
+
+
+def _examples(leaves: Sequence[Leaf]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.grad) for leaf in leaves)

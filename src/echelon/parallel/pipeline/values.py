@@ -1,0 +1,122 @@
+"""What passes between stages: any nesting of tensors, as the author's modules return it, taken apart and put together again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+__all__ = ["Form", "Unsendable", "form_of", "placeholder", "shape_of_batch"]
+
+# What a nesting may hold besides tensors: it is sent as text.
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Unsendable(TypeError):
+    """A nesting holds something that is neither a tensor nor a plain value."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor's kind.
+
+    Args:
+        grad: whether a gradient belongs to it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Leaf:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A nesting without its tensors.
+
+    Args:
+        tree: its structure, as torch writes it.
+        leaves: in its order, a tensor's kind, or a plain value.
+    """
+
+    tree: str
+    leaves: tuple[Any, ...]
+
+    @property
+    def tensors(self) -> list[Leaf]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Leaf)]
+
+    def filled(self, tensors: list[torch.Tensor]) -> Any:
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(leaf, Leaf) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, pytree.treespec_loads(self.tree))
+
+    def to_json(self) -> Any:
+        packed = [
+            ["t", list(leaf.shape), str(leaf.dtype).removeprefix("torch."), leaf.grad] if isinstance(leaf, Leaf) else ["v", leaf]
+            for leaf in self.leaves
+        ]
+        return [self.tree, packed]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Form:
+        tree, packed = value
+        leaves = [Leaf(tuple(p[1]), getattr(torch, p[2]), p[3]) if p[0] == "t" else p[1] for p in packed]
+        return cls(tree, tuple(leaves))
+
+
+def form_of(value: Any, *, lossy: bool = False) -> tuple[Form, list[torch.Tensor]]:
+    """Take a nesting apart.
+
+    Args:
+        lossy: what cannot be sent becomes None.
+    Raises:
+        Unsendable: the class of what is neither a tensor nor a plain value.
+    """
+    flat, spec = pytree.tree_flatten(value)
+    kinds: list[Any] = []
+    tensors = []
+    for leaf in flat:
+        if isinstance(leaf, torch.Tensor):
+            kinds.append(Leaf.of(leaf))
+            tensors.append(leaf)
+        elif isinstance(leaf, _PLAIN) and not (isinstance(leaf, float) and not math.isfinite(leaf)):
+            kinds.append(leaf)
+        elif lossy:
+            kinds.append(None)
+        else:
+            raise Unsendable(type(leaf).__name__)
+    return Form(pytree.treespec_dumps(spec), tuple(kinds)), tensors
+
+
+def placeholder(leaf: Leaf, device: torch.device, fill: float, *, solid: bool, tracked: bool) -> torch.Tensor:
+    """A tensor of this kind that takes the memory of one number.
+
+    Args:
+        solid: take all of it: the author's code writes into it.
+        tracked: a leaf of autograd's graph, if its type can be one.
+    """
+    can = leaf.dtype.is_floating_point or leaf.dtype.is_complex
+    made = torch.full((), fill if can else 0, dtype=leaf.dtype, device=device).expand(leaf.shape)
+    made = made.clone() if solid else made
+    return made.detach().requires_grad_() if tracked and can else made
+
+
+def shape_of_batch(value: Any) -> tuple[Any, ...]:
+    """What of a batch decides the shapes in a pipeline: its structure, the shapes and types of its tensors."""
+    flat, spec = pytree.tree_flatten(value)
+    kinds = [(tuple(v.shape), str(v.dtype)) if isinstance(v, torch.Tensor) else (type(v).__name__,) for v in flat]
+    return (str(spec), *kinds)

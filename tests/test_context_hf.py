@@ -1,0 +1,169 @@
+"""Context parallelism of models of transformers: positions, masks and labels are those of the whole sequence."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from tests.conftest import Ranks
+from tests.context_models import Language, plain
+from tests.models import largest_difference, whole
+
+pytest.importorskip("transformers", reason="pip install transformers")
+
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.standing_ranks]
+
+LENGTH = 16
+
+
+def _made(name: str) -> nn.Module:
+    import transformers as tf
+
+    from tests.hf_models import bert, gpt2, llama
+
+    size: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more: dict[str, Any] = {"vocab_size": 50, "num_key_value_heads": 2, "pad_token_id": 0, "max_position_embeddings": 32}
+    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    makers = {
+        "llama": llama,
+        "gpt2": lambda: gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+        "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**size, **more)),
+        "windows": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**size, **more, **windows)),
+        "bert": bert,
+        "classifier": lambda: tf.LlamaForSequenceClassification(tf.LlamaConfig(**size, **more, num_labels=3)),
+        "eager": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**size, **more, attn_implementation="eager")),
+        "opt": lambda: tf.OPTForCausalLM(
+            tf.OPTConfig(
+                hidden_size=16,
+                ffn_dim=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                vocab_size=50,
+                word_embed_proj_dim=16,
+                dropout=0.0,
+                max_position_embeddings=32,
+            )
+        ),
+    }
+    torch.manual_seed(0)
+    made: Any = makers[name]().double()
+    made.shifts = name != "bert"
+    for part in made.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    return made  # type: ignore[no-any-return]
+
+
+def _batch(kind: str, seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 50, (2, LENGTH), generator=generator)
+    made: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
+    if kind == "padded":  # on either side
+        mask = torch.ones_like(ids)
+        mask[0, -3:] = mask[1, :5] = 0
+        made |= {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    if kind == "prompts":  # the first rank's early chunk counts nothing, or all of one rank's part
+        made["labels"][:, : LENGTH // 4 if seed % 2 else LENGTH - 4] = -100
+    if kind == "packed":
+        begin, where = 5 + seed % 3, torch.arange(LENGTH)
+        made |= {"position_ids": torch.where(where < begin, where, where - begin).expand(2, -1).clone(), "use_cache": False}
+    if kind == "rows":
+        made["labels"] = torch.randint(3, (2,), generator=generator)
+    return made
+
+
+def _own_loss(module: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """As transformers has it, which computes it in float32: equal numbers would be equal to seven digits only."""
+    logits = module(**{name: value for name, value in batch.items() if "labels" not in name}).logits
+    targets = batch["labels"] if logits.dim() < 3 or not getattr(module, "shifts", True) else batch.get("shift_labels")
+    if targets is None:
+        targets = F.pad(batch["labels"], (0, 1), value=-100)[..., 1:]
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def _their_loss(module: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """Only what a script may pass by name: the model must shift labels over the ranks itself."""
+    return module(input_ids=batch["input_ids"], labels=batch["labels"]).loss  # type: ignore[no-any-return]
+
+
+def _far(model: str, kind: str, options: dict[str, Any], loss: Any = _own_loss) -> tuple[float, float]:
+    causal = model != "bert"
+    windows = [[_batch(kind, 2 * i), _batch(kind, 2 * i + 1)] for i in range(5)]
+    unit = Language(
+        module=_made(model),
+        strategy="cp=2",
+        gradient_accumulation_steps=2,
+        by_tokens=causal,
+        loss=loss,
+        clip_grad_norm=float("inf"),
+        **options,
+    )
+    ech.train(unit, [batch for window in windows for batch in window], max_epochs=1)
+    want, norms, _ = plain(_made(model), windows, by_tokens=causal, loss=loss)
+    return largest_difference(whole(unit.module), want), max(abs(a / b - 1) for a, b in zip(unit.norms, norms, strict=True))
+
+
+CASES = [
+    ("llama", "plain", {}),
+    ("llama", "padded", {"activation_checkpoint_params": "blocks"}),
+    ("llama", "prompts", {}),
+    ("llama", "packed", {}),
+    ("qwen2", "padded", {}),
+    ("windows", "padded", {}),
+    ("gpt2", "prompts", {}),
+    ("bert", "plain", {}),
+]
+
+
+@pytest.mark.parametrize(("model", "kind", "options"), CASES, ids=[f"{m}-{k}" for m, k, _ in CASES])
+def test_a_model_trains_like_one_process(ranks: Ranks, model: str, kind: str, options: dict[str, Any]) -> None:
+    for far in ranks(2, _far, model, kind, options):
+        assert max(far) < 1e-11, far
+
+
+def test_labels_are_shifted_over_the_ranks_by_the_models_own_loss(ranks: Ranks) -> None:
+    for far in ranks(2, _far, "qwen2", "prompts", {}, _their_loss):
+        assert max(far) < 1e-6, far
+
+
+REFUSED = [
+    ("windows", "packed", r"Qwen2ForCausalLM has a sliding window of 5 and was given packed documents"),
+    ("opt", "padded", r"OPTForCausalLM\.model\.decoder\.embed_positions .* gives other outputs"),
+    ("classifier", "rows", r"LlamaForSequenceClassification gives other outputs"),
+    (
+        "eager",
+        "plain",
+        r"Qwen2ForCausalLM must compute attention by scaled_dot_product_attention, got attn_implementation='eager'",
+    ),
+]
+
+
+def _refused(model: str, kind: str) -> str:
+    with pytest.raises(UsageError) as raised:
+        ech.train(Language(module=_made(model), strategy="cp=2", loss=_own_loss), [_batch(kind, 0)], max_epochs=1)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("model", "kind", "message"), REFUSED, ids=[f"{m}-{k}" for m, k, _ in REFUSED])
+def test_what_would_be_another_model_is_refused(ranks: Ranks, model: str, kind: str, message: str) -> None:
+    for found in ranks(2, _refused, model, kind):
+        assert re.search(message, found), found
+
+
+def _outside() -> float:
+    """Without a step under way the model is the author's."""
+    unit = Language(module=_made("llama"), strategy="cp=2", loss=_own_loss)
+    batch = _batch("padded", 0)
+    with torch.no_grad():
+        return float((unit.module(**batch).logits - _made("llama")(**batch).logits).abs().max())
+
+
+def test_generation_is_the_authors(ranks: Ranks) -> None:
+    assert max(ranks(2, _outside)) < 1e-13
