@@ -61,6 +61,7 @@ class Prepared(Generic[M]):
         share: what the latest part of a batch counts of what the batch counts, where rows are counted, which all parts have.
         draws_apart: a forward pass draws other random numbers than one process would, on the ranks that share its samples.
         is_trying: what is computed now is thrown away: a pipeline learns what its stages pass on.
+        works_alone: each rank trains by itself, and meets the others now and then.
         computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
     """
 
@@ -71,6 +72,7 @@ class Prepared(Generic[M]):
     replaces_parameters = False
     flattens_parameters = False
     takes_windows = False
+    works_alone = False
     stages: Sequence[dist.ProcessGroup | None] = ()
     wants_outputs = True
     part = stage = (0, 1)
@@ -157,11 +159,11 @@ class Prepared(Generic[M]):
     def keep_extras(self) -> None:
         """From now on, remember what `extras` gives. Once in a run that saves."""
 
-    def extras(self) -> dict[str, list[str]]:
-        """What a bit-equal resume with as many ranks needs besides tensors, each a list of text. Per rank."""
+    def extras(self) -> dict[str, Any]:
+        """What a bit-equal resume with as many ranks needs besides the state. Per rank."""
         return {}
 
-    def load_extras(self, extras: Mapping[str, list[str]]) -> None:
+    def load_extras(self, extras: Mapping[str, Any]) -> None:
         """Take up what `extras` gave, under whatever strategy; what is not there stays. Collective."""
 
     def describe(self) -> dict[str, Any]:
@@ -280,6 +282,13 @@ class Prepared(Generic[M]):
         """After an update of the parameters by the optimizer, on every rank; not after one that was skipped."""
         for follow in self._after_step:
             follow()
+
+    def told_to_stop(self, asked: bool) -> bool:
+        """After an update, where `works_alone`: whether a rank has asked to stop, if they have just met. Collective then."""
+        return False
+
+    def end_training(self) -> None:
+        """Training is over, not only interrupted. Collective."""
 
     def follow_step(self, follow: Callable[[], None]) -> None:
         """Have something done after each update."""
