@@ -393,19 +393,6 @@ def test_other_kernels_are_refused(which: str) -> None:
         call()
 
 
-def _inferred_first() -> bool:
-    """What an evaluation in inference mode makes is no part of a training step."""
-    unit = Language(module=lm(), strategy="cp=2")
-    with torch.inference_mode():
-        ech.evaluate(unit, [tokens(2, 16, 0)])
-    ech.train(unit, [tokens(2, 16, 0)], max_epochs=1)
-    return unit.window.updates == 1
-
-
-def test_an_evaluation_in_inference_mode_may_come_first(ranks: Ranks) -> None:
-    assert ranks(2, _inferred_first) == [True, True]
-
-
 def _unchecked() -> tuple[bool, list[list[int]]]:
     """Without the check, and with dimensions that are said, a batch that would be refused goes through."""
     unit = Language(
