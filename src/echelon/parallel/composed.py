@@ -235,15 +235,7 @@ class Parallel(Strategy):
             return alone
         if chosen is not None:
             split_layers(module, chosen.of_stages(module), dims.tp_mesh(world.device))
-        context = None
-        if dims.cp > 1:
-            checks = self.check_context and dims.pp == 1  # a stage never sees a whole sequence
-            if self.check_context and not checks and world.rank == 0:
-                logger.warning(
-                    "context parallelism within a pipeline: parts of sequences are not compared with whole ones. Run the script "
-                    "once with pp=1, or `echelon prove` it"
-                )
-            context = ContextParallel(module, dims.cp_mesh(world.device), world.device, self.sequence_dim, check=checks)
+        context = self._context(module, dims, world)
         if dims.ep > 1:
             distribute_experts(module, dims.ep_mesh(world.device), dims.ep_data_mesh(world.device))
         # Phase 3: the axes over which gradients are averaged.
@@ -257,6 +249,17 @@ class Parallel(Strategy):
         prepared.lay_out(dims, world.rank)
         prepared.draws_apart |= self.sequence_parallel and dims.tp > 1
         return prepared
+
+    def _context(self, module: nn.Module, dims: ParallelDims, world: World) -> ContextParallel | None:
+        if dims.cp == 1:
+            return None
+        checks = self.check_context and dims.pp == 1  # a stage never sees a whole sequence
+        if self.check_context and not checks and world.rank == 0:
+            logger.warning(
+                "context parallelism within a pipeline: parts of sequences are not compared with whole ones. Run the script "
+                "once with pp=1, or `echelon prove` it"
+            )
+        return ContextParallel(module, dims.cp_mesh(world.device), world.device, self.sequence_dim, check=checks)
 
     def _is_alone(self, dims: ParallelDims) -> bool:
         """Whether a pipeline is all there is: each rank has its stages' parameters whole."""
