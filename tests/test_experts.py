@@ -248,6 +248,29 @@ def test_twenty_updates_are_those_of_plain_pytorch(ranks: Ranks, setup: str, cas
 DATA = torch.utils.data.TensorDataset(*batch(48, 0))
 
 
+class Silent(Unit):
+    """A batch without targets counts nothing, as a language model's of prompts only."""
+
+    def weight(self, data: Any) -> float:
+        return 0.0 if bool(data[1].isnan().all()) else float(len(data[0]))
+
+
+def _one_counts_nothing() -> tuple[float, float]:
+    mine, plain = _models(2, None, "modules")
+    unit = Silent(module=mine, strategy="ep=2", lr=0.02, clip_grad_norm=float("inf"))
+    batches = [batch(ROWS, seed) for seed in (0, 1)]
+    given = batches[0] if unit.prepared.dp_rank == 0 else (batches[1][0], torch.full_like(batches[1][1], float("nan")))
+    ech.train(unit, [given], max_epochs=1)
+    nn.functional.mse_loss(plain(batches[0][0]), batches[0][1]).backward()
+    return unit.norms[0], float(nn.utils.clip_grad_norm_(plain.parameters(), float("inf")))
+
+
+def test_a_rank_whose_batch_counts_nothing_computes_for_the_others(ranks: Ranks) -> None:
+    """Its own experts have others' tokens, and so gradients."""
+    for norm, want in ranks(2, _one_counts_nothing):
+        assert norm == pytest.approx(want, rel=1e-12)
+
+
 def _saver_unit(strategy: Any, seed: int) -> tuple[Unit, ech.Loader]:
     torch.manual_seed(seed)
     experts = ech.GroupedExperts(WIDTH, 5, EXPERTS)
