@@ -465,6 +465,24 @@ def test_a_loop_of_ones_own_balances_too(ranks: Ranks) -> None:
     assert all(len(losses) == 4 for losses in ranks(2, _by_hand))
 
 
+def test_a_step_of_ones_own_balances_by_a_call() -> None:
+    """The biases of AutoUnit's, from plain PyTorch's loop and `balance_experts`."""
+    batches = [batch(6, i) for i in range(4)]
+    torch.manual_seed(0)
+    model = Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
+    unit = Unit(module=copy.deepcopy(model), optimizer="AdamW", lr=0.01)
+    ech.train(unit, batches, max_epochs=1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    for x, y in batches:
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ech.balance_experts(model)
+    got, want = (dict(m.named_buffers()) for m in (model, unit.module))
+    assert any(b.any() for b in want.values())
+    _same(got, want)
+
+
 # --- what cannot work
 
 
