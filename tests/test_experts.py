@@ -216,6 +216,7 @@ SETUPS: dict[str, tuple[int, Any, list[str], list[str]]] = {
     "ep two, data two": (4, ech.Parallel(ep=2), ["adamw, clipped"], ["sgd", "auxiliary"]),
     "ep on four": (4, ech.Parallel(ep=4), [], ["adamw, clipped", "one expert a token"]),
     "ep two, copies two": (4, ech.Parallel(dp_replicate=2, ep=2), [], ["sgd", "adamw, clipped"]),
+    "ep two, tp two": (4, ech.Parallel(ep=2, tp=2, plan={"first": "colwise_gather"}), [], ["adamw, clipped", "auxiliary"]),
     "ddp on two": (2, "ddp", [], ["sgd", "auxiliary"]),
     "fsdp on two": (2, "fsdp", ["recomputed"], ["adamw, clipped"]),
 }
@@ -237,7 +238,7 @@ def test_one_process_computes_what_plain_pytorch_does() -> None:
 def test_twenty_updates_are_those_of_plain_pytorch(ranks: Ranks, setup: str, cases: list[str]) -> None:
     """With accumulation, uneven micro-batches and a short last window."""
     size, strategy, *_ = SETUPS[setup]
-    for found in ranks(size, _far, strategy, cases, size):
+    for found in ranks(size, _far, strategy, cases, size // getattr(strategy, "tp", 1)):
         for case, (far, norms) in found.items():
             assert far < 1e-11, (case, far)
             assert norms < 1e-11, (case, norms)

@@ -58,7 +58,9 @@ class Prepared(Generic[M]):
         others: what the optimizer trains besides the module, such as a learned weight of a loss.
         wants_outputs: whether somebody looks at what `compute_loss` returns besides the loss, in training.
         part, stage: which part of each sample this rank computes, and which part of the layers, each of how many.
+        share: what the latest part of a batch counts of what the batch counts, where rows are counted, which all parts have.
         draws_apart: a forward pass draws other random numbers than one process would, on the ranks that share its samples.
+        is_trying: what is computed now is thrown away: a pipeline learns what its stages pass on.
         works_alone: each rank trains by itself, and meets the others now and then.
         computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
     """
@@ -75,6 +77,8 @@ class Prepared(Generic[M]):
     wants_outputs = True
     part = stage = (0, 1)
     draws_apart = False
+    is_trying = False
+    share: float | torch.Tensor = 1.0
     computes_in: torch.dtype | None = None
 
     def __init__(self, module: M, averaged: Sequence[Axis] = ()) -> None:
@@ -192,11 +196,6 @@ class Prepared(Generic[M]):
     def whole_of(self, outputs: Any) -> Any:
         """Outputs for the latest batch that `part_of` was asked for, from those for its parts. Collective."""
         return outputs
-
-    @property
-    def share(self) -> float | torch.Tensor:
-        """What the latest part counts of what its batch counts, where rows are counted, which all parts have."""
-        return 1.0
 
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
         """`forward(batch)`, to evaluate or to predict; the results are given to all ranks that have the batch."""

@@ -1,4 +1,4 @@
-"""Modules of a unit, each looked at once."""
+"""Which modules of a unit the user has made parallel by hand, and how: found once for each."""
 
 from __future__ import annotations
 
