@@ -39,6 +39,8 @@ RUNS: dict[str, tuple[list[str], str, float, bool]] = {
     "vision.py": (["--epochs", "4"], r"accuracy (\d\.\d+) of the averaged weights on 128 new images", 0.5, False),
     # Of an untrained module's points it is above 0.35.
     "diffusion.py": (["--epochs", "15"], r"made points are (\d\.\d+) from the moons", 0.3, True),
+    # ln 256 = 5.55 knows nothing; how often each byte comes is about 3.3.
+    "moe.py": (["--updates", "60"], r"held-out loss (\d\.\d+) nats per byte; the busiest expert had \d\.\d+ times", 3.2, True),
     # ln 256 = 5.55 knows nothing.
     "hf_finetune.py": (["--updates", "20"], r"held-out loss 5\.\d+ -> (\d\.\d+) nats per token", 5.0, True),
 }
