@@ -6,7 +6,7 @@ speed     a step through AutoUnit against a bare loop over the same model, wrapp
           norm refuses). They live in the same two processes (gloo, one thread) and take turns of two updates; a ratio
           compares neighbours. echelon writes every update to metrics.jsonl, as it does unasked; the bare loop watches nothing.
           At the end the parameters of both are compared: they did the same work if these are equal.
-context   the same for context parallelism: sequences of 512 over 2 and 4 ranks, attention written by hand with torch.distributed.
+context   the same for context parallelism: sequences of 512 over 2 and 4 ranks, attention by hand with torch.distributed.
 bitwise   the same for deterministic="bitwise", whose every micro-batch is reduced, against accumulation by hand.
 memory    the largest resident size of a rank (VmHWM) beyond that of the same job with a tiny model, each in fresh processes;
           freed memory is returned to the system (mallopt, M_MMAP_THRESHOLD 256 KiB). AdamW, float32, linear layers.
@@ -14,8 +14,8 @@ prove     wall time of `echelon prove examples/gpt.py`: the whole matrix.
 
     python bench/strategies.py [--only speed context bitwise memory prove] [--quick] [--json]
 
-Targets: at most 2% slower, context parallelism 3%; zero1 saves 35% of what DistributedDataParallel takes or the share that theory says, whichever is
-smaller, zero2 more; prove in 90 s.
+Targets: at most 2% slower, context parallelism 3%; zero1 saves 35% of what DistributedDataParallel takes or the share that
+theory says, whichever is smaller, zero2 more; prove in 90 s.
 """
 
 from __future__ import annotations
@@ -94,8 +94,10 @@ def speed(arguments: Any) -> None:
     about, rows = {**facts(), "strategies": {}}, []
     cases = [(s, Case(s, turns=arguments.rounds), by) for s, by in SPEED.items()]
     cases.append(("tp", Case("tp", "tp alone", turns=arguments.rounds), "parallelize_module alone"))
+    cases.append(("tp", Case("tp", "tp alone", turns=arguments.rounds, heads=4), "parallelize_module alone, 4 ranks"))
+    cases.append(("tp", Case("tp", turns=arguments.rounds, heads=4), "parallelize_module + fully_shard, 4 ranks"))
     for name, case, by in cases:
-        found = launch(compare, case)[0]
+        found = launch(compare, case, ranks=4 if "4 ranks" in by else 2)[0]
         about["strategies"][f"{name}, {by}"] = found
         wall, cpu = ratios(found["wall_ms"]), ratios(found["cpu_ms"])
         same = f"{found['difference']:.0e}" if found["difference"] else "equal"

@@ -29,29 +29,36 @@ pytestmark = pytest.mark.standing_ranks
 UPDATES, WIDTH, HEADS, WORDS, LENGTH = 20, 16, 4, 24, 16
 
 
-class Block(nn.Module):
+class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         # The gradient of a key's bias is zero in truth; Adam would make its rounding as large as any other.
         self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
         self.out = nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, WIDTH)
         b, t, _ = x.shape
-        h = self.norm_1(x)
-        q, k, v = (each(h).view(b, t, -1, WIDTH // HEADS).transpose(1, 2) for each in (self.q, self.k, self.v))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+        q, k, v = (each(x).view(b, t, -1, WIDTH // HEADS).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.attention, self.norm_2 = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.mlp(self.norm_2(x))
 
 
 class Language(nn.Module):
     """(B, T) words -> (B, T, WORDS) logits."""
 
     tp_plan: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(["blocks.*.q", "blocks.*.k", "blocks.*.v", "blocks.*.up"], "colwise"),
-        **dict.fromkeys(["blocks.*.out", "blocks.*.down"], "rowwise"),
+        **dict.fromkeys([*(f"blocks.*.attention.{each}" for each in "qkv"), "blocks.*.mlp.0"], "colwise"),
+        **dict.fromkeys(["blocks.*.attention.out", "blocks.*.mlp.2"], "rowwise"),
     }
 
     def __init__(self, blocks: int) -> None:
@@ -101,7 +108,7 @@ def _unit(optimizer: str) -> Unit:
     torch.manual_seed(3)
     module = Language(4)
     module.blocks[0].norm_1.requires_grad_(False)
-    module.blocks[2].down.requires_grad_(False)
+    module.blocks[2].mlp[2].requires_grad_(False)
     return Unit(optimizer, module)
 
 
@@ -167,6 +174,16 @@ WAYS: dict[str, tuple[int, Any]] = {
     "shards x cp": (4, "dp_shard=2,cp=2"),
     "copies x cp": (4, "dp_replicate=2,dp_shard=1,cp=2"),
     "cp x tp": (4, "cp=2,tp=2"),
+    "tp, sequence parallel": (2, P(tp=2, sequence_parallel=True)),
+    "pp": (2, P(pp=2)),
+    "pp, gpipe": (2, P(pp=2, schedule="gpipe")),
+    "pp, interleaved": (2, P(pp=2, schedule="interleaved")),
+    "pp, zero bubble": (2, P(pp=2, schedule="zero_bubble")),
+    "pp, zbv": (2, P(pp=2, schedule="zbv")),
+    "pp on 4": (4, P(pp=4)),
+    "shards x pp": (4, P(dp_shard=2, pp=2)),
+    "tp x pp": (4, P(tp=2, pp=2)),
+    "cp x pp": (4, P(cp=2, pp=2)),
     "copies x shards x tp": (8, "dp_replicate=2,dp_shard=2,tp=2"),
 }
 FIRST = ("shards x tp",)  # the others are in `make test-all`

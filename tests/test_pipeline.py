@@ -189,7 +189,7 @@ def check(results: list[Trained], want: tuple[dict[str, torch.Tensor], list[floa
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"])
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("optimizer", ["SGD", pytest.param("AdamW", marks=pytest.mark.full)])
 def test_two_stages_train_as_one_process_does(ranks: Ranks, schedule: str, optimizer: str) -> None:
     updates = windows(20, 3)
     strategy = ech.Parallel(pp=2, schedule=schedule)
@@ -210,7 +210,7 @@ def test_short_tails_and_other_shapes_within_a_window_keep_their_weight(ranks: R
     check(results, plain("untied", updates, optimizer="SGD"))
 
 
-@pytest.mark.parametrize("frozen", ["words", "blocks.0", "head", "blocks"])
+@pytest.mark.parametrize("frozen", ["words", "blocks.0", *(pytest.param(n, marks=pytest.mark.full) for n in ("head", "blocks"))])
 def test_frozen_layers_stay_and_a_stage_without_trained_parameters_passes_on(ranks: Ranks, frozen: str) -> None:
     updates = windows(4, 2)
     stages = ["blocks.1"] if frozen == "blocks.0" else None
@@ -220,6 +220,7 @@ def test_frozen_layers_stay_and_a_stage_without_trained_parameters_passes_on(ran
         check(results, plain("untied", updates, optimizer="SGD", frozen=frozen))
 
 
+@pytest.mark.full
 def test_four_stages_on_four_ranks(ranks: Ranks) -> None:
     updates = windows(5, 6)
     for name, schedule in (("tied", "1f1b"), ("residual", "zero_bubble"), ("deep", "interleaved"), ("deep", "zbv")):
@@ -233,8 +234,10 @@ def trained_with_data(name: str, updates: list[list[Tokens]], strategy: Any, dp:
     return trained(name, [window[rank::dp] for window in updates], strategy, **options)
 
 
-@pytest.mark.parametrize("copies", [1, 2])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize(
+    ("copies", "schedule"),
+    [(1, "1f1b"), *(pytest.param(*row, marks=pytest.mark.full) for row in [(1, "interleaved"), (2, "1f1b"), (2, "interleaved")])],
+)
 def test_stages_are_sharded_over_the_data_ranks(ranks: Ranks, copies: int, schedule: str) -> None:
     updates = windows(10, 4, rows=(2, 2, 1, 3, 2))
     strategy = ech.Parallel(pp=2, dp_replicate=copies, schedule=schedule)
@@ -244,6 +247,30 @@ def test_stages_are_sharded_over_the_data_ranks(ranks: Ranks, copies: int, sched
     for _, losses, norms, _ in results:
         assert losses == pytest.approx(want[1], rel=1e-11)
         assert norms == pytest.approx(want[2], rel=1e-10)
+
+
+@pytest.mark.full
+def test_layers_of_stages_are_split_too(ranks: Ranks) -> None:
+    updates = windows(10, 2)
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    check(ranks(4, trained, "untied", updates, ech.Parallel(pp=2, tp=2, plan=plan)), plain("untied", updates, optimizer="SGD"))
+
+
+def test_a_stage_without_anything_for_its_optimizer_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    stages = [["words", "positions", "blocks.0"], ["blocks.1", "blocks.2", "blocks.3", "norm", "head"]]
+    for text in ranks(2, empty_optimizer, ech.Parallel(pp=2, stages=stages)):
+        assert "empty parameter list" in text and "module.parameters()" in text
+
+
+def empty_optimizer(strategy: Any) -> str:
+    class Late(Unit):
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
+            mine = [p for n, p in module.named_parameters() if n.startswith("head")]
+            return torch.optim.SGD(mine, lr=0.1), None
+
+    with pytest.raises(UsageError) as caught:
+        Late("untied", strategy=strategy).configure()
+    return str(caught.value)
 
 
 # --- checkpoints

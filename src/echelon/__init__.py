@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
     from echelon.parallel.fsdp2 import FSDP2Strategy
     from echelon.parallel.linear_cross_entropy import linear_cross_entropy
+    from echelon.parallel.local_sgd import DiLoCoStrategy, LocalSGDStrategy
     from echelon.parallel.parallelize import prepare_ddp, prepare_fsdp, prepare_fsdp2, prepare_module
     from echelon.parallel.precision import Precision
     from echelon.parallel.recipe import TorchCompileParams
@@ -79,6 +80,7 @@ __all__ = [
     "DDPStrategy",
     "DPStrategy",
     "DataError",
+    "DiLoCoStrategy",
     "DistributedCheckpointSaver",
     "EchelonError",
     "EntryPoint",
@@ -90,6 +92,7 @@ __all__ = [
     "HSDPStrategy",
     "Loader",
     "LoaderOptions",
+    "LocalSGDStrategy",
     "Mean",
     "Mixture",
     "MoE",
@@ -205,6 +208,7 @@ _NAMES = {
     "parallel.fsdp": ["FSDPStrategy", "HSDPStrategy"],
     "parallel.fsdp2": ["FSDP2Strategy"],
     "parallel.linear_cross_entropy": ["linear_cross_entropy"],
+    "parallel.local_sgd": ["DiLoCoStrategy", "LocalSGDStrategy"],
     "parallel.parallelize": ["prepare_ddp", "prepare_fsdp", "prepare_fsdp2", "prepare_module"],
     "parallel.precision": ["Precision"],
     "parallel.recipe": ["TorchCompileParams"],

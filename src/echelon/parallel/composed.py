@@ -21,7 +21,7 @@ from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.contracts.rank import RankInfo
 from echelon.parallel.axes import data_axes
-from echelon.parallel.context import ContextParallel
+from echelon.parallel.context import ContextParallel, check_context
 from echelon.parallel.context_batch import SequenceDim, check_sequence_dim
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.experts import check_experts, distribute_experts
@@ -88,14 +88,14 @@ class ComposedPrepared(_LaidOut, ShardedStages):
     context: ContextParallel | None = None
 
     def part_of(self, batch: Any) -> Any:
-        return batch if self.context is None else self.context.part_of(batch)
+        if self.context is None:
+            return batch
+        part = self.context.part_of(batch)
+        self.share = self.context.share
+        return part
 
     def whole_of(self, outputs: Any) -> Any:
         return outputs if self.context is None else self.context.whole_of(outputs)
-
-    @property
-    def share(self) -> float | torch.Tensor:
-        return 1.0 if self.context is None else self.context.share
 
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
         if self.context is None:
@@ -106,6 +106,11 @@ class ComposedPrepared(_LaidOut, ShardedStages):
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         around = super().accumulate(last)
         return around if self.context is None else self.context.active()
+
+    def fix_order(self) -> None:
+        if self.context is not None:
+            raise UsageError("bit-equal training needs whole sequences, got cp > 1. Use dp_shard in its place.")
+        super().fix_order()
 
     def forward_backward_window(self, *window: Any) -> list[tuple[torch.Tensor, Any]]:
         with NO_CONTEXT if self.context is None else self.context.active():
@@ -141,7 +146,7 @@ class Parallel(Strategy):
         sequence_dim: where the tensors of a batch have the sequence that `cp` splits, if that is not dimension 1: a number for
             all of them, or a dict from keys, fields or numbers in a tuple to dimensions, None for tensors that stay whole.
         check_context: compare, in the first pass with `cp`, what the module gives for parts of sequences with what it gives for
-            whole ones, submodule by submodule.
+            whole ones, submodule by submodule. Not with `pp`, whose stages see no whole sequence.
         fsdp: how the data-parallel ranks share the parameters: blocks, mixed precision, offload.
     """
 
@@ -210,6 +215,8 @@ class Parallel(Strategy):
         if any(getattr(self.fsdp, name, None) is not None for name in given):
             raise UsageError("fsdp must have no mesh and no group of its own in Parallel: the axes choose the ranks.")
         check_experts(module, dims.ep)
+        if dims.cp > 1:
+            check_context(module, recipe)
         plan, chosen = self._stages(module, dims), None
         if dims.tp > 1:
             chosen = check_tensor(module, self.plan, dims.tp, sequence_parallel=self.sequence_parallel)
@@ -222,7 +229,7 @@ class Parallel(Strategy):
         equalize(module, world, from_rank0=fsdp.sync_module_states)
         pipeline = None if plan is None else cut_into_stages(module, plan, dims.pp_mesh(world.device).get_group(), world.device)
         if pipeline is not None and self._is_alone(dims):
-            module = recipe.compile(recipe.checkpoint_activations(module.to(world.device)))
+            module = recipe.compile(recipe.checkpoint_activations(module))
             alone = ComposedStages(materialize(module, world.device), pipeline)
             alone.lay_out(dims, world.rank)
             return alone
@@ -230,8 +237,13 @@ class Parallel(Strategy):
             split_layers(module, chosen.of_stages(module), dims.tp_mesh(world.device))
         context = None
         if dims.cp > 1:
-            mesh_of_context = dims.cp_mesh(world.device)
-            context = ContextParallel(module, mesh_of_context, world.device, self.sequence_dim, check=self.check_context)
+            checks = self.check_context and dims.pp == 1  # a stage never sees a whole sequence
+            if self.check_context and not checks and world.rank == 0:
+                logger.warning(
+                    "context parallelism within a pipeline: parts of sequences are not compared with whole ones. Run the script "
+                    "once with pp=1, or `echelon prove` it"
+                )
+            context = ContextParallel(module, dims.cp_mesh(world.device), world.device, self.sequence_dim, check=checks)
         if dims.ep > 1:
             distribute_experts(module, dims.ep_mesh(world.device), dims.ep_data_mesh(world.device))
         # Phase 3: the axes over which gradients are averaged.

@@ -69,7 +69,7 @@ def fill(origins: Sequence[Origin], targets: dict[str, torch.Tensor], device: to
     together = same_on_all and agree.is_joined() and dist.get_world_size() > 1
     divided = [o for o in origins if together and not o.value.tape.on_device and o.size_bytes >= SENT_BYTES]
     for origin in origins:
-        if origin not in divided:
+        if origin not in divided and origin.names[0] in targets:  # of a pipeline's other stages, this rank has none
             fill_in(targets[origin.names[0]], origin.computed(device))
     _fill_divided(divided, targets, device)
 
@@ -99,7 +99,8 @@ def _fill_divided(origins: list[Origin], targets: dict[str, torch.Tensor], devic
             else:
                 value = torch.empty(origin.value.size, dtype=origin.value.dtype, device=device)
             dist.broadcast(value.view(torch.uint8) if value.dtype is torch.bool else value, src=owner)
-            fill_in(targets[origin.names[0]], value)
+            if origin.names[0] in targets:
+                fill_in(targets[origin.names[0]], value)
             del value  # before the next one's memory is taken
 
 

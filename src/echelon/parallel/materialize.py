@@ -104,14 +104,16 @@ def materialize(
         for name, tensor in kept.items():
             fill_in(targets[name], tensor)
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        later = [origin for origin in origins if origin.names[0] in parameters and waits(origin)]
+        # What other ranks have of the module counts as theirs do: values are sent in one order on all ranks.
+        away = {o.names[0] for o in origins if o.holder is None and o.names[0] not in targets}
+        later = [o for o in origins if (o.names[0] in parameters or o.names[0] in away) and waits(o)]
         now = [origin for origin in origins if origin.holder is None and origin not in later]
         fill(now, targets, device, same_on_all=same_on_all)
         for origin in origins:
             if origin.holder is not None:  # on the CPU, where a plain build leaves it
                 value = origin.computed()
                 _exchanged(origin.holder, lambda t, o=origin, v=value: v if Value.of(t) == o.value else t)  # type: ignore[misc]
-        leave(module, later, targets, device)
+        leave(module, [o for o in later if o.names[0] in targets], targets, device)
         for buffer in module.buffers():
             buffer.data = buffer.data.to(buffers or device)
     return module

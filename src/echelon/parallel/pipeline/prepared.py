@@ -21,11 +21,13 @@ from echelon.parallel.pipeline.schedules import Kind, kind_named, stage_ranks
 from echelon.parallel.pipeline.shared import Shared
 from echelon.parallel.pipeline.stages import Splits, Unit, check_splits, units_of
 from echelon.parallel.prepared import Prepared
+from echelon.world import agree
 from echelon.world.timeout import inherit_timeout
 
 __all__ = ["Pipelined", "Stages", "StagesPrepared", "cut_into_stages", "plan_stages"]
 
 B = TypeVar("B")
+O = TypeVar("O")  # noqa: E741
 R = TypeVar("R")
 Made = tuple[torch.Tensor, Any]
 
@@ -109,6 +111,10 @@ class Pipelined(Prepared[Any]):
 
     pipeline: Pipeline | None = None
 
+    @property
+    def is_trying(self) -> bool:  # type: ignore[override]
+        return self.pipeline is not None and self.pipeline.is_trying
+
     def pipe(self, pipeline: Pipeline | None) -> None:
         """Once, when the module has its final form. Collective."""
         if pipeline is None:
@@ -127,6 +133,22 @@ class Pipelined(Prepared[Any]):
                 "last stage would train. Make them part of the module."
             )
         self.pipeline.shared.equalize()
+
+    def optimizer(self, make: Callable[[nn.Module], O]) -> O:
+        if self.pipeline is None:
+            return super().optimizer(make)
+        made, problem = None, None
+        try:
+            made = super().optimizer(make)
+        except ValueError as error:  # torch's, of an optimizer without parameters; the other stages must not wait
+            problem = f"{error}"
+        if (told := next((each for each in agree.gather(problem) if each is not None), None)) is not None:
+            raise UsageError(
+                f"the optimizer of a stage cannot be made: {told}. In a pipeline each rank has the parameters of its own stages, "
+                "of which none may be trained: give it module.parameters() with the frozen ones, which it leaves alone."
+            )
+        assert made is not None
+        return made
 
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
         if self.pipeline is None:
