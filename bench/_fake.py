@@ -254,8 +254,8 @@ def _grouped(rows: Any, other: Any, *_: Any, out_val: Any = None, **__: Any) -> 
     return int(2 * rows.shape[0] * rows.shape[1] * other.shape[-1])
 
 
-# torch's formulas do not know grouped products, nor the CPU's kernel of attention. As theirs do, these count the whole square of a
-# causal mask.
+# torch's formulas do not know grouped products, nor the CPU's kernel of attention. As theirs do, these count the whole square of
+# a causal mask.
 _FLOPS: dict[Any, Any] = {
     **flop_registry,
     aten._grouped_mm: _grouped,
