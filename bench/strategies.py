@@ -7,8 +7,8 @@ speed     a step through AutoUnit against a bare loop over the same model, wrapp
           compares neighbours. echelon writes every update to metrics.jsonl, as it does unasked; the bare loop watches nothing.
           At the end the parameters of both are compared: they did the same work if these are equal.
 context   the same for context parallelism: sequences of 512 over 2 and 4 ranks, attention by hand with torch.distributed.
-pipeline  the same for pipelines over 2 and 4 ranks, 8 micro-batches, against torch's 1F1B with stages written by hand; and the idle
-           part of a step with each schedule, of a model whose passes sleep, against what theory says.
+pipeline  the same for pipelines over 2 and 4 ranks, 8 micro-batches, against torch's 1F1B with stages written by hand; and the
+           idle part of a step with each schedule, of a model whose passes sleep, against what theory says.
 bitwise   the same for deterministic="bitwise", whose every micro-batch is reduced, against accumulation by hand.
 memory    the largest resident size of a rank (VmHWM) beyond that of the same job with a tiny model, each in fresh processes;
           freed memory is returned to the system (mallopt, M_MMAP_THRESHOLD 256 KiB). AdamW, float32, linear layers.
