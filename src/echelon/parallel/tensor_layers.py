@@ -91,6 +91,7 @@ class _Split:
         own = "forward" not in vars(layer)
         self._is_linear = own and type(layer).forward is nn.Linear.forward
         self._is_transposed = own and is_transposed(layer)
+        self._is_words = own and type(layer).forward is nn.Embedding.forward
 
     def _run(self, x: torch.Tensor, rest: _Rest, tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
         """The layer's own forward with these tensors in the place of its parameters."""
@@ -183,11 +184,15 @@ class _Words(_Split):
         padding, before = None, layer.padding_idx
         if before is not None and 0 <= before - self.axis.rank * len(weight) < len(weight):
             padding = before - self.axis.rank * len(weight)
-        layer.padding_idx = padding
-        try:
-            out = self._run(here.masked_fill(other, 0), rest, {"weight": weight})
-        finally:
-            layer.padding_idx = before
+        words = here.masked_fill(other, 0)
+        if self._is_words:
+            out = F.embedding(words, weight, padding)
+        else:
+            layer.padding_idx = padding
+            try:
+                out = self._run(words, rest, {"weight": weight})
+            finally:
+                layer.padding_idx = before
         return traffic.summed(out.masked_fill(other[..., None], 0), self.axis)
 
 
