@@ -17,7 +17,6 @@ from torch import nn
 
 from echelon.parallel import tensor_traffic as traffic
 from echelon.parallel.axes import Axis
-from echelon.parallel.shards import local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,6 +90,7 @@ class _Split:
         own = "forward" not in vars(layer)
         self._is_linear = own and type(layer).forward is nn.Linear.forward
         self._is_transposed = own and is_transposed(layer)
+        self._is_words = own and type(layer).forward is nn.Embedding.forward
 
     def _run(self, x: torch.Tensor, rest: _Rest, tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
         """The layer's own forward with these tensors in the place of its parameters."""
@@ -141,7 +141,7 @@ class _Colwise(_Split):
         in_parts = self._sequence is not None and self._sequence.is_split
         x = rest.first if self._reads_words or in_parts else entered(rest.first, self.axis)
         bias = getattr(self.layer, "bias", None)
-        out = self._run(x, rest, {"weight": local(self.layer.weight), "bias": None if bias is None else local(bias)})  # type: ignore[arg-type]
+        out = self._run(x, rest, {"weight": _local(self.layer.weight), "bias": None if bias is None else _local(bias)})
         if self.style == "colwise":
             return out
         if self.style == "colwise_gather":
@@ -161,7 +161,7 @@ class _Rowwise(_Split):
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rest = _Rest(args, kwargs)
         x = traffic.part(rest.first, self.axis, -1) if self._takes_part else rest.first
-        out = self._run(x, rest, {"weight": local(self.layer.weight), "bias": None})  # type: ignore[arg-type]
+        out = self._run(x, rest, {"weight": _local(self.layer.weight), "bias": None})
         bias: Any = getattr(self.layer, "bias", None)
         if self._sequence is not None and self._sequence.is_split:
             out = self._sequence.spread(out)
@@ -177,17 +177,21 @@ class _Words(_Split):
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rest = _Rest(args, kwargs)
         layer: Any = self.layer
-        weight = local(layer.weight)
+        weight = _local(layer.weight)
         here = rest.first - self.axis.rank * len(weight)
         other = (here < 0) | (here >= len(weight))
         padding, before = None, layer.padding_idx
         if before is not None and 0 <= before - self.axis.rank * len(weight) < len(weight):
             padding = before - self.axis.rank * len(weight)
-        layer.padding_idx = padding
-        try:
-            out = self._run(here.masked_fill(other, 0), rest, {"weight": weight})
-        finally:
-            layer.padding_idx = before
+        words = here.masked_fill(other, 0)
+        if self._is_words:
+            out = F.embedding(words, weight, padding)
+        else:
+            layer.padding_idx = padding
+            try:
+                out = self._run(words, rest, {"weight": weight})
+            finally:
+                layer.padding_idx = before
         return traffic.summed(out.masked_fill(other[..., None], 0), self.axis)
 
 
@@ -198,6 +202,12 @@ class _Summed(_Split):
         own = self.layer.named_parameters(recurse=False)
         with exchanged(self.layer, {name: traffic.same(p, self.axis) for name, p in own}):
             return self._forward(*args, **kwargs)
+
+
+def _local(parameter: Any) -> torch.Tensor:
+    """This rank's part, which it always is: torch.compile does not see whether a parameter has the method."""
+    part: torch.Tensor = parameter.to_local()
+    return part
 
 
 _ENTERED = "_echelon_entered"
