@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -147,4 +148,4 @@ def slept(schedule: str, per_rank: int, micro_batches: int, sleep_s: float, step
     ends: list[float] = []
     unit.prepared.follow_step(lambda: ends.append(time.perf_counter()))
     ech.train(unit, [torch.ones(1, 1)] * (micro_batches * (steps + 2)), max_epochs=1)
-    return [after - before for before, after in zip(ends[1:], ends[2:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(ends[1:])]
