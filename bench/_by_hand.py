@@ -127,6 +127,7 @@ class Case:
     Args:
         hand: what `wrap` calls it, if not as echelon does.
         batch, context: rows and bytes of a micro-batch on a rank.
+        heads: of attention; by default one for 64 features.
         turns: pairs of measurements; each is `updates` of one side and then of the other.
         bitwise: echelon's side is bit-equal; the other is not.
     """
@@ -141,10 +142,11 @@ class Case:
     depth: int = 4
     batch: int = 4
     context: int = 64
+    heads: int | None = None
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
-        return GPT(self.width, self.depth, heads=max(1, self.width // 64), context=self.context)
+        return GPT(self.width, self.depth, heads=self.heads or max(1, self.width // 64), context=self.context)
 
 
 WARM_TURNS = 4
@@ -237,8 +239,9 @@ def compare(case: Case) -> dict[str, Any]:
 
 def largest_difference(one: nn.Module, other: nn.Module) -> float:
     """Between two modules' parameters, of which this rank may hold other parts."""
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    differences = [(_whole(a) - _whole(b)).abs().max() for a, b in pairs]
+    mine, theirs = dict(one.named_parameters()), dict(other.named_parameters())
+    names = {name.removeprefix("module.").replace("_orig_mod.", ""): name for name in theirs}
+    differences = [(_whole(mine[n]) - _whole(theirs[names[n.removeprefix("module.")]])).abs().max() for n in sorted(mine)]
     return float(torch.stack(differences).max())
 
 

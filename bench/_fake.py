@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # The meta kernels of collectives, which fake tensors need, come with this module. torch 2.13 has no public way to any of these.
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
@@ -27,7 +27,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-__all__ = ["Step", "Traced", "fake_tensors", "fake_world"]
+from echelon.parallel import context_split
+
+__all__ = ["Step", "Traced", "even_loads", "fake_tensors", "fake_world"]
 
 aten = torch.ops.aten
 
@@ -50,6 +52,22 @@ def fake_world(size: int, rank: int = 0, per_node: int = 8) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+        context_split._positions.cache_clear()  # fake numbers of this world
+
+
+@contextlib.contextmanager
+def even_loads(rows: int) -> Iterator[None]:
+    """Every expert gets equally many of this rank's `rows`. The library reads how many; of fake tensors nobody knows."""
+    known = FakeTensor.tolist
+
+    def tolist(counts: FakeTensor) -> Any:
+        return [[rows // counts.shape[1]] * counts.shape[1]] * 2 if counts.dim() == 2 else known(counts)
+
+    def bincount(chosen: torch.Tensor, weights: None = None, minlength: int = 0) -> torch.Tensor:
+        return chosen.new_full((minlength,), chosen.numel() // minlength)
+
+    with mock.patch.object(FakeTensor, "tolist", tolist), mock.patch("torch.bincount", bincount):
+        yield
 
 
 class _Chunks:
@@ -231,9 +249,16 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, ou
     return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
-# torch's formulas do not know the CPU's kernel of attention. As theirs do, these count the whole square of a causal mask.
+def _grouped(rows: Any, other: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    """Rows by the matrices of their groups; or, of a weight's gradient, both sides by rows."""
+    return int(2 * rows.shape[0] * rows.shape[1] * other.shape[-1])
+
+
+# torch's formulas do not know grouped products, nor the CPU's kernel of attention. As theirs do, these count the whole square of
+# a causal mask.
 _FLOPS: dict[Any, Any] = {
     **flop_registry,
+    aten._grouped_mm: _grouped,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }

@@ -13,9 +13,8 @@ reduced in float32, AdamW. Nothing is learned about time.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import logging
-import math
 import sys
 import time
 import warnings
@@ -24,15 +23,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench._fake import Step, Traced, fake_tensors, fake_world
+from bench._fake import Step, Traced, even_loads, fake_tensors, fake_world
+from bench._theory import CHOSEN, EXPERTS, Theory, theory
 from bench._timing import emit, machine, options, versions
-from bench.gpu.llama import Llama, Size
+from bench.gpu.llama import Block, Llama, Size
 
 import echelon as ech
 from echelon.parallel.activation import ActivationCheckpointParams
+from echelon.parallel.experts import GroupedExperts
 from echelon.parallel.parallelize import parallelize
 from echelon.parallel.recipe import Recipe
 from echelon.world.mesh import ParallelDims
@@ -46,96 +49,78 @@ COMPOSITIONS: dict[str, Callable[[int], ech.Parallel]] = {
     "fsdp": lambda ranks: ech.Parallel(dp_shard=-1),
     "hsdp": lambda ranks: ech.Parallel(dp_replicate=-1, dp_shard=min(128, ranks // 2)),
     "tp x fsdp": lambda ranks: ech.Parallel(dp_shard=-1, tp=min(8, ranks // 2)),
+    "cp x fsdp": lambda ranks: ech.Parallel(dp_shard=-1, cp=min(8, ranks // 2), check_context=False),
+    "tp x cp x fsdp": lambda ranks: ech.Parallel(dp_shard=-1, tp=min(8, ranks // 4), cp=2, check_context=False),
+    "ep x fsdp": lambda ranks: ech.Parallel(dp_shard=-1, ep=min(8, ranks // 2)),
     "tp x hsdp": lambda ranks: ech.Parallel(dp_replicate=2, tp=min(8, ranks // 4)),
 }
 CPU = torch.device("cpu")
-BF16, FP32 = 2, 4
-Key = tuple[str, str]
+
+
+class MixtureBlock(Block):
+    """With experts in the place of the products after attention."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__(size)
+        del self.gate, self.up, self.down
+        self.experts = ech.MoE(size.width, GroupedExperts(size.width, size.hidden // CHOSEN, EXPERTS), top_k=CHOSEN, balance=None)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm_1(x), cos, sin)
+        return x + self.experts(self.norm_2(x))
+
+
+class Model(Llama):
+    """With the positions that a rank's tokens have in the whole sequence.
+
+    Args:
+        experts: EXPERTS in each block, of which a token goes to CHOSEN, with as many products as the plain model has.
+    """
+
+    def __init__(self, size: Size, *, experts: bool = False) -> None:
+        super().__init__(size)
+        if experts:
+            self.blocks = nn.ModuleList(MixtureBlock(size) for _ in range(size.depth))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        at = ech.positions(tokens)
+        h, cos, sin = self.tokens(tokens), self.cos[at], self.sin[at]
+        for block in self.blocks:
+            h = block(h, cos, sin)
+        logits = self.head(self.norm(h)).flatten(0, 1)
+        return F.cross_entropy(logits.float(), targets.flatten())
 
 
 def trace(size: Size, ranks: int, strategy: ech.Parallel) -> Traced:
     """One update on rank 0, after one that sets up."""
     with fake_world(ranks):
         with fake_tensors() as mode:
-            model = Llama(size)
+            model = Model(size, experts=strategy.ep > 1)
         recipe = Recipe(ActivationCheckpointParams(), None, ech.Precision.of("bf16"))
         prepared = parallelize(model, strategy, CPU, recipe)
         step = Step(_axes(strategy.dims(ranks)))
+        # Real ones, which are cut and counted before they go in.
+        batch = prepared.part_of(tuple(torch.randint(0, size.vocabulary, (1, size.context)) for _ in range(2)))
         with fake_tensors(mode):
             optimizer = torch.optim.AdamW(prepared.module.parameters())
-            tokens, targets = (torch.randint(0, size.vocabulary, (1, size.context)) for _ in range(2))
 
-            def update() -> None:
-                prepared.module(tokens, targets).backward()
+        def update(tracing: Any) -> None:
+            with even_loads(size.context * CHOSEN), prepared.accumulate(True), fake_tensors(mode), tracing:
+                prepared.module(*batch).backward()
                 optimizer.step()
                 optimizer.zero_grad()
 
-            update()
-            step.keep(prepared.module.parameters(), *(state.values() for state in optimizer.state.values()))
-            with step:
-                update()
+        update(contextlib.nullcontext())
+        step.keep(prepared.module.parameters(), *(state.values() for state in optimizer.state.values()))
+        update(step)
     return step.traced
 
 
 def _axes(dims: ParallelDims) -> dict[str, str]:
     """By torch's name of a group, the axis."""
-    meshes = [dims.root_mesh(CPU)]
+    meshes = [dims.root_mesh(CPU), *([dims.cp_mesh(CPU)] if dims.cp > 1 else [])]
+    meshes += [dims.ep_mesh(CPU), dims.ep_data_mesh(CPU)] if dims.ep > 1 else []
     return {mesh.get_group(name).group_name: name for mesh in meshes for name in mesh.mesh_dim_names or ()}
-
-
-@dataclasses.dataclass(frozen=True)
-class Theory:
-    """What a rank should send, hold and compute in one update.
-
-    Attributes:
-        messages: bytes of whole tensors, by collective and axis.
-        held: bytes of its shards of parameters and of AdamW's two averages.
-        flops: of matrix products and attention.
-    """
-
-    messages: dict[Key, int]
-    held: int
-    flops: int
-
-
-def theory(size: Size, dims: ParallelDims) -> Theory:
-    """In words: `fully_shard` gathers each block twice in bfloat16, for the forward and the backward pass, and the head once;
-    once in float32 the norms and the embedding, whose products are not in bfloat16. All gradients are reduced in float32. A
-    parameter is split along its first dimension into equal parts, the last of which may be padding. Tensor parallelism adds up
-    the outputs of two layers of each block, once more those of the attention's when it is computed again, and in the backward
-    pass, in float32, the inputs' gradients of the five layers that are split by outputs.
-    """
-    shards, wide, tokens = dims.dp_shard * dims.cp, size.width, size.context
-    kv = size.kv_heads * (wide // size.heads)
-    by_outputs = [(wide, wide), (kv, wide), (kv, wide), (size.hidden, wide), (size.hidden, wide)]
-    by_inputs = [(wide, wide), (wide, size.hidden)]
-    block = [(rows // dims.tp, columns) for rows, columns in by_outputs] + [
-        (rows, columns // dims.tp) for rows, columns in by_inputs
-    ]
-    blocks, ends = size.depth * _padded(block, shards), _padded([(size.vocabulary, wide)], shards)
-    norms = (2 * size.depth + 1) * _padded([(wide,)], shards)
-    parameters = blocks + norms + 2 * ends
-    messages: dict[Key, int] = {}
-    data = "dp_shard" if dims.cp == 1 else "dp_shard_cp"
-    messages["all-gather", data] = 2 * BF16 * blocks + BF16 * ends + FP32 * (norms + ends)
-    messages["reduce-scatter", data] = FP32 * parameters
-    if dims.dp_replicate > 1:
-        messages["all-reduce", "dp_replicate"] = FP32 * parameters // shards
-    if dims.tp > 1:
-        messages["all-reduce", "tp"] = size.depth * tokens * wide * (3 * BF16 + 5 * FP32)
-    count = 7 * size.depth + 2 * size.depth + 1 + 2
-    multiplied = size.multiplied - size.vocabulary * wide
-    attention = size.depth * 2 * tokens * tokens * wide  # of one product
-    # Forward, again, and twice as much backward; not again the last product of a block, whose output nobody needs, and the head.
-    # Of attention's products there are 2, again 2, and 5 backward.
-    again = multiplied - size.depth * size.hidden * wide
-    products = (6 * multiplied + 2 * again) * tokens // dims.tp + 6 * size.vocabulary * wide * tokens
-    flops = products + 9 * attention // dims.tp
-    return Theory(messages, 3 * FP32 * parameters // shards + FP32 * count, flops)
-
-
-def _padded(shapes: list[tuple[int, ...]], ranks: int) -> int:
-    return sum(math.ceil(shape[0] / ranks) * ranks * math.prod(shape[1:]) for shape in shapes)
 
 
 def _row(name: str, ranks: int, dims: ParallelDims, found: Traced, said: Theory, seconds: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ speed     a step through AutoUnit against a bare loop over the same model, wrapp
           norm refuses). They live in the same two processes (gloo, one thread) and take turns of two updates; a ratio
           compares neighbours. echelon writes every update to metrics.jsonl, as it does unasked; the bare loop watches nothing.
           At the end the parameters of both are compared: they did the same work if these are equal.
-context   the same for context parallelism: sequences of 512 over 2 and 4 ranks, attention written by hand with torch.distributed.
+context   the same for context parallelism: sequences of 512 over 2 and 4 ranks, attention by hand with torch.distributed.
 pipeline  the same for pipelines over 2 and 4 ranks, 8 micro-batches, against torch's 1F1B with stages written by hand; and the
           idle part of a step with each schedule, of a model whose passes sleep, against what theory says.
 bitwise   the same for deterministic="bitwise", whose every micro-batch is reduced, against accumulation by hand.
@@ -106,8 +106,10 @@ def speed(arguments: Any) -> None:
     about, rows = {**facts(), "strategies": {}}, []
     cases = [(s, Case(s, turns=arguments.rounds), by) for s, by in SPEED.items()]
     cases.append(("tp", Case("tp", "tp alone", turns=arguments.rounds), "parallelize_module alone"))
+    cases.append(("tp", Case("tp", "tp alone", turns=arguments.rounds, heads=4), "parallelize_module alone, 4 ranks"))
+    cases.append(("tp", Case("tp", turns=arguments.rounds, heads=4), "parallelize_module + fully_shard, 4 ranks"))
     for name, case, by in cases:
-        found = launch(compare, case)[0]
+        found = launch(compare, case, ranks=4 if "4 ranks" in by else 2)[0]
         about["strategies"][f"{name}, {by}"] = found
         wall, cpu = ratios(found["wall_ms"]), ratios(found["cpu_ms"])
         same = f"{found['difference']:.0e}" if found["difference"] else "equal"

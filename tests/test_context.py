@@ -308,20 +308,26 @@ def _shifts_itself(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
     return F.cross_entropy(logits.flatten(0, 1), batch["inputs"][:, 1:].flatten())
 
 
+def _loss_by_hand(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    chosen = module(batch["inputs"])[:, :-1].log_softmax(-1).gather(2, batch["inputs"][:, 1:, None])
+    return -chosen.mean()
+
+
 def _cuts_inputs(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(module(batch["inputs"][:, :-1]).flatten(0, 1), batch["inputs"][:, 1:].flatten())
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "attention by hand": (ByHand, {}, r"ByHand.head \(Linear\) gets other inputs .* scaled_dot_product_attention"),
+    "attention by hand": (ByHand, {}, r"ByHand.head \(Linear\) gets other inputs .*scaled_dot_product_attention"),
     "local positions": (LocalPositions, {}, r"LocalPositions\.places .*echelon.positions"),
     "pooling": (Pooled, {}, "Pooled gives other outputs"),
     "a mask of local keys": (LocalMask, {}, r"over all 16 keys .* got 8 x 8 .*is_causal=True"),
     "MultiheadAttention": (Multihead, {}, r"over 2 ranks cannot split nn\.MultiheadAttention"),
     "convolution": (Convolved, {}, r"Convolved\.near \(Conv1d\) gives other outputs"),
     "length": (lm, {"length": 18}, r"dimension 1 of inputs, of shape \(2, 18\), must .* 2 x cp = 4 divides.* 16 or 20"),
-    "shift in the loss": (lm, {"loss": _shifts_itself}, r"cross_entropy got 2 x 7 targets of this rank's 2 x 8 tokens"),
-    "shift of the inputs": (lm, {"loss": _cuts_inputs}, r"has 7 tokens of this rank's part"),
+    "shift in the loss": (lm, {"loss": _shifts_itself}, r"2 x 7 targets were taken of this rank's 2 x 8 tokens"),
+    "shift in a loss by hand": (lm, {"loss": _loss_by_hand}, r"2 x 7 targets were taken of this rank"),
+    "shift of the inputs": (lm, {"loss": _cuts_inputs}, r"2 x 7 targets were taken of this rank"),
     "no sequence": (lm, {"batch": {"x": torch.zeros(3)}}, r"no tensor of the batch has one"),
     "ambiguous": (
         lm,
@@ -346,6 +352,45 @@ def _refused(case: str) -> str:
 def test_what_cannot_be_split_is_refused(ranks: Ranks, case: str) -> None:
     for message in ranks(2, _refused, case):
         assert re.search(REFUSED[case][2], message), message
+
+
+def _compiled() -> tuple[str, float]:
+    options: dict[str, Any] = {"compile": ech.TorchCompileParams(backend="aot_eager"), "strategy": "cp=2"}
+    with pytest.raises(UsageError) as raised:
+        Language(module=lm(), activation_checkpoint_params="blocks", **options)
+    batches = [[tokens(2, 16, 0)], [tokens(2, 16, 1)]]
+    unit = Language(module=lm(), **options)
+    ech.train(unit, [batch for window in batches for batch in window], max_epochs=1)
+    return str(raised.value), largest_difference(whole(unit.module), plain(lm(), batches)[0])
+
+
+@pytest.mark.full
+def test_compiled_models_train_alike_and_do_not_recompute(ranks: Ranks) -> None:
+    for message, far in ranks(2, _compiled):
+        assert message.startswith("context parallelism takes compile or activation_checkpoint_params, got both")
+        assert far < 1e-11
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("which", ["flex_attention", "varlen_attn"])
+def test_other_kernels_are_refused(which: str) -> None:
+    from echelon.parallel.context_active import over
+    from echelon.parallel.context_attention import SplitAttention
+    from echelon.parallel.context_split import SequenceParts
+
+    def call() -> None:
+        if which == "flex_attention":
+            from torch.nn.attention.flex_attention import flex_attention
+
+            flex_attention(*[torch.randn(1, 1, 128, 16)] * 3)
+        else:
+            from torch.nn.attention.varlen import varlen_attn
+
+            ends = torch.tensor([0, 128], dtype=torch.int32)
+            varlen_attn(*[torch.randn(128, 1, 16)] * 3, ends, ends, 128, 128)
+
+    with over(SequenceParts(0, 2)), SplitAttention(), pytest.raises(UsageError, match=f"2 ranks cannot split {which}"):
+        call()
 
 
 def _unchecked() -> tuple[bool, list[list[int]]]:

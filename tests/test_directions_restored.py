@@ -1,4 +1,4 @@
-"""Checkpoints under every direction of parallelism: any layout reads any other bit for bit; a run that was killed goes on alike."""
+"""Checkpoints under every direction of parallelism: any layout reads any other bit for bit; a run that goes on goes on alike."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 import echelon as ech
 from echelon.checkpoint.tensors import Tensors, local_files
+from tests.language import LENGTH, WORDS, Language, Unit
 from tests.standing import StandingRanksBySize
-from tests.test_directions import LENGTH, WORDS, Language, Unit
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -28,8 +28,12 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
     "cp": (2, "cp=2"),
     "tp x fsdp": (4, "dp_shard=2,tp=2"),
     "cp x fsdp": (4, "dp_shard=2,cp=2"),
+    "pp": (2, "pp=2"),
+    "interleaved": (2, ech.Parallel(pp=2, schedule="interleaved")),
+    "pp x fsdp": (4, "dp_shard=2,pp=2"),
+    "tp x pp": (4, "tp=2,pp=2"),
 }
-GOES_ON = ("tp x fsdp", "cp x fsdp")
+GOES_ON = ("tp x fsdp", "cp x fsdp", "pp x fsdp")
 
 
 def _data() -> ech.Loader:
@@ -84,7 +88,7 @@ def saved(standing_ranks: StandingRanksBySize, tmp_path_factory: pytest.TempPath
     return made
 
 
-FIRST = [("one", "cp x fsdp"), ("cp x fsdp", "tp x fsdp"), ("tp x fsdp", "ddp")]
+FIRST = [("one", "pp x fsdp"), ("pp x fsdp", "cp"), ("cp x fsdp", "tp x fsdp"), ("tp x fsdp", "ddp")]
 OTHERS = [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b and (a, b) not in FIRST]
 
 

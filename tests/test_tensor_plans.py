@@ -109,6 +109,22 @@ def _of_transformers(name: str) -> nn.Module:
     return model
 
 
+class Shared(Small):
+    """Both blocks have one MLP, a layer of which has a third name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h[1].mlp = self.h[0].mlp
+        self.again = self.h[0].mlp.c_fc
+
+
+def _adapted() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    made: nn.Module = get_peft_model(_of_transformers("llama"), LoraConfig(r=2, target_modules=["q_proj", "o_proj", "up_proj"]))
+    return made
+
+
 def _example() -> nn.Module:
     sys.path.insert(0, str(EXAMPLES))
     try:
@@ -131,7 +147,13 @@ def _frozen() -> nn.Module:
     return module
 
 
-OWN: dict[str, Callable[[], nn.Module]] = {"small": Small, "small, frozen": _frozen, "examples/gpt.py": _example}
+OWN: dict[str, Callable[[], nn.Module]] = {
+    "small": Small,
+    "small, frozen": _frozen,
+    "examples/gpt.py": _example,
+    "shared": Shared,
+    "LoRA": _adapted,
+}
 
 
 def made(name: str) -> nn.Module:
@@ -229,13 +251,15 @@ def _far(strategy: Any, names: list[str]) -> dict[str, tuple[float, float]]:
     return found
 
 
+LOGITS = {"wte": "rowwise", "lm_head": "colwise_logits", "h.*.mlp.c_fc": "colwise", "h.*.mlp.c_proj": "rowwise"}
 SETUPS: dict[str, tuple[int, Any]] = {
     "tp": (2, "tp"),
     "tp + sp": (2, ech.TPStrategy(sequence_parallel=True)),
+    "logits stay split": (2, ech.TPStrategy(plan=LOGITS)),
     "fsdp two, tp two": (4, ech.TPStrategy(size=2)),
     "fsdp two, tp two + sp": (4, ech.TPStrategy(size=2, sequence_parallel=True)),
 }
-SOME = ["small", "gpt2", "llama"]
+SOME = ["small", "gpt2", "llama", "LoRA"]
 OTHERS = [
     *("qwen2, tied", "qwen2, tied", "gpt2", "small", "llama", "small, frozen", "gpt2 of 51 words", "mistral", "qwen3"),
     *("phi3", "olmo2", "gpt-neox"),
@@ -247,14 +271,85 @@ OTHERS = [
     [
         pytest.param("tp", SOME, id="tp"),
         pytest.param("tp + sp", ["small, frozen", "gpt2", "llama"], id="tp + sp"),
-        pytest.param("tp", [*OTHERS, "bert", "examples/gpt.py"], id="tp, others", marks=pytest.mark.full),
-        *(pytest.param(name, OTHERS, id=f"{name}, others", marks=pytest.mark.full) for name in SETUPS if name != "tp"),
+        pytest.param("logits stay split", ["small"], id="logits stay split"),
+        pytest.param("tp + sp", ["shared"], id="tp + sp, shared", marks=pytest.mark.full),
+        pytest.param("tp", ["shared", *OTHERS, "bert", "examples/gpt.py"], id="tp, others", marks=pytest.mark.full),
+        *(
+            pytest.param(name, OTHERS, id=f"{name}, others", marks=pytest.mark.full)
+            for name in SETUPS
+            if "+" in name or "fsdp" in name
+        ),
     ],
 )
 def test_plans_that_nobody_wrote_give_plain_numbers(ranks: Ranks, setup: str, names: list[str]) -> None:
     size, strategy = SETUPS[setup]
     for found in ranks(size, _far, strategy, names, timeout_s=300.0):
         assert {case: far for case, far in found.items() if not max(far) < 1e-11} == {}
+
+
+def _recomputed(names: list[str]) -> dict[str, float]:
+    found = {}
+    for name in names:
+        options: dict[str, Any] = {"kind": "AdamW", "clip_grad_norm": CLIP, "gradient_accumulation_steps": 2, "device": CPU}
+        unit = Unit(module=made(name), strategy=SETUPS["tp + sp"][1], activation_checkpoint_params="blocks", **options)
+        ech.train(unit, [micro[0] for update in windows(1) for micro in update], max_epochs=1)
+        got, (want, _) = whole(unit.module), plain(name, "AdamW", 1)
+        found[name] = max(float((got[k] - want[k]).abs().max()) for k in want)
+    return found
+
+
+def test_blocks_that_are_recomputed_give_the_same_numbers(ranks: Ranks) -> None:
+    for found in ranks(2, _recomputed, ["small", "llama"]):
+        assert max(found.values()) < 1e-11, found
+
+
+def _evaluated(strategy: Any) -> tuple[float, float, torch.Size]:
+    """The evaluation loss, plain torch's, and the shape of this rank's part of the largest logits."""
+    unit = Unit(module=made("small"), kind="SGD", strategy=strategy, device=CPU)
+    shapes: list[torch.Size] = []
+    unit.module.lm_head.register_forward_hook(
+        lambda _, __, out: shapes.append((out.to_local() if hasattr(out, "to_local") else out).shape)
+    )
+    data = [micro[0].abs() + 1 for update in windows(1)[:2] for micro in update]
+    data = [ids.clamp(max=49) for ids in data]
+    ech.evaluate(unit, data)
+    one = made("small")
+    with torch.no_grad():
+        losses = [summed_loss(one, ids) for ids in data]
+    want = float(sum(loss for loss, _ in losses) / sum(count for _, count in losses))
+    return unit.eval_loss, want, shapes[0]
+
+
+def test_an_evaluation_leaves_logits_split(ranks: Ranks) -> None:
+    for got, want, shape in ranks(2, _evaluated, SETUPS["logits stay split"][1]):
+        assert got == pytest.approx(want, rel=1e-12) and shape[-1] == 25
+
+
+def _saved(folder: Path) -> None:
+    unit, _ = trained(SETUPS["tp + sp"][1], "small", "AdamW")
+    saver = ech.DistributedCheckpointSaver(folder, save_every_n_train_steps=1)
+    ech.train(unit, [windows(1)[0][0][0]] * 2, max_epochs=unit.train_progress.num_epochs_completed + 1, callbacks=[saver])
+
+
+def _restored(folder: Path, strategy: Any) -> dict[str, torch.Tensor]:
+    unit = Unit(
+        module=made("small"), kind="AdamW", strategy=strategy, clip_grad_norm=CLIP, gradient_accumulation_steps=2, device=CPU
+    )
+    assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
+    from echelon.parallel.state import states_by_name
+
+    states = {**unit.prepared.state().state_dict(), **states_by_name(unit.app_state())["optimizer"].state_dict()}
+    tensors = {k: v for k, v in states.items() if isinstance(v, torch.Tensor)}
+    return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone() for k, v in tensors.items()}
+
+
+def test_a_checkpoint_of_parts_is_bit_equal_elsewhere(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _saved, tmp_path / "checkpoints")
+    want = ranks(2, _restored, tmp_path / "checkpoints", SETUPS["tp + sp"][1])[0]
+    for strategy in ("ddp", "fsdp", "tp"):
+        for got in ranks(2, _restored, tmp_path / "checkpoints", strategy):
+            assert got.keys() == want.keys() and len(got) > 40
+            assert all(torch.equal(got[k], want[k]) for k in want)
 
 
 # --- what is said
@@ -347,6 +442,22 @@ def test_what_cannot_be_split_is_refused_by_name(make: Any, plan: Any, size: int
     with pytest.raises(UsageError) as caught:
         check_tensor(make(), plan, size, sequence_parallel=sequence)
     assert said in str(caught.value)
+
+
+def _forgotten() -> str:
+    """Each head has a norm that the plan does not name."""
+    plan = {"model.layers.*.self_attn.[qkv]_proj": "colwise", "model.layers.*.self_attn.o_proj": "rowwise"}
+    options: dict[str, Any] = {"kind": "SGD", "device": CPU, "strategy": ech.TPStrategy(plan=plan)}
+    with pytest.raises(UsageError) as caught:
+        ech.train(Unit(module=made("qwen3"), **options), [micro[0] for micro in windows(1)[0]], max_epochs=1)
+    return str(caught.value)
+
+
+def test_a_norm_of_each_head_that_a_plan_forgets_is_named(ranks: Ranks) -> None:
+    for said in ranks(2, _forgotten):
+        assert (
+            "Qwen3ForCausalLM.model.layers.0.self_attn.q_norm.weight differs between the 2 ranks" in said and '"summed"' in said
+        )
 
 
 # --- what travels

@@ -14,7 +14,9 @@ from echelon.parallel import STRATEGIES
 from tests.models import Batch, net
 
 # Strategies over several ranks, each on its own share of the data.
-PARALLEL = [name for name in STRATEGIES if name not in ("noop", "dp", "tp", "parallel")]  # "parallel" alone is "fsdp"
+PARALLEL = [
+    name for name in STRATEGIES if name not in ("noop", "dp", "tp", "parallel", "local_sgd", "diloco")
+]  # "parallel" alone is "fsdp"
 
 # In `make test` a test of one strategy each has ddp, zero1 and fsdp: whole parameters, with the optimizer whole or divided, and
 # shards. The others are forms of fsdp; that all train the same numbers is tests/test_equivalence.py's.

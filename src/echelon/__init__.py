@@ -50,11 +50,12 @@ if TYPE_CHECKING:
     from echelon.parallel.ddp import DDPStrategy
     from echelon.parallel.deferred import on_meta
     from echelon.parallel.dp import DPStrategy
-    from echelon.parallel.experts import GroupedExperts, MoE, auxiliary_loss, expert_loads
+    from echelon.parallel.experts import GroupedExperts, MoE, auxiliary_loss, balance_experts, expert_loads
     from echelon.parallel.float8 import Float8
     from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
     from echelon.parallel.fsdp2 import FSDP2Strategy
     from echelon.parallel.linear_cross_entropy import linear_cross_entropy
+    from echelon.parallel.local_sgd import DiLoCoStrategy, LocalSGDStrategy
     from echelon.parallel.parallelize import prepare_ddp, prepare_fsdp, prepare_fsdp2, prepare_module
     from echelon.parallel.precision import Precision
     from echelon.parallel.recipe import TorchCompileParams
@@ -79,6 +80,7 @@ __all__ = [
     "DDPStrategy",
     "DPStrategy",
     "DataError",
+    "DiLoCoStrategy",
     "DistributedCheckpointSaver",
     "EchelonError",
     "EntryPoint",
@@ -90,6 +92,7 @@ __all__ = [
     "HSDPStrategy",
     "Loader",
     "LoaderOptions",
+    "LocalSGDStrategy",
     "Mean",
     "Mixture",
     "MoE",
@@ -127,6 +130,7 @@ __all__ = [
     "World",
     "ZeROStrategy",
     "auxiliary_loss",
+    "balance_experts",
     "checkpoint_wrapper",
     "count_tokens",
     "cu_seqlens",
@@ -200,11 +204,12 @@ _NAMES = {
     "parallel.ddp": ["DDPStrategy"],
     "parallel.deferred": ["on_meta"],
     "parallel.dp": ["DPStrategy"],
-    "parallel.experts": ["GroupedExperts", "MoE", "auxiliary_loss", "expert_loads"],
+    "parallel.experts": ["GroupedExperts", "MoE", "auxiliary_loss", "balance_experts", "expert_loads"],
     "parallel.float8": ["Float8"],
     "parallel.fsdp": ["FSDPStrategy", "HSDPStrategy"],
     "parallel.fsdp2": ["FSDP2Strategy"],
     "parallel.linear_cross_entropy": ["linear_cross_entropy"],
+    "parallel.local_sgd": ["DiLoCoStrategy", "LocalSGDStrategy"],
     "parallel.parallelize": ["prepare_ddp", "prepare_fsdp", "prepare_fsdp2", "prepare_module"],
     "parallel.precision": ["Precision"],
     "parallel.recipe": ["TorchCompileParams"],

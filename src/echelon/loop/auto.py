@@ -225,7 +225,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
     @property
     def agrees_to_stop(self) -> bool:
         own_hook = self._reports_step and self.may_stop
-        return self._reduces and not own_hook and not _overrides(self, AutoUnit, "train_step")
+        return (self._reduces or self.prepared.works_alone) and not own_hook and not _overrides(self, AutoUnit, "train_step")
 
     @property
     def steps_by_itself(self) -> bool:
@@ -249,6 +249,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         together = self.prepared.averaged_over > 1 or self.prepared.forward_is_collective
         self._reduces = agree.is_joined() and together
         self.window.group = agree.control_group() if self._reduces else None
+        self.window.may_be_empty = self.prepared.works_alone
         has_strategy = self._options.strategy is not None
         check_trainable(self, together=self._reduces or not agree.is_joined(), has_strategy=has_strategy)
         self.configure()
@@ -304,9 +305,17 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         elif phase == "test":
             self.test_loss = self._evaluation.mean.compute()
 
+    def _apply(self, state: State, weight: Any, loss: Any, norm: torch.Tensor | None) -> bool:
+        updated = super()._apply(state, weight, loss, norm)
+        if self.prepared.works_alone and self.prepared.told_to_stop(state.stop_requested):
+            state.agree_to_stop()
+        return updated
+
     def phase_ended(self, state: State, phase: str) -> None:
         self.window.group = None
         if not state.should_stop or state.stopped_by_script:  # the same on all ranks; else it resumes later
+            if phase == "train":
+                self.prepared.end_training()
             self._finite.finish(self.window.updates, together=self._reduces)
             if self.swa_model is not None and agree.is_rank0():
                 self.swa_model.warn_if_unused()

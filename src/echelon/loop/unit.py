@@ -14,7 +14,8 @@ from torch import nn
 from echelon.checkpoint.layout import Stateful
 from echelon.contracts.errors import UnitError
 from echelon.loop.progress import Progress
-from echelon.parallel.prepared import Prepared, Recognised
+from echelon.parallel.prepared import Prepared
+from echelon.parallel.recognised import Recognised
 
 if TYPE_CHECKING:
     from echelon.loop.state import State

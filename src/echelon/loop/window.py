@@ -33,6 +33,7 @@ class Window:
         size: micro-batches per update.
         fixed: W0 stays 1, for updates whose every bit must not depend on the number of ranks.
     Attributes:
+        may_be_empty: of a worker by itself, which has padding alone where others have samples; its gradients are zeros then.
         group: the ranks to sum over, in host memory; None for this one alone.
         count: micro-batches so far in this window.
         updates: updates so far in the run.
@@ -44,6 +45,7 @@ class Window:
     def __init__(self, size: int, *, fixed: bool = False) -> None:
         self.size = self._saved_size = size
         self.fixed = fixed
+        self.may_be_empty = False
         self.group: dist.ProcessGroup | None = None
         self.count = self.updates = 0
         self.reference: float | None = None
@@ -109,6 +111,9 @@ class Window:
         if self._is_sum:
             loss = loss / weight if isinstance(weight, torch.Tensor) or weight else loss
             self._is_sum = False
+        if self.may_be_empty:  # gradients of zeros stay so, whatever they are divided by
+            usual = self.reference or 1.0
+            weight = torch.where(weight > 0, weight, usual) if isinstance(weight, torch.Tensor) else weight or usual
         if isinstance(weight, (int, float)) and weight <= 0:
             raise UsageError(
                 f"the weight of the global batch must be above 0, got {weight:g} in update {self.updates}. It counts samples "

@@ -11,6 +11,7 @@ from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.dp import DPStrategy
 from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
+from echelon.parallel.local_sgd import DiLoCoStrategy, LocalSGDStrategy
 from echelon.parallel.strategy import STRATEGIES, NOOPStrategy, Prepared, Strategy
 from echelon.parallel.tensor import TPStrategy
 from echelon.parallel.zero import ZeROStrategy
@@ -19,9 +20,11 @@ __all__ = [
     "STRATEGIES",
     "DDPStrategy",
     "DPStrategy",
+    "DiLoCoStrategy",
     "FSDP2Strategy",
     "FSDPStrategy",
     "HSDPStrategy",
+    "LocalSGDStrategy",
     "NOOPStrategy",
     "Parallel",
     "Prepared",
@@ -44,4 +47,6 @@ STRATEGIES |= {
     "zero3": partial(ZeROStrategy, 3),
     "tp": TPStrategy,
     "parallel": Parallel,
+    "local_sgd": LocalSGDStrategy,
+    "diloco": DiLoCoStrategy,
 }

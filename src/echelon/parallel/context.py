@@ -19,24 +19,42 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.context_active import current, over
-from echelon.parallel.context_attention import SplitAttention
+from echelon.parallel.context_attention import SplitAttention, attend
 from echelon.parallel.context_batch import SequenceDim, check_sequence_dim, counted, cut_batch, sequence_dims, size_of
 from echelon.parallel.context_probe import probe
 from echelon.parallel.context_split import SequenceParts
 from echelon.parallel.context_transformers import adapt, with_shifted_labels
+from echelon.parallel.recipe import Recipe
 from echelon.world import agree
 from echelon.world.device import map_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ContextParallel"]
+__all__ = ["ContextParallel", "check_context"]
 
 logger = logging.getLogger(__name__)
 
 
 def _has_sequence(value: Any, length: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length
+
+
+def check_context(module: nn.Module, recipe: Recipe) -> None:
+    """
+    Raises:
+        UsageError: compiled blocks would recompute attention without the other ranks' keys.
+    """
+    compiled, recomputed = recipe.torch_compile, recipe.activation_checkpoint
+    own = [type(part).__name__ for part in module.modules() if getattr(part, "gradient_checkpointing", False) is True]
+    recomputes = own or (recomputed is not None and recomputed.memory_budget is None)
+    if compiled is not None and not compiled.disable and recomputes:
+        what = f"{own[0]}.gradient_checkpointing" if own else "activation_checkpoint_params"
+        raise UsageError(
+            f"context parallelism takes compile or {what}, got both: what is compiled and computed again would attend to this "
+            "rank's tokens only (torch 2.13). Leave out one, or say what to keep of each graph: "
+            "ActivationCheckpointParams(memory_budget=0.5)."
+        )
 
 
 class ContextParallel:
@@ -68,6 +86,7 @@ class ContextParallel:
         self._told, self._unchecked, self._compared = False, check, False
         self._rows = self._length = 0  # of the latest part
         self._here = threading.local()
+        self._attend = torch.compiler.disable(attend)  # graphs end where ranks exchange keys and values
         self._shifts = adapt(module)
         for name, part in module.named_modules():
             if not name:
@@ -129,7 +148,7 @@ class ContextParallel:
             return
         self._here.entered = True
         try:
-            with SplitAttention(self._of_loss, self._aside):
+            with SplitAttention(self._of_targets, self._aside, self._attend):
                 yield
         finally:
             self._here.entered = False
@@ -162,16 +181,16 @@ class ContextParallel:
             self._compared = True
             probe(self.parts, kind, forward, module, args, kwargs)
 
-    def _of_loss(self, targets: int) -> None:
-        """In the first pass: a loss over so many targets must not be one that shifts within this rank's part.
+    def _of_targets(self, targets: int) -> None:
+        """In the first pass: so many targets must not be those of a shift within this rank's part.
 
         Raises:
             UsageError: it is.
         """
         if self._unchecked and self._length > 2 and targets == self._rows * (self._length - 1):
             raise UsageError(
-                f"context parallelism over {self.parts.size} ranks: cross_entropy got {self._rows} x {self._length - 1} targets "
-                f"of this rank's {self._rows} x {self._length} tokens. Were they shifted in compute_loss, as logits[:, :-1] and "
+                f"context parallelism over {self.parts.size} ranks: {self._rows} x {self._length - 1} targets were taken of "
+                f"this rank's {self._rows} x {self._length} tokens. Were they shifted in compute_loss, as logits[:, :-1] and "
                 "tokens[:, 1:]? The tokens of a part are no neighbours where its two chunks meet. Let the dataset give inputs "
                 "and targets; a causal model of transformers computes its loss itself, if it is given labels."
             )
@@ -182,6 +201,7 @@ class _InContext:
 
     def __init__(self, context: ContextParallel, module: nn.Module) -> None:
         self._context, self._forward = context, module.forward
+        self.__wrapped__ = module.forward  # for inspect.signature, by which programs tell what a model takes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context = self._context

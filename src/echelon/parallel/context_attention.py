@@ -24,7 +24,9 @@ from echelon.parallel.context_split import SequenceParts
 __all__ = ["SplitAttention", "attend"]
 
 _SPLIT, _LOSS = F.scaled_dot_product_attention, F.cross_entropy
+_SLICE = torch.Tensor.__getitem__
 _BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+_SPECIAL = frozenset({_LOSS, _SLICE, *_BACKWARD})
 
 # What computes attention in another way, by the name of the function that torch calls.
 _OTHERS = {
@@ -43,36 +45,46 @@ class SplitAttention(TorchFunctionMode):
     """While it is entered and a part of a sequence is `current`, attention sees all ranks' keys and values. Of one thread.
 
     Args:
-        of_loss: is told over how many targets a cross-entropy is taken.
+        of_targets: is told how many whole numbers a cross-entropy has as targets, or a slice leaves of how many.
         aside: context of a backward pass, within which torch takes a mode aside, and which may compute a module again.
+        attends: what computes attention, `attend` or what leads to it.
     """
 
     def __init__(
         self,
-        of_loss: Callable[[int], None] = lambda targets: None,
+        of_targets: Callable[[int], None] = lambda targets: None,
         aside: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        attends: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
-        self._of_loss, self._aside = of_loss, aside
+        self._of_targets, self._aside, self._attend = of_targets, aside, attends or attend
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is _SPLIT and (parts := current()) is not None:
-            return attend(parts, *args, **(kwargs or {}))
-        if func in _BACKWARD:
-            with self._aside():
-                return func(*args, **(kwargs or {}))
-        if func is _LOSS and current() is not None:
-            target = args[1] if len(args) > 1 else (kwargs or {})["target"]
-            if not target.is_floating_point():
-                self._of_loss(target.numel())
-        elif (other := _OTHERS.get(getattr(func, "__name__", ""))) is not None and (parts := current()) is not None:
+        parts = current()
+        if func is _SPLIT and parts is not None:
+            return self._attend(parts, *args, **(kwargs or {}))
+        if torch.compiler.is_compiling():  # what follows is for the first pass, and for passes that are not compiled
+            return func(*args, **(kwargs or {}))
+        if func in _SPECIAL and parts is not None:
+            return self._run(func, args, kwargs or {})
+        if (other := _OTHERS.get(getattr(func, "__name__", ""))) is not None and parts is not None:
             raise UsageError(
                 f"context parallelism over {parts.size} ranks cannot split {other}: each rank would attend to its own part of "
                 "the sequence only. Compute attention with torch.nn.functional.scaled_dot_product_attention, or train without cp."
             )
         return func(*args, **(kwargs or {}))
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if func in _BACKWARD:
+            with self._aside():
+                return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        targets = made if func is _SLICE else args[1] if len(args) > 1 else kwargs["target"]
+        if targets.dtype is torch.int64 and (func is _LOSS or args[0].dim() == 2):
+            self._of_targets(targets.numel())
+        return made
 
 
 def attend(

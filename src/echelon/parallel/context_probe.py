@@ -8,6 +8,7 @@ that are counted from a rank's first token, are an error that names the submodul
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -220,9 +221,12 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
     modes = [(part, part.training) for part in module.modules()]
     buffers = [(b, b.clone()) for b in module.buffers()]
     streams = rng.states()
+    # Compiled for these lengths, and with these hooks, it would be compiled in vain.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     module.eval()
     try:
-        yield
+        with eager:
+            yield
     finally:
         for part, mode in modes:
             part.training = mode

@@ -93,6 +93,7 @@ class _Filled:
 
     def __init__(self, model: Any, names: tuple[str, ...], shifts: bool) -> None:
         self._forward, self._names, self._shifts = model.forward, names, shifts
+        self.__wrapped__ = model.forward  # for inspect.signature
         self._kind, self._config = type(model).__name__, model.config
         self._causal = any(getattr(part, "is_causal", False) for part in model.modules())
 

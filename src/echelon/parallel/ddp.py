@@ -96,11 +96,11 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
     def keep_extras(self) -> None:
         reduction_order.note(self.module)
 
-    def extras(self) -> dict[str, list[str]]:
+    def extras(self) -> dict[str, Any]:
         order = reduction_order.noted(self.module)
         return {} if order is None else {"reduction_order": order}
 
-    def load_extras(self, extras: Mapping[str, list[str]]) -> None:
+    def load_extras(self, extras: Mapping[str, Any]) -> None:
         reduction_order.replay(self.module, extras.get("reduction_order", ()))
 
     def parameters_written(self) -> None:

@@ -136,6 +136,11 @@ def prepare_module(
     compiled = compiled if decided.compile is not False else None
     recipe = Recipe(recomputed, compiled, Precision.of(chosen) if chosen is not None else None)
     prepared = parallelize(module, strategy, device, recipe, overridden=decided.strategy)
+    if prepared.works_alone:
+        raise UsageError(
+            f"prepare_module knows of no updates, after some of which workers of strategy {decided.strategy or strategy!r} meet. "
+            "Use echelon.prepare, or a unit such as AutoUnit."
+        )
     if prepared.divides_optimizer:
         logger.warning(
             "prepare_module never sees the optimizer that strategy 'zero1' divides: call echelon.parallel.partition.Partition("

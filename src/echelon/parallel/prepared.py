@@ -23,13 +23,13 @@ from echelon.parallel.fixed_order import clip_in_order_
 from echelon.parallel.loose import average_, check_equal
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_buffers, plain_names, unwrapped, without_compile
-from echelon.parallel.registry import Kind, kind_of, wrapper_of
+from echelon.parallel.registry import kind_of, wrapper_of
 from echelon.parallel.shards import reshard
 from echelon.parallel.state import ModuleState, module_state
 from echelon.world import agree
 from echelon.world.init import World
 
-__all__ = ["NO_CONTEXT", "Prepared", "Recognised", "WrapperPrepared"]
+__all__ = ["NO_CONTEXT", "Prepared", "WrapperPrepared"]
 
 O = TypeVar("O")  # noqa: E741
 M = TypeVar("M", bound=nn.Module)
@@ -58,7 +58,10 @@ class Prepared(Generic[M]):
         others: what the optimizer trains besides the module, such as a learned weight of a loss.
         wants_outputs: whether somebody looks at what `compute_loss` returns besides the loss, in training.
         part, stage: which part of each sample this rank computes, and which part of the layers, each of how many.
+        share: what the latest part of a batch counts of what the batch counts, where rows are counted, which all parts have.
         draws_apart: a forward pass draws other random numbers than one process would, on the ranks that share its samples.
+        is_trying: what is computed now is thrown away: a pipeline learns what its stages pass on.
+        works_alone: each rank trains by itself, and meets the others now and then.
         computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
     """
 
@@ -69,10 +72,13 @@ class Prepared(Generic[M]):
     replaces_parameters = False
     flattens_parameters = False
     takes_windows = False
+    works_alone = False
     stages: Sequence[dist.ProcessGroup | None] = ()
     wants_outputs = True
     part = stage = (0, 1)
     draws_apart = False
+    is_trying = False
+    share: float | torch.Tensor = 1.0
     computes_in: torch.dtype | None = None
 
     def __init__(self, module: M, averaged: Sequence[Axis] = ()) -> None:
@@ -153,11 +159,11 @@ class Prepared(Generic[M]):
     def keep_extras(self) -> None:
         """From now on, remember what `extras` gives. Once in a run that saves."""
 
-    def extras(self) -> dict[str, list[str]]:
-        """What a bit-equal resume with as many ranks needs besides tensors, each a list of text. Per rank."""
+    def extras(self) -> dict[str, Any]:
+        """What a bit-equal resume with as many ranks needs besides the state. Per rank."""
         return {}
 
-    def load_extras(self, extras: Mapping[str, list[str]]) -> None:
+    def load_extras(self, extras: Mapping[str, Any]) -> None:
         """Take up what `extras` gave, under whatever strategy; what is not there stays. Collective."""
 
     def describe(self) -> dict[str, Any]:
@@ -190,11 +196,6 @@ class Prepared(Generic[M]):
     def whole_of(self, outputs: Any) -> Any:
         """Outputs for the latest batch that `part_of` was asked for, from those for its parts. Collective."""
         return outputs
-
-    @property
-    def share(self) -> float | torch.Tensor:
-        """What the latest part counts of what its batch counts, where rows are counted, which all parts have."""
-        return 1.0
 
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
         """`forward(batch)`, to evaluate or to predict; the results are given to all ranks that have the batch."""
@@ -282,6 +283,13 @@ class Prepared(Generic[M]):
         for follow in self._after_step:
             follow()
 
+    def told_to_stop(self, asked: bool) -> bool:
+        """After an update, where `works_alone`: whether a rank has asked to stop, if they have just met. Collective then."""
+        return False
+
+    def end_training(self) -> None:
+        """Training is over, not only interrupted. Collective."""
+
     def follow_step(self, follow: Callable[[], None]) -> None:
         """Have something done after each update."""
         self._after_step.append(follow)
@@ -339,25 +347,3 @@ class WrapperPrepared(Prepared[M]):
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         self._reduces = last
         return NO_CONTEXT if last else self.module.no_sync()  # type: ignore[operator]
-
-
-class Recognised:
-    """The Prepared of modules by name: each is recognised once, until another takes its place.
-
-    A copy, or what another process gets of it, starts over.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[nn.Module, Kind | None, Prepared[Any]]] = {}
-
-    def of(self, modules: Mapping[str, nn.Module]) -> dict[str, Prepared[Any]]:
-        return {name: self._one(name, module) for name, module in modules.items()}
-
-    def _one(self, name: str, module: nn.Module) -> Prepared[Any]:
-        kind, known = kind_of(without_compile(module)), self._known.get(name)
-        if known is None or known[0] is not module or known[1] is not kind:  # `fully_shard` changes a module in place
-            known = self._known[name] = module, kind, Prepared.of(module, World.current(torch.device("cpu")))
-        return known[2]
-
-    def __reduce__(self) -> Any:
-        return Recognised, ()

@@ -29,6 +29,7 @@ class Kind:
         inner: the attribute with which a wrapper holds the module of the user; None if the module is changed in place.
         by_parameters: it is seen in the parameters alone, and asked of what is no other kind; a strategy may be applied on top.
         unknown_to_torch: `torch.distributed.checkpoint.state_dict` leaves the wrapper in names.
+        module_state: makes the state by name of such a module, where it is not a `ModuleState`.
         optimizer_state: makes the state by name of an optimizer over such modules, where it is not an `OptimizerState`.
     """
 
@@ -38,6 +39,7 @@ class Kind:
     inner: str | None = None
     by_parameters: bool = False
     unknown_to_torch: bool = False
+    module_state: Callable[[Any], Any] | None = None
     optimizer_state: Callable[[Mapping[str, nn.Module], torch.optim.Optimizer], Any] | None = None
 
 

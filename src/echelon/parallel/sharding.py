@@ -32,7 +32,9 @@ from echelon.parallel.prepared import NO_CONTEXT, Prepared
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.registry import Kind, register
 from echelon.parallel.same_gradients import SameGradients
-from echelon.parallel.shards import is_fully_sharded, is_split, reshard
+from echelon.parallel.shards import is_fully_sharded, is_split, local, reshard
+from echelon.parallel.tensor_gradients import check_whole_layers
+from echelon.parallel.tensor_logits import around_losses, plain_loss
 from echelon.parallel.units import Unit, expert_units, prefetch, resharded, units_of
 from echelon.parallel.unsplit import of_another_type, unsplittable
 from echelon.world.init import World, ensure_group
@@ -42,18 +44,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-__all__ = [
-    "FSDPPrepared",
-    "Reduction",
-    "Sharding",
-    "flat_mesh",
-    "offloads",
-    "replica_mesh",
-    "replicas_default",
-    "shard",
-]
+__all__ = ["FSDPPrepared", "Reduction", "Sharding", "flat_mesh", "offloads", "replica_mesh", "replicas_default", "shard"]
 
+B = TypeVar("B")
 O = TypeVar("O")  # noqa: E741
+R = TypeVar("R")
 
 
 class FSDPPrepared(Prepared[nn.Module]):
@@ -71,6 +66,8 @@ class FSDPPrepared(Prepared[nn.Module]):
         super().__init__(module, sharded_axes(module) if averaged is None else averaged)
         self.reduction = Reduction()
         self._same: SameGradients | None = None
+        self._is_checked = False
+        self._losses = around_losses(module) or NO_CONTEXT
         _refuse_copies(module)
 
     def adopt(self) -> None:
@@ -90,6 +87,13 @@ class FSDPPrepared(Prepared[nn.Module]):
     def _left_alone(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad and not is_split(p)]
 
+    def window(self) -> AbstractContextManager[Any]:
+        return self._losses
+
+    def forward(self, batch: B, forward: Callable[[B], R]) -> R:
+        with self._losses:
+            return plain_loss(super().forward(batch, forward))  # type: ignore[no-any-return]
+
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         if last == self._reduces:
             return NO_CONTEXT
@@ -106,7 +110,10 @@ class FSDPPrepared(Prepared[nn.Module]):
     def backward(
         self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
     ) -> None:
-        super().backward(loss, micro_batch, backward)
+        super().backward(local(loss), micro_batch, backward)
+        if self._reduces and not self._is_checked:
+            check_whole_layers(self.module)
+            self._is_checked = True
         if self._same is not None:
             self._same.check(last=self._reduces)
 

@@ -82,6 +82,9 @@ def states_by_name(app_state: Mapping[str, Any]) -> dict[str, Any]:
 def module_state(module: nn.Module) -> ModuleState:
     """A module's state, or that of the module in a wrapper which torch's functions do not know."""
     kind = wrapper_of(module)
+    if kind is not None and kind.module_state is not None:
+        made: ModuleState = kind.module_state(module)
+        return made
     return ModuleState(unwrapped(module) if kind is not None and kind.unknown_to_torch else module)
 
 

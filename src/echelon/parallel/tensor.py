@@ -1,9 +1,9 @@
 """Tensor parallelism: single layers are split over ranks that work on the same samples.
 
-Communication: within the tensor-parallel ranks, an all-reduce of activations after every "rowwise" layer, and of its
-gradient before every "colwise" one; over the data-parallel ranks what `fully_shard` does. All parameters, those that tensor
-parallelism leaves whole, too, are under `fully_shard`, if need be over groups of one rank: so that state, optimizers and
-clipping meet one kind of parameter. DistributedDataParallel would lose the split ones from the state dict.
+Communication: within the tensor-parallel ranks, an all-reduce of activations after every "rowwise" layer, and one of the
+gradient of what "colwise" layers read (see `tensor_layers`); over the data-parallel ranks what `fully_shard` does. All
+parameters, those that tensor parallelism leaves whole, too, are under `fully_shard`, if need be over groups of one rank: so that
+state, optimizers and clipping meet one kind of parameter. DistributedDataParallel would lose the split ones from the state dict.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.contracts.arguments import flags
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.parallel.axes import axes_of
@@ -29,7 +30,7 @@ from echelon.parallel.recipe import Recipe
 from echelon.parallel.sequence_part import PartOfSequence
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.tensor_layers import install, is_transposed, split_dims
-from echelon.parallel.tensor_plans import ALIASES, STYLES, Plan, plan_of
+from echelon.parallel.tensor_plans import ALIASES, STYLES, Plan, plan_of, with_adapters
 from echelon.parallel.tensor_sequence import check_sequence, split_sequence
 from echelon.world.init import World, ensure_group
 from echelon.world.mesh import ParallelDims
@@ -56,14 +57,20 @@ class TPStrategy(Strategy):
     Args:
         plan: submodule names, `*` for any part of a name between dots, to how each is split: "colwise" (its outputs; what
             follows works on this rank's part of the features), "rowwise" (its inputs, after a colwise layer; the results are
-            summed up), "colwise_gather" (its outputs, put together again), or a ParallelStyle of torch. An nn.Embedding is
-            split by rows with "rowwise". By default the module's own `tp_plan`, an attribute or a method.
+            summed up), "colwise_gather" (its outputs, put together again), "rowwise_split" (its inputs, of which all ranks have
+            all), "colwise_logits" (its outputs, which `cross_entropy` takes split), "summed" (a whole layer that works on split
+            features, such as a norm of each head), or a ParallelStyle of torch. An nn.Embedding is split by rows with
+            "rowwise". Names of transformers for the same are understood. By default the module's own `tp_plan`, that of
+            transformers, or an inferred one, which rank 0 logs and `echelon.tp_plan(module)` gives.
         size: ranks that share each layer; by default all.
         dp_replicate: copies of the shards over the data-parallel ranks, as HSDPStrategy has; by default one.
+        sequence_parallel: between split layers, work on this rank's part of the sequence: norms, dropout, sums of residuals.
+            For models with one list of blocks, whose attention and MLP are submodules of the block; sequences of any length.
+            What hooks see between blocks, and hidden states that a model gives out, are parts.
         fsdp: how the data-parallel ranks share the parameters: blocks, mixed precision, offload.
 
-    A module must not count on whole layers: attention says `view(b, t, -1, head_size)`, with -1 for its heads, and a fused
-    projection has the heads as its outermost dimension.
+    A plan of one's own must know the code: with "colwise", attention says `view(b, t, -1, head_size)`, with -1 for its heads, and
+    a fused projection has the heads as its outermost dimension. "colwise_gather" and "rowwise_split" are right for any code.
     """
 
     name = "tp"
@@ -79,6 +86,7 @@ class TPStrategy(Strategy):
         is_plan = isinstance(self.plan, Mapping) and all(isinstance(name, str) for name in self.plan)
         require(self.plan is None or is_plan, "plan", "a dict from names of layers to styles, or None", self.plan)
         require(isinstance(self.fsdp, FSDPStrategy | FSDP2Strategy | None), "fsdp", "FSDPStrategy(...) or None", self.fsdp)
+        flags(sequence_parallel=self.sequence_parallel)
         object.__setattr__(self, "dp_replicate", whole("dp_replicate", self.dp_replicate, at_least=1))
         if self.size is not None:
             object.__setattr__(self, "size", whole("size", self.size, at_least=1))
@@ -150,7 +158,7 @@ def check_tensor(module: nn.Module, plan: Mapping[str, Any] | None, tp_size: int
         UsageError: with the layer's name and the numbers.
     """
     found = plan_of(module, plan, tp_size)
-    styles = _by_name(module, found)
+    styles = with_adapters(module, _by_name(module, found))
     chosen = Chosen(found, styles)
     if sequence_parallel:
         chosen = replace(chosen, blocks=check_sequence(module, styles))
@@ -280,6 +288,7 @@ def _refuse_scalars(module: nn.Module) -> None:
 
 def _check_heads(module: nn.Module, name: str, size: int) -> None:
     """Features may divide where heads do not: then a rank would hold half a head."""
+    name = name.removesuffix(".base_layer")
     parent = module.get_submodule(name.rpartition(".")[0])
     holders: list[tuple[Any, str]] = [(parent, "")]
     if hasattr(parent, "head_dim") or "attention" in type(parent).__name__.lower():

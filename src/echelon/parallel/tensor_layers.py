@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from echelon.parallel.sequence_part import PartOfSequence
 
-__all__ = ["exchanged", "install", "is_transposed", "split_dims"]
+__all__ = ["exchanged", "install", "is_transposed", "shared_axis", "split_dims", "splits_logits"]
 
 
 def is_transposed(layer: nn.Module) -> bool:
@@ -41,6 +41,18 @@ def split_dims(layer: nn.Module, style: str) -> dict[str, int]:
         return {}
     outputs = int(is_transposed(layer))
     return {"weight": outputs, "bias": 0} if colwise else {"weight": 1 - outputs}
+
+
+def shared_axis(module: nn.Module) -> Axis | None:
+    """The ranks that share this module's layers; None if none is split here."""
+    replaced = (vars(layer).get("forward") for layer in module.modules())
+    return next((each.axis for each in replaced if isinstance(each, _Split)), None)
+
+
+def splits_logits(layer: nn.Module) -> bool:
+    """Whether its outputs are DTensors, by the style "colwise_logits"."""
+    replaced = vars(layer).get("forward")
+    return isinstance(replaced, _Colwise) and replaced.style == "colwise_logits"
 
 
 def install(layer: nn.Module, style: str, mesh: DeviceMesh, axis: Axis, sequence: PartOfSequence | None = None) -> None:
@@ -120,7 +132,7 @@ class _Colwise(_Split):
 
     def __init__(self, layer: nn.Module, axis: Axis, style: str, mesh: DeviceMesh, sequence: PartOfSequence | None) -> None:
         super().__init__(layer, axis)
-        self._style, self._mesh, self._sequence = style, mesh, sequence
+        self.style, self._mesh, self._sequence = style, mesh, sequence
         self._reads_words = isinstance(layer, nn.Embedding)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,9 +142,9 @@ class _Colwise(_Split):
         x = rest.first if self._reads_words or in_parts else entered(rest.first, self.axis)
         bias = getattr(self.layer, "bias", None)
         out = self._run(x, rest, {"weight": local(self.layer.weight), "bias": None if bias is None else local(bias)})  # type: ignore[arg-type]
-        if self._style == "colwise":
+        if self.style == "colwise":
             return out
-        if self._style == "colwise_gather":
+        if self.style == "colwise_gather":
             return traffic.gathered(out, self.axis, -1)
         from torch.distributed.tensor import DTensor, Shard
 

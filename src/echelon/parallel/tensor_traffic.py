@@ -53,7 +53,8 @@ class _Same(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
-        return tensor.view_as(tensor)
+        # Not a view, which would keep the input: whoever remembers this on the input would keep both, and their graph, for good.
+        return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -141,7 +141,7 @@ class StepRecorder(Callback):
         compute_loss = unit.compute_loss
 
         def watched_loss(state: State, data: Any) -> tuple[torch.Tensor, Any]:
-            if state.active_phase is not ActivePhase.TRAIN:
+            if state.active_phase is not ActivePhase.TRAIN or unit.prepared.is_trying:
                 return compute_loss(state, data)
             given, data = data, widened(data, self.dtype, unit.device)
             before = self._states()

@@ -163,9 +163,16 @@ def _own(path: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:
     if not all(isinstance(each, dict) for each in (own.get("streams"), own.get("metrics"), *extras.values())):
         raise CheckpointCorruptError(f"{path} holds per-rank state that echelon does not write: {', '.join(map(repr, own))}.")
     for key, by_module in extras.items():
-        if not all(isinstance(words, list) and all(isinstance(word, str) for word in words) for words in by_module.values()):
+        if not all(_is_extra(key, value) for value in by_module.values()):
             raise CheckpointCorruptError(f"{path} holds a {printable(key)} that is not valid.")
     return own
+
+
+def _is_extra(key: str, value: Any) -> bool:
+    """A list of text; what a worker has of its own is checked where it is loaded."""
+    if key == "worker":
+        return isinstance(value, dict)
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
 def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics: bool) -> None:

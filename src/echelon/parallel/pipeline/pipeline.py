@@ -41,6 +41,7 @@ class Pipeline:
     Attributes:
         group: the ranks of the pipeline.
         has_last: whether this rank has the last stage, which computes the losses.
+        is_trying: what is computed now is thrown away.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Pipeline:
         self._learned: dict[Any, Learned] = {}
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._under_way: Window | None = None
+        self.is_trying = False
 
     # --- training
 
@@ -121,7 +123,11 @@ class Pipeline:
 
     def _studied(self, structure: Any, act: Callable[[], Any]) -> Walked:
         needs = self._needs.get(structure)
-        walked = self._walk.again(act, needs) if needs is not None else self._walk.study(act)
+        self.is_trying = True
+        try:
+            walked = self._walk.again(act, needs) if needs is not None else self._walk.study(act)
+        finally:
+            self.is_trying = False
         self._needs[structure] = walked.needs
         return walked
 

@@ -111,6 +111,10 @@ class Pipelined(Prepared[Any]):
 
     pipeline: Pipeline | None = None
 
+    @property
+    def is_trying(self) -> bool:  # type: ignore[override]
+        return self.pipeline is not None and self.pipeline.is_trying
+
     def pipe(self, pipeline: Pipeline | None) -> None:
         """Once, when the module has its final form. Collective."""
         if pipeline is None:

@@ -1,17 +1,17 @@
-"""Train a ResNet on images: augmentation and mixup as batches are made, batch norm over all ranks, averaged weights.
+"""Train a ResNet of torchvision on images: augmentation and mixup as batches are made, batch norm over all ranks, an EMA.
 
-    echelon run --ranks 2 examples/resnet.py               batch statistics are those of both ranks
-    python examples/resnet.py --strategy noop              one process, no launcher
-    echelon run --ranks 2 examples/resnet.py --strategy fsdp
+    echelon run --ranks 2 examples/vision.py               batch statistics are those of both ranks
+    echelon run --ranks 2 examples/vision.py --model resnet50 --strategy fsdp
+    python examples/vision.py --model small --strategy noop     one process, no launcher, no torchvision
 
 The images are drawn here: a disk, a square, a cross or a ring, anywhere, light on dark, under noise. Evaluations use an
-exponential moving average (EMA) of the weights. Started again, the script goes on from its newest checkpoint.
+exponential moving average of the weights. Needs `pip install torchvision`; only --model small, which --toy takes, does not.
+Started again, the script goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 from typing import Any
 
@@ -63,30 +63,21 @@ def augmented(samples: list[Any]) -> Batch:
     return mixed, labels * share.view(b, 1) + labels[partner] * (1 - share).view(b, 1)
 
 
-class Residual(nn.Module):
-    """(B, C, H, W) -> (B, width, H / stride, W / stride)"""
-
-    def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.conv_1, self.norm_1 = nn.Conv2d(channels, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv_2, self.norm_2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
-        self.shortcut = nn.Conv2d(channels, width, 1, stride, bias=False) if channels != width else nn.Identity()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = F.relu(self.norm_1(self.conv_1(x)))
-        return F.relu(self.norm_2(self.conv_2(h)) + self.shortcut(x))
+def small(width: int = 16) -> nn.Module:
+    """Images (B, 3, S, S) -> logits (B, 4), without torchvision"""
+    layers: list[nn.Module] = []
+    for channels, wider, stride in ((3, width, 1), (width, 2 * width, 2), (2 * width, 2 * width, 1)):
+        layers += [nn.Conv2d(channels, wider, 3, stride, 1, bias=False), nn.BatchNorm2d(wider), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, len(SHAPES)))
 
 
-class ResNet(nn.Sequential):
-    """Images (B, 3, S, S) -> logits (B, 4)"""
+def network(name: str) -> nn.Module:
+    if name == "small":
+        return small()
+    import torchvision
 
-    def __init__(self, width: int, depth: int) -> None:
-        blocks: list[nn.Module] = []
-        widths = [width, *(width * 2**stage for stage in range(depth))]
-        for channels, wider in itertools.pairwise(widths):
-            blocks += [Residual(channels, wider, 1 if channels == wider else 2), Residual(wider, wider, 1)]
-        stem = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
-        super().__init__(stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], len(SHAPES)))
+    module: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=len(SHAPES))
+    return module
 
 
 class Classify(ech.AutoUnit[Batch]):
@@ -118,19 +109,22 @@ class Classify(ech.AutoUnit[Batch]):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--model", help="resnet18 (default), resnet50, or another of torchvision; small needs none (with --toy default)"
+    )
     parser.add_argument("--strategy", default="ddp", help="noop, ddp, fsdp, hsdp, zero1, zero2 or zero3")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--toy", action="store_true", help="small images that are learned in seconds")
-    parser.add_argument("--checkpoints", default="runs/resnet/checkpoints")
+    parser.add_argument("--checkpoints", default="runs/vision/checkpoints")
     args = parser.parse_args()
 
     device = ech.init_from_env()
     ech.seed(0)  # every rank builds the same model
-    count, size, width, depth = (512, 16, 8, 2) if args.toy else (8192, 32, 16, 3)
+    count, size = (512, 16) if args.toy else (8192, 32)
     train_loader = ech.Loader(draw(count, size, seed=1), global_batch=32 if args.toy else 64, collate_fn=augmented)
     eval_loader = ech.Loader(draw(count // 4, size, seed=2), global_batch=128, shuffle=False, collate_fn=as_batch)
     unit = Classify(
-        module=nn.SyncBatchNorm.convert_sync_batchnorm(ResNet(width, depth)),
+        module=nn.SyncBatchNorm.convert_sync_batchnorm(network(args.model or ("small" if args.toy else "resnet18"))),
         device=device,
         strategy=args.strategy,
         swa_params=ech.SWAParams(0, 1, averaging_method="ema", ema_decay=0.98, use_lit=True, use_in_evaluation=True),

@@ -1,0 +1,112 @@
+"""What a rank should send, hold and compute in one update of the models of bench/fake_world.py, by arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.gpu.llama import Size
+
+from echelon.world.mesh import ParallelDims
+
+__all__ = ["CHOSEN", "EXPERTS", "Theory", "theory"]
+
+# With expert parallelism: in each block, and for each token. An expert is so narrow that as much is multiplied as without.
+EXPERTS, CHOSEN = 16, 8
+BF16, FP32 = 2, 4
+Shapes = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Theory:
+    """
+    Attributes:
+        messages: bytes of whole tensors, by collective and axis.
+        held: bytes of this rank's shards of parameters and of AdamW's two averages, and AdamW's counters.
+        flops: of matrix products and attention.
+    """
+
+    messages: dict[tuple[str, str], int]
+    held: int
+    flops: int
+
+
+def theory(size: Size, dims: ParallelDims) -> Theory:
+    """In words: `fully_shard` gathers each block twice in bfloat16, for the forward and the backward pass, and the head once;
+    once in float32 the norms and the embedding, whose products are not in bfloat16. All gradients are reduced in float32. A
+    parameter is split along its first dimension into equal parts, the last of which may be padding.
+    """
+    messages: Counter[tuple[str, str]] = Counter()
+    shards, wide = dims.dp_shard * dims.cp, size.width
+    data = "dp_shard" if dims.cp == 1 else "dp_shard_cp"
+    block = _block(size, dims)
+    blocks, ends = size.depth * _padded(block, shards), _padded([(size.vocabulary, wide)], shards)
+    norms = (2 * size.depth + 1) * _padded([(wide,)], shards)
+    sharded = blocks + norms + 2 * ends
+    messages["all-gather", data] = 2 * BF16 * blocks + BF16 * ends + FP32 * (norms + ends)
+    messages["reduce-scatter", data] = FP32 * sharded
+    if dims.dp_replicate > 1:
+        messages["all-reduce", "dp_replicate"] = FP32 * sharded // shards
+    mine, count = sharded // shards, (len(block) + 2) * size.depth + 3
+    if dims.ep > 1:
+        over = shards // dims.ep
+        experts = size.depth * 3 * (EXPERTS // dims.ep) * (size.hidden // CHOSEN) * wide
+        messages["all-gather", "dp_shard_ep"], messages["reduce-scatter", "dp_shard_ep"] = 2 * BF16 * experts, FP32 * experts
+        mine, count = mine + experts // over, count + 3 * size.depth
+    messages += _activations(size, dims)
+    return Theory(dict(messages), 3 * FP32 * mine + FP32 * count, _flops(size, dims))
+
+
+def _block(size: Size, dims: ParallelDims) -> Shapes:
+    """The matrices of a block that `fully_shard` splits, as tensor parallelism has left them; without experts."""
+    wide, kv = size.width, size.kv_heads * (size.width // size.heads)
+    if dims.ep > 1:
+        return [(wide, wide), (kv, wide), (kv, wide), (wide, wide), (EXPERTS, wide)]
+    by_outputs = [(wide, wide), (kv, wide), (kv, wide), (size.hidden, wide), (size.hidden, wide)]
+    by_inputs = [(wide, wide), (wide, size.hidden)]
+    return [*((rows // dims.tp, n) for rows, n in by_outputs), *((rows, n // dims.tp) for rows, n in by_inputs)]
+
+
+def _activations(size: Size, dims: ParallelDims) -> Counter[tuple[str, str]]:
+    """Tensor parallelism adds up the outputs of two layers of each block, once more those of the attention's when it is computed
+    again, and in the backward pass, in float32, the gradients of two inputs: of q, k, v, and of gate and up.
+
+    Context parallelism gathers keys and values, twice, and reduces their gradients.
+
+    Experts are told how many tokens come, then get them in float32, which the norm gives, and return bfloat16; again; and the
+    gradients go the other way.
+    """
+    messages: Counter[tuple[str, str]] = Counter()
+    tokens, kv = size.context // dims.cp, size.kv_heads * (size.width // size.heads)
+    if dims.tp > 1:
+        messages["all-reduce", "tp"] = size.depth * tokens * size.width * (3 * BF16 + 2 * FP32)
+    if dims.cp > 1:
+        keys_and_values = size.depth * 2 * size.context * kv // dims.tp * BF16
+        messages["all-gather", "cp"], messages["reduce-scatter", "cp"] = 2 * keys_and_values, keys_and_values
+    if dims.ep > 1:
+        messages["all-to-all", "ep"] = size.depth * (3 * (FP32 + BF16) * CHOSEN * tokens * size.width + 2 * 8 * EXPERTS)
+    return messages
+
+
+def _flops(size: Size, dims: ParallelDims) -> int:
+    """Products: forward, again, and twice as much backward; not again the last product of a plain block, whose output nobody
+    needs then, and not the head, which no parallelism divides. Attention: 2 products, again 2, and 5 backward, over the whole
+    square of a causal mask; of a sequence in parts, over an early and a late part and what is before them.
+    """
+    tokens = size.context // dims.cp
+    head = size.vocabulary * size.width
+    multiplied = size.multiplied - head
+    again = multiplied - size.depth * size.hidden * size.width
+    if dims.ep > 1:
+        multiplied += size.depth * EXPERTS * size.width  # the router
+        again = multiplied
+    products = (6 * multiplied + 2 * again) * tokens // dims.tp + 6 * head * tokens
+    part = tokens // 2
+    pairs = part * part * (2 * dims.cp + 1) if dims.cp > 1 else tokens * tokens
+    return products + 9 * size.depth * 2 * pairs * size.width // dims.tp
+
+
+def _padded(shapes: Shapes, ranks: int) -> int:
+    return sum(math.ceil(shape[0] / ranks) * ranks * math.prod(shape[1:]) for shape in shapes)

@@ -1,0 +1,116 @@
+"""Train a mixture-of-experts language model over bytes, with its experts divided over the ranks.
+
+    echelon run --ranks 2 examples/moe.py                     each rank has half of the experts of every layer
+    echelon run --ranks 4 examples/moe.py --strategy ep=2     two ranks divide the experts; of each there are two shards
+    echelon run --ranks 2 examples/moe.py --strategy ddp      each rank has all experts
+    python examples/moe.py --strategy noop                    one process, no launcher
+
+Learns from the source of Python's standard library, or from --data FOLDER. Whichever way the experts are divided, the numbers are
+the same. metrics.jsonl has the largest load of an expert and the entropy of the routers beside the loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import echelon as ech
+from echelon.data.text import ByteText, split_files
+
+BYTES = 256
+Batch = tuple[torch.Tensor, torch.Tensor]  # (B, T) each
+
+
+class Block(nn.Module):
+    """Attention, and experts in the place of an MLP. x: (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, width: int, heads: int, experts: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        # Two of the experts compute a token, so together they cost as much as one MLP of twice their size.
+        self.moe = ech.MoE(width, ech.GroupedExperts(width, width, experts), top_k=2, balance="loss_free")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm_1(x)).view(b, t, self.heads, 3, d // self.heads).permute(3, 0, 2, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.moe(self.norm_2(x))
+
+
+class Model(nn.Module):
+    """Bytes (B, T) -> logits (B, T, 256)."""
+
+    def __init__(self, width: int, depth: int, experts: int, context: int) -> None:
+        super().__init__()
+        self.bytes, self.positions = nn.Embedding(BYTES, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, 4, experts) for _ in range(depth))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, BYTES, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.bytes(x) + self.positions.weight[: x.shape[1]]
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h))
+
+
+class Unit(ech.AutoUnit[Batch]):
+    """Next-byte prediction. The loss is nats per byte."""
+
+    weight_unit = "tokens"
+
+    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
+        inputs, targets = data
+        # With balance="auxiliary" above, `+ ech.auxiliary_loss(self.module)`.
+        return F.cross_entropy(self.module(inputs).flatten(0, 1).float(), targets.flatten()), None
+
+    def weight(self, data: Batch) -> int:
+        return data[1].numel()
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        return torch.optim.AdamW(module.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1), None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--strategy", help="ep=2, dp_replicate=2,ep=2, ddp, fsdp, noop, ...; default: experts over all ranks")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="text files to learn from; default: Python's own source")
+    parser.add_argument("--updates", type=int, default=400)
+    parser.add_argument("--experts", type=int, default=8, help="in each layer")
+    parser.add_argument("--toy", action="store_true", help="a smaller model and less text: seconds")
+    parser.add_argument("--checkpoints", default="runs/moe/checkpoints")
+    args = parser.parse_args()
+
+    device = ech.init_from_env()
+    ech.seed(0)  # every rank builds the same module
+    width, depth, context, batch = (32, 2, 32, 8) if args.toy else (128, 4, 128, 32)
+    folder = args.data or Path(sysconfig.get_paths()["stdlib"])
+    train_files, held_out = split_files(folder, "**/*" if args.data else "*.py")
+    train_set, eval_set = ByteText(train_files, context), ByteText(held_out, context)
+    few = range(0, len(eval_set), max(1, len(eval_set) // (32 if args.toy else 512)))
+    loader = ech.Loader(train_set, batch, seed=0)
+    ranks = ech.RankInfo().world_size
+    unit = Unit(
+        module=Model(width, depth, args.experts, context),
+        device=device,
+        strategy=args.strategy or (ech.Parallel(ep=ranks) if ranks > 1 else "noop"),
+        clip_grad_norm=1.0,
+    )
+    saver = ech.DistributedCheckpointSaver(args.checkpoints, save_every_n_train_steps=100, keep_last_n_checkpoints=2)
+    saver.restore_from_latest(args.checkpoints, unit, train_dataloader=loader)
+    ech.train(unit, loader, max_steps=args.updates, callbacks=[saver])
+    ech.evaluate(unit, ech.Loader(torch.utils.data.Subset(eval_set, few), batch, shuffle=False))
+    if ech.RankInfo().rank == 0:
+        most = max(float(load.max()) * args.experts for load in ech.expert_loads(unit.module).values())
+        print(f"held-out loss {unit.eval_loss:.3f} nats per byte; the busiest expert had {most:.2f} times the mean load")
+
+
+if __name__ == "__main__":
+    main()
