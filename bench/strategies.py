@@ -188,7 +188,7 @@ def _idle(arguments: Any, about: dict[str, Any]) -> None:
     header = ["schedule", "step in theory, s", "step, s", "idle in theory", "idle", "target", ""]
     title = f"Idle part of a step: {ranks} ranks, {micro_batches} micro-batches, passes that sleep {SLEEP_S:g} s"
     notes = [
-        "Forward, backward of the input and backward of the weight sleep equally long. Medians of three steps. zbv's is the ideal."
+        "Forward, backward of the input and backward of the weight sleep equally long. Medians of three steps. zbv: the ideal."
     ]
     emit(arguments, title, header, rows, notes=notes, facts=about)
 
