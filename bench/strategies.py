@@ -8,7 +8,7 @@ speed     a step through AutoUnit against a bare loop over the same model, wrapp
           At the end the parameters of both are compared: they did the same work if these are equal.
 context   the same for context parallelism: sequences of 512 over 2 and 4 ranks, attention by hand with torch.distributed.
 pipeline  the same for pipelines over 2 and 4 ranks, 8 micro-batches, against torch's 1F1B with stages written by hand; and the
-           idle part of a step with each schedule, of a model whose passes sleep, against what theory says.
+          idle part of a step with each schedule, of a model whose passes sleep, against what theory says.
 bitwise   the same for deterministic="bitwise", whose every micro-batch is reduced, against accumulation by hand.
 memory    the largest resident size of a rank (VmHWM) beyond that of the same job with a tiny model, each in fresh processes;
           freed memory is returned to the system (mallopt, M_MMAP_THRESHOLD 256 KiB). AdamW, float32, linear layers.
@@ -187,7 +187,9 @@ def _idle(arguments: Any, about: dict[str, Any]) -> None:
         rows.append([*row, f"<= {should + IDLE:.1%}", verdict(idle <= should + IDLE)])
     header = ["schedule", "step in theory, s", "step, s", "idle in theory", "idle", "target", ""]
     title = f"Idle part of a step: {ranks} ranks, {micro_batches} micro-batches, passes that sleep {SLEEP_S:g} s"
-    notes = ["Forward, backward of the input and backward of the weight sleep equally long. Medians of three steps."]
+    notes = [
+        "Forward, backward of the input and backward of the weight sleep equally long. Medians of three steps. zbv: the ideal."
+    ]
     emit(arguments, title, header, rows, notes=notes, facts=about)
 
 
