@@ -194,6 +194,22 @@ def _load_torch(path: Path, trust_pickle: bool) -> dict[str, torch.Tensor]:
     return dict(loaded)
 
 
+def _named(saved: _Foreign, values: Mapping[str, Any], path: Path, lays: Lays | None, rename: Mapping[str, str] | None) -> Layout:
+    """Give the tensors of the files the names of the state. Collective."""
+    layout = Layout()
+    if lays is not None:
+        shapes = {k: list(v.size()) for k, v in values.items() if isinstance(v, torch.Tensor)}
+        layout = on_each(path, lambda: lays(saved.held, shapes))
+    if layout.blocks or layout.computed:
+        saved.lay_out("module.", layout.blocks, layout.computed, layout.unused)
+    else:
+        saved.unwrap("module.", [k for k, v in values.items() if isinstance(v, torch.Tensor)])
+    if rename:
+        on_each(path, lambda: renamed.check(rename, list(saved.index)))
+        on_each(path, lambda: saved.rename(lambda name: renamed.moved(name, rename)))
+    return layout
+
+
 def read_weights(
     path: Path,
     module: NamedState,
@@ -214,17 +230,7 @@ def read_weights(
     """
     saved = on_each(path, lambda: _Foreign(path, "module.", trust_pickle))
     values = on_each(path, lambda: dict(module.state_dict()))
-    layout = Layout()
-    if lays is not None:
-        shapes = {k: list(v.size()) for k, v in values.items() if isinstance(v, torch.Tensor)}
-        layout = on_each(path, lambda: lays(saved.held, shapes))
-    if layout.blocks or layout.computed:
-        saved.lay_out("module.", layout.blocks, layout.computed, layout.unused)
-    else:
-        saved.unwrap("module.", [k for k, v in values.items() if isinstance(v, torch.Tensor)])
-    if rename:
-        on_each(path, lambda: renamed.check(rename, list(saved.index)))
-        on_each(path, lambda: saved.rename(lambda name: renamed.moved(name, rename)))
+    layout = _named(saved, values, path, lays, rename)
     # Others keep one name of a tied parameter, or all.
     for names in getattr(module, "tied", list)():
         here = [n for n in names if f"module.{n}" in saved.index]

@@ -55,6 +55,7 @@ def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], *, 
     own = _check(module, merged, options)
     target = Path(folder).absolute()
     values: dict[str, Any] = {n: v for n, v in prepared.state().state_dict().items() if isinstance(v, torch.Tensor)}
+    _refuse_stages(values)
     scratch = target.with_name(f".gathered-{target.name}")
 
     def begin() -> None:
@@ -97,6 +98,16 @@ def _check(module: nn.Module, merged: bool, options: Mapping[str, Any]) -> Any:
     if merged and not callable(getattr(module, "merge_and_unload", None)):
         raise UsageError(f"merged must be False for a {type(module).__name__}: PEFT put no adapters around it.")
     return own
+
+
+def _refuse_stages(values: Mapping[str, Any]) -> None:
+    """Collective."""
+    names = agree.gather(sorted(values))
+    if any(each != names[0] for each in names):
+        raise UsageError(
+            "save_pretrained: ranks hold other weights, as stages of a pipeline do, and rank 0 would write its own alone. Save a "
+            "checkpoint; restored under fsdp, say, the model can be written."
+        )
 
 
 def _module(model: Unit | nn.Module) -> nn.Module:
