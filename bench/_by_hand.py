@@ -160,8 +160,8 @@ class Turns:
 
     def __init__(self, case: Case, hand: ByHand) -> None:
         self._case, self._hand = case, hand
-        # Tensor-parallel and context-parallel ranks work on the same samples.
-        shared = case.strategy == "tp" or case.strategy.startswith("cp=")
+        # Ranks of these work on the same samples.
+        shared = case.strategy == "tp" or case.strategy.startswith(("cp=", "pp="))
         generator = torch.Generator().manual_seed(0 if shared else dist.get_rank())
         shape = (2, case.updates * case.accumulation, case.batch, case.context)
         self._batches = list(zip(*torch.randint(0, 256, shape, generator=generator), strict=True))
@@ -213,6 +213,10 @@ def compare(case: Case) -> dict[str, Any]:
         from _context_by_hand import ContextByHand
 
         hand: ByHand = ContextByHand(case.model(), clip)
+    elif case.strategy.startswith("pp="):
+        from _pipeline_by_hand import PipelineByHand
+
+        hand = PipelineByHand(case.model(), case.accumulation, clip)
     else:
         hand = ByHand(case.hand or case.strategy, case.model(), case.accumulation, clip)
     unit = Unit(

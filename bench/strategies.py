@@ -7,15 +7,17 @@ speed     a step through AutoUnit against a bare loop over the same model, wrapp
           compares neighbours. echelon writes every update to metrics.jsonl, as it does unasked; the bare loop watches nothing.
           At the end the parameters of both are compared: they did the same work if these are equal.
 context   the same for context parallelism: sequences of 512 over 2 and 4 ranks, attention by hand with torch.distributed.
+pipeline  the same for pipelines over 2 and 4 ranks, 8 micro-batches, against torch's 1F1B with stages written by hand; and the idle
+           part of a step with each schedule, of a model whose passes sleep, against what theory says.
 bitwise   the same for deterministic="bitwise", whose every micro-batch is reduced, against accumulation by hand.
 memory    the largest resident size of a rank (VmHWM) beyond that of the same job with a tiny model, each in fresh processes;
           freed memory is returned to the system (mallopt, M_MMAP_THRESHOLD 256 KiB). AdamW, float32, linear layers.
 prove     wall time of `echelon prove examples/gpt.py`: the whole matrix.
 
-    python bench/strategies.py [--only speed context bitwise memory prove] [--quick] [--json]
+    python bench/strategies.py [--only speed context pipeline bitwise memory prove] [--quick] [--json]
 
-Targets: at most 2% slower, context parallelism 3%; zero1 saves 35% of what DistributedDataParallel takes or the share that
-theory says, whichever is smaller, zero2 more; prove in 90 s.
+Targets: at most 2% slower, context parallelism and pipelines 3%; zero1 saves 35% of what DistributedDataParallel takes or the
+share that theory says, whichever is smaller, zero2 more; prove in 90 s.
 """
 
 from __future__ import annotations
@@ -31,7 +33,17 @@ from _timing import emit, machine, median, options, spread, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOWER, PROVE_S, SAVES = 1.02, 90.0, 0.35
-CONTEXT_SLOWER = 1.03
+CONTEXT_SLOWER = PIPELINE_SLOWER = 1.03
+IDLE = 0.03  # more than theory says, as a part of the step
+SLEEP_S = 0.05
+# schedule, stages a rank, time of a step in theory: by ranks and micro-batches, in passes of all layers of a rank
+SCHEDULES = [
+    ("gpipe", 1, lambda p, m: 3 * (m + p - 1)),
+    ("1f1b", 1, lambda p, m: 3 * (m + p - 1)),
+    ("interleaved", 2, lambda p, m: 3 * (m + (p - 1) / 2)),
+    ("zero_bubble", 1, lambda p, m: 3 * m + p - 1),
+    ("zbv", 2, lambda p, m: 3 * m),
+]
 # strategy, what it is compared with by hand
 SPEED = {
     "ddp": "DDP",
@@ -143,6 +155,42 @@ def context(arguments: Any) -> None:
     emit(arguments, title, header, rows, notes=notes, facts=about)
 
 
+def pipeline(arguments: Any) -> None:
+    from _by_hand import Case, compare
+
+    about, rows = {**facts(), "ranks": {}, "idle": {}}, []
+    for ranks in (2, 4):
+        case = Case(f"pp={ranks}", accumulation=8, updates=1, turns=max(5, arguments.rounds // 2), batch=2, context=64)
+        about["ranks"][ranks] = found = launch(compare, case, ranks=ranks)[0]
+        wall, cpu = ratios(found["wall_ms"]), ratios(found["cpu_ms"])
+        times = [f"{median(found['wall_ms'][side]):.1f}" for side in ("by hand", "echelon")]
+        ratio = [f"{median(wall):.3f}", f"{margin(wall):.3f}", f"{median(cpu):.3f}", f"{margin(cpu):.3f}"]
+        rows.append([str(ranks), *times, *ratio, f"<= {PIPELINE_SLOWER}", verdict(median(wall) <= PIPELINE_SLOWER)])
+        rows[-1].append(f"{found['difference']:.0e}" if found["difference"] else "equal")
+    header = ["ranks", "by hand, ms", "AutoUnit, ms", "ratio", "+-", "CPU", "+-", "target", "", "parameters"]
+    title = "Parallel(pp=...) against torch's 1F1B over stages written by hand: GPT, 8 micro-batches of 2 x 64"
+    notes = ["Medians of pairs of neighbouring turns; +- is half of the median's 95% interval."]
+    emit(arguments, title, header, rows, notes=notes, facts=about)
+    _idle(arguments, about)
+
+
+def _idle(arguments: Any, about: dict[str, Any]) -> None:
+    from _pipeline_by_hand import slept
+
+    ranks, micro_batches, rows = 4, 8, []
+    for schedule, per_rank, theory in SCHEDULES:
+        found = launch(slept, schedule, per_rank, micro_batches, SLEEP_S, 3, ranks=ranks)
+        about["idle"][schedule] = seconds = [max(each) for each in zip(*found, strict=True)]
+        busy, wanted = 3 * micro_batches * SLEEP_S, theory(ranks, micro_batches) * SLEEP_S
+        idle, should = 1 - busy / median(seconds), 1 - busy / wanted
+        row = [schedule, f"{wanted:.2f}", f"{median(seconds):.2f}", f"{should:.1%}", f"{idle:.1%}"]
+        rows.append([*row, f"<= {should + IDLE:.1%}", verdict(idle <= should + IDLE)])
+    header = ["schedule", "step in theory, s", "step, s", "idle in theory", "idle", "target", ""]
+    title = f"Idle part of a step: {ranks} ranks, {micro_batches} micro-batches, passes that sleep {SLEEP_S:g} s"
+    notes = ["Forward, backward of the input and backward of the weight sleep equally long. Medians of three steps."]
+    emit(arguments, title, header, rows, notes=notes, facts=about)
+
+
 def bitwise(arguments: Any) -> None:
     from _by_hand import Case, compare
 
@@ -218,7 +266,7 @@ def prove(arguments: Any) -> None:
     emit(arguments, "The whole matrix", ["", "s", "target", "", "exit"], rows, notes=[said], facts=about)
 
 
-SECTIONS = {"speed": speed, "context": context, "bitwise": bitwise, "memory": memory, "prove": prove}
+SECTIONS = {"speed": speed, "context": context, "pipeline": pipeline, "bitwise": bitwise, "memory": memory, "prove": prove}
 
 
 def main() -> None:

@@ -371,6 +371,28 @@ def test_compiled_models_train_alike_and_do_not_recompute(ranks: Ranks) -> None:
         assert far < 1e-11
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("which", ["flex_attention", "varlen_attn"])
+def test_other_kernels_are_refused(which: str) -> None:
+    from echelon.parallel.context_active import over
+    from echelon.parallel.context_attention import SplitAttention
+    from echelon.parallel.context_split import SequenceParts
+
+    def call() -> None:
+        if which == "flex_attention":
+            from torch.nn.attention.flex_attention import flex_attention
+
+            flex_attention(*[torch.randn(1, 1, 128, 16)] * 3)
+        else:
+            from torch.nn.attention.varlen import varlen_attn
+
+            ends = torch.tensor([0, 128], dtype=torch.int32)
+            varlen_attn(*[torch.randn(128, 1, 16)] * 3, ends, ends, 128, 128)
+
+    with over(SequenceParts(0, 2)), SplitAttention(), pytest.raises(UsageError, match=f"2 ranks cannot split {which}"):
+        call()
+
+
 def _unchecked() -> tuple[bool, list[list[int]]]:
     """Without the check, and with dimensions that are said, a batch that would be refused goes through."""
     unit = Language(

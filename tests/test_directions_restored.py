@@ -12,8 +12,8 @@ import torch
 
 import echelon as ech
 from echelon.checkpoint.tensors import Tensors, local_files
+from tests.language import LENGTH, WORDS, Language, Unit
 from tests.standing import StandingRanksBySize
-from tests.test_directions import LENGTH, WORDS, Language, Unit
 
 pytestmark = pytest.mark.standing_ranks
 

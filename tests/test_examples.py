@@ -246,19 +246,11 @@ def test_what_was_fine_tuned_is_loaded_and_tuned_further(echelon_command: Comman
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", ["llama", "qwen2"])
-def test_a_model_is_split_as_its_own_class_says(echelon_command: Command, model: str) -> None:
+@pytest.mark.parametrize("model", ["llama", "qwen2", "gpt2"])
+def test_a_model_is_split_by_its_own_plan_or_an_inferred_one(echelon_command: Command, model: str) -> None:
     _assert_learned(
         "hf_finetune.py", _start(echelon_command, "hf_finetune.py", "--updates", "20", "--model", model, "--strategy", "tp")
     )
-
-
-@pytest.mark.full
-def test_a_model_without_a_plan_says_what_to_do(echelon_command: Command) -> None:
-    done = echelon_command(
-        "run", "--ranks", "2", str(EXAMPLES / "hf_finetune.py"), "--toy", "--model", "gpt2", "--strategy", "tp"
-    )
-    assert done.returncode != 0 and "has no plan of how it may be split. Use fsdp." in done.stderr
 
 
 # --- a sweep, a notebook

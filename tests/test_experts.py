@@ -216,6 +216,7 @@ SETUPS: dict[str, tuple[int, Any, list[str], list[str]]] = {
     "ep two, data two": (4, ech.Parallel(ep=2), ["adamw, clipped"], ["sgd", "auxiliary"]),
     "ep on four": (4, ech.Parallel(ep=4), [], ["adamw, clipped", "one expert a token"]),
     "ep two, copies two": (4, ech.Parallel(dp_replicate=2, ep=2), [], ["sgd", "adamw, clipped"]),
+    "ep two, tp two": (4, ech.Parallel(ep=2, tp=2, plan={"first": "colwise_gather"}), [], ["adamw, clipped", "auxiliary"]),
     "ddp on two": (2, "ddp", [], ["sgd", "auxiliary"]),
     "fsdp on two": (2, "fsdp", ["recomputed"], ["adamw, clipped"]),
 }
@@ -237,7 +238,7 @@ def test_one_process_computes_what_plain_pytorch_does() -> None:
 def test_twenty_updates_are_those_of_plain_pytorch(ranks: Ranks, setup: str, cases: list[str]) -> None:
     """With accumulation, uneven micro-batches and a short last window."""
     size, strategy, *_ = SETUPS[setup]
-    for found in ranks(size, _far, strategy, cases, size):
+    for found in ranks(size, _far, strategy, cases, size // getattr(strategy, "tp", 1)):
         for case, (far, norms) in found.items():
             assert far < 1e-11, (case, far)
             assert norms < 1e-11, (case, norms)
@@ -246,6 +247,29 @@ def test_twenty_updates_are_those_of_plain_pytorch(ranks: Ranks, setup: str, cas
 # --- checkpoints
 
 DATA = torch.utils.data.TensorDataset(*batch(48, 0))
+
+
+class Silent(Unit):
+    """A batch without targets counts nothing, as a language model's of prompts only."""
+
+    def weight(self, data: Any) -> float:
+        return 0.0 if bool(data[1].isnan().all()) else float(len(data[0]))
+
+
+def _one_counts_nothing() -> tuple[float, float]:
+    mine, plain = _models(2, None, "modules")
+    unit = Silent(module=mine, strategy="ep=2", lr=0.02, clip_grad_norm=float("inf"))
+    batches = [batch(ROWS, seed) for seed in (0, 1)]
+    given = batches[0] if unit.prepared.dp_rank == 0 else (batches[1][0], torch.full_like(batches[1][1], float("nan")))
+    ech.train(unit, [given], max_epochs=1)
+    nn.functional.mse_loss(plain(batches[0][0]), batches[0][1]).backward()
+    return unit.norms[0], float(nn.utils.clip_grad_norm_(plain.parameters(), float("inf")))
+
+
+def test_a_rank_whose_batch_counts_nothing_computes_for_the_others(ranks: Ranks) -> None:
+    """Its own experts have others' tokens, and so gradients."""
+    for norm, want in ranks(2, _one_counts_nothing):
+        assert norm == pytest.approx(want, rel=1e-12)
 
 
 def _saver_unit(strategy: Any, seed: int) -> tuple[Unit, ech.Loader]:
@@ -463,6 +487,24 @@ def _by_hand() -> list[float]:
 
 def test_a_loop_of_ones_own_balances_too(ranks: Ranks) -> None:
     assert all(len(losses) == 4 for losses in ranks(2, _by_hand))
+
+
+def test_a_step_of_ones_own_balances_by_a_call() -> None:
+    """The biases of AutoUnit's, from plain PyTorch's loop and `balance_experts`."""
+    batches = [batch(6, i) for i in range(4)]
+    torch.manual_seed(0)
+    model = Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
+    unit = Unit(module=copy.deepcopy(model), optimizer="AdamW", lr=0.01)
+    ech.train(unit, batches, max_epochs=1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    for x, y in batches:
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ech.balance_experts(model)
+    got, want = (dict(m.named_buffers()) for m in (model, unit.module))
+    assert any(b.any() for b in want.values())
+    _same(got, want)
 
 
 # --- what cannot work

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import CheckpointCorruptError, UsageError
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net
 from tests.units import Regression
@@ -216,6 +216,28 @@ def _read_whole(folder: Path, step: int, strategy: Any) -> dict[str, torch.Tenso
         n.removeprefix("module."): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
         for n, p in unit.module.named_parameters()
     }
+
+
+VALID: dict[str, Any] = {"since": 1, "weight": 4.0, "values": {}, "optimizer": {}, "anchor": {}, "outer": {}}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"since": "1"}, "a state of workers that is not valid"),
+        ({"since": -1}, "a worker with 4.0 samples in -1 updates"),
+        ({"weight": float("nan")}, "a worker with nan samples in 1 updates"),
+        ({"values": {"last.weight": torch.zeros(2, 8)}}, "holds 'last.weight' of a worker, which does not fit"),
+        ({"anchor": {"no": torch.zeros(1)}}, "holds 'no' of a worker, which does not fit"),
+        ({"outer": {"state": 3}}, "a worker's optimizer that is not valid"),
+    ],
+)
+def test_a_forged_state_of_a_worker_is_refused(wrong: dict[str, Any], said: str) -> None:
+    unit = Unit(module=net(), strategy="diloco", optimizer="SGD")
+    unit.configure()
+    unit.prepared.load_extras({"worker": VALID})
+    with pytest.raises(CheckpointCorruptError, match=said):
+        unit.prepared.load_extras({"worker": VALID | wrong})
 
 
 # --- evaluation

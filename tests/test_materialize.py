@@ -305,7 +305,11 @@ def _plain_sums() -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("size", "named"),
-    [(2, [s for s in STRATEGIES if s != "dp"]), pytest.param(4, [*STRATEGIES], marks=pytest.mark.full)],
+    # DiLoCo's outer optimizer trains to other numbers.
+    [
+        (2, [s for s in STRATEGIES if s not in ("dp", "diloco")]),
+        pytest.param(4, [s for s in STRATEGIES if s != "diloco"], marks=pytest.mark.full),
+    ],
 )
 def test_every_strategy_gives_the_values_of_a_plain_build_and_trains(ranks: Ranks, size: int, named: list[str]) -> None:
     strategies: list[Any] = [s for s in named if s != "dp"]

@@ -444,6 +444,22 @@ def test_what_cannot_be_split_is_refused_by_name(make: Any, plan: Any, size: int
     assert said in str(caught.value)
 
 
+def _forgotten() -> str:
+    """Each head has a norm that the plan does not name."""
+    plan = {"model.layers.*.self_attn.[qkv]_proj": "colwise", "model.layers.*.self_attn.o_proj": "rowwise"}
+    options: dict[str, Any] = {"kind": "SGD", "device": CPU, "strategy": ech.TPStrategy(plan=plan)}
+    with pytest.raises(UsageError) as caught:
+        ech.train(Unit(module=made("qwen3"), **options), [micro[0] for micro in windows(1)[0]], max_epochs=1)
+    return str(caught.value)
+
+
+def test_a_norm_of_each_head_that_a_plan_forgets_is_named(ranks: Ranks) -> None:
+    for said in ranks(2, _forgotten):
+        assert (
+            "Qwen3ForCausalLM.model.layers.0.self_attn.q_norm.weight differs between the 2 ranks" in said and '"summed"' in said
+        )
+
+
 # --- what travels
 
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from echelon.parallel.ddp import DDPStrategy
     from echelon.parallel.deferred import on_meta
     from echelon.parallel.dp import DPStrategy
-    from echelon.parallel.experts import GroupedExperts, MoE, auxiliary_loss, expert_loads
+    from echelon.parallel.experts import GroupedExperts, MoE, auxiliary_loss, balance_experts, expert_loads
     from echelon.parallel.float8 import Float8
     from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
     from echelon.parallel.fsdp2 import FSDP2Strategy
@@ -130,6 +130,7 @@ __all__ = [
     "World",
     "ZeROStrategy",
     "auxiliary_loss",
+    "balance_experts",
     "checkpoint_wrapper",
     "count_tokens",
     "cu_seqlens",
@@ -203,7 +204,7 @@ _NAMES = {
     "parallel.ddp": ["DDPStrategy"],
     "parallel.deferred": ["on_meta"],
     "parallel.dp": ["DPStrategy"],
-    "parallel.experts": ["GroupedExperts", "MoE", "auxiliary_loss", "expert_loads"],
+    "parallel.experts": ["GroupedExperts", "MoE", "auxiliary_loss", "balance_experts", "expert_loads"],
     "parallel.float8": ["Float8"],
     "parallel.fsdp": ["FSDPStrategy", "HSDPStrategy"],
     "parallel.fsdp2": ["FSDP2Strategy"],

@@ -8,12 +8,10 @@ to look over ranks, and what is left is sharded. `ComposedPrepared` asks each pa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from echelon.contracts.arguments import flags
@@ -21,6 +19,7 @@ from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.contracts.rank import RankInfo
 from echelon.parallel.axes import data_axes
+from echelon.parallel.composed_prepared import ComposedPrepared, ComposedStages
 from echelon.parallel.context import ContextParallel, check_context
 from echelon.parallel.context_batch import SequenceDim, check_sequence_dim
 from echelon.parallel.ddp import DDPStrategy
@@ -28,11 +27,10 @@ from echelon.parallel.experts import check_experts, distribute_experts
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.materialize import materialize, remember
-from echelon.parallel.pipeline import ShardedStages, Stages, StagesPrepared, cut_into_stages, plan_stages
-from echelon.parallel.pipeline.prepared import Pipelined
+from echelon.parallel.pipeline import Stages, cut_into_stages, plan_stages
 from echelon.parallel.pipeline.schedules import kind_named
 from echelon.parallel.pipeline.stages import Splits, check_splits
-from echelon.parallel.prepared import NO_CONTEXT, Prepared
+from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.sharding import shard
 from echelon.parallel.strategy import Strategy
@@ -43,82 +41,9 @@ from echelon.world.mesh import AXES, ParallelDims
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["ComposedPrepared", "Parallel"]
+__all__ = ["Parallel"]
 
 logger = logging.getLogger(__name__)
-
-B = TypeVar("B")
-R = TypeVar("R")
-
-
-class _LaidOut(Pipelined):
-    """Knows its place on the axes.
-
-    Attributes:
-        dims: the axes.
-        rank: this rank.
-    """
-
-    dims: ParallelDims
-    rank: int
-
-    def lay_out(self, dims: ParallelDims, rank: int) -> None:
-        """Say where this rank is."""
-        place = dims.place(rank)
-        self.dims, self.rank = dims, rank
-        self.part, self.stage = (place["cp"], dims.cp), (place["pp"], dims.pp)
-        self.draws_apart = dims.cp > 1 or dims.pp > 1
-
-    def find_replicas(self) -> None:
-        self.is_replica = not self.dims.speaks(self.rank)
-        if self.pipeline is not None:  # the last stage need not be on the last rank
-            self.is_replica = not self.pipeline.has_last or self.dims.tp_rank(self.rank) > 0
-
-    def describe(self) -> dict[str, Any]:
-        return {"module": type(self.unwrapped).__name__, "strategy": "parallel", "mesh": self.dims.used}
-
-
-class ComposedPrepared(_LaidOut, ShardedStages):
-    """A module that is parallel in several directions.
-
-    Attributes:
-        context: what splits sequences; None without context parallelism.
-    """
-
-    context: ContextParallel | None = None
-
-    def part_of(self, batch: Any) -> Any:
-        if self.context is None:
-            return batch
-        part = self.context.part_of(batch)
-        self.share = self.context.share
-        return part
-
-    def whole_of(self, outputs: Any) -> Any:
-        return outputs if self.context is None else self.context.whole_of(outputs)
-
-    def forward(self, batch: B, forward: Callable[[B], R]) -> R:
-        if self.context is None:
-            return super().forward(batch, forward)
-        with self.context.active():
-            return super().forward(batch, forward)
-
-    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        around = super().accumulate(last)
-        return around if self.context is None else self.context.active()
-
-    def fix_order(self) -> None:
-        if self.context is not None:
-            raise UsageError("bit-equal training needs whole sequences, got cp > 1. Use dp_shard in its place.")
-        super().fix_order()
-
-    def forward_backward_window(self, *window: Any) -> list[tuple[torch.Tensor, Any]]:
-        with NO_CONTEXT if self.context is None else self.context.active():
-            return super().forward_backward_window(*window)
-
-
-class ComposedStages(_LaidOut, StagesPrepared):
-    """A pipeline alone."""
 
 
 @dataclass(frozen=True)
@@ -211,44 +136,31 @@ class Parallel(Strategy):
         if not set(dims.used) - {"dp_replicate"} and self.fsdp is None:
             return DDPStrategy().prepare(module, world, recipe)
         # Phase 1: everything that can be wrong, before the first collective.
-        given = ("device_mesh", "process_group", "mesh")
-        if any(getattr(self.fsdp, name, None) is not None for name in given):
-            raise UsageError("fsdp must have no mesh and no group of its own in Parallel: the axes choose the ranks.")
-        check_experts(module, dims.ep)
-        if dims.cp > 1:
-            check_context(module, recipe)
+        self._check(module, dims, recipe)
         plan, chosen = self._stages(module, dims), None
         if dims.tp > 1:
             chosen = check_tensor(module, self.plan, dims.tp, sequence_parallel=self.sequence_parallel)
             chosen.report(world)
         _near(dims, world)
         # Phase 2: the same values on all ranks, of which each takes its part of the layers.
-        fsdp = self.fsdp or FSDPStrategy()
-        ensure_group(world.device)
+        fsdp, device = self.fsdp or FSDPStrategy(), world.device
+        ensure_group(device)
         remember(module)
         equalize(module, world, from_rank0=fsdp.sync_module_states)
-        pipeline = None if plan is None else cut_into_stages(module, plan, dims.pp_mesh(world.device).get_group(), world.device)
+        pipeline = None if plan is None else cut_into_stages(module, plan, dims.pp_mesh(device).get_group(), device)
         if pipeline is not None and self._is_alone(dims):
             module = recipe.compile(recipe.checkpoint_activations(module))
-            alone = ComposedStages(materialize(module, world.device), pipeline)
+            alone = ComposedStages(materialize(module, device), pipeline)
             alone.lay_out(dims, world.rank)
             return alone
         if chosen is not None:
-            split_layers(module, chosen.of_stages(module), dims.tp_mesh(world.device))
-        context = None
-        if dims.cp > 1:
-            checks = self.check_context and dims.pp == 1  # a stage never sees a whole sequence
-            if self.check_context and not checks and world.rank == 0:
-                logger.warning(
-                    "context parallelism within a pipeline: parts of sequences are not compared with whole ones. Run the script "
-                    "once with pp=1, or `echelon prove` it"
-                )
-            context = ContextParallel(module, dims.cp_mesh(world.device), world.device, self.sequence_dim, check=checks)
+            split_layers(module, chosen.of_stages(module), dims.tp_mesh(device))
+        context = self._context(module, dims, world)
         if dims.ep > 1:
-            distribute_experts(module, dims.ep_mesh(world.device), dims.ep_data_mesh(world.device))
+            distribute_experts(module, dims.ep_mesh(device), dims.ep_data_mesh(device))
         # Phase 3: the axes over which gradients are averaged.
-        data_axes(module, dims.samples_mesh(world.device))
-        mesh = {"mesh" if isinstance(fsdp, FSDP2Strategy) else "device_mesh": dims.data_mesh(world.device)}
+        data_axes(module, dims.samples_mesh(device))
+        mesh = {"mesh" if isinstance(fsdp, FSDP2Strategy) else "device_mesh": dims.data_mesh(device)}
         how = _with(fsdp, sync_module_states=False, **mesh).sharding(module, world)
         prepared = shard(module, world, recipe, how, ComposedPrepared)
         assert isinstance(prepared, ComposedPrepared)
@@ -257,6 +169,25 @@ class Parallel(Strategy):
         prepared.lay_out(dims, world.rank)
         prepared.draws_apart |= self.sequence_parallel and dims.tp > 1
         return prepared
+
+    def _check(self, module: nn.Module, dims: ParallelDims, recipe: Recipe) -> None:
+        given = ("device_mesh", "process_group", "mesh")
+        if any(getattr(self.fsdp, name, None) is not None for name in given):
+            raise UsageError("fsdp must have no mesh and no group of its own in Parallel: the axes choose the ranks.")
+        check_experts(module, dims.ep)
+        if dims.cp > 1:
+            check_context(module, recipe)
+
+    def _context(self, module: nn.Module, dims: ParallelDims, world: World) -> ContextParallel | None:
+        if dims.cp == 1:
+            return None
+        checks = self.check_context and dims.pp == 1  # a stage never sees a whole sequence
+        if self.check_context and not checks and world.rank == 0:
+            logger.warning(
+                "context parallelism within a pipeline: parts of sequences are not compared with whole ones. Run the script once "
+                "with pp=1, or `echelon prove` it"
+            )
+        return ContextParallel(module, dims.cp_mesh(world.device), world.device, self.sequence_dim, check=checks)
 
     def _is_alone(self, dims: ParallelDims) -> bool:
         """Whether a pipeline is all there is: each rank has its stages' parameters whole."""

@@ -8,7 +8,6 @@ Source: Llama 3 (arXiv 2407.21783), section 3.3.2.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,18 +78,12 @@ class SequenceParts:
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
         """Where the tokens of a part of this length stand in the whole sequence: (length,), int64."""
-        return _positions(self.rank, self.size, length, device)
+        # Not kept: made in inference mode, or under a FakeTensorMode, they would be of no use to training.
+        return torch.cat([torch.arange(first, last, device=device) for first, last in self.bounds(length // 2)])
 
     def whole(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """The sequence in its order, from the parts of all ranks; gradients go back to the ranks. Collective."""
         return _Whole.apply(part, dim % part.dim(), self)  # type: ignore[no-any-return,no-untyped-call]
-
-
-@functools.lru_cache(maxsize=32)
-def _positions(rank: int, size: int, length: int, device: torch.device) -> torch.Tensor:
-    chunk = length // 2
-    parts = SequenceParts(rank, size).bounds(chunk)
-    return torch.cat([torch.arange(first, last, device=device) for first, last in parts])
 
 
 class _Whole(torch.autograd.Function):
@@ -114,10 +107,12 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         dim, parts = ctx.dim, ctx.parts
         size, chunk = parts.size, grad.shape[dim] // (2 * parts.size)
-        order = [r for i in range(size) for r in (i, 2 * size - 1 - i)]
         chunks = grad.split(chunk, dim)
         # A rank's two chunks side by side, the ranks one after the other in the first dimension.
-        laid = torch.stack([torch.cat([chunks[a], chunks[b]], dim) for a, b in zip(order[::2], order[1::2], strict=True)])
-        mine = torch.empty_like(laid[0])
+        mine = grad.new_empty(*grad.shape[:dim], 2 * chunk, *grad.shape[dim + 1 :])
+        laid = grad.new_empty(size, *mine.shape)
+        for rank, part in enumerate(laid):
+            part.narrow(dim, 0, chunk).copy_(chunks[rank])
+            part.narrow(dim, chunk, chunk).copy_(chunks[-1 - rank])
         dist.reduce_scatter_tensor(mine, laid.flatten(0, 1), group=parts.group)
         return mine, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -171,17 +172,20 @@ class Worker(nn.Module):
             CheckpointCorruptError: it is nothing that `own_state` gives for such a module.
         """
         named = self._named()
-        since, values, anchor = _checked(saved, named)
+        since, weight, values, anchor = _checked(saved, named)
         for name, tensor in values.items():
             named[name].copy_(tensor)
         for name, tensor in anchor.items():
             if name in self._anchor:
                 self._anchor[name].copy_(tensor)
-        self._since, self._weight = since, float(saved["weight"])
-        if self.optimizer is not None and saved["optimizer"]:
-            OptimizerState({"module": self}, self.optimizer).load_state_dict(saved["optimizer"])
-        if self._outer is not None and saved["outer"]:
-            self._outer.load_state_dict(saved["outer"])
+        self._since, self._weight = since, weight
+        try:
+            if self.optimizer is not None and saved["optimizer"]:
+                OptimizerState({"module": self}, self.optimizer).load_state_dict(saved["optimizer"])
+            if self._outer is not None and saved["outer"]:
+                self._outer.load_state_dict(saved["outer"])
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+            raise CheckpointCorruptError(f"the checkpoint holds a worker's optimizer that is not valid: {error!r}.") from None
 
 
 class WorkerState(ModuleState):
@@ -208,16 +212,22 @@ class WorkerOptimizerState(OptimizerState):
         return [name for name, value in self.state_dict().items() if isinstance(value, torch.Tensor)]
 
 
-def _checked(saved: Any, named: Mapping[str, torch.Tensor]) -> tuple[int, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+Tensors = dict[str, torch.Tensor]
+
+
+def _checked(saved: Any, named: Mapping[str, torch.Tensor]) -> tuple[int, float, Tensors, Tensors]:
     wanted = {"since": int, "weight": float, "values": dict, "optimizer": dict, "anchor": dict, "outer": dict}
     if not isinstance(saved, dict) or any(not isinstance(saved.get(name), kind) for name, kind in wanted.items()):
         raise CheckpointCorruptError("the checkpoint holds a state of workers that is not valid.")
+    since, weight = saved["since"], saved["weight"]
+    if isinstance(since, bool) or since < 0 or not 0 <= weight < math.inf:
+        raise CheckpointCorruptError(f"the checkpoint holds a worker with {weight} samples in {since} updates, which cannot be.")
     for part in ("values", "anchor"):
         for name, tensor in saved[part].items():
             living = named.get(name)
             if living is None or not isinstance(tensor, torch.Tensor) or tensor.shape != living.shape:
                 raise CheckpointCorruptError(f"the checkpoint holds {name!r} of a worker, which does not fit this module.")
-    return saved["since"], saved["values"], saved["anchor"]
+    return since, weight, saved["values"], saved["anchor"]
 
 
 def _averages(tensors: Mapping[str, torch.Tensor], weight: Any) -> dict[str, torch.Tensor]:

@@ -33,6 +33,7 @@ from echelon.parallel.recipe import Recipe
 from echelon.parallel.registry import Kind, register
 from echelon.parallel.same_gradients import SameGradients
 from echelon.parallel.shards import is_fully_sharded, is_split, local, reshard
+from echelon.parallel.tensor_gradients import check_whole_layers
 from echelon.parallel.tensor_logits import around_losses, plain_loss
 from echelon.parallel.units import Unit, expert_units, prefetch, resharded, units_of
 from echelon.parallel.unsplit import of_another_type, unsplittable
@@ -65,6 +66,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         super().__init__(module, sharded_axes(module) if averaged is None else averaged)
         self.reduction = Reduction()
         self._same: SameGradients | None = None
+        self._is_checked = False
         self._losses = around_losses(module) or NO_CONTEXT
         _refuse_copies(module)
 
@@ -109,6 +111,9 @@ class FSDPPrepared(Prepared[nn.Module]):
         self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
     ) -> None:
         super().backward(local(loss), micro_batch, backward)
+        if self._reduces and not self._is_checked:
+            check_whole_layers(self.module)
+            self._is_checked = True
         if self._same is not None:
             self._same.check(last=self._reduces)
 

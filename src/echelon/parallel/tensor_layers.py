@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from echelon.parallel.sequence_part import PartOfSequence
 
-__all__ = ["exchanged", "install", "is_transposed", "split_dims", "splits_logits"]
+__all__ = ["exchanged", "install", "is_transposed", "shared_axis", "split_dims", "splits_logits"]
 
 
 def is_transposed(layer: nn.Module) -> bool:
@@ -41,6 +41,12 @@ def split_dims(layer: nn.Module, style: str) -> dict[str, int]:
         return {}
     outputs = int(is_transposed(layer))
     return {"weight": outputs, "bias": 0} if colwise else {"weight": 1 - outputs}
+
+
+def shared_axis(module: nn.Module) -> Axis | None:
+    """The ranks that share this module's layers; None if none is split here."""
+    replaced = (vars(layer).get("forward") for layer in module.modules())
+    return next((each.axis for each in replaced if isinstance(each, _Split)), None)
 
 
 def splits_logits(layer: nn.Module) -> bool:

@@ -190,7 +190,7 @@ def _blocks(module: nn.Module, size: int, whole: dict[str, str]) -> Iterator[tup
         if attention:
             attention |= {n: "rowwise_split" for n in layers if n in _OUTS and n not in found}
         for some in (attention, found):
-            wrong = [n for n, style in some.items() if layers[n].weight.shape[split_dims(layers[n], style)["weight"]] % size]
+            wrong = [n for n, style in some.items() if layers[n].get_parameter("weight").shape[split_dims(layers[n], style)["weight"]] % size]
             if wrong:
                 whole |= dict.fromkeys((_pattern(prefix + n) for n in some), f"{size} ranks do not divide {wrong[0]}")
             else:

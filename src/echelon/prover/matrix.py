@@ -12,6 +12,7 @@ from typing import Any
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.composed import Parallel
+from echelon.parallel.pipeline.schedules import SCHEDULES
 from echelon.parallel.strategy import resolve
 from echelon.parallel.tensor import TPStrategy
 
@@ -24,8 +25,19 @@ DEFAULT = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "tp")
 
 # More directions, by the number of ranks: each where so many are run and the model can be divided so.
 DIRECTIONS: dict[int, dict[str, dict[str, Any]]] = {
-    2: {"cp": {"cp": 2}},
-    4: {"fsdp x cp": {"dp_shard": 2, "cp": 2}, "cp x tp": {"cp": 2, "tp": 2}},
+    2: {
+        "tp, sequence parallel": {"tp": 2, "sequence_parallel": True},
+        "cp": {"cp": 2},
+        **{f"pp, {schedule}": {"pp": 2, "schedule": schedule} for schedule in SCHEDULES},
+        "ep": {"dp_shard": 2, "ep": 2},
+    },
+    4: {
+        "fsdp x cp": {"dp_shard": 2, "cp": 2},
+        "fsdp x pp": {"dp_shard": 2, "pp": 2},
+        "tp x pp": {"tp": 2, "pp": 2},
+        "cp x tp": {"cp": 2, "tp": 2},
+        "hsdp x ep": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+    },
     8: {"hsdp x tp": {"dp_replicate": 2, "dp_shard": 2, "tp": 2}},
 }
 

@@ -101,12 +101,14 @@ def prove_target(
                 f"{most} ranks have {gpus} GPU{'s' if gpus > 1 else ''} here: everything ran on the CPU. `--device cuda --ranks "
                 f"{gpus}` proves as much as fits on the GPU{'s' if gpus > 1 else ''}."
             )
+        unfit: dict[str, list[str]] = {}
         for row in run.fitting(rows):
             result = run.row(row)
             if row.fits_some and result.verdict == "not possible":
-                run.proof.notes.append(f"Not for this model: {row.name}: {result.message}")
+                unfit.setdefault(result.message, []).append(row.name)
                 continue
             run.proof.results.append(result)
             if on_result is not None:
                 on_result(result)
+        run.proof.notes += [f"Not for this model: {'; '.join(names)}. {why}" for why, names in unfit.items()]
         return run.proof

@@ -31,6 +31,8 @@ from echelon.prover.gradients import GradientWatch, rates_of
 from echelon.prover.micro import Micro, NotJoinable, digest, join, widened
 from echelon.prover.values import (
     as_real,
+    balance,
+    forget_loads,
     loss_in,
     modules_of,
     named_values,
@@ -229,12 +231,14 @@ class AutoReference(Reference):
 
     def update(self, k: int) -> dict[str, Any]:
         self.enter_epoch(self.updates[k][0].epoch)
+        forget_loads(self.unit)
         loss = self.backward_of_all(k)
         norm = self._clip()
         gradients = self.gradients()
         self.rates.append(rates_of(self.optimizer))
         self.optimizer.step()
         self.optimizer.zero_grad()
+        balance(self.unit)
         if self.unit.step_lr_interval == "step":
             self._step_scheduler()
         self.step_done()

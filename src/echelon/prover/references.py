@@ -15,7 +15,7 @@ from echelon.prover.gradients import GradientWatch
 from echelon.prover.micro import digest, widened
 from echelon.prover.reference import AutoReference, How, OwnReference, Reference, Shake
 from echelon.prover.turns import Turns
-from echelon.prover.values import parameters_of, switch_off_dropout
+from echelon.prover.values import balance, forget_loads, parameters_of, switch_off_dropout
 
 __all__ = ["LoopReference", "reference_of"]
 
@@ -51,6 +51,7 @@ class LoopReference(AutoReference):
     def update(self, k: int) -> dict[str, Any]:
         self.enter_epoch(self.updates[k][0].epoch)
         self._trains = True
+        forget_loads(self.unit)
         loss = self.backward_of_all(k)
         self._trains = False
         assert self.unit.plain is not None
@@ -59,6 +60,7 @@ class LoopReference(AutoReference):
             raise UsageError(
                 f"the loop took no optimizer step on the batch of update {k} in one process, but it did on the ranks."
             )
+        balance(self.unit)
         self.step_done()
         return {"loss": loss, "norm": self.unit.plain.norm, "gradients": gradients}
 

@@ -12,11 +12,14 @@ from torch import nn
 
 from echelon.loop.auto import AutoUnit
 from echelon.parallel import shards
+from echelon.parallel.experts.loads import Routers
 from echelon.parallel.prepared import Prepared
 from echelon.prover.parts import stage_files
 
 __all__ = [
     "as_real",
+    "balance",
+    "forget_loads",
     "load_values",
     "loss_in",
     "modules_of",
@@ -44,6 +47,18 @@ def prepared_of(unit: Any) -> list[tuple[str, Prepared[Any]]]:
 def modules_of(unit: Any) -> list[tuple[str, nn.Module]]:
     """As `prepared_of`: the modules as their author wrote them."""
     return [(prefix, prepared.unwrapped) for prefix, prepared in prepared_of(unit)]
+
+
+def forget_loads(unit: Any) -> None:
+    """Before an update: what was tried before counts in no load of an expert."""
+    for _, module in modules_of(unit):
+        Routers.of(module, []).discard()
+
+
+def balance(unit: Any) -> None:
+    """After an update of one process: of layers of experts, which only the loop tells so."""
+    for _, module in modules_of(unit):
+        Routers.of(module, []).end_window(updated=True)
 
 
 def parameters_of(unit: Any) -> Iterator[tuple[str, nn.Parameter]]:

@@ -12,7 +12,7 @@ experts and back (`dispatch`). No token is ever left out.
 from __future__ import annotations
 
 from echelon.parallel.experts.distribute import check_experts, distribute_experts, moe_layers
-from echelon.parallel.experts.loads import auxiliary_loss, expert_loads
+from echelon.parallel.experts.loads import auxiliary_loss, balance_experts, expert_loads
 from echelon.parallel.experts.moe import MoE, Router
 from echelon.parallel.experts.stacks import Experts, GroupedExperts, StackedExperts
 
@@ -23,6 +23,7 @@ __all__ = [
     "Router",
     "StackedExperts",
     "auxiliary_loss",
+    "balance_experts",
     "check_experts",
     "distribute_experts",
     "expert_loads",

@@ -63,6 +63,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
+        ctx.crosses_ranks = True  # gradients of other ranks' losses come back: `pass_zeros` must not stop them
         return _exchange(rows, sent, received, group)
 
     @staticmethod

@@ -18,8 +18,9 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.parallel.experts.moe import Router
 from echelon.parallel.experts.seen import Added
+from echelon.world.agree import is_joined
 
-__all__ = ["Routers", "auxiliary_loss", "expert_loads"]
+__all__ = ["Routers", "auxiliary_loss", "balance_experts", "expert_loads"]
 
 
 def auxiliary_loss(module: nn.Module) -> torch.Tensor:
@@ -54,6 +55,14 @@ def expert_loads(module: nn.Module) -> dict[str, torch.Tensor]:
         for name, router in routers_of(module).items()
         if router.seen.latest is not None and (choices := router.seen.latest[:-2]).sum() > 0
     }
+
+
+def balance_experts(module: nn.Module) -> None:
+    """Balance the experts of a module after an update, by its loads over all ranks. Collective over the default group, if any.
+
+    AutoUnit and loops with `echelon.prepare` do so by themselves. Call it after `optimizer.step()` in a `train_step` of your own.
+    """
+    Routers.of(module, [dist.group.WORLD] if is_joined() else []).end_window(updated=True)
 
 
 def routers_of(module: nn.Module) -> dict[str, Router]:

@@ -74,7 +74,8 @@ class Pipeline:
                 before.
             share: whether all ranks want what `compute_loss` returns besides the loss.
         """
-        signatures = [self._signature(each) for each in micro_batches]
+        trained = tuple(p.requires_grad for p in self.module.parameters())
+        signatures = [(self.module.training, trained, shape_of_batch(each.data)) for each in micro_batches]
         begins, unknown = self._agreed(signatures)
         for number in unknown:
             self._learn(signatures[number], micro_batches[number], forward)
@@ -93,10 +94,6 @@ class Pipeline:
     @property
     def _pp(self) -> int:
         return dist.get_world_size(self.group)
-
-    def _signature(self, micro_batch: MicroBatch[Any]) -> Any:
-        trained = tuple(p.requires_grad for p in self.module.parameters())
-        return self.module.training, trained, shape_of_batch(micro_batch.data)
 
     def _agreed(self, signatures: list[Any]) -> tuple[list[int], list[int]]:
         """Where a schedule begins, and which micro-batches are of a new kind: on any rank, so that all compute in one order."""
@@ -242,11 +239,19 @@ class Pipeline:
         if not self.module.training:
             yield
             return
-        seed = int(torch.randint(2**62, ()))
-        devices = [self.cut.device] if self.cut.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed((seed + stage * 0x9E3779B97F4A7C15) % 2**63)
+        seed = (int(torch.randint(2**62, ())) + stage * 0x9E3779B97F4A7C15) % 2**63
+        on_gpu = self.cut.device.type == "cuda"
+        # Not torch.manual_seed, which notes the stack of its caller for a GPU that is not used, a millisecond each time.
+        state, state_of_gpu = torch.get_rng_state(), torch.cuda.get_rng_state(self.cut.device) if on_gpu else None
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            torch.cuda.manual_seed(seed)
+        try:
             yield
+        finally:
+            torch.set_rng_state(state)
+            if state_of_gpu is not None:
+                torch.cuda.set_rng_state(state_of_gpu, self.cut.device)
 
     # --- what all ranks are told
 

@@ -1,0 +1,150 @@
+"""Pipelines: GPT's stages written by hand for torch's 1F1B, and a model of sleeping blocks whose steps are counted in sleeps."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _by_hand import GPT, ByHand, make_optimizer
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import echelon as ech
+
+
+class Front(nn.Module):
+    def __init__(self, gpt: GPT, blocks: Any) -> None:
+        super().__init__()
+        self.bytes, self.positions, self.blocks = gpt.bytes, gpt.positions, nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.bytes(x) + self.positions.weight[: x.shape[1]]
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+
+class Between(nn.Module):
+    def __init__(self, blocks: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+
+class Back(nn.Module):
+    def __init__(self, gpt: GPT, blocks: Any) -> None:
+        super().__init__()
+        self.blocks, self.norm, self.head = nn.ModuleList(blocks), gpt.norm, gpt.head
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h))
+
+
+def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class PipelineByHand(ByHand):
+    """One stage of each rank, equal parts of the blocks; the norm of all stages; losses are fetched from the last."""
+
+    def __init__(self, model: GPT, accumulation: int, clip: float | None) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        each = len(model.blocks) // size
+        blocks = list(model.blocks)[rank * each : (rank + 1) * each]
+        stage: nn.Module = Front(model, blocks) if rank == 0 else Between(blocks)
+        self.module = Back(model, blocks) if rank == size - 1 else stage
+        self.optimizer = make_optimizer(self.module)
+        self.accumulation, self.clip = accumulation, clip
+        self.first, self.last = rank == 0, rank == size - 1
+        stage_of_torch = PipelineStage(self.module, rank, size, torch.device("cpu"))
+        self.schedule = Schedule1F1B(stage_of_torch, accumulation, loss_fn=loss)
+
+    def train(self, batches: list[Any]) -> None:
+        for start in range(0, len(batches), self.accumulation):
+            inputs, targets = (torch.cat(part) for part in zip(*batches[start : start + self.accumulation], strict=True))
+            losses: list[torch.Tensor] = []
+            told = {"target": targets, "losses": losses} if self.last else {}
+            self.schedule.step(*([inputs] if self.first else []), **told, return_outputs=False)
+            mean = torch.stack(losses).mean().detach() if self.last else torch.empty(())
+            dist.broadcast(mean, src=dist.get_world_size() - 1)
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            norm = nn.utils.get_total_norm(grads) ** 2
+            dist.all_reduce(norm)
+            nn.utils.clip_grads_with_norm_(self.module.parameters(), self.clip or float("inf"), norm.sqrt())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+# --- sleeping blocks
+
+
+class Slept(torch.autograd.Function):
+    """Sleeps in the forward pass, and in the backward pass: of the input, or of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        time.sleep(forward_s)
+        ctx.backward_s = backward_s
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return gradients[0], None, None
+
+
+class SleepingBlock(nn.Module):
+    """A forward pass, a backward pass of the input, one of the weight: each takes `sleep_s`."""
+
+    def __init__(self, sleep_s: float) -> None:
+        super().__init__()
+        self.sleep_s, self.weight = sleep_s, nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = Slept.apply(self.weight.weight, 0.0, self.sleep_s)
+        return Slept.apply(x, self.sleep_s, self.sleep_s) * weight
+
+
+class Sleepers(nn.Module):
+    def __init__(self, depth: int, sleep_s: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SleepingBlock(sleep_s) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Sleeping(ech.AutoUnit[Any]):
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        out = self.module(data)
+        return out.mean(), None
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        return torch.optim.SGD(module.parameters(), lr=0.0), None
+
+
+def slept(schedule: str, per_rank: int, micro_batches: int, sleep_s: float, steps: int) -> list[float]:
+    """Seconds of each update, from the end of the one before, of a pipeline over all ranks; the first two are not counted."""
+    torch.set_num_threads(1)
+    ech.init_from_env()
+    ranks = dist.get_world_size()
+    unit = Sleeping(
+        module=Sleepers(ranks * per_rank, sleep_s / per_rank),
+        strategy=ech.Parallel(pp=ranks, schedule=schedule),
+        gradient_accumulation_steps=micro_batches,
+    )
+    ends: list[float] = []
+    unit.prepared.follow_step(lambda: ends.append(time.perf_counter()))
+    ech.train(unit, [torch.ones(1, 1)] * (micro_batches * (steps + 2)), max_epochs=1)
+    return [after - before for before, after in zip(ends[1:], ends[2:], strict=False)]

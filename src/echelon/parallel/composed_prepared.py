@@ -1,0 +1,91 @@
+"""What a module that is parallel in several directions does in a step: each direction's part is asked for its share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.context import ContextParallel
+from echelon.parallel.pipeline import ShardedStages, StagesPrepared
+from echelon.parallel.pipeline.prepared import Pipelined
+from echelon.parallel.prepared import NO_CONTEXT
+from echelon.world.mesh import ParallelDims
+
+__all__ = ["ComposedPrepared", "ComposedStages"]
+
+B = TypeVar("B")
+R = TypeVar("R")
+
+
+class _LaidOut(Pipelined):
+    """Knows its place on the axes.
+
+    Attributes:
+        dims: the axes.
+        rank: this rank.
+    """
+
+    dims: ParallelDims
+    rank: int
+
+    def lay_out(self, dims: ParallelDims, rank: int) -> None:
+        """Say where this rank is."""
+        place = dims.place(rank)
+        self.dims, self.rank = dims, rank
+        self.part, self.stage = (place["cp"], dims.cp), (place["pp"], dims.pp)
+        self.draws_apart = dims.cp > 1 or dims.pp > 1
+
+    def find_replicas(self) -> None:
+        self.is_replica = not self.dims.speaks(self.rank)
+        if self.pipeline is not None:  # the last stage need not be on the last rank
+            self.is_replica = not self.pipeline.has_last or self.dims.tp_rank(self.rank) > 0
+
+    def describe(self) -> dict[str, Any]:
+        return {"module": type(self.unwrapped).__name__, "strategy": "parallel", "mesh": self.dims.used}
+
+
+class ComposedPrepared(_LaidOut, ShardedStages):
+    """A module that is parallel in several directions.
+
+    Attributes:
+        context: what splits sequences; None without context parallelism.
+    """
+
+    context: ContextParallel | None = None
+
+    def part_of(self, batch: Any) -> Any:
+        if self.context is None:
+            return batch
+        part = self.context.part_of(batch)
+        self.share = self.context.share
+        return part
+
+    def whole_of(self, outputs: Any) -> Any:
+        return outputs if self.context is None else self.context.whole_of(outputs)
+
+    def forward(self, batch: B, forward: Callable[[B], R]) -> R:
+        if self.context is None:
+            return super().forward(batch, forward)
+        with self.context.active():
+            return super().forward(batch, forward)
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        around = super().accumulate(last)
+        return around if self.context is None else self.context.active()
+
+    def fix_order(self) -> None:
+        if self.context is not None:
+            raise UsageError("bit-equal training needs whole sequences, got cp > 1. Use dp_shard in its place.")
+        super().fix_order()
+
+    def forward_backward_window(self, *window: Any) -> list[tuple[torch.Tensor, Any]]:
+        with NO_CONTEXT if self.context is None else self.context.active():
+            return super().forward_backward_window(*window)
+
+
+class ComposedStages(_LaidOut, StagesPrepared):
+    """A pipeline alone."""
