@@ -29,8 +29,9 @@ from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.sequence_part import PartOfSequence
 from echelon.parallel.strategy import Strategy
+from echelon.parallel.tensor_adapters import with_adapters
 from echelon.parallel.tensor_layers import install, is_transposed, split_dims
-from echelon.parallel.tensor_plans import ALIASES, STYLES, Plan, plan_of, with_adapters
+from echelon.parallel.tensor_plans import ALIASES, STYLES, Plan, plan_of
 from echelon.parallel.tensor_sequence import check_sequence, split_sequence
 from echelon.world.init import World, ensure_group
 from echelon.world.mesh import ParallelDims

@@ -15,9 +15,10 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError, require
 from echelon.parallel.names import matching, tied_names
+from echelon.parallel.tensor_adapters import without_adapter
 from echelon.parallel.tensor_layers import is_transposed, split_dims
 
-__all__ = ["ALIASES", "STYLES", "Plan", "plan_of", "tp_plan", "with_adapters"]
+__all__ = ["ALIASES", "STYLES", "Plan", "plan_of", "tp_plan"]
 
 # What may be written in a plan. The others are names that transformers has or had for the same.
 STYLES = ("colwise", "rowwise", "colwise_gather", "rowwise_split", "colwise_logits", "summed")
@@ -184,7 +185,7 @@ def _blocks(module: nn.Module, size: int, whole: dict[str, str]) -> Iterator[tup
         if isinstance(parent, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)):
             continue  # torch's code takes the weights of their layers itself
         prefix = f"{name}." if name else ""
-        layers = {n: inner for n, layer in parent.named_children() if _splits(inner := _adapted(layer))}
+        layers = {n: inner for n, layer in parent.named_children() if _splits(inner := without_adapter(layer))}
         found = _mlp(parent, layers)
         attention = {n: "colwise_gather" for n in layers if n in _QUERIES}
         if attention:
@@ -234,33 +235,6 @@ def _pairs_in_sequence(parent: nn.Sequential) -> dict[str, str]:
 def _splits(layer: nn.Module) -> bool:
     plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
     return plain or is_transposed(layer)
-
-
-def _adapted(layer: nn.Module) -> nn.Module:
-    """What a LoRA adapter of PEFT is around; any other layer is itself."""
-    return layer.get_submodule("base_layer") if hasattr(layer, "base_layer") and hasattr(layer, "lora_A") else layer
-
-
-def with_adapters(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any]:
-    """The layers inside LoRA adapters in their place: the small layer beside the split side is split, too.
-
-    Raises:
-        UsageError: an adapter that works with the values of the whole weight, or of an embedding.
-    """
-    found: dict[str, Any] = {}
-    for name, style in styles.items():
-        layer = module.get_submodule(name)
-        if _adapted(layer) is layer or not isinstance(style, str):
-            found[name] = style
-            continue
-        magnitudes = list(getattr(layer, "lora_magnitude_vector", ()))
-        if magnitudes or isinstance(_adapted(layer), nn.Embedding):
-            kind = "DoRA, which needs the whole weight" if magnitudes else "an Embedding"
-            raise UsageError(f"tensor-parallel plan: {name} is an adapter of {kind}. Leave it out of the plan.")
-        side = "lora_B" if style.startswith("colwise") else "lora_A"
-        found[f"{name}.base_layer"] = style
-        found |= {f"{name}.{side}.{adapter}": style for adapter, _ in layer.get_submodule(side).named_children()}
-    return found
 
 
 def _features(layer: nn.Module) -> tuple[int, int]:

@@ -1,0 +1,39 @@
+"""Layers with LoRA adapters of PEFT around them, in a plan of tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["with_adapters", "without_adapter"]
+
+
+def without_adapter(layer: nn.Module) -> nn.Module:
+    """What a LoRA adapter of PEFT is around; any other layer is itself."""
+    return layer.get_submodule("base_layer") if hasattr(layer, "base_layer") and hasattr(layer, "lora_A") else layer
+
+
+def with_adapters(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers inside LoRA adapters in their place: the small layer beside the split side is split, too.
+
+    Raises:
+        UsageError: an adapter that works with the values of the whole weight, or of an embedding.
+    """
+    found: dict[str, Any] = {}
+    for name, style in styles.items():
+        layer = module.get_submodule(name)
+        if without_adapter(layer) is layer or not isinstance(style, str):
+            found[name] = style
+            continue
+        magnitudes = list(getattr(layer, "lora_magnitude_vector", ()))
+        if magnitudes or isinstance(without_adapter(layer), nn.Embedding):
+            kind = "DoRA, which needs the whole weight" if magnitudes else "an Embedding"
+            raise UsageError(f"tensor-parallel plan: {name} is an adapter of {kind}. Leave it out of the plan.")
+        side = "lora_B" if style.startswith("colwise") else "lora_A"
+        found[f"{name}.base_layer"] = style
+        found |= {f"{name}.{side}.{adapter}": style for adapter, _ in layer.get_submodule(side).named_children()}
+    return found
