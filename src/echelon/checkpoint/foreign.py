@@ -195,7 +195,9 @@ def _load_torch(path: Path, trust_pickle: bool) -> dict[str, torch.Tensor]:
     return dict(loaded)
 
 
-def _named(saved: _Foreign, values: Mapping[str, Any], path: Path, lays: Lays | None, rename: Mapping[str, str] | None) -> Layout:
+def _named(
+    saved: _Foreign, values: Mapping[str, object], path: Path, lays: Lays | None, rename: Mapping[str, str] | None
+) -> Layout:
     """Give the tensors of the files the names of the state. Collective."""
     layout = Layout()
     if lays is not None:
