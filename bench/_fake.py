@@ -27,8 +27,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from echelon.parallel import context_split
-
 __all__ = ["Step", "Traced", "even_loads", "fake_tensors", "fake_world"]
 
 aten = torch.ops.aten
@@ -52,7 +50,6 @@ def fake_world(size: int, rank: int = 0, per_node: int = 8) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-        context_split._positions.cache_clear()  # fake numbers of this world
 
 
 @contextlib.contextmanager
