@@ -534,8 +534,9 @@ def _refused(model: str, **sizes: int) -> str:
         ("moe", {"ep": 3}, "ep must divide dp_shard x cp, the ranks that share parameters, got ep=3"),
         ("dense", {"ep": 2}, "ep must be 1 for Model, which has no echelon.MoE layer, got 2."),
         ("foreign", {"ep": 2}, "1 is a MixtralExperts, which has experts of its own"),
+        ("moe", {"pp": 2}, "pp must be 1 for Model, whose blocks.0.1 is an echelon.MoE, got 2"),
     ],
-    ids=["experts do not divide", "ranks do not divide", "no experts", "another library's experts"],
+    ids=["experts do not divide", "ranks do not divide", "no experts", "another library's experts", "experts in stages"],
 )
 def test_what_cannot_be_divided_is_refused_on_all_ranks(ranks: Ranks, model: str, sizes: dict[str, int], said: str) -> None:
     assert all(said in each for each in ranks(4, _refused, model, **sizes))

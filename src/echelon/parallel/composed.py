@@ -174,7 +174,7 @@ class Parallel(Strategy):
         given = ("device_mesh", "process_group", "mesh")
         if any(getattr(self.fsdp, name, None) is not None for name in given):
             raise UsageError("fsdp must have no mesh and no group of its own in Parallel: the axes choose the ranks.")
-        check_experts(module, dims.ep)
+        check_experts(module, dims.ep, dims.pp)
         if dims.cp > 1:
             check_context(module, recipe)
 

@@ -23,15 +23,20 @@ def moe_layers(module: nn.Module) -> dict[str, MoE]:
     return {name: part for name, part in module.named_modules() if isinstance(part, MoE)}
 
 
-def check_experts(module: nn.Module, ep: int) -> None:
+def check_experts(module: nn.Module, ep: int, pp: int = 1) -> None:
     """Before any collective.
 
     Raises:
-        UsageError: there are no experts, or `ep` ranks do not divide them.
+        UsageError: there are no experts, or `ep` ranks do not divide them; or they would lie in the stages of a pipeline.
     """
+    layers = moe_layers(module)
+    if layers and pp > 1:
+        raise UsageError(
+            f"pp must be 1 for {type(module).__name__}, whose {next(iter(layers))} is an echelon.MoE, got {pp}: all ranks add up the "
+            "loads of all experts, and a stage has some of them only. Give the ranks to ep, dp_shard or tp."
+        )
     if ep == 1:
         return
-    layers = moe_layers(module)
     if not layers:
         foreign = [name for name, part in module.named_modules() if type(part).__name__.lower().endswith(("experts", "moeblock"))]
         hint = (
