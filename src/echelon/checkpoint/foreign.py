@@ -9,7 +9,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 

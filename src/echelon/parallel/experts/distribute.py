@@ -32,8 +32,8 @@ def check_experts(module: nn.Module, ep: int, pp: int = 1) -> None:
     layers = moe_layers(module)
     if layers and pp > 1:
         raise UsageError(
-            f"pp must be 1 for {type(module).__name__}, whose {next(iter(layers))} is an echelon.MoE, got {pp}: all ranks add up the "
-            "loads of all experts, and a stage has some of them only. Give the ranks to ep, dp_shard or tp."
+            f"pp must be 1 for {type(module).__name__}, whose {next(iter(layers))} is an echelon.MoE, got {pp}: all ranks add up "
+            "the loads of all experts, and a stage has some of them only. Give the ranks to ep, dp_shard or tp."
         )
     if ep == 1:
         return
