@@ -12,6 +12,7 @@ from typing import Any
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.composed import Parallel
+from echelon.parallel.local_sgd import DiLoCoStrategy, LocalSGDStrategy
 from echelon.parallel.pipeline.schedules import SCHEDULES
 from echelon.parallel.strategy import resolve
 from echelon.parallel.tensor import TPStrategy
@@ -55,6 +56,8 @@ class Row:
         parts: with bit-equal numbers: micro-batches of a global batch over all ranks.
         precision: "bf16" compares with one process under autocast; None is float32.
         needs_plan: left out, without a word, where the model brings no `tp_plan`.
+        workers: ranks train by themselves and meet after each update: that equals one process for plain SGD without clipping
+            alone, which therefore take the place of the script's.
         fits_some: nobody asked for it by name; a model that cannot be run so is not a failure, and a note says why.
     """
 
@@ -65,6 +68,7 @@ class Row:
     optimizer: str = "script"
     parts: int | None = None
     needs_plan: bool = False
+    workers: bool = False
     fits_some: bool = False
     precision: str | None = None
 
@@ -99,7 +103,11 @@ def matrix(
     chosen = DEFAULT if strategies is None else strategies
     named = dict(chosen) if isinstance(chosen, Mapping) else {name: name for name in chosen}
     for strategy in named.values():
-        resolve(strategy)
+        if isinstance(resolve(strategy), DiLoCoStrategy):
+            raise UsageError(
+                "prove has nothing to compare DiLoCo with: its outer optimizer trains other numbers than one process, even when "
+                "it steps after every update. 'local_sgd' is compared, with an average after each update."
+            )
     accumulation = sorted(set(accumulation))
     several = sorted({r for r in ranks if r > 1})
     rows = [Row("noop", 1, "noop", a) for a in accumulation if a > 1] if 1 in ranks else []
@@ -110,6 +118,9 @@ def matrix(
         if name == "noop":
             continue
         sizes = [r for r in several if r >= 4] if name == "hsdp" else several  # two ranks cannot be split in both ways
+        if isinstance(resolve(strategy), LocalSGDStrategy):
+            rows += [Row(f"{name}, every update", r, LocalSGDStrategy(every=1), 1, "sgd", workers=True) for r in sizes]
+            continue
         for r in sizes:
             rows.append(Row(name, r, strategy, 1))
         if sizes:

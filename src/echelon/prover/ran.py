@@ -91,7 +91,7 @@ def data_of(row: Row, records: list[dict[str, Any]]) -> tuple[Any, ...]:
     As a rule the samples of each update alone. Dropped units depend on the micro-batches and on the RNGs in front of
     them; a step of one's own, which may accumulate, on which micro-batches came at the same time.
     """
-    updates, how = range(len(micros_in_order(records))), (row.optimizer, row.precision)
+    updates, how = range(len(micros_in_order(records))), (row.optimizer, row.precision, row.workers)
     epochs = tuple(records[0]["updates"][k][0].epoch for k in updates)
     if records[0]["kind"] == "TrainUnit":
         return how, epochs, tuple(tuple(map(_digest_of_samples, by_index(records, k))) for k in updates)

@@ -191,14 +191,16 @@ def _torch_seed(seed: int) -> int:
 def _adapt(unit: Any, row: Row) -> None:
     """What rows and reference change in a unit alike."""
     if row.optimizer == "sgd":
-        _with_sgd(unit)
+        _with_sgd(unit, momentum=0.0 if row.workers else 0.9)
+    if row.workers:  # each would clip its own gradient
+        unit.clip_grad_norm = unit.clip_grad_value = None
     averages = getattr(unit, "swa_params", None)
     if averages is not None:  # averages only look on, but their schedule of learning rates would not
         unit.swa_params, unit.swa_scheduler = replace(averages, swalr_params=None), None
 
 
-def _with_sgd(unit: Any) -> None:
-    """Give an AutoUnit SGD with momentum over the groups of its own optimizer; learning rates and schedule stay."""
+def _with_sgd(unit: Any, momentum: float) -> None:
+    """Give an AutoUnit SGD over the groups of its own optimizer; learning rates and schedule stay."""
     configure = getattr(unit, "configure_optimizers_and_lr_scheduler", None)
     if configure is None:
         raise UsageError(f"{type(unit).__name__} makes its own optimizer, so it has no row with SGD.")
@@ -206,7 +208,7 @@ def _with_sgd(unit: Any) -> None:
     def with_sgd(module: Any) -> tuple[torch.optim.Optimizer, None]:
         own, _ = configure(module)
         groups = [{"params": group["params"], "lr": 0.1} for group in own.param_groups]
-        return torch.optim.SGD(groups, lr=0.1, momentum=0.9), None
+        return torch.optim.SGD(groups, lr=0.1, momentum=momentum), None
 
     unit.configure_optimizers_and_lr_scheduler = with_sgd
     for made in ("optimizer", "lr_scheduler"):  # built already, by a script that looked at it or by TorchTNT's AutoUnit

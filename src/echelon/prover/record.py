@@ -130,7 +130,8 @@ class StepRecorder(Callback):
         record.loader = type(dataloader).__name__
         record.global_batch = getattr(dataloader, "global_batch", None)
         record.samples_by_rank = _samples_by_rank(dataloader)
-        record.flattened = any(prepared.flattens_parameters for _, prepared in prepared_of(unit))
+        # Workers that train by themselves have gradients of their own.
+        record.flattened = any(prepared.flattens_parameters or prepared.works_alone for _, prepared in prepared_of(unit))
         record.trainable = {n for n, p in parameters_of(unit) if p.requires_grad}
         for prefix, module in modules_of(unit):
             for name, inner in module.named_modules():
