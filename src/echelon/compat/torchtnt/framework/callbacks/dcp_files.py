@@ -90,6 +90,7 @@ class Saved(Tensors):
     def __init__(self, folder: Location) -> None:
         self._folder = folder
         self._written_as: dict[str, str] = {}
+        self._begins = ("", {})
         try:
             data = read_file(folder / METADATA, _MOST_BYTES)
         except (FileNotFoundError, NotADirectoryError):
@@ -130,6 +131,14 @@ class Saved(Tensors):
             raise CheckpointCorruptError(f"{self._folder / file} does not hold {printable(written_as)} as {METADATA} says.")
         found: torch.Tensor = tensor.detach()
         return found
+
+    def fill(
+        self, into: torch.Tensor, name: str, storage_offsets: torch.Size | None, begins: torch.Size, lengths: torch.Size
+    ) -> None:
+        piece = self.piece(name, *self._piece_at(name, storage_offsets))  # of an archive: it is read as a whole
+        for dim, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
+            piece = piece.narrow(dim, begin, length)
+        into.copy_(piece)
 
     def forget(self) -> None: ...
 
