@@ -22,6 +22,7 @@ SIZES = st.integers(1, 4)
         ("dp_shard=2,tp=4", {"dp_shard": 2, "tp": 4}),
         (" pp=2 , dp_replicate = -1", {"pp": 2, "dp_replicate": -1}),
         ("cp=2,ep=2", {"cp": 2, "ep": 2}),
+        ("dp_shard=2+cp=2", {"dp_shard": 2, "cp": 2}),
     ],
 )
 def test_text_names_the_axes(text: str, want: dict[str, int]) -> None:

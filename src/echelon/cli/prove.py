@@ -16,7 +16,7 @@ __all__ = ["add_arguments", "execute"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--strategies", metavar="NAMES", help="comma-separated; default: ddp,fsdp,hsdp,zero1,zero2, and tp with a plan"
+        "--strategies", metavar="NAMES", help="comma-separated, axes joined by +: cp=2,dp_shard=2+tp=2; default: all that fit"
     )
     parser.add_argument("--ranks", default="1,2,4", metavar="N,N", help="numbers of processes (default: 1,2,4)")
     parser.add_argument("--accumulation", default="1,2", metavar="N,N", help="micro-batches per update on a rank (default: 1,2)")

@@ -106,14 +106,14 @@ class Parallel(Strategy):
 
     @classmethod
     def parse(cls, text: str) -> Parallel:
-        """From "dp_shard=2,tp=4", as a command line has it.
+        """From "dp_shard=2,tp=4", or "dp_shard=2+tp=4" where commas part strategies, as a command line has it.
 
         Raises:
             UsageError: another word than an axis's name, or no whole number.
         """
         sizes: dict[str, Any] = {}
         known = (*AXES, "ep")
-        for word in text.split(","):
+        for word in text.replace("+", ",").split(","):
             name, equals, size = (part.strip() for part in word.partition("="))
             if not equals or name not in known or name in sizes or not size.removeprefix("-").isdecimal():
                 raise UsageError(
