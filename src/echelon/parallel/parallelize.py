@@ -141,6 +141,11 @@ def prepare_module(
             f"prepare_module knows of no updates, after some of which workers of strategy {decided.strategy or strategy!r} meet. "
             "Use echelon.prepare, or a unit such as AutoUnit."
         )
+    if prepared.part[1] > 1 or prepared.takes_windows:
+        raise UsageError(
+            "prepare_module must have a strategy without cp and pp: nothing splits the sequences, or passes micro-batches through "
+            "stages, in a step of your own. Write an AutoUnit; for cp also echelon.prepare with a loop of your own."
+        )
     if prepared.divides_optimizer:
         logger.warning(
             "prepare_module never sees the optimizer that strategy 'zero1' divides: call echelon.parallel.partition.Partition("
