@@ -426,3 +426,13 @@ def _recomputed_elsewhere() -> float:
 
 def test_another_thread_attends_to_all_keys_too(ranks: Ranks) -> None:
     assert ranks(2, _recomputed_elsewhere) == [0.0, 0.0]
+
+
+def _prepared_alone(strategy: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        ech.prepare_module(nn.Linear(2, 2), CPU, strategy=strategy)
+    return str(caught.value)
+
+
+def test_a_step_of_ones_own_cannot_follow_parts_of_sequences(ranks: Ranks) -> None:
+    assert all("prepare_module must have a strategy without cp and pp" in said for said in ranks(2, _prepared_alone, "cp=2"))

@@ -143,8 +143,8 @@ def prepare_module(
         )
     if prepared.part[1] > 1 or prepared.takes_windows:
         raise UsageError(
-            "prepare_module must have a strategy without cp and pp: nothing splits the sequences, or passes micro-batches through "
-            "stages, in a step of your own. Write an AutoUnit; for cp also echelon.prepare with a loop of your own."
+            "prepare_module must have a strategy without cp and pp: nothing splits the sequences, or passes micro-batches "
+            "through stages, in a step of your own. Write an AutoUnit; for cp also echelon.prepare with a loop of your own."
         )
     if prepared.divides_optimizer:
         logger.warning(
