@@ -430,7 +430,7 @@ def test_another_thread_attends_to_all_keys_too(ranks: Ranks) -> None:
 
 def _prepared_alone(strategy: str) -> str:
     with pytest.raises(UsageError) as caught:
-        ech.prepare_module(nn.Linear(2, 2), CPU, strategy=strategy)
+        ech.prepare_module(nn.Linear(2, 2), torch.device("cpu"), strategy=strategy)
     return str(caught.value)
 
 
