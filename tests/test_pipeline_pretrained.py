@@ -90,6 +90,8 @@ def _round_trip(folder: str, kinds: list[str], strategy: Any) -> list[tuple[floa
         report = Saver.restore(Path(folder) / kind, unit)
         ech.evaluate(unit, [_words()])
         ech.save_pretrained(unit, f"{folder}/{kind}, written", max_shard_size="10KB")
+        with pytest.raises(UsageError, match=r"a part of the weights only\. Call echelon\.save_pretrained"):
+            unit.module.save_pretrained(f"{folder}/{kind}, of a stage")
         found.append((unit.eval_loss, _held(unit.prepared.unwrapped), report.missing, report.unexpected))
     return found
 
@@ -109,6 +111,7 @@ def _adapters(folder: str, strategy: Any) -> list[str]:
     return [*report.missing, *report.unexpected]
 
 
+@pytest.mark.full
 def test_adapters_in_stages_are_written_alone_and_merged(ranks: Ranks, tmp_path: Path) -> None:
     from peft import PeftModel
     from safetensors.torch import load_file

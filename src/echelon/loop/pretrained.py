@@ -10,7 +10,7 @@ import copy
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +64,11 @@ def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], *, 
         names = set(weights.entries) if merged else _needed(module, weights)
         whole = weights.gather(names, scratch)
 
+        staged = target if target.exists() else scratch / "files"
+
         def write() -> None:
-            staged = scratch / "files"
-            place = target if target.exists() else staged
-            if merged:
-                _plain(module, weights, whole).merge_and_unload().save_pretrained(place, **options)
-            elif weights.is_cut and _is_known(module):
-                _plain(module, weights, whole).save_pretrained(place, state_dict=whole, **options)
-            else:
-                with authors_classes(module):
-                    own(module, place, state_dict=whole, **options)
-            if staged.exists():
+            _write(module, own, weights, whole, staged, merged, options)
+            if staged != target:
                 os.replace(staged, target)
 
         commit.on_rank0(write, target)
@@ -82,6 +76,24 @@ def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], *, 
         if agree.is_rank0():
             shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _write(
+    module: Any,
+    own: Callable[..., Any],
+    weights: Weights,
+    whole: Mapping[str, torch.Tensor],
+    folder: Path,
+    merged: bool,
+    options: Mapping[str, Any],
+) -> None:
+    if merged:
+        _plain(module, weights, whole).merge_and_unload().save_pretrained(folder, **options)
+    elif weights.is_cut and _is_known(module):  # this stage's own counts and names its own layers only
+        _plain(module, weights, whole).save_pretrained(folder, state_dict=whole, **options)
+    else:
+        with authors_classes(module):
+            own(module, folder, state_dict=whole, **options)
 
 
 def _check(module: nn.Module, merged: bool, options: Mapping[str, Any]) -> Any:
