@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def _round_trip(folder: str, kinds: list[str], strategy: Any) -> list[tuple[floa
         ech.evaluate(unit, [_words()])
         ech.save_pretrained(unit, f"{folder}/{kind}, written", max_shard_size="10KB")
         with pytest.raises(UsageError, match=r"a part of the weights only\. Call echelon\.save_pretrained"):
-            unit.module.save_pretrained(f"{folder}/{kind}, of a stage")
+            cast(Any, unit.prepared.unwrapped).save_pretrained(f"{folder}/{kind}, of a stage")
         found.append((unit.eval_loss, _held(unit.prepared.unwrapped), report.missing, report.unexpected))
     return found
 
@@ -109,6 +109,14 @@ def _adapters(folder: str, strategy: Any) -> list[str]:
     ech.save_pretrained(unit, f"{folder}/{name}")
     ech.save_pretrained(unit, f"{folder}/{name}-merged", merged=True)
     return [*report.missing, *report.unexpected]
+
+
+def test_a_tied_weight_is_written_once_without_a_pipeline_too(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    made = _saved(tmp_path, "llama, tied")
+    ech.save_pretrained(Causal(module=made, strategy="noop"), tmp_path / "out")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == made.state_dict().keys() - {"lm_head.weight"}
 
 
 @pytest.mark.full
