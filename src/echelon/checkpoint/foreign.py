@@ -25,6 +25,7 @@ from echelon.checkpoint.tensorfile import Span, TensorFile
 from echelon.checkpoint.tensors import Tensors, local_files
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from echelon.contracts.terminal import printable
+from echelon.world import agree
 
 __all__ = ["INDEX", "ONE", "is_weights", "read_weights", "tensors_of"]
 
@@ -195,17 +196,31 @@ def _load_torch(path: Path, trust_pickle: bool) -> dict[str, torch.Tensor]:
 
 
 def _named(
-    saved: _Foreign, values: Mapping[str, object], path: Path, lays: Lays | None, rename: Mapping[str, str] | None
+    saved: _Foreign,
+    values: Mapping[str, object],
+    path: Path,
+    lays: Lays | None,
+    rename: Mapping[str, str] | None,
+    is_cut: bool,
 ) -> Layout:
-    """Give the tensors of the files the names of the state. Collective."""
+    """Give the tensors of the files the names of the state. Collective.
+
+    Args:
+        is_cut: ranks hold different parts of the module, as stages do.
+    """
     layout = Layout()
+    # Of the whole module, whatever this rank holds: all ranks must come to the same names.
+    shapes = {k: list(v.size()) for k, v in values.items() if isinstance(v, torch.Tensor)}
+    if is_cut:
+        shapes = {k: shape for each in agree.kinds(shapes) for k, shape in each.items()}
     if lays is not None:
-        shapes = {k: list(v.size()) for k, v in values.items() if isinstance(v, torch.Tensor)}
         layout = on_each(path, lambda: lays(saved.held, shapes))
+        if is_cut:  # a buffer that makes a tensor useless may lie on one rank
+            layout.unused.update(name for each in agree.kinds(sorted(layout.unused)) for name in each)
     if layout.blocks or layout.computed:
         saved.lay_out("module.", layout.blocks, layout.computed, layout.unused)
     else:
-        saved.unwrap("module.", [k for k, v in values.items() if isinstance(v, torch.Tensor)])
+        saved.unwrap("module.", list(shapes))
     if rename:
         on_each(path, lambda: renamed.check(rename, list(saved.index)))
         on_each(path, lambda: saved.rename(lambda name: renamed.moved(name, rename)))
@@ -222,7 +237,9 @@ def read_weights(
     lays: Lays | None = None,
     leaves: Callable[[set[str], set[str]], None] = lambda left, kept: None,
 ) -> Report:
-    """Fill a module's state, however it is sharded, from a file of another program. Collective.
+    """Fill a module's state, however it is sharded or cut into stages, from a file of another program. Collective.
+
+    Names are judged over all ranks: what one stage does not ask for may be another's.
 
     Args:
         lays: says where the state's tensors lie in the files, if not under their own names.
@@ -232,7 +249,7 @@ def read_weights(
     """
     saved = on_each(path, lambda: _Foreign(path, "module.", trust_pickle))
     values = on_each(path, lambda: dict(module.state_dict()))
-    layout = _named(saved, values, path, lays, rename)
+    layout = _named(saved, values, path, lays, rename, getattr(module, "is_cut", False))
     # Others keep one name of a tied parameter, or all.
     for names in getattr(module, "tied", list)():
         here = [n for n in names if f"module.{n}" in saved.index]

@@ -6,12 +6,11 @@ holds more than its own parts and one whole tensor.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,12 @@ import torch
 from torch import nn
 
 from echelon.checkpoint import commit
-from echelon.checkpoint.location import explain
 from echelon.contracts.arguments import flags
-from echelon.contracts.errors import CheckpointWriteError, UsageError, require
+from echelon.contracts.errors import UsageError, require
 from echelon.loop.checkpointing.converted import authors_classes
+from echelon.loop.gathered import Weights
 from echelon.loop.unit import Unit
 from echelon.parallel.prepared import Prepared
-from echelon.parallel.shards import is_split, whole
 from echelon.world import agree
 from echelon.world.init import World
 
@@ -54,8 +52,7 @@ def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], *, 
     module = prepared.unwrapped
     own = _check(module, merged, options)
     target = Path(folder).absolute()
-    values: dict[str, Any] = {n: v for n, v in prepared.state().state_dict().items() if isinstance(v, torch.Tensor)}
-    _refuse_stages(values)
+    weights = Weights(prepared.state())
     scratch = target.with_name(f".gathered-{target.name}")
 
     def begin() -> None:
@@ -64,17 +61,14 @@ def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], *, 
 
     commit.on_rank0(begin, scratch)
     try:
-        whole = _gathered(values, set(values) if merged else _needed(module, values), scratch)
+        names = set(weights.entries) if merged else _needed(module, weights)
+        whole = weights.gather(names, scratch)
+
+        staged = target if target.exists() else scratch / "files"
 
         def write() -> None:
-            staged = scratch / "files"
-            place = target if target.exists() else staged
-            if merged:
-                _merged(module, whole).save_pretrained(place, **options)
-            else:
-                with authors_classes(module):
-                    own(module, place, state_dict=whole, **options)
-            if staged.exists():
+            _write(module, own, weights, whole, staged, merged, options)
+            if staged != target:
                 os.replace(staged, target)
 
         commit.on_rank0(write, target)
@@ -82,6 +76,24 @@ def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], *, 
         if agree.is_rank0():
             shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _write(
+    module: Any,
+    own: Callable[..., Any],
+    weights: Weights,
+    whole: Mapping[str, torch.Tensor],
+    folder: Path,
+    merged: bool,
+    options: Mapping[str, Any],
+) -> None:
+    if merged:
+        _plain(module, weights, whole).merge_and_unload().save_pretrained(folder, **options)
+    elif weights.is_cut and _is_known(module):  # this stage's own counts and names its own layers only
+        _plain(module, weights, whole).save_pretrained(folder, state_dict=whole, **options)
+    else:
+        with authors_classes(module):
+            own(module, folder, state_dict=whole, **options)
 
 
 def _check(module: nn.Module, merged: bool, options: Mapping[str, Any]) -> Any:
@@ -100,16 +112,6 @@ def _check(module: nn.Module, merged: bool, options: Mapping[str, Any]) -> Any:
     return own
 
 
-def _refuse_stages(values: Mapping[str, Any]) -> None:
-    """Collective."""
-    names = agree.gather(sorted(values))
-    if any(each != names[0] for each in names):
-        raise UsageError(
-            "save_pretrained: ranks hold other weights, as stages of a pipeline do, and rank 0 would write its own alone. Save a "
-            "checkpoint; restored under fsdp, say, the model can be written."
-        )
-
-
 def _module(model: Unit | nn.Module) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
@@ -120,94 +122,79 @@ def _module(model: Unit | nn.Module) -> nn.Module:
     return next(iter(modules.values()))
 
 
-def _needed(module: nn.Module, values: Mapping[str, Any]) -> set[str]:
-    """Names that the module's `save_pretrained` will write: of an adapter of PEFT's not those of the base, which is large."""
+def _needed(module: nn.Module, weights: Weights) -> set[str]:
+    """Names that the module's `save_pretrained` will write: of an adapter of PEFT's not those of the base, which is large.
+
+    Collective.
+    """
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(module, peft.PeftModel):
-        return set(values)
-    stand_ins = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in values.items()}
+        return set(weights.entries)
+    # A stage knows of its own layers only what PEFT would write.
+    return {name for each in agree.kinds(sorted(_of_adapters(peft, module, weights))) for name in each}
+
+
+def _of_adapters(peft: Any, module: Any, weights: Weights) -> set[str]:
+    stand_ins = {name: entry.stand_in() for name, entry in weights.entries.items()}
     names = {id(stand_in): name for name, stand_in in stand_ins.items()}
     chosen: set[str] = set()
     for adapter in module.peft_config:
         for value in peft.get_peft_model_state_dict(module, state_dict=dict(stand_ins), adapter_name=adapter).values():
             if id(value) not in names:
-                return set(values)  # it computes with them
+                return set(stand_ins)  # it computes with them
             chosen.add(names[id(value)])
     return chosen
 
 
+def _is_known(module: nn.Module) -> bool:
+    """Whether `_plain` can make another one."""
+    peft, transformers = sys.modules.get("peft"), sys.modules.get("transformers")
+    if peft is not None and isinstance(module, peft.PeftModel):
+        module = module.get_base_model()
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+
+
 @torch.no_grad()
-def _merged(module: Any, whole: Mapping[str, torch.Tensor]) -> Any:
-    """PEFT's own merge, on a plain copy of the model whose weights are the mapped files."""
+def _plain(module: Any, weights: Weights, whole: Mapping[str, torch.Tensor]) -> Any:
+    """The model once more as its library builds it from its configuration, not sharded or cut, with the mapped weights.
+
+    Weights that were not gathered lie on the meta device.
+    """
+    peft = sys.modules.get("peft")
+    adapted = peft is not None and isinstance(module, peft.PeftModel)
     with authors_classes(module):
-        base = module.get_base_model()
+        base = module.get_base_model() if adapted else module
         kind, outer = type(base), type(module)
-    configs = copy.deepcopy(module.peft_config)
-    for config in configs.values():
-        if hasattr(config, "init_lora_weights"):
-            config.init_lora_weights = False  # the values are there
     with torch.device("meta"):
         plain = kind(copy.deepcopy(base.config))
-        (first, config), *others = configs.items()
-        made = outer(plain, config, adapter_name=first)
-        for name, config in others:
-            made.add_adapter(name, config)
-    given = made.load_state_dict(
-        {name: tensor.requires_grad_(False) for name, tensor in whole.items()}, strict=False, assign=True
-    )
+        made = _adapted(outer, plain, module) if adapted else plain
+    state = {name: whole[name] if name in whole else entry.stand_in() for name, entry in weights.entries.items()}
+    given = made.load_state_dict({name: t.requires_grad_(False) for name, t in state.items()}, strict=False, assign=True)
     if given.missing_keys or given.unexpected_keys:
+        adapters = " with these adapters" if adapted else ""
+        remedy = " Write the adapter (merged=False); PEFT merges it." if adapted and not weights.is_cut else ""
         raise UsageError(
-            f"a plain {kind.__name__} with these adapters has other weights than the trained one: "
-            f"{', '.join([*given.missing_keys, *given.unexpected_keys][:3])}. Write the adapter (merged=False); PEFT merges it."
+            f"a plain {kind.__name__}{adapters} has other weights than the trained one: "
+            f"{', '.join([*given.missing_keys, *given.unexpected_keys][:3])}.{remedy}"
         )
     if hasattr(plain, "tie_weights"):
         plain.tie_weights()
     if getattr(base, "generation_config", None) is not None:
         plain.generation_config = base.generation_config
-    made.set_adapter(module.active_adapters if len(configs) > 1 else first)
-    return made.merge_and_unload()
+    if adapted:
+        made.set_adapter(module.active_adapters if len(module.peft_config) > 1 else next(iter(module.peft_config)))
+        made.peft_config.update(copy.deepcopy(module.peft_config))
+    return made
 
 
-def _gathered(values: Mapping[str, Any], needed: Iterable[str], folder: Path) -> dict[str, torch.Tensor]:
-    """Whole tensors by name, on rank 0, mapped from files in the folder; elsewhere nothing. Collective."""
-    wanted, found = set(needed), dict[str, torch.Tensor]()
-    same: dict[int, torch.Tensor] = {}  # of a tied one, under all its names
-    problem: str | None = None
-    for number, (name, value) in enumerate(values.items()):
-        if name not in wanted:
-            continue
-        if id(value) not in same:
-            whole = _whole(value)
-            same[id(value)] = torch.empty(0)
-            if agree.is_rank0() and problem is None:
-                try:
-                    same[id(value)] = _mapped(whole.detach().cpu().contiguous(), folder / f"{number}")
-                except OSError as error:  # the others are in the middle of gathering
-                    problem = f"rank 0: {explain(error, folder)}"
-            del whole
-        found[name] = same[id(value)]
-    problem = agree.first_told(problem)
-    if problem is not None:
-        raise CheckpointWriteError(problem)
-    return found if agree.is_rank0() else {}
-
-
-def _whole(value: Any) -> torch.Tensor:
-    if not is_split(value):
-        if type(value) not in (torch.Tensor, nn.Parameter):
-            raise UsageError(f"a weight of type {type(value).__name__} cannot be gathered; use fully_shard's strategies, or ddp.")
-        return value  # type: ignore[no-any-return]
-    return whole(value)
-
-
-def _mapped(tensor: torch.Tensor, file: Path) -> torch.Tensor:
-    """The tensor, written to a file and mapped from there."""
-    if not tensor.numel():
-        return tensor
-    with file.open("wb") as stream:
-        tensor.view(-1).view(torch.uint8).numpy().tofile(stream)
-    # What is changed in it goes to the file, too, and not into this process's memory.
-    mapped = torch.from_file(str(file), shared=True, size=tensor.numel(), dtype=tensor.dtype)
-    with contextlib.suppress(OSError):
-        file.unlink()  # the mapping keeps it
-    return mapped.view(tensor.shape)
+def _adapted(outer: Any, plain: nn.Module, module: Any) -> Any:
+    """PEFT's own model around a plain one, with the adapters that a trained one has."""
+    configs = copy.deepcopy(module.peft_config)
+    for config in configs.values():
+        if hasattr(config, "init_lora_weights"):
+            config.init_lora_weights = False  # the values are there
+    (first, config), *others = configs.items()
+    made = outer(plain, config, adapter_name=first)
+    for name, config in others:
+        made.add_adapter(name, config)
+    return made

@@ -8,7 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["ranks_apart", "set_apart"]
+from echelon.contracts.errors import UsageError
+
+__all__ = ["ranks_apart", "refuse_own_saving", "set_apart"]
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,27 @@ class _Apart:
 def set_apart(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Remember the ranks among which the module is divided."""
     vars(module)["_ranks_apart"] = _Apart(group)
+    refuse_own_saving(module)
 
 
 def ranks_apart(module: nn.Module) -> dist.ProcessGroup | None:
     """The ranks that hold all of the module between them; None if each has all of its names."""
     found = vars(module).get("_ranks_apart")
     return found.group if isinstance(found, _Apart) else None
+
+
+def refuse_own_saving(module: nn.Module) -> None:
+    """Make a `save_pretrained` of the module's own, which would write what this rank holds, raise with the remedy."""
+    own = getattr(type(module), "save_pretrained", None)
+    if not callable(own):
+        return
+
+    def save_pretrained(*args: Any, **options: Any) -> Any:
+        if options.get("state_dict") is None:
+            raise UsageError(
+                f"{type(module).__name__}.save_pretrained: this rank holds a part of the weights only. Call "
+                "echelon.save_pretrained(unit, folder) on every rank: it gathers them, and rank 0 writes."
+            )
+        return own(module, *args, **options)
+
+    vars(module)["save_pretrained"] = save_pretrained

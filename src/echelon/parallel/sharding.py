@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.apart import refuse_own_saving
 from echelon.parallel.axes import Axis, axes_of, sharded_axes, split_axes
 from echelon.parallel.blocks import Blocks
 from echelon.parallel.buffers import Buffers
@@ -153,19 +154,7 @@ def _refuse_copies(module: nn.Module) -> None:
     for part in module.modules():
         if is_fully_sharded(part):
             vars(part)["__deepcopy__"] = deepcopy
-    own = getattr(type(module), "save_pretrained", None)
-    if not callable(own):
-        return
-
-    def save_pretrained(*args: Any, **options: Any) -> Any:
-        if options.get("state_dict") is None:
-            raise UsageError(
-                f"{type(module).__name__}.save_pretrained: this rank holds a part of each weight only. Call "
-                "echelon.save_pretrained(unit, folder) on every rank: it gathers them, and rank 0 writes."
-            )
-        return own(module, *args, **options)
-
-    vars(module)["save_pretrained"] = save_pretrained
+    refuse_own_saving(module)
 
 
 @dataclass(frozen=True)
