@@ -115,21 +115,8 @@ def matrix(
         rows.insert(0, Row("noop", 1, "noop", 1))
         rows += [Row("noop", 1, "noop", 1, precision="bf16")] if bf16 else []
     for name, strategy in named.items():
-        if name == "noop":
-            continue
-        sizes = [r for r in several if r >= 4] if name == "hsdp" else several  # two ranks cannot be split in both ways
-        if isinstance(resolve(strategy), LocalSGDStrategy):
-            rows += [Row(f"{name}, every update", r, LocalSGDStrategy(every=1), 1, "sgd", workers=True) for r in sizes]
-            continue
-        for r in sizes:
-            rows.append(Row(name, r, strategy, 1))
-        if sizes:
-            first = Row(name, sizes[0], strategy, 1)
-            rows += [replace(first, accumulation=a) for a in accumulation if a > 1]
-            rows += [replace(first, optimizer="sgd")] if sgd else []
-            rows += [replace(first, precision="bf16", accumulation=max(accumulation))] if bf16 else []
-        if name == "tp" and strategy == "tp" and 4 in several:
-            rows.append(Row("tp x fsdp", 4, TPStrategy(size=2), 1))
+        if name != "noop":
+            rows += _of_strategy(name, strategy, several, accumulation, sgd=sgd, bf16=bf16)
     if strategies is None:
         rows = [replace(row, needs_plan=True) if row.name.startswith("tp") else row for row in rows]
         rows += _directions(several, accumulation)
@@ -137,6 +124,23 @@ def matrix(
         rows += _bitwise(named, ranks, parts)
     if not rows:
         raise UsageError("prove needs at least one strategy and one number of ranks, got none.")
+    return rows
+
+
+def _of_strategy(
+    name: str, strategy: Any, several: Sequence[int], accumulation: Sequence[int], *, sgd: bool, bf16: bool
+) -> list[Row]:
+    sizes = [r for r in several if r >= 4] if name == "hsdp" else several  # two ranks cannot be split in both ways
+    if isinstance(resolve(strategy), LocalSGDStrategy):
+        return [Row(f"{name}, every update", r, LocalSGDStrategy(every=1), 1, "sgd", workers=True) for r in sizes]
+    rows = [Row(name, r, strategy, 1) for r in sizes]
+    if sizes:
+        first = rows[0]
+        rows += [replace(first, accumulation=a) for a in accumulation if a > 1]
+        rows += [replace(first, optimizer="sgd")] if sgd else []
+        rows += [replace(first, precision="bf16", accumulation=max(accumulation))] if bf16 else []
+    if name == "tp" and strategy == "tp" and 4 in several:
+        rows.append(Row("tp x fsdp", 4, TPStrategy(size=2), 1))
     return rows
 
 
