@@ -163,8 +163,8 @@ WAYS: dict[str, tuple[int, Any]] = {
     f"{name} on {ranks}": (ranks, name)
     for name in STRATEGIES
     for ranks in (2, 4)
-    # One process; workers that meet seldom; another spelling of fsdp; two ranks cannot be split in two ways.
-    if name not in ("noop", "dp", "local_sgd", "diloco") and (name, ranks) not in (("fsdp2", 4), ("hsdp", 2))
+    # One process; workers that meet seldom; other spellings of fsdp; two ranks cannot be split in two ways.
+    if name not in ("noop", "dp", "local_sgd", "diloco", "parallel") and (name, ranks) not in (("fsdp2", 4), ("hsdp", 2))
 }
 WAYS["tp x fsdp on 4"] = (4, ech.TPStrategy(size=2))
 WAYS["tp x hsdp on 4"] = (4, ech.TPStrategy(size=1, dp_replicate=2))
