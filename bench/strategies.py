@@ -137,6 +137,15 @@ def speed(arguments: Any) -> None:
     emit(arguments, title, header, rows, notes=notes, facts=about)
 
 
+def _beside_hand(ranks: int, found: dict[str, Any], slower: float) -> list[str]:
+    """A row: both times, their ratio, and whether it is at most `slower`."""
+    wall, cpu = ratios(found["wall_ms"]), ratios(found["cpu_ms"])
+    times = [f"{median(found['wall_ms'][side]):.1f}" for side in ("by hand", "echelon")]
+    ratio = [f"{median(wall):.3f}", f"{margin(wall):.3f}", f"{median(cpu):.3f}", f"{margin(cpu):.3f}"]
+    difference = f"{found['difference']:.0e}" if found["difference"] else "equal"
+    return [str(ranks), *times, *ratio, f"<= {slower}", verdict(median(wall) <= slower), difference]
+
+
 def context(arguments: Any) -> None:
     from _by_hand import Case, compare
 
@@ -144,11 +153,7 @@ def context(arguments: Any) -> None:
     for ranks in (2, 4):
         case = Case(f"cp={ranks}", turns=max(5, arguments.rounds // 2), batch=2, context=512)
         about["ranks"][ranks] = found = launch(compare, case, ranks=ranks)[0]
-        wall, cpu = ratios(found["wall_ms"]), ratios(found["cpu_ms"])
-        times = [f"{median(found['wall_ms'][side]):.1f}" for side in ("by hand", "echelon")]
-        ratio = [f"{median(wall):.3f}", f"{margin(wall):.3f}", f"{median(cpu):.3f}", f"{margin(cpu):.3f}"]
-        rows.append([str(ranks), *times, *ratio, f"<= {CONTEXT_SLOWER}", verdict(median(wall) <= CONTEXT_SLOWER)])
-        rows[-1].append(f"{found['difference']:.0e}" if found["difference"] else "equal")
+        rows.append(_beside_hand(ranks, found, CONTEXT_SLOWER))
     header = ["ranks", "by hand, ms", "AutoUnit, ms", "ratio", "+-", "CPU", "+-", "target", "", "parameters"]
     title = "Parallel(cp=...) against attention over gathered keys by hand, and fully_shard: GPT, 2 sequences of 512"
     notes = ["Medians of pairs of neighbouring turns; +- is half of the median's 95% interval."]
@@ -162,11 +167,7 @@ def pipeline(arguments: Any) -> None:
     for ranks in (2, 4):
         case = Case(f"pp={ranks}", accumulation=8, updates=1, turns=max(5, arguments.rounds // 2), batch=2, context=64)
         about["ranks"][ranks] = found = launch(compare, case, ranks=ranks)[0]
-        wall, cpu = ratios(found["wall_ms"]), ratios(found["cpu_ms"])
-        times = [f"{median(found['wall_ms'][side]):.1f}" for side in ("by hand", "echelon")]
-        ratio = [f"{median(wall):.3f}", f"{margin(wall):.3f}", f"{median(cpu):.3f}", f"{margin(cpu):.3f}"]
-        rows.append([str(ranks), *times, *ratio, f"<= {PIPELINE_SLOWER}", verdict(median(wall) <= PIPELINE_SLOWER)])
-        rows[-1].append(f"{found['difference']:.0e}" if found["difference"] else "equal")
+        rows.append(_beside_hand(ranks, found, PIPELINE_SLOWER))
     header = ["ranks", "by hand, ms", "AutoUnit, ms", "ratio", "+-", "CPU", "+-", "target", "", "parameters"]
     title = "Parallel(pp=...) against torch's 1F1B over stages written by hand: GPT, 8 micro-batches of 2 x 64"
     notes = ["Medians of pairs of neighbouring turns; +- is half of the median's 95% interval."]
