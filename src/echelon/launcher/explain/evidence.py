@@ -22,7 +22,7 @@ from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.explain import flight as flights
 from echelon.launcher.explain.flight import Flight
-from echelon.launcher.explain.stacks import Frame, crash_stack, main_thread
+from echelon.launcher.explain.stacks import Frame, crash_stack, crash_words, main_thread, of_traceback, waits_in
 from echelon.launcher.job import Failure
 from echelon.launcher.records import exit_record, rank_record
 
@@ -32,6 +32,11 @@ _MOST_RANKS = 1 << 20
 _STACK_BYTES, _FLIGHT_BYTES = 1 << 20, 16 << 20
 _ALL_BYTES = 512 << 20  # of all dumps of an attempt together
 _FILE = re.compile(r"(exit\.rank|stack\.rank|flight\.rank|exit\.node)(\d{1,7})\.(json|txt)")
+# What waits for others, and is not in a flight record.
+_NO_COLLECTIVES = frozenset(
+    ("a DataLoader", "batch_isend_irecv", "destroy_process_group", "init_process_group", "irecv", "isend", "monitored_barrier")
+    + ("new_group", "new_subgroups", "recv", "recv_object_list", "rendezvous", "send", "send_object_list")
+)
 # What a launcher concluded itself, in place of how the rank failed.
 _VERDICTS = ("stopped", "behind")
 
@@ -158,8 +163,10 @@ class _Reader:
             last = own.get(number, {}).get("collectives")
             if rank.flight is None and (rank.answers or isinstance(last, dict)):
                 ranks[number] = rank = replace(rank, flight=flights.of_last_calls(last or {}))
-            if rank.signal and rank.signal != "SIGKILL" and not rank.stack:
-                ranks[number] = replace(rank, stack=self._crash(number))
+            if rank.flight and rank.failure is not None and _fell_in_call(rank.failure):
+                ranks[number] = rank = replace(rank, flight=flights.reopened(rank.flight))
+            if rank.failure is not None and rank.signal not in ("", "SIGKILL"):
+                ranks[number] = self._crashed(rank, rank.failure)
         world = max(self._world_size(records), max(ranks, default=-1) + 1)
         code = int(ended["exit_code"]) if whole and ended else None
         return Evidence(
@@ -205,10 +212,15 @@ class _Reader:
         self._left -= len(content)
         return content.decode("utf-8", "replace")
 
-    def _crash(self, rank: int) -> tuple[Frame, ...]:
+    def _crashed(self, rank: RankEvidence, failure: Failure) -> RankEvidence:
+        """With what the process wrote into its log as it died."""
         with contextlib.suppress(OSError):
-            return crash_stack(read_end(self.run.log(rank)).decode("utf-8", "replace"))
-        return ()
+            log = read_end(self.run.log(rank.rank)).decode("utf-8", "replace")
+            words = crash_words(log)
+            if words and words not in failure.message:
+                failure = replace(failure, message=f"{failure.message}\n{words}")
+            return replace(rank, stack=rank.stack or crash_stack(log), failure=failure)
+        return rank
 
     def _world_size(self, records: list[dict[str, Any]]) -> int:
         told = [record.get("world_size") for record in records] + [(read_json(self.run.run_json) or {}).get("ranks")]
@@ -244,6 +256,12 @@ def _add_rank(ranks: dict[int, RankEvidence], number: int, said: Mapping[str, An
         ranks[number] = replace(known, ended=code)
     elif code and not final and known.failure is None:
         ranks[number] = replace(known, failure=Failure.from_record(number, code, 0, said, log))
+
+
+def _fell_in_call(failure: Failure) -> bool:
+    """Whether a rank failed in a collective, as all do that lose a peer there."""
+    name = waits_in(of_traceback(failure.traceback))
+    return name not in _NO_COLLECTIVES and (bool(name) or failure.is_victim)
 
 
 def _has_failed(ranks: Mapping[int, RankEvidence], number: int) -> bool:

@@ -10,7 +10,7 @@ from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.flight import Wait
 from echelon.launcher.explain.stacks import of_traceback, user_frame
 from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import is_victim, place, short, while_others, who
+from echelon.launcher.explain.words import is_check, is_victim, place, short, while_others, who
 from echelon.launcher.job import Failure
 
 __all__ = ["own_failure"]
@@ -86,13 +86,6 @@ _KINDS = (
         "",
     ),
 )
-# A collective's own check of what ranks gave: not a rank's fault by itself.
-_OF_COLLECTIVES = re.compile(
-    r"op\.preamble\.length|enforce fail at .*gloo|Detected mismatch between collectives|gloo.*(size|length)|ncclInvalidArgument|"
-    r"NCCL error|ncclInternalError|ncclUnhandled|mismatched? (sizes|shapes|collective)",
-    re.IGNORECASE,
-)
-
 _SIGNALS: Mapping[str, tuple[str, str]] = {
     "SIGSEGV": ("crash", "Code in C or C++ used memory that is not its own: an extension, a driver, or a fault of the machine."),
     "SIGBUS": ("crash", "Memory mapped from a file was not there: /dev/shm is full, or a file was cut short while it was read."),
@@ -111,8 +104,7 @@ def own_failure(evidence: Evidence, waits: Mapping[int, tuple[Wait, str]]) -> Ve
     Ranks that failed in the same way at the same moment are guilty together: the program failed, not one of them.
     """
     own = [f for f in evidence.failures if not is_victim(f)]
-    checks = [f for f in own if _OF_COLLECTIVES.search(_said(f)) and f.kind != "SIGKILL"]
-    rest = [f for f in own if f not in checks]
+    rest = [f for f in own if not is_check(f)]
     if not rest:
         return None
     first = Failure.first(rest)

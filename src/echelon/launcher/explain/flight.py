@@ -11,12 +11,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from echelon.contracts.terminal import one_line
 
-__all__ = ["Call", "Flight", "Mismatch", "Trace", "Wait", "expected", "first_mismatch", "of_last_calls", "parse", "waits"]
+__all__ = [
+    "Call",
+    "Flight",
+    "Mismatch",
+    "Trace",
+    "Wait",
+    "expected",
+    "first_mismatch",
+    "of_last_calls",
+    "parse",
+    "reopened",
+    "waits",
+]
 
 DEFAULT_GROUP = "0"
 _MOST_CALLS = 20_000
@@ -52,6 +64,7 @@ class Call:
         op: such as "all_reduce".
         tensors: as "f32[4]".
         done: it has ended on this rank.
+        time_ns: when it was called, by the clock of the rank's machine.
         alike: what must be the same on all ranks: kinds and numbers of elements. A shape may differ.
     """
 
@@ -59,6 +72,7 @@ class Call:
     op: str
     tensors: tuple[str, ...] = ()
     done: bool = False
+    time_ns: int = 0
     alike: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -149,6 +163,16 @@ def parse(record: Mapping[str, Any]) -> Flight:
     }
 
 
+def reopened(flight: Flight) -> Flight:
+    """Of a rank that an error threw out of its last call: gloo's records say that the call has ended, and it did not."""
+    last = max(((call.time_ns, name, call.seq) for name, trace in flight.items() for call in trace.calls.values()), default=None)
+    if last is None:
+        return flight
+    _, name, seq = last
+    trace = flight[name]
+    return {**flight, name: replace(trace, calls={**trace.calls, seq: replace(trace.calls[seq], done=False)})}
+
+
 _LAST = re.compile(r".{0,80}#(\d{1,15})")
 
 
@@ -179,7 +203,9 @@ def _call(entry: Any) -> Call | None:
     given, taken = (_tensors(entry, kind) for kind in ("input", "output"))
     alike = taken if _BY_OUTPUT.search(op) else given if _BY_INPUT.search(op) else ()
     shown = alike or given
-    return Call(seq, op, tuple(text for text, _, _ in shown), done, tuple((kind, size) for _, kind, size in alike))
+    time_ns = entry.get("time_created_ns")
+    time_ns = time_ns if type(time_ns) is int and 0 <= time_ns < 1 << 63 else 0
+    return Call(seq, op, tuple(text for text, _, _ in shown), done, time_ns, tuple((kind, size) for _, kind, size in alike))
 
 
 def _tensors(entry: Mapping[str, Any], which: str) -> list[tuple[str, str, int]]:
@@ -222,18 +248,18 @@ def first_mismatch(flights: Mapping[int, Flight]) -> list[Mismatch]:
     return found
 
 
-def expected(flight: Flight, mismatch: Mismatch) -> Any:
+def expected(trace: Trace | None, seq: int) -> tuple[Any, bool] | None:
     """The key of the call that was due by the calls before: programs repeat theirs, step by step. None if they say nothing.
 
-    The longest run of last calls that came before, too, tells what followed it then, if it always was the same.
+    The longest run of last calls that came before, too, tells what followed it then, if it always was the same. The flag says
+    whether these were of several kinds: else a loop that goes on is not told from one that has ended.
     """
-    trace = flight.get(mismatch.group)
-    before = [trace.calls[seq].key for seq in sorted(trace.calls) if seq < mismatch.seq] if trace is not None else []
+    before = [trace.calls[number].key for number in sorted(trace.calls) if number < seq] if trace is not None else []
     for length in range(min(_LONGEST_REPEAT, len(before) // 2), 0, -1):
         end = before[-length:]
         followed = [before[at + length] for at in range(len(before) - length) if before[at : at + length] == end]
         if len(followed) > 1 or (followed and length >= _TELLING):
-            return followed[0] if len(set(followed)) == 1 else None
+            return (followed[0], len(set(end)) > 1) if len(set(followed)) == 1 else None
     return None
 
 

@@ -9,9 +9,10 @@ from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.flight import DEFAULT_GROUP, Mismatch, Wait, expected, first_mismatch
 from echelon.launcher.explain.stacks import of_traceback, waits_in
 from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import doing, grouped, in_call, place, ranks_are, together, while_others, who
+from echelon.launcher.explain.words import doing, grouped, is_check, place, ranks_are, short, together, while_others, who
+from echelon.launcher.job import Failure
 
-__all__ = ["behind", "deadlock", "left_early", "mismatch", "missing", "not_waiting", "stopped"]
+__all__ = ["behind", "deadlock", "departs", "left_early", "mismatch", "missing", "not_waiting", "stopped"]
 
 Waits = Mapping[int, tuple[Wait, str]]
 _SHOWN_RANKS = 8
@@ -40,35 +41,65 @@ def mismatch(evidence: Evidence, waits: Waits) -> Verdict | None:
     # In several groups: the one in which somebody still waits, then that of fewest ranks.
     waiting = {wait.group for wait, _ in waits.values()}
     worst = min(found, key=lambda m: (m.group not in waiting, m.group != DEFAULT_GROUP, m.seq))
-    guilty, due = _odd_ones(evidence, worst)
-    parts = [f"{who(ranks)} called {call.what}" for call, ranks in worst.calls]
+    guilty, odd, due = _odd_ones(evidence, worst)
+    parts = {ranks: f"{who(ranks)} called {call.what}" for call, ranks in worst.calls}
+    first, rest = [parts[ranks] for ranks in odd], [part for ranks, part in parts.items() if ranks not in odd]
+    headline = f"{together(first)} where {together(rest)}" if first and rest else together(list(parts.values()))
+    most = worst.calls[0]
+    all_told = len(most[1]) + sum(map(len, odd)) == evidence.world_size
+    if first and len(rest) == 1 and most[1] not in odd and len(most[1]) > 1 and all_told:
+        headline = f"{together(first)} where the others called {most[0].what}"
     of_group = "" if worst.group == DEFAULT_GROUP else f" of group {worst.group!r}"
-    where = f"as collective #{worst.seq}{of_group}"
-    odd = [part for part, (_, ranks) in zip(parts, worst.calls, strict=True) if set(ranks) <= set(guilty)]
-    rest = [part for part, (_, ranks) in zip(parts, worst.calls, strict=True) if not set(ranks) <= set(guilty)]
-    headline = f"{together(odd)} where {together(rest)}" if odd and rest else together(parts)
-    if odd and len(rest) == 1 and set(guilty) | set(worst.calls[0][1]) == set(evidence.all_ranks) and len(worst.calls[0][1]) > 1:
-        headline = f"{together(odd)} where the others called {worst.calls[0][0].what}"
-    said = _where_each(evidence, worst)
-    how = f" By the calls before, {due} was due." if due else "" if guilty else " Nothing tells which of them is wrong."
+    how = f" By the calls before, {due} was due." if due else ""
+    if set(guilty) >= {rank for ranks in parts for rank in ranks} or not guilty:
+        how += " One has made a call too many, or the other one too few: nothing tells which."
     why = "All ranks of a group must make the same calls in the same order, with as many elements of the same type."
     kind = "order" if len({call.op for call, _ in worst.calls}) > 1 else "shape"
-    text = f"{headline}, {where}{said}.{how} {why}"
+    text = f"{headline}, as collective #{worst.seq}{of_group}{_where_each(evidence, worst)}.{how} {why}"
     return Verdict(guilty, f"mismatched {kind}", headline, _sentence(text))
 
 
-def _odd_ones(evidence: Evidence, found: Mismatch) -> tuple[tuple[int, ...], str]:
-    """The ranks that called something else than most did, or than what was due; and that, if it decided."""
+def _odd_ones(evidence: Evidence, found: Mismatch) -> tuple[tuple[int, ...], list[tuple[int, ...]], str]:
+    """Who is to blame; which ranks called something else than most did, or than was due; and what was, if that decided."""
     most, next_most = found.calls[0][1], found.calls[1][1]
-    if len(most) > len(next_most) and 2 * len(most) > sum(len(ranks) for _, ranks in found.calls):
-        return tuple(sorted(rank for _, ranks in found.calls[1:] for rank in ranks)), ""
-    due = {
-        expected(evidence.flights[rank], found) for _, ranks in found.calls for rank in ranks[:1] if rank in evidence.flights
-    } - {None}
-    right = [(call, ranks) for call, ranks in found.calls if call.key in due]
-    if len(due) == 1 and len(right) == 1:
-        return tuple(sorted(rank for _, ranks in found.calls for rank in ranks if rank not in right[0][1])), right[0][0].what
-    return (), ""
+    if 2 * len(most) > sum(len(ranks) for _, ranks in found.calls) and len(most) > len(next_most):
+        odd = [ranks for _, ranks in found.calls[1:]]
+        return tuple(sorted(rank for ranks in odd for rank in ranks)), odd, ""
+    traces = [evidence.flights[ranks[0]].get(found.group) for _, ranks in found.calls]
+    told = dict(due for trace in traces if (due := expected(trace, found.seq)) is not None)
+    both = tuple(sorted(rank for _, ranks in found.calls for rank in ranks))
+    nobody = both if len(both) == 2 else ()
+    if len(told) != 1:
+        return nobody, [], ""
+    [(due_key, by_several)] = told.items()
+    right = [(call, ranks) for call, ranks in found.calls if call.key == due_key]
+    if len(right) != 1:
+        return nobody, [], ""
+    odd = [ranks for _, ranks in found.calls if ranks != right[0][1]]
+    decides = by_several or all(call.op == right[0][0].op for call, _ in found.calls)
+    guilty = tuple(sorted(rank for ranks in odd for rank in ranks)) if decides else nobody
+    return guilty, odd, right[0][0].what
+
+
+def departs(evidence: Evidence, waits: Waits) -> Verdict | None:
+    """A collective refused what it was given, and only some of the records are there: a rank whose last call is not as before."""
+    if not any(is_check(failure) for failure in evidence.failures):
+        return None
+    guilty, texts = [], []
+    for rank, flight in sorted(evidence.flights.items()):
+        for trace in flight.values():
+            call = trace.calls.get(trace.last)
+            due = expected(trace, trace.last)
+            before = trace.calls.get(trace.last - 1)
+            if call is None or due is None or before is None or due[0] == call.key or due[0][0] != call.op:
+                continue
+            guilty.append(rank)
+            texts.append(f"{who([rank])} called {call.what} as collective #{call.seq}, where its calls before were {before.what}")
+    if len(guilty) != 1:
+        return None
+    first = Failure.first([f for f in evidence.failures if is_check(f)])
+    text = f"{texts[0]}{place(evidence.rank(guilty[0]))}. {who([first.rank])} got it, and failed: {short(first.message)}"
+    return Verdict(tuple(guilty), "mismatched shape", texts[0], _sentence(text))
 
 
 def _where_each(evidence: Evidence, found: Mismatch) -> str:
@@ -89,10 +120,10 @@ def left_early(evidence: Evidence, waits: Waits) -> Verdict | None:
     needed_ones = [rank for rank in guilty if rank in needed]
     if not needed_ones:
         return None
-    headline = f"{who(needed_ones)} ended with exit code 0 before the others"
-    text = f"{headline}, left as if done{_fewer(evidence, needed_ones, waits)},{while_others(evidence, guilty, waits)}."
+    headline = f"{who(needed_ones)} left with exit code 0 before the others"
+    text = f"{headline}{_fewer(evidence, needed_ones, waits)}{while_others(evidence, guilty, waits)}."
     why = " Every rank must make the same number of steps: see loaders of different lengths, and returns under a condition."
-    return Verdict(tuple(needed_ones), "left early", headline, _sentence(text.replace(",.", ".") + why))
+    return Verdict(tuple(needed_ones), "left early", headline, _sentence(text + why))
 
 
 def _fewer(evidence: Evidence, guilty: Collection[int], waits: Waits) -> str:
@@ -100,12 +131,12 @@ def _fewer(evidence: Evidence, guilty: Collection[int], waits: Waits) -> str:
     steps = {rank: r.standing.step for rank, r in evidence.ranks.items() if r.standing is not None and r.standing.step}
     mine, others = [steps.get(rank, 0) for rank in guilty], [n for rank, n in steps.items() if rank not in guilty]
     if others and all(mine) and max(mine) < max(others):
-        return f" after {max(mine)} steps, where others had made {max(others)}"
+        return f", after {max(mine)} steps where others had made {max(others)},"
     flights = evidence.flights
     for wait, _ in waits.values():
         last = [flights[rank][wait.group].last for rank in guilty if rank in flights and wait.group in flights[rank]]
         if last and max(last) < wait.call.seq:
-            return f" after {max(last)} collectives, where others had come to {in_call(wait.call, wait.group)}"
+            return f", after {max(last)} of its collectives"
     return ""
 
 
@@ -123,9 +154,10 @@ def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
     call = next(call for wait, call in waits.values() if set(guilty) & (set(wait.missing) | set(wait.unknown)))
     rank = evidence.rank(guilty[0])
     headline = f"{who(guilty)} did not come to {call}"
-    others = while_others(evidence, guilty, waits)
-    stood = _stood(evidence, guilty)
-    text = f"{headline}{others}. {stood}{_fewer_steps(evidence, guilty)}"
+    here = [rank for rank, (_, other) in waits.items() if other == call and rank not in guilty]
+    others = f", in which {who(here)} waited" if len(here) + len(guilty) == evidence.world_size else ""
+    others = others or while_others(evidence, guilty, waits)
+    text = f"{headline}{others}. {_stood(evidence, guilty)}{_fewer_steps(evidence, guilty)}"
     return Verdict(tuple(guilty), _kind_of_absence(rank), headline, _sentence(text.strip()))
 
 

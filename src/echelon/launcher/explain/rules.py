@@ -32,6 +32,7 @@ def explain(evidence: Evidence) -> Verdict:
         rules = (
             hung.stopped,
             hung.mismatch,
+            hung.departs,
             hung.left_early,
             hung.missing,
             hung.deadlock,

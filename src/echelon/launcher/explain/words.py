@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 
 from echelon.contracts.terminal import one_line
@@ -10,10 +11,29 @@ from echelon.launcher.explain.flight import DEFAULT_GROUP, Call, Wait
 from echelon.launcher.explain.stacks import of_traceback, user_frame, waits_in
 from echelon.launcher.job import Failure
 
-__all__ = ["doing", "grouped", "in_call", "is_victim", "place", "ranks_are", "short", "together", "while_others", "who"]
+__all__ = [
+    "doing",
+    "grouped",
+    "in_call",
+    "is_check",
+    "is_victim",
+    "place",
+    "ranks_are",
+    "short",
+    "together",
+    "while_others",
+    "who",
+]
 
 _MOST_RANGES = 6
 _CONNECTIONS = ("BrokenPipeError", "ConnectionAbortedError", "ConnectionError", "ConnectionRefusedError", "ConnectionResetError")
+
+# A collective's own check of what ranks gave: not a rank's fault by itself.
+_OF_COLLECTIVES = re.compile(
+    r"op\.preamble\.length|enforce fail at .*gloo|Detected mismatch between collectives|gloo.*(size|length)|ncclInvalidArgument|"
+    r"NCCL error|ncclInternalError|ncclUnhandled|mismatched? (sizes|shapes|collective)",
+    re.IGNORECASE,
+)
 
 
 def who(ranks: Iterable[int]) -> str:
@@ -49,6 +69,11 @@ def in_call(call: Call, group: str) -> str:
     return f"{call}{'' if group == DEFAULT_GROUP else f' of group {group!r}'}"
 
 
+def is_check(failure: Failure) -> bool:
+    """Whether a collective refused what it was given: the fault is that of any rank in it."""
+    return failure.kind != "SIGKILL" and _OF_COLLECTIVES.search(f"{failure.kind}: {failure.message}"[:20_000]) is not None
+
+
 def is_victim(failure: Failure) -> bool:
     """Whether a rank failed only because another was gone or did not come.
 
@@ -74,7 +99,7 @@ def doing(rank: RankEvidence, waits: Mapping[int, tuple[Wait, str]]) -> str:
     """
     if rank.stopped:
         return "was stopped"
-    if rank.failure is not None and not is_victim(rank.failure):
+    if rank.failure is not None and not is_victim(rank.failure) and not is_check(rank.failure):
         return f"failed, too ({short(rank.failure.kind, 60)})"
     if rank.rank in waits:
         return f"waited in {waits[rank.rank][1]}"
