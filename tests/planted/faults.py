@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -85,7 +86,7 @@ def sleeps() -> None:
 
 
 def keeps_the_interpreter() -> None:
-    ctypes.PyDLL(None).sleep(600)  # without letting other threads run
+    re.match(r"(a+)+$", "a" * 60 + "b")  # years, in C
 
 
 def waits_for_a_program() -> None:
@@ -195,7 +196,7 @@ def step(fault: str, mine: bool, number: int, group: dist.ProcessGroup | None) -
 def main(fault: str, guilty: int, at: int) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=WAIT_S))
     rank = dist.get_rank()
-    group = dist.new_group(list(range(dist.get_world_size()))) if "group" in fault else None
+    group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=WAIT_S)) if "group" in fault else None
     steps = STEPS - 2 if fault == "fewer_steps" and rank == guilty else STEPS
     for number in range(steps):
         if number == at:

@@ -163,7 +163,8 @@ class _Reader:
             last = own.get(number, {}).get("collectives")
             if rank.flight is None and (rank.answers or isinstance(last, dict)):
                 ranks[number] = rank = replace(rank, flight=flights.of_last_calls(last or {}))
-            if rank.flight and rank.failure is not None and _fell_in_call(rank.failure):
+            failure = rank.failure or _later_failure(number, own.get(number, {}), self.run.log(number))
+            if rank.flight and failure is not None and _fell_in_call(failure):
                 ranks[number] = rank = replace(rank, flight=flights.reopened(rank.flight))
             if rank.failure is not None and rank.signal not in ("", "SIGKILL"):
                 ranks[number] = self._crashed(rank, rank.failure)
@@ -256,6 +257,12 @@ def _add_rank(ranks: dict[int, RankEvidence], number: int, said: Mapping[str, An
         ranks[number] = replace(known, ended=code)
     elif code and not final and known.failure is None:
         ranks[number] = replace(known, failure=Failure.from_record(number, code, 0, said, log))
+
+
+def _later_failure(number: int, said: Mapping[str, Any], log: Path) -> Failure | None:
+    """How a rank failed after the attempt's end had been recorded: as a victim, and yet it tells where that one was."""
+    code = said.get("exit_code")
+    return Failure.from_record(number, code, 0, said, log) if code and "traceback" in said else None
 
 
 def _fell_in_call(failure: Failure) -> bool:

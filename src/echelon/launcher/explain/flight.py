@@ -33,7 +33,7 @@ __all__ = [
 DEFAULT_GROUP = "0"
 _MOST_CALLS = 20_000
 _MOST_SEQ = 1 << 53
-# So many calls that came once before, in the same order, are no chance; fewer must have come more often.
+# So many calls that came once before, in the same order, are no chance; fewer of one kind must have come more often.
 _TELLING, _LONGEST_REPEAT = 3, 64
 _TYPES = {
     "Float": "f32",
@@ -123,6 +123,7 @@ class Wait:
     """Ranks that wait in one call, and those that have not come to it.
 
     Args:
+        complete: all members of the group are known.
         unknown: members whose records are not there.
     """
 
@@ -131,6 +132,7 @@ class Wait:
     waiting: tuple[int, ...]
     missing: tuple[int, ...]
     unknown: tuple[int, ...] = ()
+    complete: bool = True
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ def expected(trace: Trace | None, seq: int) -> tuple[Any, bool] | None:
     for length in range(min(_LONGEST_REPEAT, len(before) // 2), 0, -1):
         end = before[-length:]
         followed = [before[at + length] for at in range(len(before) - length) if before[at : at + length] == end]
-        if len(followed) > 1 or (followed and length >= _TELLING):
+        if len(followed) > 1 or (followed and (length >= _TELLING or len(set(end)) > 1)):
             return (followed[0], len(set(end)) > 1) if len(set(followed)) == 1 else None
     return None
 
@@ -281,5 +283,6 @@ def waits(flights: Mapping[int, Flight], ranks: Sequence[int]) -> list[Wait]:
             last = {rank: traces[rank].last if rank in traces else 0 for rank in members if rank in flights}
             missing = tuple(sorted(rank for rank, number in last.items() if number < seq))
             unknown = tuple(sorted(members - flights.keys()))
-            found.append(Wait(name, traces[waiting[0]].calls[seq], tuple(waiting), missing, unknown))
+            complete = told is not None or name == DEFAULT_GROUP
+            found.append(Wait(name, traces[waiting[0]].calls[seq], tuple(waiting), missing, unknown, complete))
     return found

@@ -142,7 +142,7 @@ def _fewer(evidence: Evidence, guilty: Collection[int], waits: Waits) -> str:
 
 def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
     """The ranks for which others wait in a collective, and which wait for nobody themselves."""
-    waiting = {rank for rank, (wait, _) in waits.items() if wait.missing or wait.unknown}
+    waiting = {rank for rank, (wait, _) in waits.items() if wait.missing or wait.unknown or not wait.complete}
     wanted = {rank for wait, _ in waits.values() for rank in wait.missing}
     guilty = sorted(wanted - waiting)
     if not guilty:
