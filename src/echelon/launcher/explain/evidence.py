@@ -47,6 +47,7 @@ class RankEvidence:
 
     Args:
         failure: how it failed; None if it did not, or only because it was ended with the others.
+        later: how it failed once the attempt's end had been recorded.
         ended: exit code of a rank that ended without failing; None if it ran.
         oom: the kernel's out-of-memory killer ended it.
         standing: how far its loop was; None if it has none, or nothing is known.
@@ -60,6 +61,7 @@ class RankEvidence:
 
     rank: int
     failure: Failure | None = None
+    later: Failure | None = None
     ended: int | None = None
     oom: bool = False
     standing: Standing | None = None
@@ -163,7 +165,8 @@ class _Reader:
             last = own.get(number, {}).get("collectives")
             if rank.flight is None and (rank.answers or isinstance(last, dict)):
                 ranks[number] = rank = replace(rank, flight=flights.of_last_calls(last or {}))
-            failure = rank.failure or _later_failure(number, own.get(number, {}), self.run.log(number))
+            ranks[number] = rank = replace(rank, later=_later_failure(number, own.get(number, {}), self.run.log(number)))
+            failure = rank.failure or rank.later
             if rank.flight and failure is not None and _fell_in_call(failure):
                 ranks[number] = rank = replace(rank, flight=flights.reopened(rank.flight))
             if rank.failure is not None and rank.signal not in ("", "SIGKILL"):

@@ -10,7 +10,7 @@ from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.flight import Wait
 from echelon.launcher.explain.stacks import of_traceback, user_frame
 from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import is_check, is_victim, place, short, while_others, who
+from echelon.launcher.explain.words import is_check, is_victim, place, sentence, short, while_others, who
 from echelon.launcher.job import Failure
 
 __all__ = ["own_failure"]
@@ -137,20 +137,20 @@ def _signalled(evidence: Evidence, first: Failure, failures: Sequence[Failure], 
             f"{who(guilty)} {_was(guilty)} killed by the kernel's out-of-memory killer{where}{others}. The machine, or the "
             "memory that the job may have, was used up. Use fewer data workers or smaller batches, or ask for more memory."
         )
-        return Verdict(tuple(guilty), "host out of memory", headline, _sentence(text))
+        return Verdict(tuple(guilty), "host out of memory", headline, sentence(text))
     if first.kind == "SIGKILL":
         headline = f"{who(guilty)} {_was(guilty)} killed by SIGKILL"
         text = f"{headline}{others}. {_FROM_OUTSIDE} The kernel's out-of-memory killer does the same: `dmesg` tells."
-        return Verdict(tuple(guilty), "killed", headline, _sentence(text))
+        return Verdict(tuple(guilty), "killed", headline, sentence(text))
     if first.kind in _SIGNALS:
         cause, why = _SIGNALS[first.kind]
         headline = (
             f"{who(guilty)} crashed: {first.kind}" if cause == "crash" else f"{who(guilty)} {_was(guilty)} ended by {first.kind}"
         )
         said = f" {short(first.message.partition(chr(10))[2])}" if "\n" in first.message else ""
-        return Verdict(tuple(guilty), cause, headline, _sentence(f"{headline}{where}{others}. {why}{said}"))
+        return Verdict(tuple(guilty), cause, headline, sentence(f"{headline}{where}{others}. {why}{said}"))
     headline = f"{who(guilty)} {_was(guilty)} ended by {short(first.kind, 30)}"
-    return Verdict(tuple(guilty), "killed", headline, _sentence(f"{headline}{where}{others}. {_FROM_OUTSIDE}"))
+    return Verdict(tuple(guilty), "killed", headline, sentence(f"{headline}{where}{others}. {_FROM_OUTSIDE}"))
 
 
 def _raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping[int, tuple[Wait, str]]) -> Verdict:
@@ -172,7 +172,7 @@ def _raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping
         cause = "exit"
     remedy = f" {kind.remedy}" if kind is not None and kind.remedy else ""
     text = text if text.endswith((".", "!", "?")) else f"{text}."
-    return Verdict(guilty, cause, headline, _sentence(f"{text}{remedy}"))
+    return Verdict(guilty, cause, headline, sentence(f"{text}{remedy}"))
 
 
 def _verb(failure: Failure) -> str:
@@ -212,7 +212,3 @@ def _named(failure: Failure, world_size: int) -> tuple[int, ...]:
 
 def _was(ranks: Sequence[int]) -> str:
     return "was" if len(ranks) == 1 else "were"
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]

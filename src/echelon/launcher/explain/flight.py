@@ -27,6 +27,7 @@ __all__ = [
     "of_last_calls",
     "parse",
     "reopened",
+    "tensor",
     "waits",
 ]
 
@@ -153,7 +154,10 @@ def parse(record: Mapping[str, Any]) -> Flight:
         call, group = _call(entry), entry.get("process_group") if isinstance(entry, dict) else None
         if call is None or not isinstance(group, list) or not group or not all(isinstance(g, str) for g in group):
             continue
-        name = one_line(group[0][:80])
+        # Under TORCH_DISTRIBUTED_DEBUG=DETAIL groups have no names: the first is the default one, the rest cannot be told apart.
+        name = one_line(group[0][:80]) or (DEFAULT_GROUP if entry.get("pg_id") == 0 else "")
+        if not name:
+            continue
         of_group = calls.setdefault(name, {})
         if call.seq in of_group:  # a group of this name was made anew
             of_group.clear()
@@ -218,9 +222,14 @@ def _tensors(entry: Mapping[str, Any], which: str) -> list[tuple[str, str, int]]
     found = []
     for size, kind in list(zip(sizes, kinds, strict=False))[:64]:
         if isinstance(size, list) and isinstance(kind, str) and all(type(n) is int and 0 <= n < 1 << 62 for n in size[:16]):
-            short = _TYPES.get(kind, one_line(kind[:20]))
-            found.append((f"{short}{size[:16]}", short, math.prod(size[:16])))
+            found.append(tensor(kind, size))
     return found
+
+
+def tensor(kind: str, size: Sequence[int]) -> tuple[str, str, int]:
+    """(as "f32[4]", kind, number of elements), from torch's name of the kind."""
+    short = _TYPES.get(kind, one_line(kind[:20]))
+    return f"{short}{list(size[:16])}", short, math.prod(size[:16])
 
 
 def _by_group(flights: Mapping[int, Flight]) -> dict[str, dict[int, Trace]]:

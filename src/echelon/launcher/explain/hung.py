@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 
 from echelon.contracts.pulse import Phase
 from echelon.launcher.explain.evidence import Evidence, RankEvidence
-from echelon.launcher.explain.flight import DEFAULT_GROUP, Mismatch, Wait, expected, first_mismatch
+from echelon.launcher.explain.flight import Wait
 from echelon.launcher.explain.stacks import of_traceback, waits_in
 from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import doing, grouped, is_check, place, ranks_are, short, together, while_others, who
-from echelon.launcher.job import Failure
+from echelon.launcher.explain.words import doing, grouped, place, ranks_are, sentence, together, while_others, who
 
-__all__ = ["behind", "deadlock", "departs", "left_early", "mismatch", "missing", "not_waiting", "stopped"]
+__all__ = [
+    "barrier",
+    "behind",
+    "deadlock",
+    "everybody",
+    "left_early",
+    "missing",
+    "not_waiting",
+    "stopped",
+]
 
+_NOT_PASSED = re.compile(r"Ranks? (\d{1,7}(?:, ?\d{1,7}){0,1000}) failed to pass monitoredBarrier")
 Waits = Mapping[int, tuple[Wait, str]]
-_SHOWN_RANKS = 8
 
 
 def stopped(evidence: Evidence, waits: Waits) -> Verdict | None:
@@ -30,85 +39,7 @@ def stopped(evidence: Evidence, waits: Waits) -> Verdict | None:
     headline = f"{who(guilty)} stopped{since}{at}{place(first)}"
     others = while_others(evidence, guilty, waits)
     text = f"{headline}{others}. The process was there and did not run, as after SIGSTOP or under a debugger."
-    return Verdict(tuple(guilty), "stopped", headline, _sentence(text))
-
-
-def mismatch(evidence: Evidence, waits: Waits) -> Verdict | None:
-    """Ranks that called different collectives where all must call the same."""
-    found = first_mismatch(evidence.flights)
-    if not found:
-        return None
-    # In several groups: the one in which somebody still waits, then that of fewest ranks.
-    waiting = {wait.group for wait, _ in waits.values()}
-    worst = min(found, key=lambda m: (m.group not in waiting, m.group != DEFAULT_GROUP, m.seq))
-    guilty, odd, due = _odd_ones(evidence, worst)
-    parts = {ranks: f"{who(ranks)} called {call.what}" for call, ranks in worst.calls}
-    first, rest = [parts[ranks] for ranks in odd], [part for ranks, part in parts.items() if ranks not in odd]
-    headline = f"{together(first)} where {together(rest)}" if first and rest else together(list(parts.values()))
-    most = worst.calls[0]
-    all_told = len(most[1]) + sum(map(len, odd)) == evidence.world_size
-    if first and len(rest) == 1 and most[1] not in odd and len(most[1]) > 1 and all_told:
-        headline = f"{together(first)} where the others called {most[0].what}"
-    of_group = "" if worst.group == DEFAULT_GROUP else f" of group {worst.group!r}"
-    how = f" By the calls before, {due} was due." if due else ""
-    if set(guilty) >= {rank for ranks in parts for rank in ranks} or not guilty:
-        how += " One has made a call too many, or the other one too few: nothing tells which."
-    why = "All ranks of a group must make the same calls in the same order, with as many elements of the same type."
-    kind = "order" if len({call.op for call, _ in worst.calls}) > 1 else "shape"
-    text = f"{headline}, as collective #{worst.seq}{of_group}{_where_each(evidence, worst)}.{how} {why}"
-    return Verdict(guilty, f"mismatched {kind}", headline, _sentence(text))
-
-
-def _odd_ones(evidence: Evidence, found: Mismatch) -> tuple[tuple[int, ...], list[tuple[int, ...]], str]:
-    """Who is to blame; which ranks called something else than most did, or than was due; and what was, if that decided."""
-    most, next_most = found.calls[0][1], found.calls[1][1]
-    if 2 * len(most) > sum(len(ranks) for _, ranks in found.calls) and len(most) > len(next_most):
-        odd = [ranks for _, ranks in found.calls[1:]]
-        return tuple(sorted(rank for ranks in odd for rank in ranks)), odd, ""
-    traces = [evidence.flights[ranks[0]].get(found.group) for _, ranks in found.calls]
-    told = dict(due for trace in traces if (due := expected(trace, found.seq)) is not None)
-    both = tuple(sorted(rank for _, ranks in found.calls for rank in ranks))
-    nobody = both if len(both) == 2 else ()
-    if len(told) != 1:
-        return nobody, [], ""
-    [(due_key, by_several)] = told.items()
-    right = [(call, ranks) for call, ranks in found.calls if call.key == due_key]
-    if len(right) != 1:
-        return nobody, [], ""
-    odd = [ranks for _, ranks in found.calls if ranks != right[0][1]]
-    decides = by_several or all(call.op == right[0][0].op for call, _ in found.calls)
-    guilty = tuple(sorted(rank for ranks in odd for rank in ranks)) if decides else nobody
-    return guilty, odd, right[0][0].what
-
-
-def departs(evidence: Evidence, waits: Waits) -> Verdict | None:
-    """A collective refused what it was given, and only some of the records are there: a rank whose last call is not as before."""
-    if not any(is_check(failure) for failure in evidence.failures):
-        return None
-    guilty, texts = [], []
-    for rank, flight in sorted(evidence.flights.items()):
-        for trace in flight.values():
-            call = trace.calls.get(trace.last)
-            due = expected(trace, trace.last)
-            before = trace.calls.get(trace.last - 1)
-            if call is None or due is None or before is None or due[0] == call.key or due[0][0] != call.op:
-                continue
-            guilty.append(rank)
-            texts.append(f"{who([rank])} called {call.what} as collective #{call.seq}, where its calls before were {before.what}")
-    if len(guilty) != 1:
-        return None
-    first = Failure.first([f for f in evidence.failures if is_check(f)])
-    text = f"{texts[0]}{place(evidence.rank(guilty[0]))}. {who([first.rank])} got it, and failed: {short(first.message)}"
-    return Verdict(tuple(guilty), "mismatched shape", texts[0], _sentence(text))
-
-
-def _where_each(evidence: Evidence, found: Mismatch) -> str:
-    """The line from which one rank of each kind called it, if the stacks say so."""
-    parts = []
-    for _, ranks in found.calls:
-        here = next((f"{who([rank])}{at}" for rank in ranks[:_SHOWN_RANKS] if (at := place(evidence.rank(rank)))), "")
-        parts += [here] if here else []
-    return f" ({', '.join(parts)})" if parts else ""
+    return Verdict(tuple(guilty), "stopped", headline, sentence(text))
 
 
 def left_early(evidence: Evidence, waits: Waits) -> Verdict | None:
@@ -123,7 +54,7 @@ def left_early(evidence: Evidence, waits: Waits) -> Verdict | None:
     headline = f"{who(needed_ones)} left with exit code 0 before the others"
     text = f"{headline}{_fewer(evidence, needed_ones, waits)}{while_others(evidence, guilty, waits)}."
     why = " Every rank must make the same number of steps: see loaders of different lengths, and returns under a condition."
-    return Verdict(tuple(needed_ones), "left early", headline, _sentence(text + why))
+    return Verdict(tuple(needed_ones), "left early", headline, sentence(text + why))
 
 
 def _fewer(evidence: Evidence, guilty: Collection[int], waits: Waits) -> str:
@@ -151,6 +82,8 @@ def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
         if not unknown or wanted or len(unknown) > len(evidence.flights):
             return None
         guilty = unknown
+    # Messages from rank to rank are in no record of gloo's: who waits for one is no root, if there is another.
+    guilty = [rank for rank in guilty if not _waits_for_others(evidence.rank(rank))] or guilty
     call = next(call for wait, call in waits.values() if set(guilty) & (set(wait.missing) | set(wait.unknown)))
     rank = evidence.rank(guilty[0])
     headline = f"{who(guilty)} did not come to {call}"
@@ -158,7 +91,12 @@ def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
     others = f", in which {who(here)} waited" if len(here) + len(guilty) == evidence.world_size else ""
     others = others or while_others(evidence, guilty, waits)
     text = f"{headline}{others}. {_stood(evidence, guilty)}{_fewer_steps(evidence, guilty)}"
-    return Verdict(tuple(guilty), _kind_of_absence(rank), headline, _sentence(text.strip()))
+    return Verdict(tuple(guilty), _kind_of_absence(rank), headline, sentence(text.strip()))
+
+
+def _waits_for_others(rank: RankEvidence) -> bool:
+    name = waits_in(rank.stack)
+    return bool(name) and name != "a DataLoader"
 
 
 def _stood(evidence: Evidence, guilty: Collection[int]) -> str:
@@ -168,7 +106,7 @@ def _stood(evidence: Evidence, guilty: Collection[int]) -> str:
         rank = evidence.rank(number)
         at, where = f" {rank.standing}" if rank.is_known else "", place(rank)
         texts[number] = f"was{at}{where}" if at or where else "left no stack: code in C may have kept it from answering"
-    return " ".join(f"{_sentence(ranks_are(ranks, text, text.replace('was', 'were', 1)))}." for ranks, text in grouped(texts)[:3])
+    return " ".join(f"{sentence(ranks_are(ranks, text, text.replace('was', 'were', 1)))}." for ranks, text in grouped(texts)[:3])
 
 
 def _fewer_steps(evidence: Evidence, guilty: Collection[int]) -> str:
@@ -187,6 +125,18 @@ def _kind_of_absence(rank: RankEvidence) -> str:
     return "slow checkpoint" if phase is Phase.CHECKPOINT else "did not come"
 
 
+def barrier(evidence: Evidence, waits: Waits) -> Verdict | None:
+    """The ranks that did not come to a barrier which says so, as it does under `--check-collectives`."""
+    texts = [f.message[:2000] for f in evidence.failures]
+    named = {int(rank) for text in texts for ranks in _NOT_PASSED.findall(text) for rank in ranks.split(",")}
+    guilty = sorted(rank for rank in named if rank < evidence.world_size and evidence.rank(rank).failure is None)
+    if not guilty:
+        return None
+    headline = f"{who(guilty)} did not come to a collective"
+    text = f"{headline}{while_others(evidence, guilty, waits)}. {_stood(evidence, guilty)}{_fewer_steps(evidence, guilty)}"
+    return Verdict(tuple(guilty), _kind_of_absence(evidence.rank(guilty[0])), headline, sentence(text))
+
+
 def deadlock(evidence: Evidence, waits: Waits) -> Verdict | None:
     """Ranks that wait for one another, in collectives of different groups."""
     waiting = {rank: (wait, call) for rank, (wait, call) in waits.items() if wait.missing}
@@ -199,7 +149,7 @@ def deadlock(evidence: Evidence, waits: Waits) -> Verdict | None:
     ]
     headline = f"{who(wanted)} waited for one another"
     text = f"{headline}: {together(parts)}. Ranks that are in several groups must make their calls in one order on all of them."
-    return Verdict(tuple(sorted(wanted)), "mismatched order", headline, _sentence(text))
+    return Verdict(tuple(sorted(wanted)), "mismatched order", headline, sentence(text))
 
 
 def not_waiting(evidence: Evidence, waits: Waits) -> Verdict | None:
@@ -218,7 +168,7 @@ def not_waiting(evidence: Evidence, waits: Waits) -> Verdict | None:
     rank = evidence.rank(free[0])
     headline = f"{who(free)} did not come, and stood{place(rank)}" if place(rank) else f"{who(free)} did not come"
     text = f"{headline}{while_others(evidence, free, waits)}."
-    return Verdict(tuple(free), _kind_of_absence(rank), headline, _sentence(text + _fewer_steps(evidence, free)))
+    return Verdict(tuple(free), _kind_of_absence(rank), headline, sentence(text + _fewer_steps(evidence, free)))
 
 
 def behind(evidence: Evidence, waits: Waits) -> Verdict | None:
@@ -236,14 +186,10 @@ def behind(evidence: Evidence, waits: Waits) -> Verdict | None:
     text = f"{headline}: {_stood(evidence, guilty)}{_fewer_steps(evidence, guilty)}"
     if others := while_others(evidence, guilty, waits):
         text = f"{headline}{others}. {_stood(evidence, guilty)}{_fewer_steps(evidence, guilty)}"
-    return Verdict(tuple(guilty), _kind_of_absence(rank), headline, _sentence(text))
+    return Verdict(tuple(guilty), _kind_of_absence(rank), headline, sentence(text))
 
 
 def everybody(evidence: Evidence, waits: Waits) -> tuple[str, ...]:
     """What each rank did, a line for those alike."""
     texts = {number: doing(rank, waits) + (place(rank) if number in waits else "") for number, rank in evidence.ranks.items()}
     return tuple(f"{who(ranks)} {text}" for ranks, text in grouped(texts))
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]

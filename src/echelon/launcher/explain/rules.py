@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from echelon.contracts.stopping import REQUEUE, signal_name
 from echelon.contracts.terminal import one_line
-from echelon.launcher.explain import hung
+from echelon.launcher.explain import hung, mismatched
 from echelon.launcher.explain.evidence import Evidence
 from echelon.launcher.explain.failed import own_failure
 from echelon.launcher.explain.flight import Wait, waits
@@ -31,10 +31,12 @@ def explain(evidence: Evidence) -> Verdict:
     if verdict is None:
         rules = (
             hung.stopped,
-            hung.mismatch,
-            hung.departs,
+            mismatched.mismatch,
+            mismatched.checked,
+            mismatched.departs,
             hung.left_early,
             hung.missing,
+            hung.barrier,
             hung.deadlock,
             hung.not_waiting,
             hung.behind,
@@ -42,7 +44,7 @@ def explain(evidence: Evidence) -> Verdict:
         verdict = next((found for rule in rules if (found := rule(evidence, waiting)) is not None), None)
     verdict = verdict or _lone_check(evidence) or _by_launcher(evidence) or _unknown(evidence)
     seen = [*verdict.seen, *([] if verdict.cause == FINE else hung.everybody(evidence, waiting)[:_SHOWN])]
-    differs = hung.mismatch(evidence, waiting)
+    differs = mismatched.mismatch(evidence, waiting)
     if differs is not None and not verdict.cause.startswith("mismatched") and verdict.cause not in (FINE, RUNNING):
         seen.append(f"also: {differs.headline}")
     return replace(verdict, seen=tuple(dict.fromkeys([*seen, *evidence.notes])))

@@ -19,6 +19,7 @@ __all__ = [
     "is_victim",
     "place",
     "ranks_are",
+    "sentence",
     "short",
     "together",
     "while_others",
@@ -124,6 +125,10 @@ def grouped(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
         if text:
             alike.setdefault(text, []).append(rank)
     return sorted(((ranks, text) for text, ranks in alike.items()), key=lambda pair: (-len(pair[0]), pair[0]))
+
+
+def sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def together(parts: list[str]) -> str:
