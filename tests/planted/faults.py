@@ -1,4 +1,4 @@
-"""A program with one planted fault: `echelon run --ranks N faults.py FAULT RANK [STEP]`. Its loop is plain torch.distributed.
+"""A program with one planted fault: `echelon run --ranks N faults.py FAULT RANK [STEP [PATIENCE]]`. Its loop is plain torch.
 
 Every rank makes ten steps: it computes, and all sum up a gradient of four numbers. At step STEP, rank RANK does what FAULT says.
 """
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 STEPS = 10
-WAIT_S = float(os.environ.get("FAULTS_WAIT_S", "3"))  # gloo's patience
 
 
 def load() -> torch.Tensor:
@@ -155,9 +154,9 @@ AT_ONCE: dict[str, Callable[[], None]] = {
 }
 
 
-def step(fault: str, mine: bool, number: int, group: dist.ProcessGroup | None) -> None:
-    """What a rank does in the step of the fault; `mine` on the rank that has it."""
-    gradient = load()
+def step(fault: str, guilty: int, group: dist.ProcessGroup | None) -> None:
+    """What a rank does in the step of the fault."""
+    gradient, mine = load(), dist.get_rank() == guilty
     if mine and fault in AT_ONCE:
         AT_ONCE[fault]()
     if fault == "all_raise":
@@ -184,23 +183,30 @@ def step(fault: str, mine: bool, number: int, group: dist.ProcessGroup | None) -
         if mine:
             time.sleep(600)
         dist.all_reduce(gradient, group=group)
+    if fault == "slow":
+        time.sleep(1.5 if mine else 0.0)
     if fault == "no_message":
-        others = [rank for rank in range(dist.get_world_size()) if rank != int(sys.argv[2])]
+        others = [rank for rank in range(dist.get_world_size()) if rank != guilty]
         if mine:
             time.sleep(600)
         elif dist.get_rank() == others[0]:
-            dist.recv(gradient, src=int(sys.argv[2]))
+            dist.recv(gradient, src=guilty)
     dist.all_reduce(gradient)
 
 
-def main(fault: str, guilty: int, at: int) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=WAIT_S))
+def main(fault: str, guilty: int, at: int = 5, wait_s: float = 3.0) -> None:
+    """
+    Args:
+        wait_s: gloo's patience.
+    """
+    patience = timedelta(seconds=wait_s)
+    dist.init_process_group("gloo", timeout=patience)
     rank = dist.get_rank()
-    group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=WAIT_S)) if "group" in fault else None
+    group = dist.new_group(list(range(dist.get_world_size())), timeout=patience) if "group" in fault else None
     steps = STEPS - 2 if fault == "fewer_steps" and rank == guilty else STEPS
     for number in range(steps):
         if number == at:
-            step(fault, rank == guilty, number, group)
+            step(fault, guilty, group)
         else:
             dist.all_reduce(load())
     if fault != "ends_without_meeting":
@@ -209,4 +215,4 @@ def main(fault: str, guilty: int, at: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 5)
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -34,6 +34,7 @@ __all__ = [
     "add_shared",
     "check_module",
     "check_script",
+    "checks_in_env",
     "decided",
     "describe",
     "device_in_env",
@@ -91,6 +92,12 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         choices=("cpu", "cuda"),
         help="what every rank computes on, whatever the script asks for (default: the script's choice, else a GPU each where "
         "there are any)",
+    )
+    parser.add_argument(
+        "--check-collectives",
+        action="store_true",
+        help="before every collective, compare what the ranks call: a mismatch that would hang, or give wrong numbers silently, "
+        "is an error that names the ranks; several times slower (TORCH_DISTRIBUTED_DEBUG=DETAIL)",
     )
     parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")
@@ -165,6 +172,7 @@ def _job(arguments: argparse.Namespace, least: int | None, ranks: int) -> JobSpe
         bind=arguments.bind in ("cores", "both"),
         own_device=arguments.bind in ("devices", "both"),
         stall_after_s=parse_duration(arguments.stall_after) if arguments.stall_after is not None else None,
+        env=checks_in_env(arguments),
     )
 
 
@@ -204,6 +212,11 @@ def decided(arguments: argparse.Namespace, planned_ranks: int | None = None) -> 
 def device_in_env(device: str | None) -> dict[str, str]:
     """The variable by which --device reaches the ranks."""
     return {} if device is None else {DEVICE_VARIABLE: device}
+
+
+def checks_in_env(arguments: argparse.Namespace) -> dict[str, str]:
+    """What --check-collectives says to torch in the ranks."""
+    return {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"} if arguments.check_collectives else {}
 
 
 def check_script(script: str) -> None:

@@ -37,6 +37,8 @@ _NO_COLLECTIVES = frozenset(
     ("a DataLoader", "batch_isend_irecv", "destroy_process_group", "init_process_group", "irecv", "isend", "monitored_barrier")
     + ("new_group", "new_subgroups", "recv", "recv_object_list", "rendezvous", "send", "send_object_list")
 )
+# torch's checks under TORCH_DISTRIBUTED_DEBUG=DETAIL, which come before the call that they are about.
+_BEFORE_CALL = re.compile("monitoredBarrier|Detected mismatch between collectives")
 # What a launcher concluded itself, in place of how the rank failed.
 _VERDICTS = ("stopped", "behind")
 
@@ -270,6 +272,8 @@ def _later_failure(number: int, said: Mapping[str, Any], log: Path) -> Failure |
 
 def _fell_in_call(failure: Failure) -> bool:
     """Whether a rank failed in a collective, as all do that lose a peer there."""
+    if _BEFORE_CALL.search(failure.message[:20_000]):
+        return False
     name = waits_in(of_traceback(failure.traceback))
     return name not in _NO_COLLECTIVES and (bool(name) or failure.is_victim)
 
