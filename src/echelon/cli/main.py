@@ -24,6 +24,7 @@ VERBS = {
     "cancel": "end a submitted job",
     "dragon": "run a script on Dragon's runtime, and leave nothing behind",
     "prove": "run a script under every strategy and compare each step with one process",
+    "explain": "say why a run stopped: which rank, and for what",
     "report": "write a run's report.html again",
     "ckpt": "list, verify, compare and export checkpoints",
     "completion": "print what makes a shell complete these commands and their options",

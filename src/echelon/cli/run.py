@@ -136,6 +136,7 @@ def execute(arguments: argparse.Namespace) -> int:
         outcome = run_local(job, run, screen=RunScreen(run))
     if outcome.failure is not None:
         _say(render(outcome.failure, ranks))
+        _say_why(run)
     if outcome.note:
         _say(f"echelon: {outcome.note}")
     if outcome.exit_code == REQUEUE and outcome.failure is None:
@@ -165,6 +166,18 @@ def _job(arguments: argparse.Namespace, least: int | None, ranks: int) -> JobSpe
         own_device=arguments.bind in ("devices", "both"),
         stall_after_s=parse_duration(arguments.stall_after) if arguments.stall_after is not None else None,
     )
+
+
+def _say_why(run: RunDir) -> None:
+    """In one paragraph, what the evidence of all ranks says together. It never turns a failure into another one."""
+    from echelon.launcher.explain import Evidence, explain, show
+
+    try:
+        verdict = explain(Evidence.of(run.path, run.attempt))
+    except Exception as error:
+        _say(f"echelon: why it failed could not be found out: {type(error).__name__}: {error}")
+        return
+    _say(f"why: {show.paragraph(verdict)}")
 
 
 def _say_how_to_go_on(run: RunDir, *, named: bool, restart: bool) -> None:
