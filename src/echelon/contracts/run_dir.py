@@ -6,6 +6,7 @@ runs/NAME/
   .lock                         held by the launcher; of several nodes by the first one's
   attempts/000/rank0.log        output of a rank
   attempts/000/events.rank0.jsonl
+  attempts/000/times.rank0.jsonl  where the time of a rank goes (contracts/times.py)
   attempts/000/exit.rank0.json  how a rank ended, written by the rank if it still could
   attempts/000/exit.json        how the attempt ended, written by the launcher
   attempts/000/exit.node0.json  how it ended on one of several nodes
@@ -268,6 +269,9 @@ class RunDir:
 
     def events(self, rank: int) -> Path:
         return self.attempt_path / f"events.rank{rank}.jsonl"
+
+    def times(self, rank: int) -> Path:
+        return self.attempt_path / f"times.rank{rank}.jsonl"
 
     def rank_exit(self, rank: int) -> Path:
         return self.attempt_path / f"exit.rank{rank}.json"
