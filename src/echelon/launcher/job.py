@@ -134,6 +134,7 @@ class Failure:
         log: where the rank's output is.
         reported: the rank itself said so; False if only its parent saw it end.
         headline: what is said in place of "rank N failed first", of a rank that did not fail by itself.
+        oom: the kernel killed it because there was no memory left.
     """
 
     rank: int
@@ -147,6 +148,7 @@ class Failure:
     log: Path | None = None
     reported: bool = True
     headline: str = ""
+    oom: bool = False
 
     @classmethod
     def from_record(cls, rank: int, exit_code: int, time_ns: int, record: Mapping[str, Any], log: Path) -> Failure:

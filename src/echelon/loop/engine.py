@@ -28,6 +28,7 @@ from echelon.loop.state import ActivePhase, EntryPoint, State
 from echelon.loop.steps import Between, Steps
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.world import agree, stop
+from echelon.world.handshake import greet
 
 __all__ = ["Run", "in_mode"]
 
@@ -86,6 +87,7 @@ class Run:
 
     def _begin_training(self, stage: Stage) -> None:
         state, here, progress = self.state, stage.here, stage.progress
+        greet()
         if stop.asked() is not None:  # before this loop began
             state.stop_for_signal()
         agreements.on_limits(here, progress)

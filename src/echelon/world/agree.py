@@ -30,9 +30,11 @@ __all__ = [
     "channel",
     "control_group",
     "first_told",
+    "from_one",
     "from_rank0",
     "gather",
     "is_rank0",
+    "is_same",
     "kinds",
     "same_on_all",
 ]
@@ -203,6 +205,19 @@ def kinds(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         told = gather(value, group)
         return [told[rank] for rank in sorted(firsts.values())]
     return [_from(rank, value, group) for rank in sorted(firsts.values())]
+
+
+def is_same(value: Any, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether all ranks say the same, by one small collective. The value is anything that JSON can hold."""
+    return not is_joined() or _is_same(json.dumps(value).encode(), group)
+
+
+def from_one(rank: int, say: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """What that rank of the group says, on every rank; the others are not asked."""
+    if not is_joined():
+        return say()
+    value: T = _from(rank, say() if dist.get_rank(channel(group)[0]) == rank else None, group)
+    return value
 
 
 def _digest(data: bytes) -> bytes:

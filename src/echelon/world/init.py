@@ -26,6 +26,7 @@ from echelon.contracts.machine import DEVICE_VARIABLE
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.world import stop
 from echelon.world.device import device_of, set_threads, use
+from echelon.world.handshake import Said, greet, greeted
 from echelon.world.meeting import Facts, meet, refusal
 
 __all__ = ["World", "ensure_group", "init_from_env"]
@@ -140,7 +141,8 @@ def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id)
         return
     with _naming_the_address(info, timeout):
-        store = _meet(info, Facts.here(device, asked=named, backend=backend), timeout)
+        said = Said.here(info, device)
+        store, compared = _meet(info, Facts.here(device, asked=named, backend=backend), timeout, said)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default_pg", store),  # as torch's own env:// has it
@@ -149,10 +151,14 @@ def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device
             timeout=timeout,
             device_id=device_id,
         )
+    if compared:
+        greeted()
+    else:
+        greet(device)
 
 
-def _meet(info: RankInfo, facts: Facts, timeout: timedelta) -> dist.Store:
-    """The ranks' store, in which they have agreed that they can join."""
+def _meet(info: RankInfo, facts: Facts, timeout: timedelta, said: Said | None = None) -> tuple[dist.Store, bool]:
+    """The ranks' store, in which they have agreed that they can join; and whether they have compared what they run."""
     # torch's env:// reads exactly these; other launchers' facts are given to it under torchrun's names.
     for name, value in info.to_env().items():
         os.environ.setdefault(name, value)
@@ -166,11 +172,22 @@ def _meet(info: RankInfo, facts: Facts, timeout: timedelta) -> dist.Store:
             served = dist.TCPStore(info.master_addr, info.master_port, is_master=False, wait_for_workers=False, timeout=timeout)
             # The launcher's store outlives a group: ranks that join again must not read where the last one's were.
             store = dist.PrefixStore(f"{prefix}/{number}", served)
-        else:
+        elif of_launcher:
             store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
             store.set_timeout(timeout)
-        meet(dist.PrefixStore(f"echelon/{number}", store), info, facts, timeout, fresh=bool(prefix) or not of_launcher)
-    return store
+        else:
+            # As torch's env:// has it, but for rank 0's wait for all others, of whom it would not say which are missing.
+            store = dist.TCPStore(
+                info.master_addr,
+                info.master_port,
+                is_master=info.rank == 0,
+                wait_for_workers=False,
+                timeout=timeout,
+                multi_tenant=True,
+            )
+        fresh = bool(prefix) or not of_launcher
+        meet(dist.PrefixStore(f"echelon/{number}", store), info, facts, timeout, fresh=fresh, said=said)
+    return store, fresh
 
 
 @contextlib.contextmanager

@@ -59,6 +59,11 @@ class Attempt:
     def running(self) -> list[int]:
         return [rank for rank in self.pids if rank not in self.ended]
 
+    @property
+    def dumps(self) -> Path:
+        """Where the stacks and flight records of this start go."""
+        return self.folder.parents[1] / "dumps" / self.folder.name
+
     def record_path(self, rank: int) -> Path:
         return self.folder / f"exit.rank{rank}.json"
 
@@ -115,7 +120,11 @@ def write_exit(
     failures: Sequence[Failure] = (),
     first: Failure | None = None,
     stopped: str | None = None,
+    *,
     seen: Mapping[int, Mapping[str, Any]] | None = None,
+    hang_s: float | None = None,
+    world_size: int | None = None,
+    explained: str | None = None,
 ) -> None:
     """Record how an attempt ended. If that cannot be written, report it; the exit code stays.
 
@@ -123,7 +132,10 @@ def write_exit(
         path: the attempt's exit.json, or with several nodes a node's own.
         failures: of all ranks that failed; `first` is the one that the others followed.
         stopped: what ended it, if no rank did.
-        seen: how far each of a node's ranks had come before they were ended, as `watch.Seen` gives it.
+        seen: how far each rank, or each of a node's, had come before they were ended, as `signs.Seen` gives it.
+        hang_s: it was ended since no rank had made progress for so long.
+        world_size: how many ranks there were, on all nodes.
+        explained: a paragraph of why it ended, for a person.
     """
     said = {
         "exit_code": code,
@@ -131,7 +143,10 @@ def write_exit(
         "first_failure": first.as_json() if first else None,
         "ranks": {str(f.rank): f.as_json() for f in failures},
         "ended": time.time(),
+        "hang": {"after_s": round(hang_s, 3)} if hang_s is not None else None,
+        "explained": explained,
         **({"seen": seen} if seen else {}),
+        **({"world_size": world_size} if world_size else {}),
     }
     try:
         write_json(path, said)

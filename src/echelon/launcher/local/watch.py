@@ -7,20 +7,16 @@ that runs a loop of its own has no position; of that, only a stopped process and
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from echelon.contracts import pulse
-from echelon.contracts.machine import process_stat
 from echelon.contracts.pulse import Phase, Standing
 from echelon.launcher.job import Failure, parse_duration
-from echelon.launcher.local.raised import in_library
+from echelon.launcher.local.signs import Pulses, Seen, behind, is_stopped
 
-__all__ = ["STALL_VARIABLE", "Pulses", "Seen", "Watch", "blame", "stall_after"]
+__all__ = ["STALL_VARIABLE", "Watch", "blame", "stall_after"]
 
 STALL_VARIABLE = "ECHELON_STALL_AFTER"
 _DEFAULT_S = 60.0
@@ -29,7 +25,6 @@ _USUAL_STEPS, _PATIENT = 10, 5
 _LOOPING = (Phase.EVAL_DATA, Phase.EVAL_STEP, Phase.DATA, Phase.STEP)
 _GAP_S = 5.0  # this process was stopped itself: nothing follows from the time
 _FIRST_BEATS = 6  # of two steps
-_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 def stall_after(given_s: float | None) -> float:
@@ -38,90 +33,6 @@ def stall_after(given_s: float | None) -> float:
         return given_s
     text = os.environ.get(STALL_VARIABLE)
     return parse_duration(text) if text else _DEFAULT_S
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What is known of a rank at one moment.
-
-    Args:
-        stopped: its process exists and does not run.
-        where: its innermost frame in the user's code, as "train.py:30 in load"; empty if it did not answer.
-    """
-
-    standing: Standing
-    stopped: bool = False
-    where: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        at = self.standing
-        return {"at": [at.step, at.phase, at.evaluated, at.beats], "stopped": self.stopped, "where": self.where}
-
-    @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Seen:
-        step, phase, evaluated, beats = map(int, said["at"])
-        return cls(Standing(step, Phase(phase), evaluated, beats), bool(said["stopped"]), str(said["where"]))
-
-    @property
-    def is_known(self) -> bool:
-        return self.standing.phase not in (Phase.NONE, Phase.ENDED)
-
-    def __str__(self) -> str:
-        parts = [str(self.standing)] if self.is_known else []
-        return ", ".join([*parts, *([f"at {self.where}"] if self.where else [])])
-
-
-class Pulses:
-    """The pulses of one attempt's ranks."""
-
-    def __init__(self) -> None:
-        self._fds: dict[int, int] = {}
-
-    def make(self, rank: int) -> int:
-        self._fds[rank] = pulse.make()
-        return self._fds[rank]
-
-    def read(self, rank: int) -> Standing:
-        return pulse.read(self._fds[rank]) if rank in self._fds else Standing()
-
-    def ask(self, rank: int, send: Callable[[int], None]) -> None:
-        if rank in self._fds:
-            pulse.ask_stack(self._fds[rank])
-            send(rank)
-
-    def stack(self, rank: int) -> str:
-        return pulse.stack(self._fds[rank]) if rank in self._fds else ""
-
-    def where(self, rank: int) -> str:
-        """Of the main thread, which comes last: the innermost frame that is no library's."""
-        main = re.split(r"^(?:Current thread|Thread) .*$", self.stack(rank), flags=re.MULTILINE)[-1]
-        for line in main.splitlines():
-            if (frame := _FRAME.fullmatch(line.rstrip())) and not frame[1].startswith("<") and not in_library(frame[1]):
-                return f"{_short(frame[1])}:{frame[2]} in {frame[3]}"
-        return ""
-
-    def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.popitem()[1])
-
-
-def _short(path: str) -> str:
-    here = os.getcwd() + os.sep
-    return path.removeprefix(here)
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process exists and does not run: the kernel's state T."""
-    return process_stat(pid)[:1] in (["T"], ["t"])
-
-
-def _behind(seen: Mapping[int, Seen]) -> list[int]:
-    """The ranks that have not come as far as others. None where all are equally far, or one's position is not known."""
-    at = {rank: (s.standing.step, s.standing.phase, s.standing.evaluated) for rank, s in seen.items()}
-    if not at or any(s.standing.phase is Phase.NONE for s in seen.values()):
-        return []
-    least = min(at.values())
-    return [rank for rank, position in at.items() if position == least] if max(at.values()) != least else []
 
 
 def blame(failures: Sequence[Failure], seen: Mapping[int, Seen]) -> list[Failure]:
@@ -135,11 +46,11 @@ def blame(failures: Sequence[Failure], seen: Mapping[int, Seen]) -> list[Failure
         return list(failures)
     first, failed = Failure.first(waited), {f.rank for f in failures}
     running = {rank: s for rank, s in seen.items() if rank not in failed}
-    behind = _behind(seen)
-    guilty = [rank for rank, s in running.items() if s.stopped] or (list(behind) if set(behind) <= set(running) else [])
+    least = behind(seen)
+    guilty = [rank for rank, s in running.items() if s.stopped] or (least if set(least) <= set(running) else [])
     if not running:  # NCCL's watchdog ends also those that were not waiting, once it hears of the others
         waiting = {f.rank for f in waited}
-        guilty = [rank for rank in behind if rank not in waiting]
+        guilty = [rank for rank in least if rank not in waiting]
     if guilty:
         return [*failures, *(_culprit(rank, seen[rank], first) for rank in guilty)]
     if not running:
@@ -214,6 +125,11 @@ class Watch:
         where = {rank: "" if s.stopped else pulses.where(rank) for rank, s in seen.items()}
         self._say(_line({r: Seen(s.standing, s.stopped, where[r]) for r, s in seen.items()}, late, idle_s))
 
+    def silent_s(self) -> dict[int, float]:
+        """For how long the ranks that have a position have kept it, as of the last look."""
+        known = {rank for rank, standing in self._known.items() if standing.phase is not Phase.NONE}
+        return {rank: self._looked_at - since for rank, since in self._since.items() if rank in known}
+
     def _note(self, rank: int, standing: Standing, now: float) -> Standing:
         if standing == self._known.get(rank):
             return standing
@@ -243,7 +159,7 @@ class Watch:
         if not any(s.is_known for s in looping.values()):
             return []
         begun = {rank: s for rank, s in looping.items() if s.is_known}
-        waits = [rank for rank in looping if rank not in begun] or _behind(looping) or list(looping)
+        waits = [rank for rank in looping if rank not in begun] or behind(looping) or list(looping)
         return waits if all(now - self._since[rank] > self._limit_s(rank) for rank in waits) else []
 
 

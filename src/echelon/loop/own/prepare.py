@@ -42,6 +42,7 @@ from echelon.parallel.float8 import Float8
 from echelon.parallel.precision import Precision
 from echelon.parallel.recipe import Compile
 from echelon.parallel.strategy import Strategy
+from echelon.world.handshake import greet
 from echelon.world.init import init_from_env
 
 __all__ = ["epochs", "evaluating", "prepare", "window"]
@@ -78,6 +79,7 @@ def prepare(
     refuse_prepared(objects)
     parts = _Parts.of(objects)
     device = device or init_from_env()
+    greet()
     loader, steps = training_loader(parts.loader, gradient_accumulation_steps)
     unit = _unit(
         parts,
