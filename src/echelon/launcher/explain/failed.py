@@ -167,7 +167,8 @@ def _raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping
         headline = f"{who(named)}: {message or verb}"
         text = f"{who(alike)} {verb}{where}, and it names {who(named)}: {message}"
     else:
-        text = headline + while_others(evidence, alike, waits) + (f": {message}" if message else "")
+        said = "" if first.kind in ("exit", "SystemExit") and re.fullmatch(r"exit code \d+", message) else message
+        text = headline + while_others(evidence, alike, waits) + (f": {said}" if said else "")
     if cause == "exception" and first.kind in ("exit", "SystemExit"):
         cause = "exit"
     remedy = f" {kind.remedy}" if kind is not None and kind.remedy else ""
