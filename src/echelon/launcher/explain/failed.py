@@ -13,7 +13,10 @@ from echelon.launcher.explain.verdict import Verdict
 from echelon.launcher.explain.words import is_check, is_victim, place, sentence, short, while_others, who
 from echelon.launcher.job import Failure
 
-__all__ = ["own_failure"]
+__all__ = [
+    "own_failure",
+    "raised",
+]
 
 _SAME_MOMENT_NS = 2_000_000_000
 
@@ -111,7 +114,7 @@ def own_failure(evidence: Evidence, waits: Mapping[int, tuple[Wait, str]]) -> Ve
     if first.kind.startswith("SIG"):
         return _signalled(evidence, first, rest, waits)
     alike = [f for f in rest if _alike(f, first)]
-    return _raised(evidence, first, sorted(f.rank for f in alike), waits)
+    return raised(evidence, first, sorted(f.rank for f in alike), waits)
 
 
 def _said(failure: Failure) -> str:
@@ -153,7 +156,7 @@ def _signalled(evidence: Evidence, first: Failure, failures: Sequence[Failure], 
     return Verdict(tuple(guilty), "killed", headline, sentence(f"{headline}{where}{others}. {_FROM_OUTSIDE}"))
 
 
-def _raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping[int, tuple[Wait, str]]) -> Verdict:
+def raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping[int, tuple[Wait, str]]) -> Verdict:
     kind = next((k for k in _KINDS if re.search(k.pattern, _said(first)[:20_000], re.DOTALL)), None)
     cause = kind.cause if kind is not None else "exception"
     named = _named(first, evidence.world_size) if first.ours else ()
