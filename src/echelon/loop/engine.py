@@ -17,9 +17,10 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.base import BaseLoader, Combined
-from echelon.loop import agreements, evaluation_due
+from echelon.loop import agreements, clock, evaluation_due
 from echelon.loop.accept import callbacks_of, check_unit, has_hook, inner_of, no_end
 from echelon.loop.callback import Callback
+from echelon.loop.clock import Part
 from echelon.loop.hooks import Hooks
 from echelon.loop.optimizer_checks import check_tracked
 from echelon.loop.reporting import Reporting
@@ -194,7 +195,9 @@ class Run:
             return
         if not state.should_stop:
             state.active_phase = ActivePhase.EVALUATE
+            before = clock.enter(Part.EVAL)
             self._evaluate(self._stages["eval"])
+            clock.enter(before)
             state.active_phase = ActivePhase.TRAIN
             if state.recorder is not None:
                 state.recorder.pause_clock()

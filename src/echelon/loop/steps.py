@@ -12,7 +12,8 @@ from echelon.contracts import pulse
 from echelon.contracts.errors import EchelonError
 from echelon.contracts.pulse import Phase
 from echelon.data.prefetch import NO_STEP, Feed
-from echelon.loop import agreements, evaluation_due
+from echelon.loop import agreements, clock, evaluation_due
+from echelon.loop.clock import Part
 from echelon.loop.feeding import Batches, open_feed, own_fetch, steps_left
 from echelon.loop.hooks import timed
 from echelon.loop.progress import Progress
@@ -76,14 +77,16 @@ class Steps:
         state, unit, inner, hooks, here, progress = stage.state, stage.unit, stage.inner, stage.hooks, stage.here, stage.progress
         trains, before_step = stage.trains, hooks.next_end + hooks.step_start
         agree_to_stop, evaluate = self.between.agree_to_stop, self.between.evaluate
-        waits, durations, clock = self.waits, self.durations, time.perf_counter
+        waits, durations, now, enter = self.waits, self.durations, time.perf_counter, clock.enter
         (fetching, stepping, after), at, trained, evaluated = _BEATS[trains], pulse.at, self.trained, self.evaluated
+        in_data, in_step = (Part.DATA, Part.STEP) if trains else (Part.EVAL, Part.EVAL)
         pulse.begin()
         while not (state.should_stop and (inner.at_boundary or not trains)) and (cuts is None or not cuts.asked()):
             for hook in hooks.next_start:
                 hook(state, unit)
             at(fetching, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
-            start = clock()
+            enter(in_data)
+            start = now()
             try:
                 if fetch is not None:
                     data = fetch()
@@ -97,16 +100,19 @@ class Steps:
             if progress.skipped and trains and progress.skips:
                 self._leave_out(data, progress)
                 continue
-            fetched = clock()
+            fetched = now()
             at(stepping, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
             waits.append(fetched - start)
             for hook in before_step:
                 hook(state, unit)
+            enter(in_step)
             yield data
             progress.num_steps_completed += 1
             progress.num_steps_completed_in_epoch += 1
             evaluates = evaluate is not None and evaluation_due.after_step(here, progress)
-            durations.append(clock() - fetched)
+            durations.append(now() - fetched)
+            if trains:
+                clock.step_ended(progress.num_steps_completed)
             at(after, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
             for hook in hooks.step_end:
                 hook(state, unit)
@@ -114,7 +120,9 @@ class Steps:
             if state.rolled_back:
                 break
             if agree_to_stop is not None and inner.at_boundary:
+                enter(Part.WAIT)
                 agree_to_stop()
+                enter(Part.OTHER)
             if evaluates:
                 evaluate()  # type: ignore[misc]
 
@@ -125,8 +133,10 @@ class Steps:
         except StopIteration:
             agreements.on_end(self.stage.phase, self.feed.used, ended=True, is_last=False)
             raise
+        before = clock.enter(Part.WAIT)
         is_last = data is not self.batches and self.stage.here.step.is_last  # a step that fetches for itself has not yet
         agreements.on_end(self.stage.phase, self.feed.used, ended=False, is_last=is_last)
+        clock.enter(before)
         return data
 
     def _leave_out(self, data: Any, progress: Progress) -> None:

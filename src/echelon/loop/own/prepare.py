@@ -28,8 +28,10 @@ from echelon.checkpoint.layout import Stateful
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, Combined
+from echelon.loop import clock
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
+from echelon.loop.clock import Part
 from echelon.loop.engine import in_mode
 from echelon.loop.own.batches import EvaluationBatches, TrainingBatches, check_shares, refuse_prepared, training_loader
 from echelon.loop.own.refit import check_optimizer, refit, refuse_on_all
@@ -161,7 +163,7 @@ def evaluating(prepared: Any) -> Iterator[None]:
     session = Session.of(prepared, "echelon.evaluating(...)")
     unit = session.unit
     unit.prepared.before_evaluation()
-    with in_mode(unit, "eval"), torch.no_grad(), unit.autocast():
+    with clock.during(Part.EVAL), in_mode(unit, "eval"), torch.no_grad(), unit.autocast():
         yield
     unit.prepared.reshard()
     if session.run is not None and session.state.recorder is not None:

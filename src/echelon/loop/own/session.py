@@ -13,6 +13,7 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.numbers import whole
 from echelon.data.prefetch import known_length
 from echelon.loop.callback import Callback
+from echelon.loop.clock import Part, enter
 from echelon.loop.observer import observed
 from echelon.loop.own.kept import keep, kept_for
 from echelon.loop.own.methods import knowing, replace
@@ -285,7 +286,7 @@ class Session:
             )
         if not window.is_last:
             return None
-        self._applying = True
+        self._applying, before = True, enter(Part.OPTIMIZER)
         try:
             if self.unit.plain is not None:
                 window.stepped = window.updated = True
@@ -294,6 +295,7 @@ class Session:
                 window.step()
         finally:
             self._applying = self._accumulated = False
+            enter(before)
         return None
 
     def zero_grad(self, original: Callable[..., Any], *args: Any, **options: Any) -> None:
