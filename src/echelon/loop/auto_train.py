@@ -25,7 +25,6 @@ from echelon.data.parts import Pieces
 from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.averaged import AveragedWeights
 from echelon.loop.bitwise import BitEqual
-from echelon.loop.clock import Part, enter
 from echelon.loop.finite import FiniteWatch, check_loss
 from echelon.loop.loss import problem_with, rows
 from echelon.loop.pieces import in_order, together
@@ -37,6 +36,7 @@ from echelon.parallel.experts.loads import Routers
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.precision import Shards
 from echelon.parallel.prepared import NO_CONTEXT
+from echelon.world.clock import Part, enter
 
 if TYPE_CHECKING:
     from echelon.loop.state import State

@@ -17,10 +17,9 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.base import BaseLoader, Combined
-from echelon.loop import agreements, clock, evaluation_due
+from echelon.loop import agreements, evaluation_due
 from echelon.loop.accept import callbacks_of, check_unit, has_hook, inner_of, no_end
 from echelon.loop.callback import Callback
-from echelon.loop.clock import Part
 from echelon.loop.hooks import Hooks
 from echelon.loop.optimizer_checks import check_tracked
 from echelon.loop.reporting import Reporting
@@ -28,7 +27,8 @@ from echelon.loop.stage import Stage
 from echelon.loop.state import ActivePhase, EntryPoint, State
 from echelon.loop.steps import Between, Steps
 from echelon.loop.unit import TrainUnit, Unit
-from echelon.world import agree, stop
+from echelon.world import agree, clock, stop
+from echelon.world.clock import Part
 
 __all__ = ["Run", "in_mode"]
 
@@ -132,7 +132,7 @@ class Run:
     def once(self, phase: str) -> None:
         """One epoch of a phase other than training."""
         stop.leave_if_asked()
-        with stop.listening(), self._reporting.running():
+        with stop.listening(), self._reporting.running(), clock.during(Part.EVAL):
             self._evaluate(self._stages[phase])
 
     def _begin(self, stage: Stage) -> None:
@@ -247,10 +247,12 @@ class Run:
         elif agree.any_rank(not sends):
             self._agree_after_step = partial(self._agree_later, agree.AnyRankLater())
 
+    @clock.during(Part.WAIT)
     def _agree_later(self, any_rank: agree.AnyRankLater) -> None:
         if any_rank(self.state.stop_requested):
             self.state.agree_to_stop()
 
+    @clock.during(Part.WAIT)
     def _agree_to_stop(self) -> None:
         if not self.state.alone and agree.any_rank(self.state.stop_requested):
             self.state.agree_to_stop()

@@ -12,13 +12,14 @@ from echelon.contracts import pulse
 from echelon.contracts.errors import EchelonError
 from echelon.contracts.pulse import Phase
 from echelon.data.prefetch import NO_STEP, Feed
-from echelon.loop import agreements, clock, evaluation_due
-from echelon.loop.clock import Part
+from echelon.loop import agreements, evaluation_due
 from echelon.loop.feeding import Batches, open_feed, own_fetch, steps_left
 from echelon.loop.hooks import timed
 from echelon.loop.progress import Progress
 from echelon.loop.stage import Stage
 from echelon.loop.unit import TrainUnit
+from echelon.world import clock
+from echelon.world.clock import Part
 
 __all__ = ["Between", "Steps"]
 
@@ -77,13 +78,12 @@ class Steps:
         state, unit, inner, hooks, here, progress = stage.state, stage.unit, stage.inner, stage.hooks, stage.here, stage.progress
         trains, before_step = stage.trains, hooks.next_end + hooks.step_start
         agree_to_stop, evaluate = self.between.agree_to_stop, self.between.evaluate
-        waits, durations, now, enter = self.waits, self.durations, time.perf_counter, clock.enter
-        (fetching, stepping, after), at, trained, evaluated = _BEATS[trains], pulse.at, self.trained, self.evaluated
-        in_data, in_step = (Part.DATA, Part.STEP) if trains else (Part.EVAL, Part.EVAL)
+        waits, durations, now, enter, ended = self.waits, self.durations, time.perf_counter, clock.enter, clock.step_ended
+        (fetching, stepping, after), (in_data, in_step), at = _BEATS[trains], _PARTS[trains], pulse.at
+        trained, evaluated = self.trained, self.evaluated
         pulse.begin()
         while not (state.should_stop and (inner.at_boundary or not trains)) and (cuts is None or not cuts.asked()):
-            for hook in hooks.next_start:
-                hook(state, unit)
+            stage.call(hooks.next_start)
             at(fetching, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
             enter(in_data)
             start = now()
@@ -103,16 +103,13 @@ class Steps:
             fetched = now()
             at(stepping, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
             waits.append(fetched - start)
-            for hook in before_step:
-                hook(state, unit)
+            stage.call(before_step)
             enter(in_step)
             yield data
-            progress.num_steps_completed += 1
-            progress.num_steps_completed_in_epoch += 1
+            progress.increment_step()
             evaluates = evaluate is not None and evaluation_due.after_step(here, progress)
             durations.append(now() - fetched)
-            if trains:
-                clock.step_ended(progress.num_steps_completed)
+            ended(progress.num_steps_completed)
             at(after, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
             for hook in hooks.step_end:
                 hook(state, unit)
@@ -120,9 +117,7 @@ class Steps:
             if state.rolled_back:
                 break
             if agree_to_stop is not None and inner.at_boundary:
-                enter(Part.WAIT)
                 agree_to_stop()
-                enter(Part.OTHER)
             if evaluates:
                 evaluate()  # type: ignore[misc]
 
@@ -169,6 +164,8 @@ class Steps:
 
 # Fetching a batch, taking a step, and after it; by whether it trains.
 _BEATS = {True: (Phase.DATA, Phase.STEP, Phase.AFTER), False: (Phase.EVAL_DATA, Phase.EVAL_STEP, Phase.EVAL_DATA)}
+# Of the clock, while it fetches and while it takes a step.
+_PARTS = {True: (Part.DATA, Part.STEP), False: (Part.EVAL, Part.EVAL)}
 
 
 def _trained(unit: Any) -> Progress:

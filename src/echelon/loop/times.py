@@ -21,9 +21,9 @@ from typing import Any
 from echelon.contracts.events import EventLog
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.times import TimeRecord
-from echelon.loop import clock
-from echelon.loop.clock import Clock, Group, Part
-from echelon.loop.whereabouts import Kind, Whereabouts
+from echelon.world import clock
+from echelon.world.clock import Clock, Group, Part
+from echelon.world.whereabouts import Kind, Whereabouts
 
 __all__ = ["noted", "record_of"]
 

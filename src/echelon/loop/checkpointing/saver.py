@@ -23,8 +23,8 @@ from echelon.loop.checkpointing import contents, restoring
 from echelon.loop.checkpointing.folder import RunFolder, left_alone
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions, check_group
 from echelon.loop.checkpointing.trained import Frozen
-from echelon.loop.clock import in_checkpoint
 from echelon.loop.unit import TrainUnit, Unit
+from echelon.world.clock import in_checkpoint
 
 if TYPE_CHECKING:
     import torch.distributed as dist

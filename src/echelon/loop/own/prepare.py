@@ -28,10 +28,8 @@ from echelon.checkpoint.layout import Stateful
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, Combined
-from echelon.loop import clock
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
-from echelon.loop.clock import Part
 from echelon.loop.engine import in_mode
 from echelon.loop.own.batches import EvaluationBatches, TrainingBatches, check_shares, refuse_prepared, training_loader
 from echelon.loop.own.refit import check_optimizer, refit, refuse_on_all
@@ -44,6 +42,8 @@ from echelon.parallel.float8 import Float8
 from echelon.parallel.precision import Precision
 from echelon.parallel.recipe import Compile
 from echelon.parallel.strategy import Strategy
+from echelon.world import clock
+from echelon.world.clock import Part
 from echelon.world.init import init_from_env
 
 __all__ = ["epochs", "evaluating", "prepare", "window"]

@@ -13,7 +13,6 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.numbers import whole
 from echelon.data.prefetch import known_length
 from echelon.loop.callback import Callback
-from echelon.loop.clock import Part, enter
 from echelon.loop.observer import observed
 from echelon.loop.own.kept import keep, kept_for
 from echelon.loop.own.methods import knowing, replace
@@ -21,6 +20,7 @@ from echelon.loop.own.run import OwnRun
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.own.window import OwnWindow
 from echelon.loop.state import State
+from echelon.world.clock import Part, enter
 
 __all__ = ["Session"]
 

@@ -10,12 +10,12 @@ import torch
 
 from echelon.contracts.errors import LossError, UsageError
 from echelon.contracts.numbers import number
-from echelon.loop.clock import Part, enter
 from echelon.loop.loss import problem_with
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.state import State
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.prepared import NO_CONTEXT
+from echelon.world.clock import Part, enter
 
 __all__ = ["OwnWindow"]
 

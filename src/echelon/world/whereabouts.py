@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from echelon.loop.clock import Clock, Part
+from echelon.world.clock import Clock, Part
 
 __all__ = ["Whereabouts"]
 
@@ -49,7 +49,6 @@ class Whereabouts:
         self._stat, self._syscall = (_open(f"/proc/self/task/{clock.native}/{name}") for name in ("stat", "syscall"))
         self._cpu = time.pthread_getcpuclockid(clock.thread)
         here = os.path.dirname
-        self._loop = str(Path(__file__).with_name("steps.py"))
         self._echelon = str(Path(__file__).resolve().parents[1]) + os.sep
         self._torch = here(os.path.realpath(torch.__file__)) + os.sep
         libraries = {os.path.realpath(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -85,7 +84,7 @@ class Whereabouts:
             kind = self._kinds.get(name)
             if kind is None:
                 kind = self._kinds[name] = self._kind_of(name)
-            if name == self._loop and not line:  # what called the loop says nothing
+            if kind == "loop" and not line:  # what called it says nothing
                 break
             if not line and kind == "user":
                 line = f"{_short(name)}:{each.f_lineno} in {each.f_code.co_name}"
@@ -114,6 +113,8 @@ class Whereabouts:
                 return "optimizer"
             return "autograd" if rest == "autograd/graph.py" else "library"
         if path.startswith(self._echelon):
+            if path == f"{self._echelon}loop{os.sep}steps.py":
+                return "loop"
             return "library" if path.startswith((f"{self._echelon}data", f"{self._echelon}checkpoint")) else "echelon"
         is_library = name.startswith("<") or "torchinductor_" in path or path.startswith(self._libraries)
         return "library" if is_library else "user"

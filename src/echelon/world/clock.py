@@ -163,6 +163,6 @@ def in_checkpoint() -> Iterator[None]:
 
 
 def step_ended(step: int) -> None:
-    """A training step ended, of which so many are complete; what follows is OTHER."""
-    if _clock is not None:
+    """A step ended, of which so many are complete; what follows is OTHER. One of an evaluation is part of that."""
+    if _clock is not None and _clock.part != Part.EVAL:
         _clock.step_ended(step)
