@@ -157,6 +157,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         losses = []
         try:
             for micro_batch in micro_batches:
+                enter(Part.FORWARD)
                 outputs = self._forward_backward(state, micro_batch)
                 losses.append(window.latest_loss)
         except BaseException:
@@ -166,8 +167,8 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         if ends_window:
             self._around_window.close()
         norm = self._update(state) if ends_window else None
-        enter(Part.OTHER)
         if self._reports_step:
+            enter(Part.OTHER)
             number = self.train_progress.num_steps_completed
             self.on_train_step_end(state, micro_batches[-1].data, number, TrainStepResults(loss, norm, outputs))
         return loss, outputs
@@ -184,7 +185,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         every = [micro_batch for step in steps for micro_batch in step]
         with self.prepared.window():
             forward, backward = partial(self._forward, state), partial(self._backward, state)
-            enter(Part.STEP)
+            enter(Part.STEP)  # in any order
             made = iter(self.prepared.forward_backward_window(every, forward, backward))
         if self._reduces:
             self.window.start_reduction(state.stop_requested)
@@ -193,7 +194,6 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             of_step = [next(made) for _ in step]
             results.append((step[-1].data, together([loss.detach() for loss, _ in of_step], step), of_step[-1][1]))
         norm, number = self._update(state), self.train_progress.num_steps_completed
-        enter(Part.OTHER)
         for back, (data, loss, outputs) in zip(reversed(range(len(results))), results, strict=True):
             if self._reports_step:
                 self.on_train_step_end(state, data, number - back, TrainStepResults(loss, None if back else norm, outputs))
@@ -229,7 +229,6 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         if bitwise is not None:
             bitwise.begin(window.updates, window.count - 1)
         reduces = last or bitwise is not None
-        enter(Part.FORWARD)
         anomaly = self.detect_anomaly
         with prepared.accumulate(reduces), NO_CONTEXT if anomaly is None else torch.autograd.set_detect_anomaly(anomaly):
             _, outputs = prepared.forward_backward(micro_batch, partial(self._forward, state), partial(self._backward, state))
@@ -291,7 +290,8 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
     def _end_window(self, state: State) -> tuple[Any, Any]:
         """The gradients become those of the global batch. Returns its weight and its loss."""
         window, prepared, scaler = self.window, self.prepared, self.grad_scaler
-        enter(Part.WAIT)
+        if self._reduces:
+            enter(Part.WAIT)
         micro_batches, (weight, loss, stop) = window.count, window.close()
         enter(Part.OPTIMIZER)
         self._finite.take(loss, window.own_loss, window.updates - 1, micro_batches, self.train_progress)

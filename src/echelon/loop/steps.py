@@ -164,7 +164,7 @@ class Steps:
 
 # Fetching a batch, taking a step, and after it; by whether it trains.
 _BEATS = {True: (Phase.DATA, Phase.STEP, Phase.AFTER), False: (Phase.EVAL_DATA, Phase.EVAL_STEP, Phase.EVAL_DATA)}
-# Of the clock, while it fetches and while it takes a step.
+# Of the clock, while it fetches and before a step, which says itself what it does, or else cannot.
 _PARTS = {True: (Part.DATA, Part.STEP), False: (Part.EVAL, Part.EVAL)}
 
 

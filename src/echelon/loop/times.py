@@ -36,6 +36,8 @@ _WARM_STEPS, _LEAST_S, _MOST_S, _OF_RUN = 2, 2.0, 15.0, 0.02
 # While a run is young, after so many steps already, so that a slow rank is known within twenty.
 _EARLY_STEPS, _EARLY_S, _IS_YOUNG = 5, 0.25, 30
 
+_GROUPS = 64  # of a record, at most, among which is the usual step
+
 Seen = Mapping[tuple[int, int, Kind], int]
 
 
@@ -181,7 +183,7 @@ def record_of(groups: Sequence[Group], seen: Seen, *, waits_in_backward: bool) -
         for shown, share in _shown(seen, part).items():
             fields[_BY_PART.get(Part(shown), name)] += (spent.wall[part] - waited) * share
     own = []
-    for before, after in pairwise(groups):
+    for before, after in pairwise(groups[:: 1 + len(groups) // _GROUPS]):
         if after.step > before.step:
             each = _Spent.between(before, after)
             own.append(each.own(waits) / (after.step - before.step))
