@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -81,6 +83,7 @@ class _Writer(threading.Thread):
         self._last, self._first_step = running.groups[0], running.step
         self._garbage = _Garbage(running.thread)
         self._wall_offset = time.time() - self._began
+        self._startup_s = _age_s() if log.path.stat().st_size == 0 else 0.0
         self.start()
 
     def run(self) -> None:
@@ -111,11 +114,13 @@ class _Writer(threading.Thread):
         self._last = groups[-1]
         about = {
             "gc_s": self._garbage.take(),
+            "startup_s": self._startup_s,
             "line": lines.most_common(1)[0][0][-300:] if lines else "",
             "host": self._host,
             "role": self._role,
             "time": groups[-1].at + self._wall_offset,
         }
+        self._startup_s = 0.0
         self._log.write([TimeRecord(**{**record, **about}).to_json()])
 
     def close(self) -> None:
@@ -128,6 +133,15 @@ class _Writer(threading.Thread):
                 self._write()
             self._where.close()
             self._log.close()
+
+
+def _age_s() -> float:
+    """How long this process has run; 0 where that is not known."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, AttributeError):  # not Linux
+        return 0.0
 
 
 class _Garbage:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.times import TimeRecord, read_times
@@ -61,12 +61,16 @@ class _Attempt:
     records: Sequence[TimeRecord]
 
     @classmethod
-    def read(cls, run: RunDir) -> _Attempt | None:
-        """None if nothing says when it was."""
+    def read(cls, run: RunDir, commanded: float | None) -> _Attempt | None:
+        """None if nothing says when it was.
+
+        Args:
+            commanded: when the run was last commanded to start, which may be of this attempt or of another.
+        """
         exit_json, records = read_json(run.exit_json), _critical(read_times(run))
-        began = records[0].time - records[0].wall_s if records else None
+        began = records[0].time - records[0].wall_s - records[0].startup_s if records else None
         started, ended = number(get(exit_json, "started")), number(get(exit_json, "ended"))
-        started = started if started is not None else began
+        started = started if started is not None else began if began is not None else commanded
         last = records[-1].time if records else started
         ended = ended if ended is not None else last
         if started is None or ended is None or not 0 <= started <= ended < 1e12:
@@ -85,7 +89,9 @@ def goodput(run: RunDir) -> Goodput | None:
 
     An attempt's start and end are by its launcher's clock, what its loop did by the clock of its ranks; only durations are added.
     """
-    attempts = [a for p in run.attempts() if (a := _Attempt.read(RunDir(run.path, int(p.name)))) is not None]
+    commanded = number(get(read_json(run.run_json), "started"))
+    found = (_Attempt.read(RunDir(run.path, int(p.name)), commanded) for p in run.attempts())
+    attempts = _from_command([each for each in found if each is not None], commanded)
     if not attempts:
         return None
     lost = dict.fromkeys(LOST, 0.0)
@@ -100,6 +106,17 @@ def goodput(run: RunDir) -> Goodput | None:
     wall = productive + sum(lost.values())
     ordered = sorted(((cause, seconds) for cause, seconds in lost.items() if seconds > 0), key=lambda item: -item[1])
     return Goodput(wall, productive, wait, dict(ordered))
+
+
+def _from_command(attempts: list[_Attempt], commanded: float | None) -> list[_Attempt]:
+    """The attempt that the latest command started begins with that, and not with its first rank."""
+    before = 0.0
+    for i, attempt in enumerate(attempts):
+        if commanded is not None and before <= commanded < attempt.started:
+            attempts[i] = replace(attempt, started=commanded)
+            break
+        before = attempt.ended
+    return attempts
 
 
 def _of_loop(records: Sequence[TimeRecord], kept: int | None, lost: dict[str, float]) -> tuple[float, float]:
