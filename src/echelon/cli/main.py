@@ -24,7 +24,8 @@ VERBS = {
     "cancel": "end a submitted job",
     "dragon": "run a script on Dragon's runtime, and leave nothing behind",
     "prove": "run a script under every strategy and compare each step with one process",
-    "report": "write a run's report.html again",
+    "report": "write a run's report.html again, or compare several runs on one page",
+    "top": "show a run as it is now, until you leave",
     "ckpt": "list, verify, compare and export checkpoints",
     "completion": "print what makes a shell complete these commands and their options",
 }
