@@ -26,6 +26,8 @@ VERBS = {
     "prove": "run a script under every strategy and compare each step with one process",
     "explain": "say why a run stopped: which rank, and for what",
     "report": "write a run's report.html again",
+    "report": "write a run's report.html again, or compare several runs on one page",
+    "top": "show a run as it is now, until you leave",
     "ckpt": "list, verify, compare and export checkpoints",
     "completion": "print what makes a shell complete these commands and their options",
 }
