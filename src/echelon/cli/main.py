@@ -25,6 +25,7 @@ VERBS = {
     "dragon": "run a script on Dragon's runtime, and leave nothing behind",
     "prove": "run a script under every strategy and compare each step with one process",
     "report": "write a run's report.html again",
+    "doctor": "look at this machine, or the nodes of a Slurm allocation, for what would stop a run",
     "ckpt": "list, verify, compare and export checkpoints",
     "completion": "print what makes a shell complete these commands and their options",
 }
