@@ -37,7 +37,7 @@ def execute(arguments: argparse.Namespace) -> int:
     each = _ranks(arguments.ranks, nodes)
     env = {"ECHELON_DEVICE": arguments.device} if arguments.device else {}
     words = ["--wait", f"{max(1.0, min(30.0, limit_s / 4)):g}", *(["--quick"] if arguments.quick else [])]
-    checkup = Checkup(each * max(1, len(nodes)), nodes, limit_s=limit_s)
+    checkup = Checkup(each * max(1, len(nodes)), nodes, quick=arguments.quick)
     if nodes:
         say(f"looking at {len(nodes)} nodes, {each} rank{'s' if each > 1 else ''} on each")
         lines, checkup.silent, checkup.ended = on_nodes(nodes, each, words, env, limit_s, say)

@@ -61,7 +61,9 @@ def here(ranks: int, words: Sequence[str], env: Mapping[str, str], limit_s: floa
     with tempfile.TemporaryDirectory(prefix="echelon-doctor-") as folder:
         said = Path(folder) / "said"
         said.mkdir()
-        job = JobSpec(_MODULE, "module", ("--to", str(said), *words), ranks=ranks, env=dict(env), grace_s=_GRACE_S)
+        # Not from the present folder, where a file of the user's may have the name of a module.
+        where = str(Path(__file__).parents[3])
+        job = JobSpec(_MODULE, "module", ("--to", str(said), *words), ranks, grace_s=_GRACE_S, env=dict(env), code=where)
         ended = ""
         try:
             outcome = run_local(job, RunDir.create(folder, "checkup"), screen=SilentScreen(), timeout_s=limit_s)

@@ -57,7 +57,7 @@ class Checkup:
         ranks: by number, those that told anything.
         silent: by node that did not answer, why.
         ended: a sentence about an end before its time; empty if there was none.
-        limit_s: after which it was ended in any case.
+        quick: what was measured is too little to compare speeds.
     """
 
     size: int
@@ -65,7 +65,7 @@ class Checkup:
     ranks: dict[int, RankSaid] = field(default_factory=dict)
     silent: dict[str, str] = field(default_factory=dict)
     ended: str = ""
-    limit_s: float = 0.0
+    quick: bool = False
 
     def read(self, lines: Iterable[str]) -> None:
         for line in lines:

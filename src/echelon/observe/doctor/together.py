@@ -79,7 +79,7 @@ def _pairs(checkup: Checkup) -> Iterator[Row]:
         if not of:
             continue
         middle = median(of.values())
-        slow = {pair: speed for pair, speed in of.items() if speed < SLOW_PAIR * middle}
+        slow = {pair: speed for pair, speed in of.items() if speed < SLOW_PAIR * middle and not checkup.quick}
         text = f"{kind}: {middle:,.0f} MiB/s in the middle of {len(of)} pairs, {min(of.values()):,.0f} at least"
         if not slow:
             yield Row("bandwidth", "ok", text)
@@ -109,7 +109,9 @@ def _products(checkup: Checkup) -> Iterator[Row]:
         yield Row("matmul", "fail", text, "Do not train there: the GPU, CPU or memory is broken (dcgmi diag, memtest).")
     for device, speeds in by_device.items():
         middle = median(speeds.values())
-        slow: Mapping[int, float] = {rank: speed for rank, speed in speeds.items() if speed < SLOW_PRODUCT * middle}
+        slow: Mapping[int, float] = {
+            rank: speed for rank, speed in speeds.items() if speed < SLOW_PRODUCT * middle and not checkup.quick
+        }
         text = f"{device}: {middle:,.1f} GFLOP/s in the middle of {len(speeds)} ranks"
         if slow:
             shown = "; ".join(

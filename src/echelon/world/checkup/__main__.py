@@ -33,10 +33,14 @@ class Teller:
 
     def __init__(self, rank: int, folder: str | None) -> None:
         self.rank = rank
-        self._file = sys.stdout.fileno() if folder is None else open_to_append(Path(folder) / f"rank{rank}.jsonl")
+        self._file = 1 if folder is None else open_to_append(Path(folder) / f"rank{rank}.jsonl")
 
     def __call__(self, name: str, value: Any) -> None:
         os.write(self._file, f"{MARK}{json.dumps([self.rank, name, value])}\n".encode())
+
+    def close(self) -> None:
+        if self._file != 1:
+            os.close(self._file)
 
     def attempt(self, name: str, find: Callable[[], Any]) -> bool:
         """Tell a part's value, or why it has none; whether it has one."""
@@ -75,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             tell.attempt("left", ranks.leave)
     tell("end", True)
+    tell.close()
     return 0
 
 
