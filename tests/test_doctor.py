@@ -212,7 +212,7 @@ def test_a_disk_that_hangs_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None
     hang = threading.Event()
     monkeypatch.setattr(host, "_PATIENCE_S", 0.05)
     with pytest.raises(TimeoutError, match=r"no answer within 0.05 s"):
-        host._in_time(hang.wait)
+        host.in_time(hang.wait)
     hang.set()
 
 
@@ -281,7 +281,7 @@ def test_a_node_that_does_not_answer_is_named_and_the_others_are_looked_at(
     assert len(calls) == 2 and "--nodelist=a,c --ntasks=4 --ntasks-per-node=2" in calls[1]
 
 
-def test_all_nodes_silent_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_nodes_silent_endsin_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _with_srun(tmp_path, monkeypatch, "exec sleep 600")
     lines, silent, ended = on_nodes(["a", "b", "c"], 1, [], {}, 0.6)
     assert lines == [] and list(silent) == ["a", "b", "c"] and ended.startswith("Time was up")

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from echelon.contracts.errors import EchelonError, RanksDisagreeError, UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.functions.run import launch
+from echelon.launcher.local.nodes import free_port
 from echelon.loop.auto import AutoUnit
 from echelon.loop.run import train
 from echelon.world import agree
@@ -28,7 +29,6 @@ from echelon.world.handshake import Said, differences, refusal_of, tellers_of
 from echelon.world.init import init_from_env
 from echelon.world.meeting import Facts, meet
 from echelon.world.program import arguments, program
-from tests.test_init import free_port
 
 WAIT = timedelta(seconds=30)
 

@@ -21,7 +21,7 @@ from echelon.contracts.machine import boot_id, usable_cores, visible_devices
 from echelon.contracts.redact import redacted_fields
 from echelon.contracts.version import __version__
 
-__all__ = ["PARTS", "name"]
+__all__ = ["PARTS", "in_time", "name"]
 
 # A disk that hangs, a name server that is gone: named, and not waited for.
 _PATIENCE_S = 10.0
@@ -34,7 +34,7 @@ def name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def _in_time(find: Callable[[], Any]) -> Any:
+def in_time(find: Callable[[], Any]) -> Any:
     """
     Raises:
         TimeoutError: no answer; its thread is left behind, since nothing ends what hangs in the kernel.
@@ -134,7 +134,7 @@ def _machine() -> dict[str, Any]:
 
 # In this order, each a line of its own.
 PARTS: Mapping[str, Callable[[], Any]] = {
-    what: functools.partial(_in_time, find)
+    what: functools.partial(in_time, find)
     for what, find in {
         "machine": _machine,
         "versions": _versions,
