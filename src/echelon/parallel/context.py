@@ -194,7 +194,7 @@ class ContextParallel:
         if self._learns and (again := _computed_again()) is not None:
             raise UsageError(
                 f"context parallelism: torch.utils.checkpoint will call {again} again in the backward pass, outside of a module, "
-                "and its attention would see only this rank's tokens. Give checkpoint a module that computes the attention, as in "
+                "and its attention would see only this rank's tokens. Give checkpoint a module that computes attention, as in "
                 "checkpoint(block, x), or leave it to activation_checkpoint_params."
             )
         return attend(parts, *args, **kwargs)
