@@ -26,12 +26,17 @@ MOST_OF_A_GROUP, MOST = 200, 4000
 _NAMES = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
-def called() -> int:
-    """How many collectives have begun and ended here, over all groups: grows as long as a rank talks to others."""
-    status = (each for record in _dumps(entries=False) for each in _objects(record.get("pg_status")))
-    return sum(
-        max(0, _number(each.get(name))) for each in status for name in ("last_enqueued_collective", "last_completed_collective")
-    )
+def called() -> tuple[int, bool]:
+    """How many collectives have begun and ended here, over all groups, which grows as long as a rank talks to others; and
+    whether one has begun and not ended.
+    """
+    begun = ended = 0
+    pending = False
+    for record in _dumps(entries=False):
+        for status in _objects(record.get("pg_status")):
+            newest, done = (max(0, _number(status.get(f"last_{name}_collective"))) for name in ("enqueued", "completed"))
+            begun, ended, pending = begun + newest, ended + done, pending or newest > done
+    return begun + ended, pending
 
 
 def flight_record() -> dict[str, Any] | None:

@@ -86,10 +86,13 @@ class Pulses:
     def stack(self, rank: int) -> str:
         return pulse.stack(self._fds[rank]) if rank in self._fds else ""
 
+    def main_stack(self, rank: int) -> str:
+        """Of the main thread, which comes last: its frames, the innermost first."""
+        return re.split(r"^(?:Current thread|Thread) .*\n", self.stack(rank), flags=re.MULTILINE)[-1]
+
     def where(self, rank: int) -> str:
-        """Of the main thread, which comes last: the innermost frame that is no library's."""
-        main = re.split(r"^(?:Current thread|Thread) .*$", self.stack(rank), flags=re.MULTILINE)[-1]
-        for line in main.splitlines():
+        """Of the main thread: the innermost frame that is no library's."""
+        for line in self.main_stack(rank).splitlines():
             if (frame := _FRAME.fullmatch(line.rstrip())) and not frame[1].startswith("<") and not in_library(frame[1]):
                 return f"{_short(frame[1])}:{frame[2]} in {frame[3]}"
         return ""
