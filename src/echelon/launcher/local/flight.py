@@ -70,7 +70,10 @@ def last_calls(record: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def waits_in(record: Mapping[str, Any] | None) -> str:
-    """The last one that has not returned, such as "all_reduce #118"; empty if all have."""
+    """The last one that has not returned, such as "all_reduce #118"; empty if all have.
+
+    On gloo the very last may be said not to have, for good, although it has: that is to be seen from the rank's stack.
+    """
     under_way = [entry for entry in (record or {}).get("entries", ()) if entry.get("retired") is False]
     return _name(under_way[-1]) if under_way else ""
 

@@ -21,7 +21,7 @@ from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import HOW_FAR
 from echelon.launcher.local.gather import Sight
 from echelon.launcher.local.progress import PATIENT, Progress
-from echelon.launcher.local.signs import behind
+from echelon.launcher.local.signs import behind, waits
 
 __all__ = ["HANG_VARIABLE", "HangLimit", "hang_timeout"]
 
@@ -31,7 +31,7 @@ _SAMPLE_S = 15.0  # between looks at stacks and processes, of ranks without prog
 _ANSWER_S = 0.05
 _CPU, _IO_BYTES = 0.05, 256 << 10  # of a core, and between two looks: from here on a process works
 _FEW_CALLS = 12  # collectives begun and ended: what comes before and between them may take long, as a first step does
-_WAITS_IN = "/torch/distributed/"
+_BRIEF = (Phase.DATA, Phase.STEP)  # all other phases, evaluations too, have several times as long
 
 
 def hang_timeout(given_s: float | None) -> tuple[float, bool]:
@@ -72,7 +72,7 @@ class _Rank:
 
     @property
     def waits(self) -> bool:
-        return self.pending or _WAITS_IN in self.stack.partition("\n")[0]
+        return waits(self.stack, pending=self.pending)
 
 
 @dataclass
@@ -135,7 +135,7 @@ class HangLimit:
 
     def _is_late(self, rank: int, idle_s: float) -> bool:
         at = self.progress
-        limit_s = max(at.limit_s(rank, self.after_s), 2 * at.longest_s.get(rank, 0.0))
+        limit_s = max(at.limit_s(rank, self.after_s, _BRIEF), 2 * at.longest_s.get(rank, 0.0))
         return idle_s > limit_s or at.now - at.since[rank] > PATIENT * limit_s
 
     def _is_stuck(self, rank: int, idle_s: float) -> bool:
@@ -161,19 +161,22 @@ class HangLimit:
         at, now = self.progress, self.progress.now
         quiet = [r for r, s in at.seen.items() if not s.stopped and (not s.is_known or now - at.since[r] > self.after_s / 4)]
         for rank in set(self._ranks) - set(quiet):
-            self._ranks[rank].asked, self._ranks[rank].used = False, None
+            moves = self._ranks[rank]
+            moves.asked, moves.used, moves.called, moves.stack = False, None, -1, ""
         answers = self.sight.companions.ask(quiet, HOW_FAR, _ANSWER_S)
         for rank in quiet:
             this, answer = self._ranks[rank], answers.get(rank)
+            this.pending = answer is not None and answer.pending
             if answer is not None:
-                this.answered_at, this.pending = now, answer.pending
-                if answer.called != this.called:
-                    this.called, this.acted_at = answer.called, now
+                this.answered_at = now
+                if answer.called != this.called >= 0:
+                    this.acted_at = now
+                this.called = answer.called
             still = now - max(at.since[rank], this.acted_at) > self.after_s / 4
-            if this.asked and (stack := self.sight.pulses.main_stack(rank)):
-                this.acted_at = this.looked_at if this.stack and stack != this.stack else this.acted_at
-                this.stack = stack
-            this.asked = still
+            stack = self.sight.pulses.main_stack(rank) if this.asked and still else ""
+            if this.stack and stack and stack != this.stack:
+                this.acted_at = this.looked_at
+            this.stack, this.asked = stack, still  # of a rank that has not answered nothing is known
             if still:
                 self.sight.pulses.ask(rank, self.sight.ask_stack)
                 self._note_use(this, attempt.pids[rank])

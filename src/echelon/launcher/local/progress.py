@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from echelon.contracts.pulse import Phase, Standing
 from echelon.launcher.local.signs import Pulses, Seen, behind, is_stopped
@@ -80,11 +80,11 @@ class Progress:
             self._stepped[rank] = count, now
         return standing
 
-    def limit_s(self, rank: int, after_s: float) -> float:
-        """How long a rank may stand where it is: `after_s`, or more where its steps are slow or its phase is."""
+    def limit_s(self, rank: int, after_s: float, brief: Collection[Phase] = _LOOPING) -> float:
+        """How long a rank may stand where it is: `after_s`, or more where its steps are slow or its phase is none of `brief`."""
         standing = self.known[rank]
         limit_s = max(after_s, _USUAL_STEPS * self._usual_s.get(rank, 0.0))
-        return limit_s if standing.phase in _LOOPING and standing.beats > _FIRST_BEATS else PATIENT * limit_s
+        return limit_s if standing.phase in brief and standing.beats > _FIRST_BEATS else PATIENT * limit_s
 
     def late(self, after_s: float) -> list[int]:
         """The ranks that hold up the rest, for too long: those that are stopped; those behind; or all of them."""
