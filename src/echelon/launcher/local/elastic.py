@@ -266,7 +266,7 @@ class ForkAgent(SimpleElasticAgent):
             exits = self._server.poll(max(0.0, until - time.monotonic()))
             for rank, pid in self.attempt.pids.items():
                 if pid in exits and rank not in self.attempt.ended:
-                    self.attempt.ended[rank] = exits[pid]
+                    self.attempt.ended[rank], self.attempt.peaks[rank] = exits[pid], self._server.peaks.get(pid, 0)
                     self._server.forget(pid)
             if time.monotonic() >= until or len(self.attempt.ended) == len(self.attempt.pids):
                 return self.attempt
