@@ -149,8 +149,8 @@ class _Reduction:
     for the loss, and so for the end of the forward pass on every rank.
 
     A rank that has more to say, a wish to stop or what it has logged, sends a weight that is no number, upon which all ranks sum
-    up once more, with all of it: gloo sends every element of a short message round its ring by itself, so that a third one in each
-    update would cost half as much again.
+    up once more, with all of it: gloo sends every element of a short message round its ring by itself, so that a third one in
+    each update would cost half as much again.
     """
 
     def __init__(
