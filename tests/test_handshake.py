@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from echelon.contracts.errors import EchelonError, RanksDisagreeError, UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.functions.run import launch
+from echelon.launcher.local.nodes import free_port
 from echelon.loop.auto import AutoUnit
 from echelon.loop.run import train
 from echelon.world import agree
@@ -27,7 +29,6 @@ from echelon.world.handshake import Said, differences, refusal_of, tellers_of
 from echelon.world.init import init_from_env
 from echelon.world.meeting import Facts, meet
 from echelon.world.program import arguments, program
-from tests.test_init import free_port
 
 WAIT = timedelta(seconds=30)
 
@@ -106,6 +107,44 @@ def test_a_mode_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("ECHELON_HANDSHAKE", "some")
     with pytest.raises(UsageError, match=r"ECHELON_HANDSHAKE must be 'all', 'versions' or 'none', got 'some'"):
         Said.here(RankInfo(rank=0, world_size=1), torch.device("cpu"))
+
+
+def test_a_rank_that_came_to_another_jobs_store_is_told() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        met = pool.map(lambda rank: _met(store, rank, 2, _said(), Facts(), WAIT), range(2))
+        assert list(met) == ["", ""]
+    text = _met(store, 1, 2, _said(job="another"), Facts(), WAIT)
+    assert text.startswith("LauncherEnvironmentError: two processes say that they are rank 1 of 2 at MASTER_ADDR=127.0.0.1 ")
+    text = _met(store, 2, 2 + 1, _said(job="another"), Facts(), WAIT)
+    assert "the world size must be the same on all ranks, got rank 0: 2; rank 2: 3." in text
+    store.delete_key("came/1")
+    assert "rank 1 runs something else than those that rank 0 at" in _met(store, 1, 2, _said(job="another"), Facts(), WAIT)
+
+
+NO_STORE = """
+import sys
+from datetime import timedelta
+import echelon.world.store
+echelon.world.store._LOOK_S = 0.1
+import echelon
+try:
+    echelon.init_from_env(timeout=timedelta(seconds=0.5))
+except echelon.world.init.LauncherEnvironmentError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_another_program_at_the_port_of_rank_0_that_says_nothing_is_named(started: Any) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        port = silent.getsockname()[1]
+        env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        program = started.python(started.script(NO_STORE), env=env)
+        _, err = program.communicate(timeout=60)
+    assert program.returncode == 1
+    assert f"rank 1 of 2: what listens at MASTER_ADDR=127.0.0.1 MASTER_PORT={port} does not answer as rank 0" in err.decode()
 
 
 # ---- what a rank says of itself ---------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.contracts.terminal import printable
 from echelon.contracts.version import __version__
-from echelon.launcher.job import JobSpec, parse_duration, parse_rank_range
+from echelon.launcher.job import JobSpec, parse_duration, parse_hang_timeout, parse_rank_range
 
 __all__ = [
     "add_arguments",
@@ -83,6 +83,12 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="without a step for so long, say which rank is behind and where (default: $ECHELON_STALL_AFTER, else 60s; more for "
         "slow steps, first ones, checkpoints)",
+    )
+    parser.add_argument(
+        "--hang-timeout",
+        metavar="TIME|none",
+        help="end the ranks, as failed, when nothing has moved for so long (default: $ECHELON_HANG_TIMEOUT, else 10m; more for "
+        "slow steps, first ones, evaluations, checkpoints)",
     )
     parser.add_argument(
         "--bitwise", action="store_true", help="the same bits in every parameter on any number of ranks that divides --parts"
@@ -173,6 +179,7 @@ def _job(arguments: argparse.Namespace, least: int | None, ranks: int) -> JobSpe
         own_device=arguments.bind in ("devices", "both"),
         stall_after_s=parse_duration(arguments.stall_after) if arguments.stall_after is not None else None,
         env=checks_in_env(arguments),
+        hang_timeout_s=parse_hang_timeout(arguments.hang_timeout) if arguments.hang_timeout is not None else None,
     )
 
 

@@ -22,7 +22,7 @@ from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.terminal import printable, say
 from echelon.contracts.trust import check_parents, doubt
-from echelon.launcher.job import JobSpec, parse_duration
+from echelon.launcher.job import JobSpec, parse_duration, parse_hang_timeout
 from echelon.launcher.protocol import FolderJob
 
 if TYPE_CHECKING:
@@ -141,6 +141,7 @@ def job_spec(arguments: argparse.Namespace, target: str) -> JobSpec:
         nodes=arguments.nodes,
         max_restarts=arguments.max_restarts,
         stall_after_s=parse_duration(arguments.stall_after) if arguments.stall_after is not None else None,
+        hang_timeout_s=parse_hang_timeout(arguments.hang_timeout) if arguments.hang_timeout is not None else None,
     )
 
 

@@ -25,8 +25,8 @@ _LEAST_OF_STEP = 0.1
 _STEPS, _SECONDS = 20, 1.0
 _FEWEST_STEPS, _FEWEST_SECONDS = 10, 0.5
 _MOST_RECORDS = 30
-# One thing is the cause if it explains so much of what a rank takes longer.
-_EXPLAINS = 0.5
+# One thing is the cause if it explains so much of what a rank takes longer. The kernel computes while it reads and writes.
+_EXPLAINS = {"gc": 0.5, "disk": 0.4, "data": 0.5}
 
 Cause = Literal["data", "compute", "gc", "disk"]
 
@@ -153,7 +153,7 @@ def _among(ranks: Sequence[_Usual]) -> list[Straggler]:
             excess, usual = more(own), others[own][i]
             if excess < max(_LEAST_S, _LEAST_OF_STEP * rank.wall) or getattr(rank, own) < _FACTOR * usual:
                 continue
-            cause = next((c for c in ("gc", "disk", "data") if more(c) >= _EXPLAINS * excess), "compute")
+            cause = next((c for c, share in _EXPLAINS.items() if more(c) >= share * excess), "compute")
             if own == "mean" and cause == "compute":  # a slow step now and then: not by looking 20 times a second
                 continue
             factor = getattr(rank, own) / max(usual, 1e-6)

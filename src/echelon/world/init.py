@@ -11,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import os
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from echelon.world import stop
 from echelon.world.device import device_of, set_threads, use
 from echelon.world.handshake import Said, greet, greeted
 from echelon.world.meeting import Facts, meet, refusal
+from echelon.world.store import store_of
 
 __all__ = ["World", "ensure_group", "init_from_env"]
 
@@ -163,8 +163,6 @@ def _meet(info: RankInfo, facts: Facts, timeout: timedelta, said: Said | None = 
     for name, value in info.to_env().items():
         os.environ.setdefault(name, value)
     of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if info.rank == 0 and not of_launcher:
-        _check_port(info)
     prefix, number = os.environ.get(STORE_PREFIX_VARIABLE), next(_joins)
     store: dist.Store
     with _naming_the_address(info, timeout):
@@ -176,15 +174,7 @@ def _meet(info: RankInfo, facts: Facts, timeout: timedelta, said: Said | None = 
             store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
             store.set_timeout(timeout)
         else:
-            # As torch's env:// has it, but for rank 0's wait for all others, of whom it would not say which are missing.
-            store = dist.TCPStore(
-                info.master_addr,
-                info.master_port,
-                is_master=info.rank == 0,
-                wait_for_workers=False,
-                timeout=timeout,
-                multi_tenant=True,
-            )
+            store = store_of(info, timeout)
         fresh = bool(prefix) or not of_launcher
         meet(dist.PrefixStore(f"echelon/{number}", store), info, facts, timeout, fresh=fresh, said=said)
     return store, fresh
@@ -212,19 +202,6 @@ def _end_calmly() -> None:
     help, for modules still hold it, nor would one more collective, which has the same end.
     """
     atexit.register(time.sleep, _LAST_WORK_S)
-
-
-def _check_port(info: RankInfo) -> None:
-    """Rank 0 serves the store: a port that another process holds is named now, before the others wait for it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", info.master_port))
-        except OSError as error:
-            raise LauncherEnvironmentError(
-                f"rank 0 cannot serve on MASTER_PORT={info.master_port}: {error.strerror}. Set MASTER_PORT to a free port "
-                "on all ranks, or start with `echelon run`, which finds one itself."
-            ) from error
 
 
 def ensure_group(device: torch.device) -> None:

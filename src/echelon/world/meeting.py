@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 # Between two looks at who has come: a rank of another world size is seen then. Each look is longer than the one before.
 _LOOK_S, _LONGEST_LOOK_S = 2.0, 30.0
 _BLOCK = 256  # ranks whose coming is asked for at once
+_MOST_TOLD = 8  # digests
 # For the whole of what a rank runs, told only when digests differ.
 _TELL = timedelta(seconds=30)
 # An answer must still come when rank 0 itself has waited its whole time for somebody.
@@ -105,6 +106,11 @@ def meet(store: dist.Store, info: RankInfo, facts: Facts, timeout: timedelta, *,
     if said is not None and fresh:
         facts = replace(facts, digest=said.digest, other_digest=said.other_digest)
     facts = replace(facts, world_size=info.world_size)
+    if fresh and store.add(f"came/{info.rank}", 1) > 1:
+        raise LauncherEnvironmentError(
+            f"two processes say that they are rank {info.rank} of {info.world_size} at MASTER_ADDR={info.master_addr} "
+            f"MASTER_PORT={info.master_port}. Is that port another job's, or were ranks started twice?"
+        )
     store.set(f"facts/{info.rank}", json.dumps(asdict(facts)))
     if info.rank == 0:
         everyones = _everyones(store, info.world_size, timeout)
@@ -113,7 +119,7 @@ def meet(store: dist.Store, info: RankInfo, facts: Facts, timeout: timedelta, *,
             problem, kind = _compared(store, everyones, said), "differ"
         if fresh:
             for key in ("verdict", "answer"):  # the first for those who have read already that some are asked for more
-                store.set(key, f"{kind} {problem}" if problem else f"go {info.world_size}")
+                store.set(key, f"{kind} {problem}" if problem else _go(everyones))
     elif fresh:
         kind, problem = _answer(store, info, said, timeout)
     else:
@@ -140,9 +146,20 @@ def _answer(store: dist.Store, info: RankInfo, said: Said | None, timeout: timed
         kind, _, text = _text(store.get("verdict")).partition(" ")
     if kind != "go":
         return kind, text
-    return kind, "" if text == str(info.world_size) else _sizes(
-        {0: int(text) if text.isdigit() else 0, info.rank: info.world_size}
+    size, *known = text.split() or [""]
+    if size != str(info.world_size):
+        return "no", _sizes({0: int(size) if size.isdigit() else 0, info.rank: info.world_size})
+    if said is None or said.digest in known or len(known) != 1:
+        return kind, ""
+    return "no", (
+        f"rank {info.rank} runs something else than those that rank 0 at MASTER_ADDR={info.master_addr} MASTER_PORT="
+        f"{info.master_port} has met. Is that port another job's? Set MASTER_PORT to a free one on all ranks."
     )
+
+
+def _go(everyones: Mapping[int, Facts]) -> str:
+    """With the digests of those that rank 0 has met: whoever reads it knows whether it was meant."""
+    return " ".join(["go", str(len(everyones)), *sorted({facts.digest for facts in everyones.values()})[:_MOST_TOLD]])
 
 
 def _text(data: bytes) -> str:

@@ -35,18 +35,21 @@ class Answer:
 
     Args:
         called: how many collectives have begun and ended.
+        pending: one has begun and not ended.
         waits_in: the last that has not returned, as "all_reduce #118"; empty if none, and where it was not asked for.
     """
 
     called: int = 0
+    pending: bool = False
     waits_in: str = ""
 
     @classmethod
     def of(cls, line: bytes) -> Answer | None:
         said = parse_object(line)
-        if said is None or type(said.get("called")) is not int or not isinstance(said.get("waits_in"), str):
+        kinds = {"called": int, "pending": bool, "waits_in": str}
+        if said is None or any(type(said.get(name)) is not kind for name, kind in kinds.items()):
             return None
-        return cls(said["called"], said["waits_in"][:200])
+        return cls(said["called"], said["pending"], said["waits_in"][:200])
 
 
 def begin(descriptor: int, flight: str | None) -> None:
@@ -68,7 +71,7 @@ def _answer(descriptor: int, flight: str | None) -> None:
             record = None
             if asked == FLIGHT:
                 record = write_flight(Path(flight)) if flight else flight_record()
-            questions.sendall(json.dumps(asdict(Answer(called(), waits_in(record)))).encode() + b"\n")
+            questions.sendall(json.dumps(asdict(Answer(*called(), waits_in(record)))).encode() + b"\n")
 
 
 class Companions:
@@ -105,6 +108,8 @@ class Companions:
         return {rank: answer for rank, answer in answers.items() if not self._owed.get(rank)}
 
     def _send(self, rank: int, question: bytes) -> bool:
+        if question == HOW_FAR and self._owed[rank]:  # its answer to the last one is as good
+            return True
         try:
             self._sockets[rank].send(question)
         except BlockingIOError:  # so many questions are unanswered

@@ -29,17 +29,19 @@ from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.local.attempt import Attempt, Requests
 from echelon.launcher.local.gather import Sight
+from echelon.launcher.local.hang import HangLimit, hang_timeout
 from echelon.launcher.local.nodes import Meeting
 from echelon.launcher.local.rendezvous import NODES_WAIT_S, NodesRendezvous, OneNodeRendezvous
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.shrink import Plan, loaders_of, next_ranks
 from echelon.launcher.local.signs import Seen
-from echelon.launcher.local.watch import Watch, blame, stall_after
+from echelon.launcher.local.watch import Watch, blame, hung, stall_after
 
 __all__ = ["ForkAgent"]
 
 # How long a rank may take to react to SIGTERM once another has failed: it has nothing left to finish.
 _FAILURE_GRACE_S = 5.0
+_HUNG_GRACE_S = 0.5  # for a rank that has done nothing for minutes
 _CULPRIT_WAIT_S = 2.0
 
 
@@ -62,6 +64,7 @@ class ForkAgent(SimpleElasticAgent):
         failures: of the latest failed attempt.
         cut_short: ranks were ended because others had left, or because the time was up.
         world_size: how many ranks the attempt has on all nodes.
+        hang_s: the attempt was ended since nothing had moved for so long; None if it was not.
         seen: how far the ranks had come when one failed, or they were first asked to end.
     """
 
@@ -104,14 +107,16 @@ class ForkAgent(SimpleElasticAgent):
         self.restarts, self.cut_short = 0, False
         self.sight = Sight(self._signal)
         self.seen: dict[int, Seen] = {}
+        self.hang_s: float | None = None
         self._watch = Watch(stall_after(job.stall_after_s), say or terminal.say, self.sight.ask_stack)
+        self._hang = HangLimit(*hang_timeout(job.hang_timeout_s), self._watch.progress, self.sight)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.restarts += self.attempt is not None
         self.attempt, fds = self._begin_attempt(self.restarts)
         self.failures = []
         self.sight.close()
-        self.seen = {}
+        self.seen, self.hang_s = {}, None
         # torchelastic does not count a restart that another node asked for.
         self._remaining_restarts = self._job.max_restarts - self.restarts
         try:
@@ -152,7 +157,7 @@ class ForkAgent(SimpleElasticAgent):
         attempt = self._note_ends(0.0)
         looks = time.monotonic() > self._look_at_records_at
         if looks:
-            self._look_at_records_at = time.monotonic() + 1.0
+            self._look_at_records_at = time.monotonic() + self._hang.look_s
         self._see_to_requests(attempt, looks)
         if looks:
             self._watch.look(attempt.pids, attempt.running, self.sight.pulses)
@@ -164,6 +169,8 @@ class ForkAgent(SimpleElasticAgent):
             self.failures = failures
             self._plan_restart(attempt)
             return RunResult(WorkerState.FAILED, {}, {f.rank: self._as_torch(f, attempt) for f in failures})
+        if looks and (idle_s := self._hangs(attempt)) is not None:
+            return self._end_hung(attempt, idle_s)
         if len(attempt.ended) == len(attempt.pids):
             if not self._meetings.all_done():
                 return RunResult(WorkerState.HEALTHY)
@@ -171,6 +178,19 @@ class ForkAgent(SimpleElasticAgent):
         if self._deadline is not None and time.monotonic() > self._deadline:
             raise self.sight.timeout_error(attempt, self._timeout_s or 0.0)
         return RunResult(WorkerState.HEALTHY)
+
+    def _hangs(self, attempt: Attempt) -> float | None:
+        idle_s = self._hang.look(attempt)
+        # A node whose ranks have all ended hears of the others' end by itself.
+        all_late = self._meetings.all_late(idle_s is not None or (self._hang.after_s > 0 and not attempt.running))
+        return idle_s if all_late else None
+
+    def _end_hung(self, attempt: Attempt, idle_s: float) -> RunResult:
+        seen, self.hang_s = self._gather(attempt), idle_s
+        self._meetings.all_gathered()
+        self.failures = hung({rank: seen[rank] for rank in attempt.running}, idle_s, attempt.log_path)
+        self._plan_restart(attempt)
+        return RunResult(WorkerState.FAILED, {}, {f.rank: self._as_torch(f, attempt) for f in self.failures})
 
     def _see_to_requests(self, attempt: Attempt, looks: bool) -> None:
         """Pass on what was asked of the ranks. Once one has left, or the time is up, the others have the grace time."""
@@ -225,7 +245,7 @@ class ForkAgent(SimpleElasticAgent):
         return blame(failures, seen)
 
     def _gather(self, attempt: Attempt) -> dict[int, Seen]:
-        self.seen = self.sight.gather(attempt, self._watch.silent_s())
+        self.seen = self.sight.gather(attempt, self._watch.progress.silent_s())
         return self.seen
 
     def _signal(self, rank: int, number: int) -> None:
@@ -246,7 +266,7 @@ class ForkAgent(SimpleElasticAgent):
             exits = self._server.poll(max(0.0, until - time.monotonic()))
             for rank, pid in self.attempt.pids.items():
                 if pid in exits and rank not in self.attempt.ended:
-                    self.attempt.ended[rank] = exits[pid]
+                    self.attempt.ended[rank], self.attempt.peaks[rank] = exits[pid], self._server.peaks.get(pid, 0)
                     self._server.forget(pid)
             if time.monotonic() >= until or len(self.attempt.ended) == len(self.attempt.pids):
                 return self.attempt
@@ -261,7 +281,7 @@ class ForkAgent(SimpleElasticAgent):
         )
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._end(signal.SIGTERM, min(_FAILURE_GRACE_S, self._job.grace_s))
+        self._end(signal.SIGTERM, min(_FAILURE_GRACE_S if self.hang_s is None else _HUNG_GRACE_S, self._job.grace_s))
         if self.plan.ranks:  # the next rendezvous hands out so many places
             worker_group.spec.local_world_size = self.plan.ranks
 
@@ -277,7 +297,7 @@ class ForkAgent(SimpleElasticAgent):
         if self.attempt is None:
             return
         if not self.seen:
-            self.seen = self.sight.look(self.attempt, self._watch.silent_s())
+            self.seen = self.sight.look(self.attempt, self._watch.progress.silent_s())
         for sign, wait_s in ((number, grace_s), (signal.SIGKILL, 10.0)):
             for pid in [self.attempt.pids[rank] for rank in self.attempt.running]:
                 self._server.signal(pid, sign, group=sign == signal.SIGKILL)

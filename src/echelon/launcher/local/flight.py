@@ -26,12 +26,17 @@ MOST_OF_A_GROUP, MOST = 200, 4000
 _NAMES = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
-def called() -> int:
-    """How many collectives have begun and ended here, over all groups: grows as long as a rank talks to others."""
-    status = (each for record in _dumps(entries=False) for each in _objects(record.get("pg_status")))
-    return sum(
-        max(0, _number(each.get(name))) for each in status for name in ("last_enqueued_collective", "last_completed_collective")
-    )
+def called() -> tuple[int, bool]:
+    """How many collectives have begun and ended here, over all groups, which grows as long as a rank talks to others; and
+    whether one has begun and not ended.
+    """
+    begun = ended = 0
+    pending = False
+    for record in _dumps(entries=False):
+        for status in _objects(record.get("pg_status")):
+            newest, done = (max(0, _number(status.get(f"last_{name}_collective"))) for name in ("enqueued", "completed"))
+            begun, ended, pending = begun + newest, ended + done, pending or newest > done
+    return begun + ended, pending
 
 
 def flight_record() -> dict[str, Any] | None:
@@ -65,7 +70,10 @@ def last_calls(record: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def waits_in(record: Mapping[str, Any] | None) -> str:
-    """The last one that has not returned, such as "all_reduce #118"; empty if all have."""
+    """The last one that has not returned, such as "all_reduce #118"; empty if all have.
+
+    On gloo the very last may be said not to have, for good, although it has: that is to be seen from the rank's stack.
+    """
     under_way = [entry for entry in (record or {}).get("entries", ()) if entry.get("retired") is False]
     return _name(under_way[-1]) if under_way else ""
 

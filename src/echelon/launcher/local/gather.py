@@ -16,7 +16,7 @@ from echelon.contracts.errors import RankTimeoutError
 from echelon.contracts.files import private_folder, write_whole
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import FLIGHT, Companions
-from echelon.launcher.local.signs import Pulses, Seen, is_stopped
+from echelon.launcher.local.signs import Pulses, Seen, is_stopped, waits
 from echelon.launcher.local.worker import STACK_SIGNAL
 
 __all__ = ["Sight"]
@@ -67,8 +67,10 @@ class Sight:
         self._write_stacks(attempt, [*asked, *stopped])
         for rank in (*asked, *stopped):
             s, answer = seen[rank], answers.get(rank)
-            said = (answer.waits_in, True) if answer is not None else ("", None if s.stopped else False)
-            seen[rank] = Seen(s.standing, s.stopped, self.pulses.where(rank), s.silent_s, *said)
+            waiting = answer is not None and waits(self.pulses.main_stack(rank), pending=answer.pending)
+            said = answer.waits_in if answer is not None and waiting else ""
+            answers_now = None if s.stopped else answer is not None
+            seen[rank] = Seen(s.standing, s.stopped, self.pulses.where(rank), s.silent_s, said, answers_now)
         return seen
 
     def _stacks_come(self, ranks: Sequence[int], until: float) -> None:

@@ -186,7 +186,8 @@ class _Starts:
     def record(self, here: RunDir, code: int, first: Failure | None, stopped: str | None = None) -> None:
         path = self.meeting.exit_path(here) if self.meeting is not None else here.exit_json
         seen = {rank: s.as_json() for rank, s in self.agent.seen.items()}
-        write_exit(path, code, self.agent.failures, first, stopped, seen=seen, world_size=self.agent.world_size)
+        ranks, hang_s = self.agent.world_size, self.agent.hang_s
+        write_exit(path, code, self.agent.failures, first, stopped, seen=seen, hang_s=hang_s, world_size=ranks)
 
     def fields(self, attempt: Attempt, info: RankInfo) -> dict[str, Any]:
         """What `worker.Start` is made of."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -13,9 +14,10 @@ from echelon.contracts.machine import process_stat
 from echelon.contracts.pulse import Phase, Standing
 from echelon.launcher.local.raised import in_library
 
-__all__ = ["Pulses", "Seen", "behind", "is_stopped"]
+__all__ = ["Pulses", "Seen", "behind", "is_stopped", "waits"]
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_COLLECTIVES, _BACKWARD = "/torch/distributed/", "/torch/autograd/"
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,13 @@ class Pulses:
     def stack(self, rank: int) -> str:
         return pulse.stack(self._fds[rank]) if rank in self._fds else ""
 
+    def main_stack(self, rank: int) -> str:
+        """Of the main thread, which comes last: its frames, the innermost first."""
+        return re.split(r"^(?:Current thread|Thread) .*\n", self.stack(rank), flags=re.MULTILINE)[-1]
+
     def where(self, rank: int) -> str:
-        """Of the main thread, which comes last: the innermost frame that is no library's."""
-        main = re.split(r"^(?:Current thread|Thread) .*$", self.stack(rank), flags=re.MULTILINE)[-1]
-        for line in main.splitlines():
+        """Of the main thread: the innermost frame that is no library's."""
+        for line in self.main_stack(rank).splitlines():
             if (frame := _FRAME.fullmatch(line.rstrip())) and not frame[1].startswith("<") and not in_library(frame[1]):
                 return f"{_short(frame[1])}:{frame[2]} in {frame[3]}"
         return ""
@@ -107,6 +112,21 @@ def _short(path: str) -> str:
 def is_stopped(pid: int) -> bool:
     """Whether a process exists and does not run: the kernel's state T."""
     return process_stat(pid)[:1] in (["T"], ["t"])
+
+
+def waits(main_stack: str, *, pending: bool) -> bool:
+    """Whether the main thread waits for other ranks.
+
+    Args:
+        main_stack: as `Pulses.main_stack` gives it.
+        pending: torch says that a collective has begun and not ended; on gloo it may go on saying so after the last of all.
+    """
+    frame = _FRAME.match(main_stack)
+    if frame is None:
+        return False
+    if _COLLECTIVES in frame[1]:
+        return True
+    return pending and (_BACKWARD in frame[1] or ".wait(" in linecache.getline(frame[1], int(frame[2])))
 
 
 def behind(seen: Mapping[int, Seen]) -> list[int]:

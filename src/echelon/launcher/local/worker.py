@@ -193,7 +193,9 @@ def run_recorded(start: Start, program: Callable[[], None]) -> int:
         else:
             sys.stderr.write(text)
     if os.getpid() == pid:  # else a child that the program forked
-        flight = write_flight(Path(start.flight)) if failure is not None and start.flight else flight_record()
+        # What the launcher has asked for before it ended this rank says where the rank was; what came since, only how it ended.
+        keeps = failure is None or start.flight is None or os.path.lexists(start.flight)
+        flight = flight_record() if keeps else write_flight(Path(str(start.flight)))
         _record(start, code, failure, last_calls(flight))
     return code
 
