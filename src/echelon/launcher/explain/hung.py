@@ -152,9 +152,14 @@ def deadlock(evidence: Evidence, waits: Waits) -> Verdict | None:
         f"{who(ranks)} waited in {text}"
         for ranks, text in grouped({r: f"{call} for {who(wait.missing)}" for r, (wait, call) in waiting.items()})[:4]
     ]
+    by_call: dict[str, list[int]] = {}
+    for rank, (_, call) in waiting.items():
+        by_call.setdefault(call, []).append(rank)
+    most = max(by_call.values(), key=len)
+    guilty = wanted - set(most) if 2 * len(most) > len(waiting) else wanted
     headline = f"{who(wanted)} waited for one another"
     text = f"{headline}: {together(parts)}. Ranks that are in several groups must make their calls in one order on all of them."
-    return Verdict(tuple(sorted(wanted)), "mismatched order", headline, sentence(text))
+    return Verdict(tuple(sorted(guilty)), "mismatched order", headline, sentence(text))
 
 
 def not_waiting(evidence: Evidence, waits: Waits) -> Verdict | None:
