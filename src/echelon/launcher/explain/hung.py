@@ -11,7 +11,18 @@ from echelon.launcher.explain.failed import raised
 from echelon.launcher.explain.flight import Wait
 from echelon.launcher.explain.stacks import waits_in
 from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import doing, grouped, place, ranks_are, sentence, stack_of, together, while_others, who
+from echelon.launcher.explain.words import (
+    doing,
+    grouped,
+    is_check,
+    place,
+    ranks_are,
+    sentence,
+    stack_of,
+    together,
+    while_others,
+    who,
+)
 from echelon.launcher.job import Failure
 
 __all__ = [
@@ -80,6 +91,7 @@ def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
     guilty = sorted(wanted - waiting)
     if not guilty:
         unknown = sorted({rank for wait, _ in waits.values() for rank in wait.unknown} - waiting)
+        unknown = [rank for rank in unknown if (failure := evidence.rank(rank).failure) is None or not is_check(failure)]
         # A record of everybody else, and none of these: they could not even answer.
         if not unknown or wanted or len(unknown) > len(evidence.flights):
             return None

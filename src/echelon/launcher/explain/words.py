@@ -108,7 +108,7 @@ def doing(rank: RankEvidence, waits: Mapping[int, tuple[Wait, str]]) -> str:
     if rank.stopped:
         return "was stopped"
     if rank.failure is not None and not is_victim(rank.failure) and not is_check(rank.failure):
-        return f"failed, too ({short(rank.failure.kind, 60)})"
+        return f"failed with {short(rank.failure.kind, 60)}"
     if rank.rank in waits:
         return f"waited in {waits[rank.rank][1]}"
     name = waits_in(stack_of(rank))
