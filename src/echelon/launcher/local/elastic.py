@@ -30,12 +30,13 @@ from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.local.attempt import Attempt, Requests
 from echelon.launcher.local.gather import Sight
 from echelon.launcher.local.hang import HangLimit, hang_timeout
+from echelon.launcher.local.judge import HANGS, HUNG
 from echelon.launcher.local.nodes import Meeting
 from echelon.launcher.local.rendezvous import NODES_WAIT_S, NodesRendezvous, OneNodeRendezvous
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.shrink import Plan, loaders_of, next_ranks
 from echelon.launcher.local.signs import Seen
-from echelon.launcher.local.watch import Watch, blame, hung, stall_after
+from echelon.launcher.local.watch import Watch, positions, stall_after
 
 __all__ = ["ForkAgent"]
 
@@ -188,7 +189,11 @@ class ForkAgent(SimpleElasticAgent):
     def _end_hung(self, attempt: Attempt, idle_s: float) -> RunResult:
         seen, self.hang_s = self._gather(attempt), idle_s
         self._meetings.all_gathered()
-        self.failures = hung({rank: seen[rank] for rank in attempt.running}, idle_s, attempt.log_path)
+        said, now = positions({rank: seen[rank] for rank in attempt.running}, attempt.running), time.monotonic_ns()
+        headline = f"no rank made progress for {idle_s:.0f} s"
+        self.failures = [
+            Failure(rank, HUNG, now, HANGS, said, log=attempt.log_path(rank), headline=headline) for rank in attempt.running
+        ]
         self._plan_restart(attempt)
         return RunResult(WorkerState.FAILED, {}, {f.rank: self._as_torch(f, attempt) for f in self.failures})
 
@@ -239,10 +244,8 @@ class ForkAgent(SimpleElasticAgent):
         if left:
             hint = f"(rank {', '.join(map(str, sorted(left)))} had ended before, with exit code 0: it left while this one waited)"
             failures = [replace(f, message=f"{f.message}\n{hint}") for f in failures]
-        seen = self._gather(attempt)
-        if len(seen) < self.world_size:  # the guilty one may be another node's: `conclude` knows all
-            return failures
-        return blame(failures, seen)
+        self._gather(attempt)
+        return failures
 
     def _gather(self, attempt: Attempt) -> dict[int, Seen]:
         self.seen = self.sight.gather(attempt, self._watch.progress.silent_s())
