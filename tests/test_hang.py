@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,15 +18,19 @@ import torch.distributed as dist
 import echelon as ech
 from echelon.contracts.errors import RankFailedError, UsageError
 from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.run_dir import RunDir
+from echelon.launcher.cluster.conclude import conclude
 from echelon.launcher.functions.run import launch
-from echelon.launcher.job import parse_hang_timeout
+from echelon.launcher.job import JobSpec, parse_hang_timeout
 from echelon.launcher.local import hang
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import Answer
 from echelon.launcher.local.gather import Sight
 from echelon.launcher.local.hang import HangLimit
 from echelon.launcher.local.progress import Progress
+from echelon.launcher.protocol import write_spec
 from echelon.launcher.records import exit_record, flight_record
+from tests.conftest import clean_environment, ends_of
 
 OWN, COLLECTIVE = (
     '  File "/home/me/train.py", line 7 in clean',
@@ -295,3 +301,50 @@ def _is_slow(how: str) -> None:
 def test_slow_ranks_in_a_loop_of_their_own_go_on(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_HANG_TIMEOUT", "0.5")
     launch(_is_slow, ranks=2, args=(how,), timeout_s=60)
+
+
+HANGS_ON_NODE_1 = """
+import os, signal, sys, torch, torch.distributed as dist, echelon as ech
+ech.init_from_env()
+for _ in range(8):
+    dist.all_reduce(torch.ones(4))
+if dist.get_rank() == 1 and sys.argv[1] == "stopped":
+    os.kill(os.getpid(), signal.SIGSTOP)
+if dist.get_rank() == 1 and sys.argv[1] == "in another":
+    dist.barrier()
+dist.all_reduce(torch.ones(4))
+dist.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        pytest.param("stopped", "rank 1 stopped", marks=pytest.mark.full),
+        ("in another", "rank 1 called barrier where rank 0 called"),
+    ],
+)
+def test_on_several_nodes_the_evidence_of_all_is_one(
+    how: str, said: str, tmp_path: Path, forked_programs: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(HANGS_ON_NODE_1)
+    run = RunDir.create(tmp_path / "runs", "two", begin=False)
+    spec = JobSpec(str(tmp_path / "train.py"), args=(how,), ranks=1, nodes=2, hang_timeout_s=1.0, grace_s=1.0)
+    write_spec(run, spec, launcher="slurm", id="7")
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost,127.0.0.1"}
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "echelon.launcher.cluster.node", str(run.path)],
+            env={**clean_environment(), **step, "SLURM_NODEID": str(node)},
+            cwd=tmp_path,
+        )
+        for node in (0, 1)
+    ]
+    assert ends_of(nodes, 60) == [124, 124]
+    assert conclude(run, 124, "7.0") == 124
+    assert f"echelon: {said}" in capfd.readouterr().err
+    ended = exit_record(run.path / "attempts" / "000" / "exit.json") or {}
+    assert ended["first_failure"]["rank"] == 1 or how != "stopped"
+    assert ended["hang"]["after_s"] > 1 and ended["world_size"] == 2 and set(ended["seen"]) == {"0", "1"}
+    dumps = {path.name for path in (run.path / "dumps" / "000").iterdir()} | {"flight.rank1.json"}  # not of one that is stopped
+    assert dumps == {f"{kind}.rank{rank}.{end}" for kind, end in (("stack", "txt"), ("flight", "json")) for rank in (0, 1)}

@@ -187,8 +187,8 @@ class ForkAgent(SimpleElasticAgent):
         return idle_s if all_late else None
 
     def _end_hung(self, attempt: Attempt, idle_s: float) -> RunResult:
-        seen, self.hang_s = self._gather(attempt), idle_s
-        self._meetings.all_gathered()
+        self.seen = seen = self.sight.gather(attempt, self._hang.silent_s(), self._meetings.all_gathered)
+        self.hang_s = idle_s
         said, now = positions({rank: seen[rank] for rank in attempt.running}, attempt.running), time.monotonic_ns()
         headline = f"no rank made progress for {idle_s:.0f} s"
         self.failures = [
@@ -248,7 +248,7 @@ class ForkAgent(SimpleElasticAgent):
         return failures
 
     def _gather(self, attempt: Attempt) -> dict[int, Seen]:
-        self.seen = self.sight.gather(attempt, self._watch.progress.silent_s())
+        self.seen = self.sight.gather(attempt, self._hang.silent_s())
         return self.seen
 
     def _signal(self, rank: int, number: int) -> None:
@@ -300,7 +300,7 @@ class ForkAgent(SimpleElasticAgent):
         if self.attempt is None:
             return
         if not self.seen:
-            self.seen = self.sight.look(self.attempt, self._watch.progress.silent_s())
+            self.seen = self.sight.look(self.attempt, self._hang.silent_s())
         for sign, wait_s in ((number, grace_s), (signal.SIGKILL, 10.0)):
             for pid in [self.attempt.pids[rank] for rank in self.attempt.running]:
                 self._server.signal(pid, sign, group=sign == signal.SIGKILL)

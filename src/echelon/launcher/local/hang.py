@@ -129,9 +129,15 @@ class HangLimit:
             return None  # they all sleep, in code of their own, or none is left
         return min(idle[rank] for rank in (*last, *others))
 
-    def nothing_runs(self) -> bool:
-        """All ranks of this node have ended, and wait for those of others."""
-        return not self.progress.seen
+    def silent_s(self) -> dict[int, float]:
+        """For how long each rank has made no progress, where that can be seen: by its position, or by its collectives."""
+        at, known = self.progress, self.progress.silent_s()
+        for rank, this in self._ranks.items() if at.begun == self._begun else ():
+            if this.stopped_at is not None:
+                known[rank] = max(known.get(rank, 0.0), at.now - this.stopped_at)
+            elif rank not in known and this.called >= 0 and rank in at.since:
+                known[rank] = at.now - max(at.since[rank], this.acted_at)
+        return known
 
     def _is_late(self, rank: int, idle_s: float) -> bool:
         at = self.progress
