@@ -13,6 +13,7 @@ from echelon.contracts.run_dir import RunDir
 from echelon.launcher.explain import Evidence, Verdict, explain
 from echelon.launcher.job import Failure
 from echelon.launcher.local.attempt import write_exit
+from echelon.launcher.local.nccl_dump import translate
 from echelon.launcher.local.signs import Seen
 
 __all__ = ["HANGS", "HUNG", "record_end"]
@@ -50,6 +51,7 @@ def record_end(
     write(failures, first, None)
     if first is None and stopped is None:
         return None
+    translate(here.dump_path)
     try:
         verdict = explain(Evidence.of(here.path, here.attempt))
     except Exception:  # whatever the folder holds: the end of a run does not depend on its explanation

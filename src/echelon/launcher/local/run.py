@@ -17,11 +17,13 @@ from typing import Any
 
 from echelon.contracts.between_attempts import RESTART_VARIABLE, has_begun
 from echelon.contracts.errors import EchelonError
-from echelon.contracts.machine import usable_cores
+from echelon.contracts.files import private_folder
+from echelon.contracts.machine import usable_cores, visible_devices
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec, Outcome
+from echelon.launcher.local import nccl_dump
 from echelon.launcher.local.attempt import Attempt, Requests, write_exit
 from echelon.launcher.local.judge import record_end
 from echelon.launcher.local.nodes import Meeting
@@ -51,6 +53,11 @@ def rank_environment(
         env[RESTART_VARIABLE] = "1"
     # Two processes with two threads each are five times slower on two cores than with one: the threads wait for one another.
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    if visible_devices(env):
+        private_folder(run.dumps)
+        private_folder(run.dump_path)
+        for name, value in nccl_dump.environment(run.dump_path).items():
+            env.setdefault(name, value)
     for name, value in interfaces(meeting.interface if meeting is not None and meeting.nodes > 1 else None).items():
         env.setdefault(name, value)
     return env
