@@ -28,6 +28,8 @@ from echelon.launcher.local.companion import Answer
 from echelon.launcher.local.gather import Sight
 from echelon.launcher.local.hang import HangLimit
 from echelon.launcher.local.progress import Progress
+from echelon.launcher.local.signs import has_handler
+from echelon.launcher.local.worker import STACK_SIGNAL
 from echelon.launcher.protocol import write_spec
 from echelon.launcher.records import exit_record, flight_record
 from tests.conftest import clean_environment, ends_of
@@ -153,6 +155,24 @@ def test_who_waits_in_a_collective_does_not_work_however_busily_it_waits(scene: 
     scene.put(STEP, STEP)
     scene.ranks.stacks = {0: spins, 1: spins}
     assert scene.until_ended() < 620
+
+
+def test_nobody_is_ended_under_a_debuggers_hands(scene: _Scene) -> None:
+    scene.steps()
+    scene.put(STEP, STEP)
+    scene.ranks.stacks = {
+        0: '  File "/usr/lib/python3.12/cmd.py", line 126 in cmdloop\n  File "/usr/lib/python3.12/pdb.py", line 9 in f'
+    }
+    scene.ranks.stacks[1] = COLLECTIVE
+    assert scene.until_ended() == NEVER
+
+
+def test_a_rank_that_has_become_another_program_is_not_asked_for_its_stack() -> None:
+    """The signal would end it."""
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        assert not has_handler(other.pid, STACK_SIGNAL)
+        other.kill()
+    assert has_handler(os.getpid(), signal.SIGINT)
 
 
 def test_slow_steps_have_longer(scene: _Scene) -> None:
@@ -348,3 +368,30 @@ def test_on_several_nodes_the_evidence_of_all_is_one(
     assert ended["hang"]["after_s"] > 1 and ended["world_size"] == 2 and set(ended["seen"]) == {"0", "1"}
     dumps = {path.name for path in (run.path / "dumps" / "000").iterdir()} | {"flight.rank1.json"}  # not of one that is stopped
     assert dumps == {f"{kind}.rank{rank}.{end}" for kind, end in (("stack", "txt"), ("flight", "json")) for rank in (0, 1)}
+
+
+HANGS_ONCE = """
+import os, time, torch, torch.distributed as dist, echelon as ech
+ech.init_from_env()
+for _ in range(8):
+    dist.all_reduce(torch.ones(4))
+if ech.RankInfo().restart_count == 0 and dist.get_rank() == 1:
+    time.sleep(1000)
+dist.all_reduce(torch.ones(4))
+print("done")
+"""
+
+
+@pytest.mark.full
+def test_after_a_hang_the_ranks_are_started_again_and_each_attempt_has_its_evidence(tmp_path: Path, echelon_command: Any) -> None:
+    (tmp_path / "train.py").write_text(HANGS_ONCE)
+    ended = echelon_command("run", "--ranks", "2", "--max-restarts", "1", "--hang-timeout", "1s", "--name", "a", "train.py")
+    assert ended.returncode == 0 and "done" in ended.stdout, ended.stderr
+    assert "echelon: rank 1 did not come to all_reduce #9" in ended.stderr and "restart 1 of 1" in ended.stderr
+    attempts = tmp_path / "runs" / "a" / "attempts"
+    first, second = (exit_record(attempts / number / "exit.json") or {} for number in ("000", "001"))
+    assert first["hang"] and first["first_failure"]["rank"] == 1 and "did not come to all_reduce #9" in first["explained"]
+    assert (second["exit_code"], second["hang"], second["explained"], second["world_size"]) == (0, None, None, 2)
+    assert [path.name for path in (tmp_path / "runs" / "a" / "dumps").iterdir()] == ["000"]
+    bad = echelon_command("run", "--hang-timeout", "soon", "train.py")
+    assert bad.returncode == 2 and "a hang timeout must be 'none', or" in bad.stderr

@@ -35,8 +35,9 @@ from echelon.launcher.local.nodes import Meeting
 from echelon.launcher.local.rendezvous import NODES_WAIT_S, NodesRendezvous, OneNodeRendezvous
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.shrink import Plan, loaders_of, next_ranks
-from echelon.launcher.local.signs import Seen
+from echelon.launcher.local.signs import Seen, has_handler
 from echelon.launcher.local.watch import Watch, positions, stall_after
+from echelon.launcher.local.worker import STACK_SIGNAL
 
 __all__ = ["ForkAgent"]
 
@@ -253,7 +254,9 @@ class ForkAgent(SimpleElasticAgent):
 
     def _signal(self, rank: int, number: int) -> None:
         assert self.attempt is not None
-        self._server.signal(self.attempt.pids[rank], number, group=False)
+        pid = self.attempt.pids[rank]
+        if number != STACK_SIGNAL or has_handler(pid, number):  # else it has become another program, which that would end
+            self._server.signal(pid, number, group=False)
 
     def exit_code(self, otherwise: int) -> int:
         """75 if the ranks have left to be started again, else what the caller made of their ends."""

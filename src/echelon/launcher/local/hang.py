@@ -21,7 +21,7 @@ from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import HOW_FAR
 from echelon.launcher.local.gather import Sight
 from echelon.launcher.local.progress import PATIENT, Progress
-from echelon.launcher.local.signs import behind, waits
+from echelon.launcher.local.signs import behind, is_debugged, waits
 
 __all__ = ["HANG_VARIABLE", "HangLimit", "hang_timeout"]
 
@@ -120,6 +120,8 @@ class HangLimit:
             return max(stopped)
         loops = {rank: s for rank, s in at.seen.items() if s.standing.phase not in (Phase.NONE, Phase.ENDED)}
         others = [rank for rank in at.seen if rank not in loops]
+        if any(is_debugged(self._ranks[rank].stack) for rank in at.seen):
+            return None
         last = behind(loops) or list(loops)
         if not all(self._is_late(rank, idle[rank]) for rank in last):
             return None
