@@ -25,9 +25,10 @@ from echelon.contracts.overrides import Overrides
 from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
-from echelon.contracts.terminal import printable
+from echelon.contracts.terminal import one_line, printable
 from echelon.contracts.version import __version__
 from echelon.launcher.job import JobSpec, parse_duration, parse_hang_timeout, parse_rank_range
+from echelon.launcher.records import exit_record
 
 __all__ = [
     "add_arguments",
@@ -148,8 +149,9 @@ def execute(arguments: argparse.Namespace) -> int:
 
         outcome = run_local(job, run, screen=RunScreen(run))
     if outcome.failure is not None:
-        _say(render(outcome.failure, ranks))
-        _say_why(run)
+        shown = render(outcome.failure, ranks)
+        _say(shown)
+        _say_why(run, shown)
     if outcome.note:
         _say(f"echelon: {outcome.note}")
     if outcome.exit_code == REQUEUE and outcome.failure is None:
@@ -183,16 +185,11 @@ def _job(arguments: argparse.Namespace, least: int | None, ranks: int) -> JobSpe
     )
 
 
-def _say_why(run: RunDir) -> None:
-    """In one paragraph, what the evidence of all ranks says together. It never turns a failure into another one."""
-    from echelon.launcher.explain import Evidence, explain, show
-
-    try:
-        verdict = explain(Evidence.of(run.path, run.attempt))
-    except Exception as error:
-        _say(f"echelon: why it failed could not be found out: {type(error).__name__}: {error}")
-        return
-    _say(f"why: {show.paragraph(verdict)}")
+def _say_why(run: RunDir, shown: str) -> None:
+    """In one paragraph, what the evidence of all ranks says together, unless it was shown."""
+    explained = (exit_record(run.exit_json) or {}).get("explained")
+    if explained and explained not in shown:
+        _say(f"why: {one_line(explained)}")
 
 
 def _say_how_to_go_on(run: RunDir, *, named: bool, restart: bool) -> None:
