@@ -22,6 +22,8 @@ from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.events import read_lines
 from echelon.contracts.machine import DEVICE_VARIABLE, package_version
 from echelon.contracts.overrides import Overrides
+from echelon.contracts.profile import MEMORY_VARIABLE, Profile
+from echelon.contracts.profile import VARIABLE as PROFILE_VARIABLE
 from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
@@ -38,6 +40,7 @@ __all__ = [
     "describe",
     "device_in_env",
     "execute",
+    "profile_in_env",
     "stem_of",
 ]
 
@@ -92,6 +95,14 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         help="what every rank computes on, whatever the script asks for (default: the script's choice, else a GPU each where "
         "there are any)",
     )
+    parser.add_argument(
+        "--profile",
+        metavar="steps=A:B[,ranks=0+3]",
+        help="trace these steps, of rank 0 or of these ranks or of all: profiles/ in the run's folder",
+    )
+    parser.add_argument(
+        "--memory-snapshot", action="store_true", help="write down what each GPU's memory was used for: profiles/, too"
+    )
     parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
@@ -105,8 +116,8 @@ def stem_of(arguments: argparse.Namespace) -> str:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    os.environ.update(device_in_env(arguments.device))
     least, ranks = parse_rank_range(arguments.ranks)
+    os.environ.update({**device_in_env(arguments.device), **profile_in_env(arguments, ranks)})
     if arguments.max_restarts < 0:
         raise UsageError(f"--max-restarts must be at least 0, got {arguments.max_restarts}.")
     if least is not None and arguments.max_restarts == 0:
@@ -191,6 +202,20 @@ def decided(arguments: argparse.Namespace, planned_ranks: int | None = None) -> 
 def device_in_env(device: str | None) -> dict[str, str]:
     """The variable by which --device reaches the ranks."""
     return {} if device is None else {DEVICE_VARIABLE: device}
+
+
+def profile_in_env(arguments: argparse.Namespace, ranks: int) -> dict[str, str]:
+    """The variables by which --profile and --memory-snapshot reach the ranks.
+
+    Raises:
+        UsageError: steps or ranks that there are not.
+    """
+    found = {MEMORY_VARIABLE: "1"} if arguments.memory_snapshot else {}
+    if arguments.profile is not None:
+        wanted = Profile.parse(arguments.profile)
+        wanted.check_ranks(ranks)
+        found[PROFILE_VARIABLE] = str(wanted)
+    return found
 
 
 def check_script(script: str) -> None:
@@ -279,11 +304,20 @@ def _finish(run: RunDir, exit_code: int) -> None:
     newest = max(run.checkpoints.glob("step-*"), default=None)
     if newest is not None:
         lines.append(f"checkpoint {newest}")
+    if os.environ.get(PROFILE_VARIABLE) or os.environ.get(MEMORY_VARIABLE):
+        lines.append(_profiles(run))
     try:
         lines.append(f"report     {report.write(run)}")
     except (OSError, EchelonError) as error:
         lines.append(f"report     not written: {error}")
     _say("\n".join(lines))
+
+
+def _profiles(run: RunDir) -> str:
+    folder = run.profiles / run.attempt_path.name
+    count = len(list(folder.glob("[!.]*")))
+    none = "none: training through echelon did not come to these steps, or its log says what went wrong"
+    return f"profiles   {f'{folder} ({count} files)' if count else none}"
 
 
 def _say(text: str) -> None:

@@ -13,6 +13,7 @@ runs/NAME/
   attempts/000/loaders.json     which numbers of ranks can share the global batches, written by rank 0
   checkpoints/step-00000500/    committed states
   dumps/                        stacks and flight records
+  profiles/000/                 what --profile and --memory-snapshot wrote, by attempt
   report.html
 """
 
@@ -258,6 +259,10 @@ class RunDir:
     @property
     def dumps(self) -> Path:
         return self.path / "dumps"
+
+    @property
+    def profiles(self) -> Path:
+        return self.path / "profiles"
 
     @property
     def attempt_path(self) -> Path:
