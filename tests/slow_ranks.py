@@ -45,7 +45,7 @@ class Fault:
             time.sleep(SLOW_S)
 
     def _wait_for_file(self) -> None:
-        """The kernel holds a call about a file up, as where a file system takes its time, whatever this machine's disk is like."""
+        """The kernel holds up a call about a file, as where a file system takes its time, whatever this machine's disk is."""
         with open(self._file, "wb") as theirs, open(self._file, "wb") as ours:
             fcntl.flock(theirs, fcntl.LOCK_EX)
             release = threading.Timer(SLOW_S, fcntl.flock, (theirs, fcntl.LOCK_UN))
