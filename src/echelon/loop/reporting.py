@@ -16,7 +16,7 @@ from echelon.contracts.redact import redacted
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.workers import explain
 from echelon.loop import times
-from echelon.loop.accept import has_hook
+from echelon.loop.accept import has_hook, inner_of
 from echelon.loop.callback import Callback
 from echelon.loop.record import Recorder
 from echelon.loop.state import State
@@ -65,7 +65,7 @@ class Reporting:
     def _timed(self, rank: int, ranks: int) -> AbstractContextManager[None]:
         if self.state.train_state is None:
             return contextlib.nullcontext()
-        stage, stages = getattr(getattr(self.unit, "prepared", None), "stage", (0, 1))
+        stage, stages = getattr(getattr(inner_of(self.unit), "prepared", None), "stage", (0, 1))
         role = f"stage {stage}" if stages > 1 else ""
         return times.noted(rank, ranks, self.unit.train_progress.num_steps_completed, role)
 
