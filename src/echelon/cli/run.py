@@ -18,29 +18,28 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from echelon.cli import traces
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.events import read_lines
 from echelon.contracts.machine import DEVICE_VARIABLE, package_version
 from echelon.contracts.overrides import Overrides
-from echelon.contracts.profile import MEMORY_VARIABLE, Profile
-from echelon.contracts.profile import VARIABLE as PROFILE_VARIABLE
 from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.contracts.terminal import printable
 from echelon.contracts.version import __version__
-from echelon.launcher.job import JobSpec, parse_duration, parse_rank_range
+from echelon.launcher.job import JobSpec, parse_duration, parse_hang_timeout, parse_rank_range
 
 __all__ = [
     "add_arguments",
     "add_shared",
     "check_module",
     "check_script",
+    "checks_in_env",
     "decided",
     "describe",
     "device_in_env",
     "execute",
-    "profile_in_env",
     "stem_of",
 ]
 
@@ -87,6 +86,12 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         "slow steps, first ones, checkpoints)",
     )
     parser.add_argument(
+        "--hang-timeout",
+        metavar="TIME|none",
+        help="end the ranks, as failed, when nothing has moved for so long (default: $ECHELON_HANG_TIMEOUT, else 10m; more for "
+        "slow steps, first ones, evaluations, checkpoints)",
+    )
+    parser.add_argument(
         "--bitwise", action="store_true", help="the same bits in every parameter on any number of ranks that divides --parts"
     )
     parser.add_argument(
@@ -95,13 +100,12 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         help="what every rank computes on, whatever the script asks for (default: the script's choice, else a GPU each where "
         "there are any)",
     )
+    traces.add_arguments(parser)
     parser.add_argument(
-        "--profile",
-        metavar="steps=A:B[,ranks=0+3]",
-        help="trace these steps, of rank 0 or of these ranks or of all: profiles/ in the run's folder",
-    )
-    parser.add_argument(
-        "--memory-snapshot", action="store_true", help="write down what each GPU's memory was used for: profiles/, too"
+        "--check-collectives",
+        action="store_true",
+        help="before every collective, compare what the ranks call: a mismatch that would hang, or give wrong numbers silently, "
+        "is an error that names the ranks; several times slower (TORCH_DISTRIBUTED_DEBUG=DETAIL)",
     )
     parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")
@@ -117,7 +121,7 @@ def stem_of(arguments: argparse.Namespace) -> str:
 
 def execute(arguments: argparse.Namespace) -> int:
     least, ranks = parse_rank_range(arguments.ranks)
-    os.environ.update({**device_in_env(arguments.device), **profile_in_env(arguments, ranks)})
+    os.environ.update({**device_in_env(arguments.device), **traces.in_env(arguments, ranks)})
     if arguments.max_restarts < 0:
         raise UsageError(f"--max-restarts must be at least 0, got {arguments.max_restarts}.")
     if least is not None and arguments.max_restarts == 0:
@@ -147,6 +151,7 @@ def execute(arguments: argparse.Namespace) -> int:
         outcome = run_local(job, run, screen=RunScreen(run))
     if outcome.failure is not None:
         _say(render(outcome.failure, ranks))
+        _say_why(run)
     if outcome.note:
         _say(f"echelon: {outcome.note}")
     if outcome.exit_code == REQUEUE and outcome.failure is None:
@@ -175,7 +180,21 @@ def _job(arguments: argparse.Namespace, least: int | None, ranks: int) -> JobSpe
         bind=arguments.bind in ("cores", "both"),
         own_device=arguments.bind in ("devices", "both"),
         stall_after_s=parse_duration(arguments.stall_after) if arguments.stall_after is not None else None,
+        env=checks_in_env(arguments),
+        hang_timeout_s=parse_hang_timeout(arguments.hang_timeout) if arguments.hang_timeout is not None else None,
     )
+
+
+def _say_why(run: RunDir) -> None:
+    """In one paragraph, what the evidence of all ranks says together. It never turns a failure into another one."""
+    from echelon.launcher.explain import Evidence, explain, show
+
+    try:
+        verdict = explain(Evidence.of(run.path, run.attempt))
+    except Exception as error:
+        _say(f"echelon: why it failed could not be found out: {type(error).__name__}: {error}")
+        return
+    _say(f"why: {show.paragraph(verdict)}")
 
 
 def _say_how_to_go_on(run: RunDir, *, named: bool, restart: bool) -> None:
@@ -204,18 +223,9 @@ def device_in_env(device: str | None) -> dict[str, str]:
     return {} if device is None else {DEVICE_VARIABLE: device}
 
 
-def profile_in_env(arguments: argparse.Namespace, ranks: int) -> dict[str, str]:
-    """The variables by which --profile and --memory-snapshot reach the ranks.
-
-    Raises:
-        UsageError: steps or ranks that there are not.
-    """
-    found = {MEMORY_VARIABLE: "1"} if arguments.memory_snapshot else {}
-    if arguments.profile is not None:
-        wanted = Profile.parse(arguments.profile)
-        wanted.check_ranks(ranks)
-        found[PROFILE_VARIABLE] = str(wanted)
-    return found
+def checks_in_env(arguments: argparse.Namespace) -> dict[str, str]:
+    """What --check-collectives says to torch in the ranks."""
+    return {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"} if arguments.check_collectives else {}
 
 
 def check_script(script: str) -> None:
@@ -304,20 +314,12 @@ def _finish(run: RunDir, exit_code: int) -> None:
     newest = max(run.checkpoints.glob("step-*"), default=None)
     if newest is not None:
         lines.append(f"checkpoint {newest}")
-    if os.environ.get(PROFILE_VARIABLE) or os.environ.get(MEMORY_VARIABLE):
-        lines.append(_profiles(run))
+    lines += traces.written(run)
     try:
         lines.append(f"report     {report.write(run)}")
     except (OSError, EchelonError) as error:
         lines.append(f"report     not written: {error}")
     _say("\n".join(lines))
-
-
-def _profiles(run: RunDir) -> str:
-    folder = run.profiles / run.attempt_path.name
-    count = len(list(folder.glob("[!.]*")))
-    none = "none: training through echelon did not come to these steps, or its log says what went wrong"
-    return f"profiles   {f'{folder} ({count} files)' if count else none}"
 
 
 def _say(text: str) -> None:

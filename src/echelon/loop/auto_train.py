@@ -188,7 +188,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             enter(Part.STEP)  # in any order
             made = iter(self.prepared.forward_backward_window(every, forward, backward))
         if self._reduces:
-            self.window.start_reduction(state.stop_requested)
+            self.window.start_reduction(state.stop_requested, state.logged.signature())
         results: list[tuple[T, Any, Any]] = []
         for step in steps:
             of_step = [next(made) for _ in step]
@@ -237,18 +237,15 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         return outputs
 
     def _forward(self, state: State, micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:
+        state.logged.begins(0 if self.prepared.is_replica else micro_batch.weight)
         if self.computes.dtype is None:
             made = self.compute_loss(state, micro_batch.data)
         else:
             with self.autocast():
                 made = self.compute_loss(state, micro_batch.data)
-        if (
-            type(made) is not tuple
-            or len(made) != 2
-            or not isinstance(loss := made[0], torch.Tensor)
-            or loss.dim()
-            or not loss.requires_grad
-        ) and (problem := problem_with(made, self.module)) is not None:
+        is_pair = type(made) is tuple and len(made) == 2 and isinstance(made[0], torch.Tensor)
+        is_usual = is_pair and not made[0].dim() and made[0].requires_grad
+        if not is_usual and (problem := problem_with(made, self.module)) is not None:
             raise LossError(f"{type(self).__name__}.compute_loss returned {problem}")
         if self.detect_anomaly:
             check_loss(made[0], micro_batch.weight, self.train_progress.num_steps_completed)
@@ -258,7 +255,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         window, prepared, weight = self.window, self.prepared, micro_batch.weight
         window.add(loss.detach(), 0 if prepared.is_replica else weight)
         if micro_batch.is_last and self._reduces and not prepared.takes_windows:  # whose last backward pass may be another
-            window.start_reduction(state.stop_requested)
+            window.start_reduction(state.stop_requested, state.logged.signature())
         self._routers.begin_backward(weight)
         if not prepared.takes_windows:
             enter(Part.BACKWARD)
@@ -297,6 +294,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         self._finite.take(loss, window.own_loss, window.updates - 1, micro_batches, self.train_progress)
         if stop:
             state.agree_to_stop()
+        state.logged.end_window(window.told, None if self.device.type == "cpu" else self.device)
         if scaler is not None:
             scaler.unscale_(self._shards)
         assert window.reference is not None
@@ -320,7 +318,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             if self.swa_model is not None:
                 self.swa_model.step()
         if state.recorder is not None:
-            step, more = self.train_progress.num_steps_completed + 1, self._routers.measures()
+            step, more = self.train_progress.num_steps_completed + 1, {**self._routers.measures(), **state.logged.settled()}
             state.recorder.update(step, self.window.updates, loss, weight, lr, norm, more)
         return updated
 

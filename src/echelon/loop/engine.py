@@ -29,6 +29,7 @@ from echelon.loop.steps import Between, Steps
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.world import agree, clock, stop
 from echelon.world.clock import Part
+from echelon.world.handshake import greet
 
 __all__ = ["Run", "in_mode"]
 
@@ -89,6 +90,7 @@ class Run:
 
     def _begin_training(self, stage: Stage) -> None:
         state, here, progress = self.state, stage.here, stage.progress
+        greet()
         if stop.asked() is not None:  # before this loop began
             state.stop_for_signal()
         agreements.on_limits(here, progress)
@@ -187,6 +189,17 @@ class Run:
         elif within_fit:
             self.unit.train_progress.evaluation_due = False
         stage.call(stage.hooks.epoch_end)
+        self._settle_logged(stage)
+
+    def _settle_logged(self, stage: Stage) -> None:
+        """The numbers that were logged in this epoch and are not written yet."""
+        state, phase = self.state, stage.phase
+        together = stage.trains or state.entry_point is EntryPoint.FIT or self._inner.meets_at_end(phase)
+        found = state.logged.end_phase(phase, together=together)
+        if state.recorder is not None and found:
+            progress = self.unit.train_progress if isinstance(self.unit, TrainUnit) else stage.progress
+            prefix = "" if stage.trains else f"{phase}_"
+            state.recorder.numbers(progress.num_steps_completed, {prefix + name: value for name, value in found.items()})
 
     # --- an evaluation, a prediction, a test
 

@@ -64,9 +64,13 @@ class Recorder:
             self._flushed_at = now
 
     def evaluation(self, step: int, name: str, value: float) -> None:
+        self.numbers(step, {name: value})
+
+    def numbers(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Of an epoch or an evaluation, by name."""
         self.flush()
         for sink in self._sinks:
-            sink.records([{"step": step, name: value, "time": time.time()}])
+            sink.records([{"step": step, **numbers, "time": time.time()}])
 
     def event(self, event: str, **fields: Any) -> None:
         self.flush()

@@ -44,6 +44,7 @@ from echelon.parallel.recipe import Compile
 from echelon.parallel.strategy import Strategy
 from echelon.world import clock
 from echelon.world.clock import Part
+from echelon.world.handshake import greet
 from echelon.world.init import init_from_env
 
 __all__ = ["epochs", "evaluating", "prepare", "window"]
@@ -80,6 +81,7 @@ def prepare(
     refuse_prepared(objects)
     parts = _Parts.of(objects)
     device = device or init_from_env()
+    greet()
     loader, steps = training_loader(parts.loader, gradient_accumulation_steps)
     unit = _unit(
         parts,
