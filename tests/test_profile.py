@@ -108,13 +108,16 @@ def test_a_trace_has_the_steps_of_the_ranks_that_were_named(ranks: Ranks, tmp_pa
 def test_steps_that_do_not_come_are_said_and_a_short_end_is_kept(ranks: Ranks, tmp_path: Path) -> None:
     run = run_folder(tmp_path)
     ((late, cut),) = ranks(1, _late_and_cut, str(tmp_path))
-    assert late == "--profile steps=7:8,ranks=0: training ended after step 6, so nothing is traced"
+    assert late == ["--profile steps=7:8,ranks=0: training ended after step 6, so nothing is traced"]
     assert cut == [] and _steps(run.profiles / "000" / "steps-5-6.rank0.json.gz") == ["step 5", "step 6"]
 
 
 def _late_and_cut(folder: str) -> Any:
-    late = _traced(folder, "steps=7:8", False)[0]
-    return late, [text for text in _traced(folder, "steps=5:90", False) if "--profile steps" in text]
+    late, cut = (
+        [text for text in _traced(folder, profile, False) if text.startswith("--profile")]
+        for profile in ("steps=7:8", "steps=5:90")
+    )
+    return late, cut
 
 
 def test_a_step_that_fails_is_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
