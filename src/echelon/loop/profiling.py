@@ -69,10 +69,14 @@ class _Trace(Callback):
             self._before(steps + 1)
 
     def on_train_end(self, state: State, unit: Any) -> None:
-        if self._profile is not None:
-            self._write(unit.train_progress.num_steps_completed)
+        steps = unit.train_progress.num_steps_completed
+        self._after_step()
+        if self._profile is not None and steps >= self._wanted.first:
+            self._write(steps)
         elif not self._done:
-            steps = unit.train_progress.num_steps_completed
+            self._done = True
+            if self._profile is not None:  # it waited for the first step's data, and there was none
+                self._profile.stop()
             logger.warning("--profile %s: training ended after step %s, so nothing is traced", self._wanted, steps)
 
     def on_exception(self, state: State, unit: Unit, exc: BaseException) -> None:
