@@ -58,6 +58,11 @@ class _Trace(Callback):
             logger.warning("--profile %s: training begins after step %s, so nothing is traced", self._wanted, steps)
         self._before(steps + 1)
 
+    def on_train_step_start(self, state: State, unit: Any) -> None:
+        if self._profile is not None:
+            self._step = record_function(f"step {unit.train_progress.num_steps_completed + 1}")
+            self._step.__enter__()
+
     def on_train_step_end(self, state: State, unit: Any) -> None:
         if self._done:
             return
@@ -91,8 +96,6 @@ class _Trace(Callback):
             kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
             self._profile = profile(activities=kinds, record_shapes=True, profile_memory=True)
             self._profile.start()
-        self._step = record_function(f"step {step}")
-        self._step.__enter__()
 
     def _after_step(self) -> None:
         if self._step is not None:
