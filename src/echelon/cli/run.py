@@ -18,6 +18,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from echelon.cli import traces
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.events import read_lines
 from echelon.contracts.machine import DEVICE_VARIABLE, package_version
@@ -100,6 +101,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         help="what every rank computes on, whatever the script asks for (default: the script's choice, else a GPU each where "
         "there are any)",
     )
+    traces.add_arguments(parser)
     parser.add_argument(
         "--check-collectives",
         action="store_true",
@@ -119,8 +121,8 @@ def stem_of(arguments: argparse.Namespace) -> str:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    os.environ.update(device_in_env(arguments.device))
     least, ranks = parse_rank_range(arguments.ranks)
+    os.environ.update({**device_in_env(arguments.device), **traces.in_env(arguments, ranks)})
     if arguments.max_restarts < 0:
         raise UsageError(f"--max-restarts must be at least 0, got {arguments.max_restarts}.")
     if least is not None and arguments.max_restarts == 0:
@@ -309,6 +311,7 @@ def _finish(run: RunDir, exit_code: int) -> None:
     newest = max(run.checkpoints.glob("step-*"), default=None)
     if newest is not None:
         lines.append(f"checkpoint {newest}")
+    lines += traces.written(run)
     try:
         lines.append(f"report     {report.write(run)}")
     except (OSError, EchelonError) as error:
