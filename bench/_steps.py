@@ -28,9 +28,8 @@ from echelon.checkpoint.snapshot import Planned
 from echelon.checkpoint.tensors import Files, Tensors
 from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.rank import RankInfo
+from echelon.launcher.explain import Evidence, RankEvidence, explain
 from echelon.launcher.job import Failure
-from echelon.launcher.local.signs import Seen
-from echelon.launcher.local.watch import blame
 from echelon.parallel.axes import Axis, speaks_for
 from echelon.parallel.partition import assign
 from echelon.world import agree, rng
@@ -280,8 +279,8 @@ def _loader(ranks: int) -> Callable[[], Any]:
 
 def _failures(ranks: int) -> Callable[[], Any]:
     failures = [Failure(rank, 1, rank, "DistBackendError", "Connection reset by peer") for rank in range(ranks)]
-    seen = {rank: Seen(Standing(9 if rank else 8, Phase.STEP)) for rank in range(ranks)}
-    return lambda: Failure.first(blame(failures, seen))
+    known = {f.rank: RankEvidence(f.rank, f, standing=Standing(9 if f.rank else 8, Phase.STEP)) for f in failures}
+    return lambda: explain(Evidence(ranks, ranks=known, exit_code=1))
 
 
 def _agreed(act: Callable[[], Any]) -> Callable[[int], Callable[[], Any]]:
