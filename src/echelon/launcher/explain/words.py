@@ -87,9 +87,9 @@ def is_victim(failure: Failure) -> bool:
 
 
 def stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
-    """Where it stood, or else where its failure was raised; innermost first."""
+    """Where its failure was raised, or else where it stood; innermost first."""
     failure = rank.failure or rank.later
-    return rank.stack or (of_traceback(failure.traceback) if failure is not None else ())
+    return (of_traceback(failure.traceback) if failure is not None else ()) or rank.stack
 
 
 def place(rank: RankEvidence) -> str:
