@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.files import open_file, parse_object, read_end
+from echelon.contracts.files import open_file, read_end
 from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.stopping import REQUEUE
@@ -158,7 +159,7 @@ class _Reader:
             text = self._text(path, _STACK_BYTES)
             ranks[number] = replace(ranks.get(number) or RankEvidence(number), stack=main_thread(text))
         for number, path in self._files(self.dumps, "flight.rank"):
-            dump = parse_object(self._text(path, _FLIGHT_BYTES))
+            dump = _object_in(self._text(path, _FLIGHT_BYTES))
             if dump is None:
                 self.notes.append(f"{path.name} is no flight record, or too large")
             else:
@@ -303,6 +304,15 @@ def _last_failure_ns(ranks: Mapping[int, RankEvidence], own: Mapping[int, Mappin
     failed = [number for number, rank in ranks.items() if rank.failure is not None]
     times = [own[number]["time_ns"] for number in failed if "time_ns" in own.get(number, {})]
     return max(times) if times and len(times) == len(failed) else None
+
+
+def _object_in(text: str) -> dict[str, Any] | None:
+    """However deep: of a flight record, of which there may be thousands, only what is known is looked at."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _seconds(value: Any) -> float | None:
