@@ -481,6 +481,13 @@ def test_hostile_files_are_left_out_and_nothing_is_read_through_a_link(left: Lef
     assert sum("flight.rank" in note for note in evidence.notes) >= 4
 
 
+def test_who_left_a_record_that_cannot_be_read_is_not_accused_of_having_called_nothing(left: Left) -> None:
+    left.flight(0, entry(1), entry(2, retired=False)).end(1, hang={"after_s": 9.0}, world_size=2, seen={"1": seen(answers=True)})
+    assert left.verdict.guilty == (1,)
+    (left.dumps / "flight.rank1.json").write_text("{")
+    assert left.verdict.guilty == ()
+
+
 def test_folders_that_are_links_are_not_followed(tmp_path: Path) -> None:
     elsewhere = Left(tmp_path / "elsewhere").end(1, failed(0)).flight(0, entry(1))
     run = tmp_path / "run"

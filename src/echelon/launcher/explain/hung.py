@@ -91,7 +91,7 @@ def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
     guilty = sorted(wanted - waiting)
     if not guilty:
         unknown = sorted({rank for wait, _ in waits.values() for rank in wait.unknown} - waiting)
-        unknown = [rank for rank in unknown if (failure := evidence.rank(rank).failure) is None or not is_check(failure)]
+        unknown = [rank for rank in unknown if not evidence.rank(rank).unread and not _refused(evidence.rank(rank))]
         # A record of everybody else, and none of these: they could not even answer.
         if not unknown or wanted or len(unknown) > len(evidence.flights):
             return None
@@ -109,6 +109,10 @@ def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
     others = others or while_others(evidence, guilty, waits)
     text = f"{headline}{others}. {_stood(evidence, guilty)}{_fewer_steps(evidence, guilty)}"
     return Verdict(tuple(guilty), _kind_of_absence(rank), headline, sentence(text.strip()))
+
+
+def _refused(rank: RankEvidence) -> bool:
+    return rank.failure is not None and is_check(rank.failure)
 
 
 def _waits_for_others(rank: RankEvidence) -> bool:
