@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.contracts.terminal import printable
 from echelon.contracts.version import __version__
-from echelon.launcher.job import JobSpec, parse_duration, parse_rank_range
+from echelon.launcher.job import JobSpec, Outcome, parse_duration, parse_rank_range
 
 __all__ = [
     "add_arguments",
@@ -68,6 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--restart", action="store_true", help="start over although the run's folder shows progress, which is set aside"
+    )
+    parser.add_argument(
+        "--metrics-port", type=int, metavar="PORT", help="serve the run's numbers to Prometheus at /metrics; 0 takes a free port"
+    )
+    parser.add_argument(
+        "--metrics-bind",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="where: by default only this machine can ask (default: 127.0.0.1)",
     )
     add_shared(parser)
 
@@ -125,15 +135,8 @@ def execute(arguments: argparse.Namespace) -> int:
 
     from echelon.launcher.failure import render
 
-    if ranks == 1 and arguments.max_restarts == 0:
-        from echelon.launcher.local.here import run_here
-
-        outcome = run_here(job, run)
-    else:
-        from echelon.launcher.local.run import run_local
-        from echelon.observe.sinks.progress import RunScreen
-
-        outcome = run_local(job, run, screen=RunScreen(run))
+    with _endpoint(arguments, run):
+        outcome = _outcome(job, run)
     if outcome.failure is not None:
         _say(render(outcome.failure, ranks))
     if outcome.note:
@@ -142,6 +145,33 @@ def execute(arguments: argparse.Namespace) -> int:
         _say_how_to_go_on(run, named=arguments.name is not None, restart=job.restart)
     _finish(run, outcome.exit_code)
     return outcome.exit_code
+
+
+@contextlib.contextmanager
+def _endpoint(arguments: argparse.Namespace, run: RunDir) -> Iterator[None]:
+    """The run's numbers for Prometheus, while it runs."""
+    if arguments.metrics_port is None:
+        yield
+        return
+    from echelon.observe.endpoint import Endpoint
+
+    endpoint = Endpoint(run, arguments.metrics_port, arguments.metrics_bind)
+    _say(f"echelon: metrics at {endpoint.address}")
+    try:
+        yield
+    finally:
+        endpoint.close()
+
+
+def _outcome(job: JobSpec, run: RunDir) -> Outcome:
+    if job.ranks == 1 and job.max_restarts == 0:
+        from echelon.launcher.local.here import run_here
+
+        return run_here(job, run)
+    from echelon.launcher.local.run import run_local
+    from echelon.observe.sinks.progress import RunScreen
+
+    return run_local(job, run, screen=RunScreen(run))
 
 
 def _job(arguments: argparse.Namespace, least: int | None, ranks: int) -> JobSpec:

@@ -154,9 +154,8 @@ class _Reduction:
         self._on_device = loss.device.type != "cpu"
         self._weight_on_device = self._on_device and isinstance(weight, torch.Tensor)
         host = [0.0 if self._weight_on_device else float(weight), 0.0 if self._on_device else float(loss), float(wants_stop)]
-        self._host = torch.tensor([*host, *logged], dtype=torch.float64)
-        self.told: list[float] = []
-        self._ranks = dist.get_world_size(group)
+        self._host = torch.tensor([*host, *logged, 1.0], dtype=torch.float64)
+        self.told: list[float] = []  # the sum of `logged`, and of ones
         self._works = [dist.all_reduce(self._host, group=group, async_op=True)]
         self._loss, self._weight = loss, weight
 
@@ -168,8 +167,7 @@ class _Reduction:
         for work in self._works:
             assert work is not None
             work.wait()
-        weight, loss, stop, *logged = self._host.tolist()
-        self.told = [*logged, self._ranks]
+        weight, loss, stop, *self.told = self._host.tolist()
         if self._on_device:
             return (self._device[1] if self._weight_on_device else weight), self._device[0], stop > 0
         return weight, loss, stop > 0

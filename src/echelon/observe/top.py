@@ -30,6 +30,17 @@ _SILENT_S = 60.0  # after which a run that has not ended is said to be silent
 _EVENTS = 3
 _LOG_LINES = 5
 _SLOW = 1.5  # times the median
+_SHOWN = (
+    "loss",
+    "eval_loss",
+    "lr",
+    "grad_norm",
+    "tokens_per_s",
+    "samples_per_s",
+    "mfu",
+    "memory_peak_bytes",
+    "host_memory_bytes",
+)
 _NOTED = {"train_start", "checkpoint_saved", "checkpoint_failed", "eval_end", "exception", "stopped", "train_end"}
 
 
@@ -43,6 +54,8 @@ class Now:
         ended: how earlier attempts ended, by number.
         progress: the line of progress, and how much of the run is done, from 0 to 1.
         since_s: since the run last wrote anything.
+        step, total_steps: completed, and of the whole run as far as it is known.
+        latest: numbers of the latest records of metrics.jsonl, by name.
         times: the latest record of each rank.
         said: the latest events, a line each.
         output: the last lines of a rank's output, and whose they are.
@@ -56,6 +69,9 @@ class Now:
     fraction: float | None
     since_s: float | None
     running_s: float | None
+    step: int
+    total_steps: int | None
+    latest: Mapping[str, float]
     times: Mapping[int, TimeRecord]
     said: Sequence[str]
     output: tuple[int, Sequence[str]]
@@ -74,6 +90,7 @@ class Watch:
         self._model, self._metrics = ProgressModel(), _from_near_end(run.metrics)
         self._events: LineReader | None = None
         self._seen: list[dict[str, Any]] = []
+        self._numbers: dict[str, float] = {}
         self._times: TimesReader | None = None
         self._latest: dict[int, TimeRecord] = {}
         self._ended: dict[int, Attempt] = {}
@@ -87,7 +104,11 @@ class Watch:
         fresh = self._events.read() if self._events is not None else []
         self._seen = [*self._seen, *fresh][-10_000:]
         for said in sorted([*self._metrics.read(), *fresh], key=lambda each: number(each.get("time")) or 0.0):
-            self._model.event(said) if "event" in said else self._model.record(said)
+            if "event" in said:
+                self._model.event(said)
+            else:
+                self._model.record(said)
+                self._numbers |= {name: value for name in _SHOWN if (value := number(said.get(name))) is not None}
         if self._times is not None:
             self._latest |= {rank: records[-1] for rank, records in self._times.read().items()}
         about = read_json(self._run.run_json)
@@ -101,6 +122,9 @@ class Watch:
             fraction=self._model.fraction,
             since_s=_since(there),
             running_s=_running(attempt),
+            step=self._model.step,
+            total_steps=self._model.total_steps,
+            latest=dict(self._numbers),
             times=dict(sorted(self._latest.items())),
             said=[line for event in self._seen if (line := _event_line(event))][-_EVENTS:],
             output=self._output(there, attempt),
