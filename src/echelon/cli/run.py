@@ -40,6 +40,7 @@ __all__ = [
     "device_in_env",
     "execute",
     "stem_of",
+    "track_in_env",
 ]
 
 _NEVER = {f"__name__ == {name!r}" for name in ("main", "_main_", "__main", "main__")}
@@ -102,6 +103,11 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         help="what every rank computes on, whatever the script asks for (default: the script's choice, else a GPU each where "
         "there are any)",
     )
+    parser.add_argument(
+        "--track",
+        metavar="NAMES",
+        help="where the run's numbers also go: tensorboard, wandb, mlflow, trackio, csv, or several with commas between them",
+    )
     parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
@@ -115,7 +121,7 @@ def stem_of(arguments: argparse.Namespace) -> str:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    os.environ.update(device_in_env(arguments.device))
+    os.environ.update(device_in_env(arguments.device) | track_in_env(arguments.track))
     least, ranks = parse_rank_range(arguments.ranks)
     if arguments.max_restarts < 0:
         raise UsageError(f"--max-restarts must be at least 0, got {arguments.max_restarts}.")
@@ -221,6 +227,20 @@ def decided(arguments: argparse.Namespace, planned_ranks: int | None = None) -> 
 def device_in_env(device: str | None) -> dict[str, str]:
     """The variable by which --device reaches the ranks."""
     return {} if device is None else {DEVICE_VARIABLE: device}
+
+
+def track_in_env(track: str | None) -> dict[str, str]:
+    """The variable by which --track reaches the ranks.
+
+    Raises:
+        UsageError: a tracker that is not known.
+    """
+    if track is None:
+        return {}
+    from echelon.observe.sinks.folder import TRACK_VARIABLE
+    from echelon.observe.sinks.trackers import names_of
+
+    return {TRACK_VARIABLE: ",".join(names_of(track))}
 
 
 def check_script(script: str) -> None:

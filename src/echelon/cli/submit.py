@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.cli.run import add_shared, check_module, check_script, decided, describe, device_in_env, stem_of
+from echelon.cli.run import add_shared, check_module, check_script, decided, describe, device_in_env, stem_of, track_in_env
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.files import private_folder
 from echelon.contracts.redact import redacted_words
@@ -133,7 +133,11 @@ def job_spec(arguments: argparse.Namespace, target: str) -> JobSpec:
         "module" if arguments.module else "script",
         args=tuple(arguments.args),
         ranks=ranks,
-        env={**(decided(arguments).to_env() if arguments.bitwise else {}), **device_in_env(arguments.device)},
+        env={
+            **(decided(arguments).to_env() if arguments.bitwise else {}),
+            **device_in_env(arguments.device),
+            **track_in_env(arguments.track),
+        },
         nodes=arguments.nodes,
         max_restarts=arguments.max_restarts,
         stall_after_s=parse_duration(arguments.stall_after) if arguments.stall_after is not None else None,
