@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
-import importlib.util
 import math
 import os
 import platform
@@ -13,12 +11,11 @@ import socket
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from echelon.cli.script import check_module, check_script
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.events import read_lines
 from echelon.contracts.machine import DEVICE_VARIABLE, package_version
@@ -28,13 +25,12 @@ from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.contracts.terminal import printable
 from echelon.contracts.version import __version__
-from echelon.launcher.job import JobSpec, Outcome, parse_duration, parse_rank_range
+from echelon.launcher.job import JobSpec, Outcome, parse_duration, parse_hang_timeout, parse_rank_range
 
 __all__ = [
     "add_arguments",
     "add_shared",
-    "check_module",
-    "check_script",
+    "checks_in_env",
     "decided",
     "describe",
     "device_in_env",
@@ -42,8 +38,6 @@ __all__ = [
     "stem_of",
     "track_in_env",
 ]
-
-_NEVER = {f"__name__ == {name!r}" for name in ("main", "_main_", "__main", "main__")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,6 +89,12 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         "slow steps, first ones, checkpoints)",
     )
     parser.add_argument(
+        "--hang-timeout",
+        metavar="TIME|none",
+        help="end the ranks, as failed, when nothing has moved for so long (default: $ECHELON_HANG_TIMEOUT, else 10m; more for "
+        "slow steps, first ones, evaluations, checkpoints)",
+    )
+    parser.add_argument(
         "--bitwise", action="store_true", help="the same bits in every parameter on any number of ranks that divides --parts"
     )
     parser.add_argument(
@@ -107,6 +107,12 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         "--track",
         metavar="NAMES",
         help="where the run's numbers also go: tensorboard, wandb, mlflow, trackio, csv, or several with commas between them",
+    )
+    parser.add_argument(
+        "--check-collectives",
+        action="store_true",
+        help="before every collective, compare what the ranks call: a mismatch that would hang, or give wrong numbers silently, "
+        "is an error that names the ranks; several times slower (TORCH_DISTRIBUTED_DEBUG=DETAIL)",
     )
     parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")
@@ -145,6 +151,7 @@ def execute(arguments: argparse.Namespace) -> int:
         outcome = _outcome(job, run)
     if outcome.failure is not None:
         _say(render(outcome.failure, ranks))
+        _say_why(run)
     if outcome.note:
         _say(f"echelon: {outcome.note}")
     if outcome.exit_code == REQUEUE and outcome.failure is None:
@@ -200,7 +207,21 @@ def _job(arguments: argparse.Namespace, least: int | None, ranks: int) -> JobSpe
         bind=arguments.bind in ("cores", "both"),
         own_device=arguments.bind in ("devices", "both"),
         stall_after_s=parse_duration(arguments.stall_after) if arguments.stall_after is not None else None,
+        env=checks_in_env(arguments),
+        hang_timeout_s=parse_hang_timeout(arguments.hang_timeout) if arguments.hang_timeout is not None else None,
     )
+
+
+def _say_why(run: RunDir) -> None:
+    """In one paragraph, what the evidence of all ranks says together. It never turns a failure into another one."""
+    from echelon.launcher.explain import Evidence, explain, show
+
+    try:
+        verdict = explain(Evidence.of(run.path, run.attempt))
+    except Exception as error:
+        _say(f"echelon: why it failed could not be found out: {type(error).__name__}: {error}")
+        return
+    _say(f"why: {show.paragraph(verdict)}")
 
 
 def _say_how_to_go_on(run: RunDir, *, named: bool, restart: bool) -> None:
@@ -243,45 +264,9 @@ def track_in_env(track: str | None) -> dict[str, str]:
     return {TRACK_VARIABLE: ",".join(names_of(track))}
 
 
-def check_script(script: str) -> None:
-    path = Path(script)
-    if not path.exists():
-        raise UsageError(f"script {script} does not exist (looked in {Path.cwd()}).")
-    if path.is_dir():
-        raise UsageError(f"script {script} is a folder. Give the Python file to run, or a module with -m.")
-    try:
-        source = path.read_bytes()
-        with warnings.catch_warnings(action="ignore"):  # the rank says them
-            compile(source, script, "exec", dont_inherit=True)
-            _warn_of_guard(ast.parse(source), script)
-    except SyntaxError as error:
-        line = f"line {error.lineno}: " if error.lineno else ""
-        raise UsageError(f"script {script} is not Python: {line}{error.msg}.") from error
-    except ValueError as error:  # null bytes: some binary
-        raise UsageError(f"script {script} is not Python: {error}.") from error
-    except OSError as error:
-        raise UsageError(f"script {script} cannot be read: {error.strerror}.") from error
-
-
-def _warn_of_guard(program: ast.Module, script: str) -> None:
-    """`if __name__ == "main":`, as on Dragon's page, is never true of a script: it ends well and does nothing."""
-    for node in program.body:
-        if not isinstance(node, ast.If) or ast.unparse(node.test) not in _NEVER:
-            continue
-        inside = {n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute))}
-        made = " No CollectiveGroup is made there." if "CollectiveGroup" in inside else ""
-        _say(
-            f"echelon: {script}, line {node.lineno}: {ast.unparse(node.test)} is never true of a script, so what is behind it "
-            f'does not run.{made} Write `if __name__ == "__main__":`.'
-        )
-
-
-def check_module(name: str) -> None:
-    if name.endswith(".py") or "/" in name:
-        raise UsageError(f"-m must be followed by a dotted name, such as package.train, got {name}. Leave -m out to run a file.")
-    top = name.partition(".")[0]
-    if PathFinder.find_spec(top, [os.getcwd()]) is None and (not top or importlib.util.find_spec(top) is None):
-        raise UsageError(f"module {name} was not found: there is no {top!r} in {os.getcwd()}, nor on Python's path.")
+def checks_in_env(arguments: argparse.Namespace) -> dict[str, str]:
+    """What --check-collectives says to torch in the ranks."""
+    return {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"} if arguments.check_collectives else {}
 
 
 def describe(job: JobSpec, run: RunDir, launcher: str = "local") -> dict[str, object]:

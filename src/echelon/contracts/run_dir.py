@@ -12,7 +12,8 @@ runs/NAME/
   attempts/000/exit.node0.json  how it ended on one of several nodes
   attempts/000/loaders.json     which numbers of ranks can share the global batches, written by rank 0
   checkpoints/step-00000500/    committed states
-  dumps/                        stacks and flight records
+  dumps/000/stack.rank0.txt     Python's stacks of a rank that still ran when its attempt failed or hung
+  dumps/000/flight.rank0.json   its last collectives, as torch records them
   report.html
 """
 
@@ -274,6 +275,16 @@ class RunDir:
 
     def rank_exit(self, rank: int) -> Path:
         return self.attempt_path / f"exit.rank{rank}.json"
+
+    @property
+    def dump_path(self) -> Path:
+        return self.dumps / f"{self.attempt:03d}"
+
+    def stack(self, rank: int) -> Path:
+        return self.dump_path / f"stack.rank{rank}.txt"
+
+    def flight(self, rank: int) -> Path:
+        return self.dump_path / f"flight.rank{rank}.json"
 
     def node_exit(self, node: int) -> Path:
         return self.attempt_path / f"exit.node{node}.json"

@@ -4,8 +4,9 @@
      "checkpoint_s": 0.0, "eval_s": 0.0, "other_s": 0.1, "gc_s": 0.0, "disk_s": 0.0, "queue_s": 0.0, "own_s": 0.085,
      "line": "train.py:41 in load", "host": "node7", "role": "", "time": 1764000000.0}
 
-A rank's records follow each other without a gap, from the beginning of its loop to the end of it. All durations are of the main
-thread, by this rank's own clock. `time` is the end of the record in seconds since the epoch, to draw it: never to compare ranks.
+A rank's records follow each other without a gap, from the beginning of a training loop to the end of it. All durations are of the
+main thread, by this rank's own clock. `time` is the end of the record in seconds since the epoch, to draw it: never to compare
+ranks.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class TimeRecord:
         disk_s: of these, waiting for a file system.
         queue_s: of these, ready to compute while other programs had the cores.
         own_s: of a usual step (the median), without `wait_s` and `queue_s`: what a straggler has more of. 0 is unknown.
+        startup_s: in the first record of a process: how long it had run before this loop began. Not part of `wall_s`.
         line: of the user's code, where it spent most of its own time: "train.py:41 in load". Empty if unknown.
         host: its machine.
         role: which part of the work it has where ranks have different ones, such as a pipeline's stage. Only ranks of the same
@@ -72,6 +74,7 @@ class TimeRecord:
     disk_s: float = 0.0
     queue_s: float = 0.0
     own_s: float = 0.0
+    startup_s: float = 0.0
     line: str = ""
     host: str = ""
     role: str = ""

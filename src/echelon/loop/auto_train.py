@@ -30,16 +30,15 @@ from echelon.loop.loss import problem_with, rows
 from echelon.loop.pieces import in_order, together
 from echelon.loop.state import step_under_way
 from echelon.loop.unit import TrainUnit
-from echelon.loop.utilization import Utilization
 from echelon.loop.window import Window
 from echelon.parallel import gradients
 from echelon.parallel.experts.loads import Routers
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.precision import Shards
 from echelon.parallel.prepared import NO_CONTEXT
+from echelon.world.clock import Part, enter
 
 if TYPE_CHECKING:
-    from echelon.loop.record import Recorder
     from echelon.loop.state import State
 
 __all__ = ["AutoTrainUnit", "TrainStepResults"]
@@ -148,7 +147,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         if window.reference is None:
             window.estimate(0 if self.prepared.is_replica else sum(m.weight for m in micro_batches), over_ranks=self._reduces)
         if state.recorder is not None:
-            self._count_flops(state.recorder, micro_batches)
+            state.recorder.count_flops(self, micro_batches)
         if self.zero_grad_at_train_step_start and window.count == 1:
             self.zero_grad(state)
         if self.prepared.takes_windows:
@@ -158,6 +157,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         losses = []
         try:
             for micro_batch in micro_batches:
+                enter(Part.FORWARD)
                 outputs = self._forward_backward(state, micro_batch)
                 losses.append(window.latest_loss)
         except BaseException:
@@ -168,6 +168,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             self._around_window.close()
         norm = self._update(state) if ends_window else None
         if self._reports_step:
+            enter(Part.OTHER)
             number = self.train_progress.num_steps_completed
             self.on_train_step_end(state, micro_batches[-1].data, number, TrainStepResults(loss, norm, outputs))
         return loss, outputs
@@ -184,6 +185,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         every = [micro_batch for step in steps for micro_batch in step]
         with self.prepared.window():
             forward, backward = partial(self._forward, state), partial(self._backward, state)
+            enter(Part.STEP)  # in any order
             made = iter(self.prepared.forward_backward_window(every, forward, backward))
         if self._reduces:
             self.window.start_reduction(state.stop_requested, state.logged.signature())
@@ -196,12 +198,6 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             if self._reports_step:
                 self.on_train_step_end(state, data, number - back, TrainStepResults(loss, None if back else norm, outputs))
         return results[-1][1:]
-
-    def _count_flops(self, recorder: Recorder, micro_batches: list[MicroBatch[T]]) -> None:
-        if recorder.utilization is None:
-            recorder.utilization = Utilization(self)
-        for each in micro_batches:
-            recorder.utilization.count(each.data)
 
     def _leave_window(self) -> None:
         """Forget an unfinished window."""
@@ -261,6 +257,8 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         if micro_batch.is_last and self._reduces and not prepared.takes_windows:  # whose last backward pass may be another
             window.start_reduction(state.stop_requested, state.logged.signature())
         self._routers.begin_backward(weight)
+        if not prepared.takes_windows:
+            enter(Part.BACKWARD)
         assert window.reference is not None
         scale = weight * prepared.averaged_over / window.reference
         if self.grad_scaler is not None:
@@ -289,7 +287,10 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
     def _end_window(self, state: State) -> tuple[Any, Any]:
         """The gradients become those of the global batch. Returns its weight and its loss."""
         window, prepared, scaler = self.window, self.prepared, self.grad_scaler
+        if self._reduces:
+            enter(Part.WAIT)
         micro_batches, (weight, loss, stop) = window.count, window.close()
+        enter(Part.OPTIMIZER)
         self._finite.take(loss, window.own_loss, window.updates - 1, micro_batches, self.train_progress)
         if stop:
             state.agree_to_stop()
@@ -306,8 +307,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
 
     def _apply(self, state: State, weight: Any, loss: Any, norm: torch.Tensor | None) -> bool:
         """The optimizer's step, and what follows from it. False if fp16's scaler left the update out."""
-        self.latest_update = (loss, norm)
-        lr = self.optimizer.param_groups[0]["lr"]
+        self.latest_update, lr = (loss, norm), self.optimizer.param_groups[0]["lr"]
         updated = self._step_optimizer()
         self._routers.end_window(updated=updated)
         if updated:

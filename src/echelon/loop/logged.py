@@ -4,9 +4,9 @@ A mean weighs each value as its micro-batch is weighed in the loss, so that it i
 and the same number however many ranks share them. Numbers of a training step are settled with its update; those of an evaluation,
 and of a training unit that has no updates of ours, at the epoch's end.
 
-Whether the ranks log the same is known from a few numbers in the message that an update sends anyway: of the hashes of their
-names, the sum and the sum of squares. With equal ones, R times the squares is the square of the sum. So an update in which nobody
-logs costs nothing, and one in which somebody does a single small message.
+Whether the ranks log the same is known from a few numbers in a message that an update sends only if somebody logs: of the hashes
+of their names, the sum and the sum of squares. With equal ones, R times the squares is the square of the sum. So an update in
+which nobody logs costs nothing, and one in which somebody does two small messages.
 """
 
 from __future__ import annotations

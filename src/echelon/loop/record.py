@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from echelon.loop.utilization import Utilization
 from echelon.world.device import to_host
 
 if TYPE_CHECKING:
-    from echelon.loop.utilization import Utilization
     from echelon.observe.sinks.folder import Sink
 
 __all__ = ["Recorder"]
@@ -36,6 +36,13 @@ class Recorder:
         self._looked_at = 0.0
         self._flushed_at = self._last_at = time.perf_counter()
         self._wall_offset = time.time() - self._flushed_at
+
+    def count_flops(self, unit: Any, micro_batches: Sequence[Any]) -> None:
+        """What the coming update computes."""
+        if self.utilization is None:
+            self.utilization = Utilization(unit)
+        for each in micro_batches:
+            self.utilization.count(each.data)
 
     def update(
         self, step: int, update: int, loss: Any, weight: Any, lr: Any, grad_norm: Any, more: Mapping[str, Any] | None = None

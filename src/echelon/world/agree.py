@@ -30,9 +30,11 @@ __all__ = [
     "channel",
     "control_group",
     "first_told",
+    "from_one",
     "from_rank0",
     "gather",
     "is_rank0",
+    "is_same",
     "kinds",
     "same_on_all",
 ]
@@ -81,9 +83,15 @@ def any_ranks(flags: Sequence[bool]) -> list[bool]:
     """`any_rank` for each of several flags, equally many on all ranks."""
     if not is_joined() or not flags:
         return list(flags)
-    values = torch.tensor(flags, dtype=torch.uint8)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=control_group())
-    return [bool(each) for each in values.tolist()]
+    # As bits: gloo sends each element of a short message round its ring by itself, which takes as long as the whole message.
+    words = [sum(int(flag) << bit for bit, flag in enumerate(flags[at : at + _BITS])) for at in range(0, len(flags), _BITS)]
+    values = torch.tensor(words, dtype=torch.int64)
+    dist.all_reduce(values, op=dist.ReduceOp.BOR, group=control_group())
+    told = values.tolist()
+    return [bool(told[i // _BITS] >> i % _BITS & 1) for i in range(len(flags))]
+
+
+_BITS = 62  # of an int64, so that no sign is in the way
 
 
 class AnyRankLater:
@@ -203,6 +211,19 @@ def kinds(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         told = gather(value, group)
         return [told[rank] for rank in sorted(firsts.values())]
     return [_from(rank, value, group) for rank in sorted(firsts.values())]
+
+
+def is_same(value: Any, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether all ranks say the same, by one small collective. The value is anything that JSON can hold."""
+    return not is_joined() or _is_same(json.dumps(value).encode(), group)
+
+
+def from_one(rank: int, say: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """What that rank of the group says, on every rank; the others are not asked."""
+    if not is_joined():
+        return say()
+    value: T = _from(rank, say() if dist.get_rank(channel(group)[0]) == rank else None, group)
+    return value
 
 
 def _digest(data: bytes) -> bytes:
