@@ -7,10 +7,14 @@ never used leaves no empty run behind. Each tracker reads its own variables: `WA
 from __future__ import annotations
 
 import atexit
+import contextlib
+import importlib
+import inspect
 import logging
 import math
 import os
 import re
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -57,8 +61,6 @@ class OnlineLogger(ABC):
         Raises:
             UsageError: it is not installed.
         """
-        import importlib
-
         try:
             return importlib.import_module(self.package)
         except ImportError as error:
@@ -128,8 +130,12 @@ class WandbLogger(OnlineLogger):
         self._run.define_metric("*", step_metric="step")
 
     def _has_login(self) -> bool:
-        api = getattr(self._tracker, "api", None)
-        return bool(os.environ.get("WANDB_API_KEY") or getattr(api, "api_key", None))
+        if os.environ.get("WANDB_API_KEY"):
+            return True
+        login = self._tracker.login
+        if "prompt" in inspect.signature(login).parameters:
+            return bool(login(prompt=False, verify=False))
+        return bool(self._tracker.api.api_key)  # before wandb 0.24
 
     def _send(self, rows: Mapping[int, Mapping[str, float]]) -> None:
         for step, row in rows.items():
@@ -180,9 +186,6 @@ class TrackioLogger(OnlineLogger):
     package = "trackio"
 
     def _begin(self) -> None:
-        import contextlib
-        import sys
-
         with contextlib.redirect_stdout(sys.stderr):  # what it has to say is not the script's output
             self._run = self._tracker.init(
                 project=re.sub(r"[^\w\-]", "_", self.project), name=self.name, config=self.config, resume="allow"
@@ -193,8 +196,5 @@ class TrackioLogger(OnlineLogger):
             self._run.log({k: v if math.isfinite(v) else str(v) for k, v in row.items()}, step=step)
 
     def _end(self) -> None:
-        import contextlib
-        import sys
-
         with contextlib.redirect_stdout(sys.stderr):
             self._run.finish()
