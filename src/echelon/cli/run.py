@@ -21,7 +21,7 @@ from echelon.contracts.events import read_lines
 from echelon.contracts.machine import DEVICE_VARIABLE, package_version
 from echelon.contracts.overrides import Overrides
 from echelon.contracts.redact import redacted_words
-from echelon.contracts.run_dir import RunDir, write_json
+from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.contracts.terminal import printable
 from echelon.contracts.version import __version__
@@ -258,7 +258,6 @@ def track_in_env(track: str | None) -> dict[str, str]:
     """
     if track is None:
         return {}
-    from echelon.observe.sinks.folder import TRACK_VARIABLE
     from echelon.observe.sinks.trackers import names_of
 
     return {TRACK_VARIABLE: ",".join(names_of(track))}

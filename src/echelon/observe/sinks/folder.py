@@ -6,11 +6,9 @@ import os
 from typing import Any, Protocol
 
 from echelon.contracts.events import EventLog
-from echelon.contracts.run_dir import RunDir
+from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir
 
-__all__ = ["TRACK_VARIABLE", "FolderSink", "Sink", "default_sinks"]
-
-TRACK_VARIABLE = "ECHELON_TRACK"  # trackers by name, with commas between them
+__all__ = ["FolderSink", "Sink", "default_sinks"]
 
 
 class Sink(Protocol):

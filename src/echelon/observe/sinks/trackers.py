@@ -14,9 +14,8 @@ from functools import partial
 from typing import Any
 
 from echelon.contracts.errors import UsageError
-from echelon.contracts.run_dir import RunDir, read_json
+from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir, read_json
 from echelon.observe.loggers import CSVLogger, MetricLogger, MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
-from echelon.observe.sinks.folder import TRACK_VARIABLE
 
 __all__ = ["TRACKERS", "TrackerSink", "names_of", "trackers"]
 
