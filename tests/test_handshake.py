@@ -147,6 +147,13 @@ def test_another_program_at_the_port_of_rank_0_that_says_nothing_is_named(starte
     assert f"rank 1 of 2: what listens at MASTER_ADDR=127.0.0.1 MASTER_PORT={port} does not answer as rank 0" in err.decode()
 
 
+def test_another_world_size_of_an_earlier_attempt_misleads_nobody() -> None:
+    store = dist.HashStore()
+    store.set("facts/1", json.dumps({"world_size": 3}))
+    info = RankInfo(rank=0, world_size=2)
+    meet(store, info, Facts(), WAIT, fresh=False, said=_said())
+
+
 # ---- what a rank says of itself ---------------------------------------------------------------------------------------------
 
 

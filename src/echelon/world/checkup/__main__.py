@@ -46,7 +46,7 @@ class Teller:
         """Tell a part's value, or why it has none; whether it has one."""
         try:
             self(name, find())
-        except Exception as error:  # whatever it is, the others parts are to be told, too
+        except Exception as error:  # whatever it is, the other parts are to be told, too
             text = str(error) if isinstance(error, EchelonError) else f"{type(error).__name__}: {error}"
             if os.environ.get("ECHELON_FULL_TRACEBACK"):
                 traceback.print_exc()
