@@ -26,10 +26,11 @@ from echelon.checkpoint.background import Background
 from echelon.checkpoint.layout import own_file, tensors_file
 from echelon.checkpoint.snapshot import Planned
 from echelon.checkpoint.tensors import Files, Tensors
-from echelon.contracts.pulse import Phase
+from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.job import Failure
-from echelon.launcher.local.watch import Seen, Standing, blame
+from echelon.launcher.local.signs import Seen
+from echelon.launcher.local.watch import blame
 from echelon.parallel.axes import Axis, speaks_for
 from echelon.parallel.partition import assign
 from echelon.world import agree, rng

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -90,12 +91,18 @@ def test_the_first_value_and_the_different_ones(ranks: Ranks, values: list[Any],
     assert ranks(4, _told, values) == [(first_one, different, len(different) == 1)] * 4
 
 
-def _any_of_each() -> list[bool]:
-    return agree.any_ranks([False, dist.get_rank() == 1, True])
+def _any_of_each(count: int) -> tuple[list[bool], int]:
+    """Rank 0 sets every third flag, rank 1 every fifth. Also how many numbers were sent."""
+    step, sent = (3, 5)[dist.get_rank()], list[int]()
+    real = dist.all_reduce
+    with mock.patch("torch.distributed.all_reduce", lambda value, **how: (sent.append(value.numel()), real(value, **how))[1]):
+        return agree.any_ranks([number % step == 0 for number in range(count)]), sum(sent)
 
 
-def test_flags_are_agreed_on_one_by_one(ranks: Ranks) -> None:
-    assert ranks(2, _any_of_each) == [[False, True, True]] * 2
+@pytest.mark.parametrize(("count", "sent"), [(1, 1), (62, 1), (63, 2), (200, 4)])
+def test_flags_are_agreed_on_one_by_one_in_few_numbers(ranks: Ranks, count: int, sent: int) -> None:
+    want = [number % 3 == 0 or number % 5 == 0 for number in range(count)]
+    assert ranks(2, _any_of_each, count) == [(want, sent)] * 2
     assert agree.any_ranks([False, True]) == [False, True]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,33 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
 from tests.conftest import Ranks
-from tests.context_models import Language, lm, plain, tokens
+from tests.context_models import LM, Language, lm, plain, tokens
 from tests.models import largest_difference, whole
 
 pytestmark = pytest.mark.standing_ranks
 
 UPDATES = 20
+
+
+class Reentrant(LM):
+    """Has its blocks computed again by torch itself."""
+
+    def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.tokens(x) + self.places(ech.positions(x))
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=True)
+        return self.head(self.norm(h))
+
+
+def _reentrant() -> nn.Module:
+    torch.manual_seed(0)
+    return Reentrant().double()
+
 
 # (make the model, options of a batch, options of the unit)
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
@@ -31,6 +49,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "packed documents": (lm, {"packed": True}, {}),
     "token weights": (lm, {"ignored": 0.6}, {"by_tokens": True}),
     "rows, with ignored targets": (lm, {"ignored": 0.6}, {}),
+    "blocks computed again by torch": (_reentrant, {}, {}),
     "checkpointed": (lm, {"packed": True}, {"activation_checkpoint_params": "blocks"}),
 }
 
@@ -303,6 +322,21 @@ class Convolved(ByHand):
         return self.head(self.near(self.tokens(x).mT).mT)
 
 
+class Recomputed(ByHand):
+    """Has a function computed again, of which torch tells no module."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def _attention(self, h: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(h, h, h, is_causal=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = checkpoint(self._attention, self.tokens(x)[:, None], use_reentrant=self.reentrant)
+        return self.head(h[:, 0])
+
+
 def _shifts_itself(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     logits = module(batch["inputs"])[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1), batch["inputs"][:, 1:].flatten())
@@ -324,6 +358,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a mask of local keys": (LocalMask, {}, r"over all 16 keys .* got 8 x 8 .*is_causal=True"),
     "MultiheadAttention": (Multihead, {}, r"over 2 ranks cannot split nn\.MultiheadAttention"),
     "convolution": (Convolved, {}, r"Convolved\.near \(Conv1d\) gives other outputs"),
+    "a function computed again": (
+        partial(Recomputed, reentrant=False),
+        {},
+        r"call Recomputed\._attention again .*checkpoint\(bl",
+    ),
+    "the same, reentrant": (partial(Recomputed, reentrant=True), {}, r"call Recomputed\._attention again .*activation_check"),
     "length": (lm, {"length": 18}, r"dimension 1 of inputs, of shape \(2, 18\), must .* 2 x cp = 4 divides.* 16 or 20"),
     "shift in the loss": (lm, {"loss": _shifts_itself}, r"2 x 7 targets were taken of this rank's 2 x 8 tokens"),
     "shift in a loss by hand": (lm, {"loss": _loss_by_hand}, r"2 x 7 targets were taken of this rank"),

@@ -176,6 +176,18 @@ def test_a_base_model_is_read_into_shards_under_adapters_which_are_written_alone
         assert "Build the model with its weights (from_pretrained), without on_meta." in refused
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_adapter_on_a_model_of_another_type_has_the_values_of_a_plain_build(tmp_path: Path, dtype: torch.dtype) -> None:
+    """PEFT moves an adapter to where its layer's weight says that it lies, and gives it that type."""
+    made = _made("llama")
+    made.save_pretrained(tmp_path)
+    unit = _unit(lambda: _adapted(type(made)(made.config).to(dtype)), "noop")
+    Saver.restore(tmp_path, unit)
+    torch.manual_seed(7)
+    own = {n: t for n, t in _whole(_adapted(type(made)(made.config).to(dtype))).items() if "lora_" in n}
+    assert _differing({n: t for n, t in _whole(unit.module).items() if n in own}, own) == []
+
+
 def test_merging_what_has_no_adapters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="merged must be False for a LlamaForCausalLM: PEFT put no adapters around it"):
         ech.save_pretrained(_made("llama"), tmp_path / "m", merged=True)

@@ -13,7 +13,8 @@ from echelon.launcher.failure import render
 from echelon.launcher.job import Failure
 from echelon.launcher.local.aborted import last_words
 from echelon.launcher.local.attempt import Attempt
-from echelon.launcher.local.watch import Seen, blame
+from echelon.launcher.local.signs import Seen
+from echelon.launcher.local.watch import blame
 
 # As torch 2.13 writes them (ProcessGroupNCCL.cpp), with the stacks that follow.
 TIMED_OUT = (

@@ -181,3 +181,35 @@ def test_half_precision_trains_and_its_scaler_agrees(ranks: Ranks, precision: st
     for strategy in (ech.Parallel(pp=2), ech.Parallel(pp=2, fsdp=ech.FSDPStrategy())):
         got = merged(ranks(2, classified, strategy=strategy, precision=precision))
         assert largest_difference(got, want[0]) < 2e-2
+
+
+class Overflowing(Classes):
+    """The first stage learns nothing; in the second update the last one's gradients overflow."""
+
+    def __init__(self, frozen: str, **options: Any) -> None:
+        super().__init__(**options)
+        for name, p in self.module.named_parameters():
+            p.requires_grad_(not name.startswith(frozen))
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        loss, out = super().compute_loss(state, data)
+        return loss * (float("inf") if 1 < self.train_progress.num_steps_completed < 4 else 1.0), out
+
+
+def _frozen_stage(frozen: str, strategy: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    unit = Overflowing(frozen, gradient_accumulation_steps=2, strategy=strategy, precision="fp16")
+    seen: list[Any] = []
+    unit.prepared.follow_step(lambda: seen.append(float(unit.grad_scaler.get_scale()) if unit.grad_scaler else None))
+    ech.train(unit, images(6), max_epochs=1)
+    return {n: p.detach().clone() for n, p in unit.prepared.named_parameters()}, [float(unit.grad_scaler.get_scale()), len(seen)]
+
+
+@pytest.mark.parametrize("frozen", ["stem", "head"])
+def test_a_stage_without_gradients_agrees_on_the_scale(ranks: Ranks, frozen: str) -> None:
+    """It has nothing to look at for an inf, and hears of the other stage's."""
+    (want,) = ranks(1, _frozen_stage, frozen, "noop")
+    stages = ["layers.0"] if frozen == "stem" else ["head"]
+    results = ranks(2, _frozen_stage, frozen, ech.Parallel(pp=2, stages=stages))
+    got = {name: value for values, _ in results for name, value in values.items()}
+    assert [scaled for _, scaled in results] == [want[1]] * 2
+    assert largest_difference(got, want[0]) < 2e-2

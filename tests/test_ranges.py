@@ -47,7 +47,7 @@ def test_any_part_of_any_tensor_into_memory_of_any_kind(tmp_path: Path, at_once:
         for dim, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
             want = want.narrow(dim, begin, length)
         into = torch.full([*lengths, 2], 7).to(wanted)[..., 1] if gaps else torch.empty(lengths, dtype=wanted)
-        ranges.read_part(file, len(b"before "), held, shape, begins, lengths, into)
+        ranges.Stored(file, len(b"before "), held, shape).read_part(begins, lengths, into)
         assert torch.equal(into, want.to(wanted))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -84,4 +84,4 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(tmp_path: Path) -> 
     with pytest.raises(CheckpointCorruptError, match=r"f.safetensors was cut off while 'w' was read: it ends at byte \d+"):
         file.read_part("w", [0, 0], [64, 1024], torch.empty(64, 1024))
     with open(path, "rb") as short, pytest.raises(Wrong):
-        ranges.read_part(short.fileno(), 1 << 20, torch.float32, [4], [0], [4], torch.empty(4))
+        ranges.Stored(short.fileno(), 1 << 20, torch.float32, [4]).read_part([0], [4], torch.empty(4))

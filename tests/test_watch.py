@@ -22,7 +22,8 @@ from echelon.launcher.failure import render
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import Failure
 from echelon.launcher.local import elastic, watch
-from echelon.launcher.local.watch import Pulses, Seen, Watch, blame
+from echelon.launcher.local.signs import Pulses, Seen
+from echelon.launcher.local.watch import Watch, blame
 from tests.conftest import clean_environment
 
 HANG_AT = 6

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from echelon.checkpoint.strict import Wrong
 
-__all__ = ["read_part"]
+__all__ = ["Stored"]
 
 # What is read at once for a target that is not the file's bytes as they are: of another type, on a device, with gaps.
 _AT_ONCE_BYTES = 8 << 20
@@ -22,58 +23,83 @@ _AT_ONCE_BYTES = 8 << 20
 _RUN_BYTES = 512
 
 
-def read_part(
-    file: int,
-    start: int,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    begins: Sequence[int],
-    lengths: Sequence[int],
-    into: torch.Tensor,
-) -> None:
-    """Fill `into`, of the shape `lengths` and any type and device, with a part of a tensor that lies in a file row by row.
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that lies in a file row by row.
 
     Args:
         file: an open file's descriptor.
         start: where the tensor begins in it.
-        begins: where the part begins, by dimension.
-    Raises:
-        Wrong: the file is cut off.
-        OSError: it cannot be read.
     """
-    if not into.numel():
-        return
-    run, dim = _run(shape, lengths)
-    if run * dtype.itemsize < _RUN_BYTES and dim >= 0 and math.prod(lengths[:dim]) > 1:
-        wide = list(lengths)
-        wide[dim] = shape[dim]
-        if math.prod(wide) * dtype.itemsize <= _AT_ONCE_BYTES:
-            scratch = torch.empty(wide, dtype=dtype)
-            read_part(file, start, dtype, shape, [*begins[:dim], 0, *begins[dim + 1 :]], wide, scratch)
-            into.copy_(scratch.narrow(dim, begins[dim], lengths[dim]))
+
+    file: int
+    start: int
+    dtype: torch.dtype
+    shape: Sequence[int]
+
+    def read_part(self, begins: Sequence[int], lengths: Sequence[int], into: torch.Tensor) -> None:
+        """Fill `into`, of the shape `lengths` and any type and device, with a part of the tensor.
+
+        Args:
+            begins: where the part begins, by dimension.
+        Raises:
+            Wrong: the file is cut off.
+            OSError: it cannot be read.
+        """
+        if not into.numel():
             return
-    elif into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous():
-        _read_runs(file, start, dtype, shape, begins, lengths, into)
-        return
-    elif math.prod(lengths) * dtype.itemsize <= _AT_ONCE_BYTES or max(lengths, default=1) == 1:
-        scratch = torch.empty(list(lengths), dtype=dtype)
-        _read_runs(file, start, dtype, shape, begins, lengths, scratch)
-        into.copy_(scratch)
-        return
-    for at, narrowed in _halves(lengths):
-        dim = at[0]
-        part = into.narrow(dim, at[1], narrowed[dim])
-        moved = [*begins[:dim], begins[dim] + at[1], *begins[dim + 1 :]]
-        read_part(file, start, dtype, shape, moved, narrowed, part)
+        run, dim = self._run(lengths)
+        if run * self.dtype.itemsize < _RUN_BYTES and dim >= 0 and math.prod(lengths[:dim]) > 1:
+            wide = list(lengths)
+            wide[dim] = self.shape[dim]
+            if math.prod(wide) * self.dtype.itemsize <= _AT_ONCE_BYTES:
+                scratch = torch.empty(wide, dtype=self.dtype)
+                self.read_part([*begins[:dim], 0, *begins[dim + 1 :]], wide, scratch)
+                into.copy_(scratch.narrow(dim, begins[dim], lengths[dim]))
+                return
+        elif into.dtype == self.dtype and into.device.type == "cpu" and into.is_contiguous():
+            self._read_runs(begins, lengths, into)
+            return
+        elif math.prod(lengths) * self.dtype.itemsize <= _AT_ONCE_BYTES or max(lengths, default=1) == 1:
+            scratch = torch.empty(list(lengths), dtype=self.dtype)
+            self._read_runs(begins, lengths, scratch)
+            into.copy_(scratch)
+            return
+        for at, narrowed in _halves(lengths):
+            dim = at[0]
+            part = into.narrow(dim, at[1], narrowed[dim])
+            self.read_part([*begins[:dim], begins[dim] + at[1], *begins[dim + 1 :]], narrowed, part)
 
+    def _run(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """How many elements of a part lie side by side, and the innermost dimension of which it has not all; -1 if it has all."""
+        run, dim = 1, len(self.shape) - 1
+        while dim >= 0 and lengths[dim] == self.shape[dim]:
+            run *= self.shape[dim]
+            dim -= 1
+        return (run * lengths[dim], dim) if dim >= 0 else (run, -1)
 
-def _run(shape: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
-    """How many elements of the part lie side by side, and the innermost dimension of which it has not all; -1 if it has all."""
-    run, dim = 1, len(shape) - 1
-    while dim >= 0 and lengths[dim] == shape[dim]:
-        run *= shape[dim]
-        dim -= 1
-    return (run * lengths[dim], dim) if dim >= 0 else (run, -1)
+    def _read_runs(self, begins: Sequence[int], lengths: Sequence[int], into: torch.Tensor) -> None:
+        run, dim = self._run(lengths)
+        flat = into.as_strided((into.numel(),), (1,))  # a dimension of one element may have any stride
+        memory = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        size = run * self.dtype.itemsize
+        for number, offset in enumerate(self._offsets(begins, lengths, dim)):
+            _read(self.file, self.start + offset * self.dtype.itemsize, memory[number * size : (number + 1) * size])
+
+    def _offsets(self, begins: Sequence[int], lengths: Sequence[int], dim: int) -> Iterator[int]:
+        """Where the runs begin, in elements."""
+        strides = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
+        first = sum(begin * stride for begin, stride in zip(begins, strides, strict=True))
+        outer = [0] * max(dim, 0)
+        while True:
+            yield first + sum(index * stride for index, stride in zip(outer, strides, strict=False))
+            for d in reversed(range(len(outer))):
+                outer[d] += 1
+                if outer[d] < lengths[d]:
+                    break
+                outer[d] = 0
+            else:
+                return
 
 
 def _halves(lengths: Sequence[int]) -> Iterator[tuple[tuple[int, int], list[int]]]:
@@ -82,39 +108,6 @@ def _halves(lengths: Sequence[int]) -> Iterator[tuple[tuple[int, int], list[int]
     first = lengths[dim] // 2
     for begin, length in ((0, first), (first, lengths[dim] - first)):
         yield (dim, begin), [*lengths[:dim], length, *lengths[dim + 1 :]]
-
-
-def _read_runs(
-    file: int,
-    start: int,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    begins: Sequence[int],
-    lengths: Sequence[int],
-    into: torch.Tensor,
-) -> None:
-    run, dim = _run(shape, lengths)
-    flat = into.as_strided((into.numel(),), (1,))  # a dimension of one element may have any stride
-    memory = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-    size = run * dtype.itemsize
-    for number, offset in enumerate(_offsets(shape, begins, lengths, dim)):
-        _read(file, start + offset * dtype.itemsize, memory[number * size : (number + 1) * size])
-
-
-def _offsets(shape: Sequence[int], begins: Sequence[int], lengths: Sequence[int], dim: int) -> Iterator[int]:
-    """Where the runs begin, in elements."""
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    first = sum(begin * stride for begin, stride in zip(begins, strides, strict=True))
-    outer = [0] * max(dim, 0)
-    while True:
-        yield first + sum(index * stride for index, stride in zip(outer, strides, strict=False))
-        for d in reversed(range(len(outer))):
-            outer[d] += 1
-            if outer[d] < lengths[d]:
-                break
-            outer[d] = 0
-        else:
-            return
 
 
 def _read(file: int, offset: int, memory: memoryview) -> None:

@@ -25,7 +25,7 @@ from echelon.checkpoint.header import Entry
 from echelon.checkpoint.location import Location, create, open_file
 from echelon.checkpoint.manifest import checksums
 from echelon.checkpoint.plain import dtype_of
-from echelon.checkpoint.ranges import read_part
+from echelon.checkpoint.ranges import Stored
 from echelon.checkpoint.strict import Wrong
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError
 
@@ -210,7 +210,7 @@ class TensorFile:
         kind, dims = (dtype, shape) if dtype is not None and shape is not None else (dtype_of(entry.dtype), viewed or entry.shape)
         assert math.prod(dims) * kind.itemsize == entry.end - entry.begin, name
         try:
-            read_part(self._file, self.header.start + entry.begin, kind, dims, begins, lengths, into)
+            Stored(self._file, self.header.start + entry.begin, kind, dims).read_part(begins, lengths, into)
         except Wrong as error:
             raise CheckpointCorruptError(f"{self.path} was cut off while {name!r} was read: {error}.") from None
 

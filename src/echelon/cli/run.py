@@ -27,13 +27,14 @@ from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.contracts.terminal import printable
 from echelon.contracts.version import __version__
-from echelon.launcher.job import JobSpec, parse_duration, parse_rank_range
+from echelon.launcher.job import JobSpec, parse_duration, parse_hang_timeout, parse_rank_range
 
 __all__ = [
     "add_arguments",
     "add_shared",
     "check_module",
     "check_script",
+    "checks_in_env",
     "decided",
     "describe",
     "device_in_env",
@@ -84,6 +85,12 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         "slow steps, first ones, checkpoints)",
     )
     parser.add_argument(
+        "--hang-timeout",
+        metavar="TIME|none",
+        help="end the ranks, as failed, when nothing has moved for so long (default: $ECHELON_HANG_TIMEOUT, else 10m; more for "
+        "slow steps, first ones, evaluations, checkpoints)",
+    )
+    parser.add_argument(
         "--bitwise", action="store_true", help="the same bits in every parameter on any number of ranks that divides --parts"
     )
     parser.add_argument(
@@ -91,6 +98,12 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         choices=("cpu", "cuda"),
         help="what every rank computes on, whatever the script asks for (default: the script's choice, else a GPU each where "
         "there are any)",
+    )
+    parser.add_argument(
+        "--check-collectives",
+        action="store_true",
+        help="before every collective, compare what the ranks call: a mismatch that would hang, or give wrong numbers silently, "
+        "is an error that names the ranks; several times slower (TORCH_DISTRIBUTED_DEBUG=DETAIL)",
     )
     parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")
@@ -136,6 +149,7 @@ def execute(arguments: argparse.Namespace) -> int:
         outcome = run_local(job, run, screen=RunScreen(run))
     if outcome.failure is not None:
         _say(render(outcome.failure, ranks))
+        _say_why(run)
     if outcome.note:
         _say(f"echelon: {outcome.note}")
     if outcome.exit_code == REQUEUE and outcome.failure is None:
@@ -164,7 +178,21 @@ def _job(arguments: argparse.Namespace, least: int | None, ranks: int) -> JobSpe
         bind=arguments.bind in ("cores", "both"),
         own_device=arguments.bind in ("devices", "both"),
         stall_after_s=parse_duration(arguments.stall_after) if arguments.stall_after is not None else None,
+        env=checks_in_env(arguments),
+        hang_timeout_s=parse_hang_timeout(arguments.hang_timeout) if arguments.hang_timeout is not None else None,
     )
+
+
+def _say_why(run: RunDir) -> None:
+    """In one paragraph, what the evidence of all ranks says together. It never turns a failure into another one."""
+    from echelon.launcher.explain import Evidence, explain, show
+
+    try:
+        verdict = explain(Evidence.of(run.path, run.attempt))
+    except Exception as error:
+        _say(f"echelon: why it failed could not be found out: {type(error).__name__}: {error}")
+        return
+    _say(f"why: {show.paragraph(verdict)}")
 
 
 def _say_how_to_go_on(run: RunDir, *, named: bool, restart: bool) -> None:
@@ -191,6 +219,11 @@ def decided(arguments: argparse.Namespace, planned_ranks: int | None = None) -> 
 def device_in_env(device: str | None) -> dict[str, str]:
     """The variable by which --device reaches the ranks."""
     return {} if device is None else {DEVICE_VARIABLE: device}
+
+
+def checks_in_env(arguments: argparse.Namespace) -> dict[str, str]:
+    """What --check-collectives says to torch in the ranks."""
+    return {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"} if arguments.check_collectives else {}
 
 
 def check_script(script: str) -> None:

@@ -9,13 +9,16 @@ training (`context_probe`).
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.context_active import current, over
@@ -86,7 +89,8 @@ class ContextParallel:
         self._told, self._unchecked, self._compared = False, check, False
         self._rows = self._length = 0  # of the latest part
         self._here = threading.local()
-        self._attend = torch.compiler.disable(attend)  # graphs end where ranks exchange keys and values
+        self._learns = False
+        self._attend = torch.compiler.disable(self._split)  # graphs end where ranks exchange keys and values
         self._shifts = adapt(module)
         for name, part in module.named_modules():
             if not name:
@@ -131,7 +135,8 @@ class ContextParallel:
         """Context of forward and backward passes over parts. Where gradients are computed, this rank draws its own dropout masks:
         of a stream that begins with a number which its ranks draw alike, so that a checkpoint has all that a resume needs.
         """
-        streams = self._own_stream() if torch.is_grad_enabled() else contextlib.nullcontext()
+        self._learns = torch.is_grad_enabled()
+        streams = self._own_stream() if self._learns else contextlib.nullcontext()
         with over(self.parts), streams, self.in_this_thread():
             yield
         self._unchecked = False
@@ -181,6 +186,19 @@ class ContextParallel:
             self._compared = True
             probe(self.parts, kind, forward, module, args, kwargs)
 
+    def _split(self, parts: SequenceParts, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """
+        Raises:
+            UsageError: a backward pass will call this attention again, and not through a module, so that nothing splits it then.
+        """
+        if self._learns and (again := _computed_again()) is not None:
+            raise UsageError(
+                f"context parallelism: torch.utils.checkpoint will call {again} again in the backward pass, outside of a module, "
+                "and its attention would see only this rank's tokens. Give checkpoint a module that computes attention, as in "
+                "checkpoint(block, x), or leave it to activation_checkpoint_params."
+            )
+        return attend(parts, *args, **kwargs)
+
     def _of_targets(self, targets: int) -> None:
         """In the first pass: so many targets must not be those of a shift within this rank's part.
 
@@ -209,6 +227,20 @@ class _InContext:
             return self._forward(*args, **kwargs)
         with context.in_this_thread():
             return self._forward(*args, **kwargs)
+
+
+_ENTERS, _CHECKPOINT = _InContext.__call__.__code__, inspect.unwrap(checkpoint).__code__
+
+
+def _computed_again() -> str | None:
+    """The function that `checkpoint` was given, if the caller runs within it, and in no module within it."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not _ENTERS:
+        if frame.f_code is _CHECKPOINT:
+            function = frame.f_locals["function"]
+            return getattr(function, "__qualname__", None) or type(function).__name__
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 class _Root(_InContext):

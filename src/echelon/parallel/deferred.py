@@ -29,6 +29,7 @@ from echelon.parallel.deferred_calls import (
     asks_for_meta,
     changes_real,
     is_meta,
+    leaves,
     mapped,
     not_away,
     on_cpu,
@@ -153,6 +154,8 @@ class Recording(TorchFunctionMode):
             func, args, kwargs = torch.clone, args[:1], {}
         if metas or any(is_meta(t) for t in tensors_in(result)):
             self._note(func, name, args, kwargs, result, written)
+        elif not tensors and any(leaf is HERE for leaf in leaves((args, kwargs))):  # Module.to has its arguments read so
+            result = mapped(lambda leaf: HERE if isinstance(leaf, torch.device) and leaf == META else leaf, result)
         return result
 
     def _where(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -21,104 +21,65 @@ __all__ = ["collected", "gathered", "part", "same", "spread", "summed"]
 
 def same(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The tensor, which all ranks have, for work that each does a part of: its gradient is the sum of theirs."""
-    return _Same.apply(tensor, axis)  # type: ignore[no-any-return,no-untyped-call]
+    return _sent(tensor, "same", axis)
 
 
 def summed(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum of what the ranks have, on all of them."""
-    return _Summed.apply(tensor, axis)  # type: ignore[no-any-return,no-untyped-call]
+    return _sent(tensor, "summed", axis)
 
 
 def gathered(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """All ranks' parts of a dimension, for work that each does whole."""
-    return _Gathered.apply(tensor, axis, dim % tensor.dim())  # type: ignore[no-any-return,no-untyped-call]
+    return _sent(tensor, "gathered", axis, dim)
 
 
 def part(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This rank's part of a dimension, which the size of the axis divides, of a tensor that all ranks have."""
-    return _Part.apply(tensor, axis, dim % tensor.dim())  # type: ignore[no-any-return,no-untyped-call]
+    return _sent(tensor, "part", axis, dim)
 
 
 def collected(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """All ranks' parts of a dimension, for work that each does a part of."""
-    return _Collected.apply(tensor, axis, dim % tensor.dim())  # type: ignore[no-any-return,no-untyped-call]
+    return _sent(tensor, "collected", axis, dim)
 
 
 def spread(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This rank's part of a dimension, which the size of the axis divides, of the sum of what the ranks have."""
-    return _Spread.apply(tensor, axis, dim % tensor.dim())  # type: ignore[no-any-return,no-untyped-call]
+    return _sent(tensor, "spread", axis, dim)
 
 
-class _Same(torch.autograd.Function):
+def _sent(tensor: torch.Tensor, way: str, axis: Axis, dim: int = 0) -> torch.Tensor:
+    return _Sent.apply(tensor, way, axis, dim % max(1, tensor.dim()))  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Sent(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        # Not a view, which would keep the input: whoever remembers this on the input would keep both, and their graph, for good.
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return summed(gradient, ctx.axis), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=axis.group)
-        return total
+    def forward(ctx: Any, tensor: torch.Tensor, way: str, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.way, ctx.axis, ctx.dim = way, axis, dim
+        return _SENDS[way](tensor, axis, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return same(gradient, ctx.axis), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _sent(gradient, _OPPOSITE[ctx.way], ctx.axis, ctx.dim), None, None, None
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _all(tensor, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return part(gradient, ctx.axis, ctx.dim), None, None
+# --- what is sent
 
 
-class _Part(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return tensor.chunk(axis.size, dim)[axis.rank].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gathered(gradient, ctx.axis, ctx.dim), None, None
+def _nothing(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    # Not a view, which would keep the input: whoever remembers this on the input would keep both, and their graph, for good.
+    return tensor.detach()
 
 
-class _Collected(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _all(tensor, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return spread(gradient, ctx.axis, ctx.dim), None, None
+def _sum(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=axis.group)
+    return total
 
 
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        sent = torch.cat(tensor.chunk(axis.size, dim)) if dim else tensor.contiguous()
-        mine = sent.new_empty((sent.shape[0] // axis.size, *sent.shape[1:]))
-        dist.reduce_scatter_tensor(mine, sent, group=axis.group)
-        return mine
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return collected(gradient, ctx.axis, ctx.dim), None, None
+def _own(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    return tensor.chunk(axis.size, dim)[axis.rank].contiguous()
 
 
 def _all(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
@@ -126,3 +87,15 @@ def _all(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     together = tensor.new_empty((axis.size * tensor.shape[0], *tensor.shape[1:]))
     dist.all_gather_into_tensor(together, tensor, group=axis.group)
     return together if dim == 0 else torch.cat(together.chunk(axis.size), dim)
+
+
+def _own_of_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    sent = torch.cat(tensor.chunk(axis.size, dim)) if dim else tensor.contiguous()
+    mine = sent.new_empty((sent.shape[0] // axis.size, *sent.shape[1:]))
+    dist.reduce_scatter_tensor(mine, sent, group=axis.group)
+    return mine
+
+
+_SENDS = {"same": _nothing, "summed": _sum, "gathered": _all, "part": _own, "collected": _all, "spread": _own_of_sum}
+_OPPOSITE = {"same": "summed", "gathered": "part", "collected": "spread"}
+_OPPOSITE |= {opposite: way for way, opposite in _OPPOSITE.items()}

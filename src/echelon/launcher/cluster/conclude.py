@@ -21,7 +21,8 @@ from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.local.attempt import write_exit
 from echelon.launcher.local.nodes import meeting_path
-from echelon.launcher.local.watch import Seen, blame
+from echelon.launcher.local.signs import Seen
+from echelon.launcher.local.watch import blame
 from echelon.launcher.protocol import read_spec
 from echelon.launcher.records import came_to, exit_record, meeting_record, refusal_record
 

@@ -125,7 +125,10 @@ def run_rank(path: str, attempt: int, sha256: str) -> int:
     signal.signal(signal.SIGINT, _as_a_wish_to_end)
     record = here.rank_exit(info.rank)
     sys_path = [place for place in sys.path if place]
-    start = Start(spec.kind, spec.target, spec.args, {}, os.getcwd(), sys_path, record=str(record.absolute()), code=spec.code)
+    flight = str(here.flight(info.rank).absolute())
+    start = Start(
+        spec.kind, spec.target, spec.args, {}, os.getcwd(), sys_path, record=str(record.absolute()), flight=flight, code=spec.code
+    )
     code = run_program(start)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -49,6 +49,7 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
         path_without_launcher(),
         log=str(log.absolute()),
         record=str(record.absolute()),
+        flight=str(run.flight(0).absolute()),
     )
     pid, before = os.getpid(), {number: signal.getsignal(number) for number in SIGNALS}
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # until `run_program` has a handler

@@ -96,7 +96,7 @@ def run_local(
             try:
                 outcome = _until_ended(starts)
             finally:
-                starts.agent.pulses.close()
+                starts.agent.sight.close()
                 relay.stop()
         starts.record(run, outcome.exit_code, outcome.failure)
     return outcome
@@ -185,9 +185,9 @@ class _Starts:
 
     def record(self, here: RunDir, code: int, first: Failure | None, stopped: str | None = None) -> None:
         path = self.meeting.exit_path(here) if self.meeting is not None else here.exit_json
-        several = self.meeting is not None and self.meeting.nodes > 1
-        seen = {rank: s.as_json() for rank, s in self.agent.seen.items()} if several else None
-        write_exit(path, code, self.agent.failures, first, stopped, seen)
+        seen = {rank: s.as_json() for rank, s in self.agent.seen.items()}
+        ranks, hang_s = self.agent.world_size, self.agent.hang_s
+        write_exit(path, code, self.agent.failures, first, stopped, seen=seen, hang_s=hang_s, world_size=ranks)
 
     def fields(self, attempt: Attempt, info: RankInfo) -> dict[str, Any]:
         """What `worker.Start` is made of."""
@@ -208,6 +208,7 @@ class _Starts:
             "sys_path": self._sys_path,
             "log": str(attempt.log_path(info.rank).absolute()),
             "record": str(attempt.record_path(info.rank).absolute()),
+            "flight": str(here.flight(info.rank).absolute()),
             "cores": cores,
             **{k: v(attempt, info) if callable(v) else v for k, v in self._more.items()},
         }

@@ -99,12 +99,10 @@ class Pipeline:
         """Where a schedule begins, and which micro-batches are of a new kind: on any rank, so that all compute in one order."""
         new = [i == 0 or s != signatures[i - 1] for i, s in enumerate(signatures)]
         first_seen = {s: i for i, s in reversed(list(enumerate(signatures)))}
-        flags = [[n, s not in self._learned and first_seen[s] == i] for i, (n, s) in enumerate(zip(new, signatures, strict=True))]
-        told = torch.tensor(flags, dtype=torch.int32)
-        if agree.is_joined():
-            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=agree.control_group())
-        rows = told.tolist()
-        return [i for i, (begins, _) in enumerate(rows) if begins], [i for i, (_, unknown) in enumerate(rows) if unknown]
+        unseen = [s not in self._learned and first_seen[s] == i for i, s in enumerate(signatures)]
+        told = agree.any_ranks([*new, *unseen])
+        begins, unknown = told[: len(new)], told[len(new) :]
+        return [i for i, each in enumerate(begins) if each], [i for i, each in enumerate(unknown) if each]
 
     def _learn(self, signature: Any, micro_batch: MicroBatch[Any], forward: Callable[[MicroBatch[Any]], Made]) -> None:
         walked = self._studied(("train", signature[0], signature[2][0]), lambda: forward(micro_batch))
