@@ -44,6 +44,7 @@ class Teller:
 
     def attempt(self, name: str, find: Callable[[], Any]) -> bool:
         """Tell a part's value, or why it has none; whether it has one."""
+        self("doing", name)
         try:
             self(name, find())
         except Exception as error:  # whatever it is, the other parts are to be told, too
