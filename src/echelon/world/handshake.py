@@ -58,15 +58,15 @@ class Said:
     host: str = ""
 
     @classmethod
-    def here(cls, info: RankInfo, device: torch.device) -> Said:
-        """Of this rank, which computes there.
+    def here(cls, info: RankInfo, device: torch.device, backend: str = "gloo") -> Said:
+        """Of this rank, which computes there, in a group of that backend.
 
         Raises:
             UsageError: the variable says something else than one of `MODES`.
         """
         mode = os.environ.get(VARIABLE) or "all"
         require(mode in MODES, VARIABLE, "'all', 'versions' or 'none'", mode)
-        values = program(info) if mode != "none" else {}
+        values = program(info, nccl="nccl" in backend) if mode != "none" else {}
         if mode == "versions":
             values = {name: value for name, value in values.items() if not name.startswith(SETTINGS)}
         return cls(mode, values, build(device) if mode != "none" else {}, socket.gethostname())
@@ -207,7 +207,7 @@ def greet(device: torch.device | None = None) -> None:
         return
     info = RankInfo(rank=dist.get_rank(), world_size=dist.get_world_size())
     here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
-    said = Said.here(info, device or here)
+    said = Said.here(info, device or here, str(dist.get_backend_config()))
     mine = [said.digest, said.other_digest]
     if agree.is_same(mine):
         greeted()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from echelon.contracts.rank import RankInfo
 from echelon.world.handshake import VARIABLE as HANDSHAKE_VARIABLE
 from echelon.world.init import init_from_env
+from echelon.world.program import nccl_version
 
 __all__ = ["MOST_PAIRED", "PARTS", "join", "leave", "rounds", "versions"]
 
@@ -33,8 +34,7 @@ def versions() -> dict[str, str]:
     built = torch.version.cuda or torch.version.hip or ""
     found = {"torch": str(torch.__version__), "CUDA of torch": str(built)}
     if torch.version.cuda is not None and torch.cuda.is_available():
-        nccl: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call,unused-ignore]
-        found |= {"NCCL": ".".join(map(str, nccl)), "GPU": torch.cuda.get_device_name()}
+        found |= {"NCCL": nccl_version(), "GPU": torch.cuda.get_device_name()}
     return found
 
 
