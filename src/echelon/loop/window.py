@@ -167,7 +167,6 @@ class _Reduction:
         has_more = wants_stop or any(logged)
         self._host = torch.tensor([math.nan if has_more else self._mine[0], self._mine[1]], dtype=torch.float64)
         self.told: list[float] = []
-        self._ranks = dist.get_world_size(group)
         self._works = [dist.all_reduce(self._host, group=group, async_op=True)]
         self._loss, self._weight, self._group = loss, weight, group
 
@@ -179,12 +178,12 @@ class _Reduction:
         for work in self._works:
             assert work is not None
             work.wait()
-        (weight, loss), stop, more = self._host.tolist(), 0.0, list(NOBODY)
+        (weight, loss), stop, more = self._host.tolist(), 0.0, list[float]()
         if math.isnan(weight):
             full = torch.tensor(self._mine, dtype=torch.float64)
             dist.all_reduce(full, group=self._group)
             weight, loss, stop, *more = full.tolist()
-        self.told = [*more, self._ranks]
+        self.told = [*more, dist.get_world_size(self._group)] if more else [*NOBODY, 0]
         if self._on_device:
             return (self._device[1] if self._weight_on_device else weight), self._device[0], stop > 0
         return weight, loss, stop > 0
