@@ -112,6 +112,12 @@ def on_nodes(
         tell(f"no answer from {', '.join(lost)}; asking the others without {'it' if len(lost) == 1 else 'them'}")
 
 
+def _cores(per_node: int) -> list[str]:
+    """All cores of a node, for its ranks together: without a word srun gives each task one."""
+    counts = [int(each) for each in re.findall(r"(?:^|,)(\d+)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]
+    return [f"--cpus-per-task={max(1, min(counts) // per_node)}"] if counts else []
+
+
 def _with_parent() -> None:
     die_with_parent(signal.SIGTERM)
 
@@ -136,7 +142,7 @@ class _Step:
         self._command = [
             srun, "--overlap", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", f"--ntasks={len(nodes) * per_node}",
             f"--ntasks-per-node={per_node}", "--kill-on-bad-exit=0", "--wait=0", f"--immediate={_IMMEDIATE_S}", "--export=ALL",
-            "--input=none", "--label", sys.executable, "-P", "-m", _MODULE, *words,
+            "--input=none", "--label", *_cores(per_node), sys.executable, "-P", "-m", _MODULE, *words,
         ]  # fmt: skip
         # What asked for this process's own step would be asked for again.
         own = re.compile(r"SLURM_(NTASKS|NPROCS|NNODES|STEP_.*|TASKS_PER_NODE|NTASKS_PER_NODE|CPU_BIND.*|EXACT|DISTRIBUTION)")
