@@ -126,25 +126,33 @@ NO_STORE = """
 import sys
 from datetime import timedelta
 import echelon.world.store
-echelon.world.store._LOOK_S = 0.1
+echelon.world.store._LOOK_S = echelon.world.store._SILENT_S = 0.1
 import echelon
 try:
-    echelon.init_from_env(timeout=timedelta(seconds=0.5))
+    echelon.init_from_env(timeout=timedelta(seconds=2))
 except echelon.world.init.LauncherEnvironmentError as error:
     sys.exit(str(error))
 """
 
 
-def test_another_program_at_the_port_of_rank_0_that_says_nothing_is_named(started: Any) -> None:
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("127.0.0.1", "rank 1 of 2: what listens at MASTER_ADDR=127.0.0.1 MASTER_PORT={port} does not answer as rank 0 would."),
+        ("no.such.host.invalid", "knows no address for MASTER_ADDR=no.such.host.invalid. Set it to rank 0's host"),
+        ("127.0.0.2", "rank 1 waits for rank 0 at MASTER_ADDR=127.0.0.2 MASTER_PORT={port}, where nothing listens yet."),
+    ],
+    ids=["another program that says nothing", "no such name", "nobody"],
+)
+def test_what_is_wrong_with_rank_0s_address_is_named(started: Any, address: str, says: str) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         port = silent.getsockname()[1]
-        env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
         program = started.python(started.script(NO_STORE), env=env)
         _, err = program.communicate(timeout=60)
-    assert program.returncode == 1
-    assert f"rank 1 of 2: what listens at MASTER_ADDR=127.0.0.1 MASTER_PORT={port} does not answer as rank 0" in err.decode()
+    assert program.returncode == 1 and says.format(port=port) in err.decode()
 
 
 def test_another_world_size_of_an_earlier_attempt_misleads_nobody() -> None:

@@ -172,8 +172,12 @@ def _interfaces(checkup: Checkup) -> Iterator[Row]:
         yield Row(
             "interface", "fail", f"{checkup.who(ranks)}: {text}", "Unset the variable, or name an interface of `ip link` there."
         )
-    if not lacking and seen:
-        yield Row("interface", "ok", ", ".join(sorted(seen)))
+    first = checkup.ranks[0].host if 0 in checkup.ranks else ""
+    used = {said.texts("joined").get("interface", "") for said in checkup.in_order if said.host != first} - {""}
+    shown = [f"rank 0 is reached through {', '.join(sorted(used))}"] if used else []
+    shown += [f"variables name {', '.join(sorted(seen))}"] if seen else []
+    if not lacking and shown:
+        yield Row("interface", "ok", "; ".join(shown))
 
 
 def _matches(wanted: str, there: list[str]) -> bool:

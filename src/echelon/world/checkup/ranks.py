@@ -49,7 +49,15 @@ def join(info: RankInfo, wait: timedelta) -> dict[str, Any]:
     began = time.monotonic()
     with socket.create_connection((info.master_addr, info.master_port), timeout=wait.total_seconds()) as found:
         local = str(found.getsockname()[0])
-    return {"s": joined_s, "device": device.type, "connect_ms": (time.monotonic() - began) * 1e3, "address": local}
+    took_ms = (time.monotonic() - began) * 1e3
+    return {"s": joined_s, "device": device.type, "connect_ms": took_ms, "interface": _interface_of(local)}
+
+
+def _interface_of(address: str) -> str:
+    """The name of the network interface that has this address; empty if none has."""
+    import psutil  # type: ignore[import-untyped,unused-ignore]
+
+    return next((name for name, all_ in psutil.net_if_addrs().items() for a in all_ if a.address.split("%")[0] == address), "")
 
 
 def _joined() -> bool:
