@@ -254,7 +254,7 @@ def test_ranks_that_cannot_meet_are_told_within_the_limit(echelon_command: Comma
 # ---- the nodes of an allocation ---------------------------------------------------------------------------------------------
 
 SRUN = """#!/bin/sh
-echo "$@" >> {log}
+echo "$@" "rank=$RANK" "$MASTER_ADDR" "device=$ECHELON_DEVICE" >> {log}
 case "$*" in
 *--nodelist=a,b,c*) {first} ;;
 *) echo 'echelon-doctor [0, "here", {{"host": "a"}}]'; echo 'echelon-doctor [0, "end", true]' ;;
@@ -287,10 +287,13 @@ def test_a_node_that_does_not_answer_is_named_and_the_others_are_looked_at(
 ) -> None:
     log = _with_srun(tmp_path, monkeypatch, first)
     told: list[str] = []
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
     lines, silent, ended = on_nodes(["a", "b", "c"], 2, ["--quick"], {"ECHELON_DEVICE": "cpu"}, 8.0, told.append)
     assert list(silent) == ["b"] and silent["b"].startswith(why) and ended == ""
     assert len(lines) == 2 and told == ["no answer from b; asking the others without it"]
     calls = log.read_text().splitlines()
+    assert calls[0].endswith(" rank=  device=cpu")
     assert len(calls) == 2 and "--nodelist=a,c --ntasks=4 --ntasks-per-node=2" in calls[1]
 
 

@@ -144,8 +144,11 @@ class _Step:
             f"--ntasks-per-node={per_node}", "--kill-on-bad-exit=0", "--wait=0", f"--immediate={_IMMEDIATE_S}", "--export=ALL",
             "--input=none", "--label", *_cores(per_node), sys.executable, "-P", "-m", _MODULE, *words,
         ]  # fmt: skip
-        # What asked for this process's own step would be asked for again.
-        own = re.compile(r"SLURM_(NTASKS|NPROCS|NNODES|STEP_.*|TASKS_PER_NODE|NTASKS_PER_NODE|CPU_BIND.*|EXACT|DISTRIBUTION)")
+        # What asked for this process's own step would be asked for again, and what tells a script's ranks who they are, told.
+        own = re.compile(
+            r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ECHELON_(STORE_PREFIX|ASKED)"
+            r"|SLURM_(NTASKS|NPROCS|NNODES|STEP_.*|TASKS_PER_NODE|NTASKS_PER_NODE|CPU_BIND.*|EXACT|DISTRIBUTION)"
+        )
         self._env = {name: value for name, value in {**os.environ, **env}.items() if not own.fullmatch(name)}
 
     def run(self, limit_s: float) -> str:
