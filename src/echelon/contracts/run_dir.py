@@ -14,6 +14,7 @@ runs/NAME/
   checkpoints/step-00000500/    committed states
   dumps/000/stack.rank0.txt     Python's stacks of a rank that still ran when its attempt failed or hung
   dumps/000/flight.rank0.json   its last collectives, as torch records them
+  profiles/000/                 what --profile and --memory-snapshot wrote, by attempt
   report.html
 """
 
@@ -38,6 +39,7 @@ from echelon.contracts.files import open_file, parse_object, private_folder, rea
 __all__ = [
     "FULL_DISK",
     "RUN_DIR_VARIABLE",
+    "TRACK_VARIABLE",
     "RunDir",
     "read_json",
     "write_json",
@@ -46,6 +48,7 @@ __all__ = [
 # What a run continues without: the disk or its quota is full, or the file as large as it may be.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RUN_DIR_VARIABLE = "ECHELON_RUN_DIR"
+TRACK_VARIABLE = "ECHELON_TRACK"  # trackers by name, with commas between them
 _ATTEMPT_VARIABLE = "ECHELON_ATTEMPT"
 
 # Names become folder names, job names and shell words: nothing that could be an option, a path or an escape.
@@ -259,6 +262,10 @@ class RunDir:
     @property
     def dumps(self) -> Path:
         return self.path / "dumps"
+
+    @property
+    def profiles(self) -> Path:
+        return self.path / "profiles"
 
     @property
     def attempt_path(self) -> Path:
