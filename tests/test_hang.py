@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +64,9 @@ class _Ranks:
 
     def ask_stack(self, rank: int) -> None: ...
 
+    def where(self, rank: int) -> str:
+        return f"train.py:{rank} in f"
+
 
 class _Scene:
     """A limit of ten minutes over two ranks, and a clock."""
@@ -71,7 +75,7 @@ class _Scene:
         self.ranks, self.now, self.cpu_s = _Ranks(), 0.0, 0.0
         self.progress, self.attempt = Progress(), Attempt(0, Path("runs/a/attempts/000"))
         self.attempt.pids = {0: os.getpid(), 1: os.getpid()}
-        self.limit = HangLimit(600.0, strict, self.progress, cast(Sight, self.ranks))
+        self.limit = HangLimit(600.0, strict, self.progress, cast(Sight, self.ranks), 60.0)
         monkeypatch.setattr(hang, "_used", lambda pid: (self.cpu_s, 0))
 
     def until_ended(self, most_s: float = 12000.0) -> float:
@@ -205,6 +209,31 @@ def test_ranks_that_all_wait_for_one_another_hang_in_code_of_their_own_too(scene
     assert scene.until_ended() == NEVER
     scene.ranks.stacks = {0: COLLECTIVE, 1: COLLECTIVE.replace("distributed", "autograd")}
     assert scene.until_ended() < 780  # a stack is asked for once nothing has moved for a while
+
+
+def test_in_a_loop_of_ones_own_it_is_said_for_whom_others_wait(scene: _Scene) -> None:
+    def lines_of(seconds: int) -> list[str]:
+        lines = []
+        for _ in range(seconds // 2):
+            assert scene.until_ended(2) == NEVER
+            lines += [line] if (line := scene.limit.quiet()) is not None else []
+        return lines
+
+    scene.ranks.stacks, scene.ranks.answers[1] = {0: OWN, 1: COLLECTIVE}, Answer(20, pending=True)
+    first, second = lines_of(200)
+    assert re.fullmatch(
+        r"no collective for 6\d s: rank 0 is behind, at train\.py:0 in f; rank 1 waits, at train\.py:1 in f", first
+    )
+    assert re.match(r"no collective for 1[23]\d s: rank 0 is behind", second)
+    scene.ranks.stacks[0] = lambda: f"{OWN} {scene.now}"  # it works, which its stack shows
+    assert lines_of(600) == []
+    scene.ranks.stacks = {0: OWN, 1: OWN}  # nobody waits
+    assert lines_of(600) == []
+    scene.ranks.stacks, scene.ranks.answers = (
+        {0: OWN, 1: COLLECTIVE},
+        {0: Answer(0), 1: Answer(1, pending=True)},
+    )  # it prepares the data
+    assert lines_of(300) == []
 
 
 def test_ranks_of_a_loop_of_their_own_that_call_collectives_go_on(scene: _Scene) -> None:
