@@ -22,7 +22,7 @@ from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import HOW_FAR
 from echelon.launcher.local.gather import Sight
 from echelon.launcher.local.progress import PATIENT, Progress
-from echelon.launcher.local.signs import behind, is_debugged, waits
+from echelon.launcher.local.signs import behind, is_debugged, user_frame, waits
 from echelon.launcher.local.watch import positions
 
 __all__ = ["HANG_VARIABLE", "HangLimit", "hang_timeout"]
@@ -160,7 +160,7 @@ class HangLimit:
         if not waiting or any(s.standing.phase is not Phase.NONE or s.stopped for s in at.seen.values()):
             return None
         self._said_s = idle_s
-        seen = {rank: replace(s, where=self.sight.pulses.where(rank)) for rank, s in at.seen.items()}
+        seen = {rank: replace(s, where=user_frame(self._ranks[rank].stack)) for rank, s in at.seen.items()}
         late = [rank for rank in seen if rank not in waiting] or waiting
         return f"no collective for {idle_s:.0f} s: {positions(seen, late)}"
 
