@@ -419,3 +419,31 @@ def test_after_a_hang_the_ranks_are_started_again_and_each_attempt_has_its_evide
     assert [path.name for path in (tmp_path / "runs" / "a" / "dumps").iterdir()] == ["000"]
     bad = echelon_command("run", "--hang-timeout", "soon", "train.py")
     assert bad.returncode == 2 and "a hang timeout must be 'none', or" in bad.stderr
+
+
+ALONE = """
+import sys, time, torch, echelon as ech
+
+class Unit(ech.TrainUnit):
+    def train_step(self, state, data):
+        if sys.argv[1] == "hangs" and self.train_progress.num_steps_completed == 6:
+            time.sleep(1000)
+
+if sys.argv[1] == "own":
+    time.sleep(2)
+ech.train(Unit(), [torch.ones(1)] * 20, max_epochs=1)
+print("done")
+"""
+
+
+@pytest.mark.full
+def test_a_single_rank_in_the_launchers_process_is_ended_if_a_person_gave_a_limit(tmp_path: Path, echelon_command: Any) -> None:
+    (tmp_path / "train.py").write_text(ALONE)
+    ended = echelon_command("run", "--ranks", "1", "--hang-timeout", "0.5s", "--name", "a", "train.py", "hangs")
+    assert ended.returncode == 124 and "rank 0 made no progress for" in ended.stderr, ended.stderr
+    run = tmp_path / "runs" / "a"
+    said = exit_record(run / "attempts" / "000" / "exit.json") or {}
+    assert said["hang"] and said["seen"]["0"]["where"] == "train.py:7 in train_step"
+    assert "in train_step" in (run / "dumps" / "000" / "stack.rank0.txt").read_text()
+    ended = echelon_command("run", "--ranks", "1", "--hang-timeout", "0.5s", "--name", "b", "train.py", "own")
+    assert ended.returncode == 0 and "done" in ended.stdout, ended.stderr
