@@ -19,7 +19,7 @@ from echelon.contracts.files import parse_object
 from echelon.contracts.run_dir import RunDir
 from echelon.observe import chart, report
 from echelon.observe.columns import Columns, number
-from echelon.observe.page.ranks import spent_of
+from echelon.observe.page.ranks import spent_of, times_of
 from echelon.observe.thinning import calm
 from tests import browser
 from tests.test_report import PAYLOADS, START, Page, evaluation, make_run, page_of, training
@@ -144,7 +144,7 @@ def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
     run = make_run(tmp_path, ends=[{"exit_code": 1}, {"exit_code": 0}])
     times(run, 0, 0, stretch(0, 60, forward=0.01))
     times(run, 1, 0, stretch(40, 100, forward=0.02))
-    (spent,), steps = spent_of(run)
+    (spent,), steps = spent_of(times_of(run))
     assert steps == (0, 100) and spent.steps == pytest.approx(100, abs=2)
     assert spent.cells[-1][1][1] / spent.cells[-1][0] == pytest.approx(0.02)
 
@@ -158,6 +158,19 @@ def test_a_thousand_ranks_are_shown_in_groups_by_their_slowest(tmp_path: Path) -
     assert len(found["ranks"]) <= 64 and len(report.render(run)) < 500_000
     assert [name for name, row in zip(found["ranks"], found["layers"]["forward"], strict=True) if row[0] == 500] == ["768 to 783"]
     assert "The 16 slowest of 1000 ranks." in page.text() and "777 500 ms 500 ms" in page.text()
+
+
+def test_goodput_and_the_slow_rank_are_told(tmp_path: Path) -> None:
+    run = make_run(tmp_path, [training(s, 1.0) for s in range(9)])
+    for rank in range(3):
+        data = 0.06 if rank == 1 else 0.001
+        parts = {"data": data, "forward": 0.01, "wait": 0.061 - data, "eval": 0.01}
+        records = [stretch(s, s + 20, **parts) | {"time": START + 10 + s * 0.08, "own_s": data + 0.01} for s in range(0, 200, 20)]
+        times(run, 0, rank, *records)
+    text = page_of(run).text()
+    assert "Rank 1 on node1 takes 6.4 x as long as the others: its data, train.py:41 in load." in text
+    # Of 90 s from start to end: 200 steps of 81 ms, of which 10 ms are evaluation and 60 ms its wait for data.
+    assert "Goodput 2% of the wall time" in text and "data 12.0s 13.3% waiting for batches" in text
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 from echelon.cli import traces
 from echelon.cli.run import (
     add_shared,
-    check_module,
-    check_script,
     checks_in_env,
     decided,
     describe,
     device_in_env,
     stem_of,
+    track_in_env,
 )
+from echelon.cli.script import check_module, check_script
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.files import private_folder
 from echelon.contracts.redact import redacted_words
@@ -146,6 +146,7 @@ def job_spec(arguments: argparse.Namespace, target: str) -> JobSpec:
         env={
             **(decided(arguments).to_env() if arguments.bitwise else {}),
             **device_in_env(arguments.device),
+            **track_in_env(arguments.track),
             **checks_in_env(arguments),
             **traces.in_env(arguments, ranks * arguments.nodes),
         },

@@ -39,6 +39,7 @@ from echelon.contracts.files import open_file, parse_object, private_folder, rea
 __all__ = [
     "FULL_DISK",
     "RUN_DIR_VARIABLE",
+    "TRACK_VARIABLE",
     "RunDir",
     "read_json",
     "write_json",
@@ -47,6 +48,7 @@ __all__ = [
 # What a run continues without: the disk or its quota is full, or the file as large as it may be.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RUN_DIR_VARIABLE = "ECHELON_RUN_DIR"
+TRACK_VARIABLE = "ECHELON_TRACK"  # trackers by name, with commas between them
 _ATTEMPT_VARIABLE = "ECHELON_ATTEMPT"
 
 # Names become folder names, job names and shell words: nothing that could be an option, a path or an escape.

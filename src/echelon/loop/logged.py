@@ -134,8 +134,7 @@ class Logged:
         if told is None:
             self._settled = _settle(totals, None, None)
             return
-        *signature, ranks = told
-        loggers, a, aa, b, bb = map(round, signature)
+        loggers, a, aa, b, bb, ranks = map(round, told)
         if not loggers:
             self._settled = {}
         elif loggers == ranks and ranks * aa == a * a and ranks * bb == b * b:

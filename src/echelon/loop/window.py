@@ -163,10 +163,11 @@ class _Reduction:
             0.0 if self._on_device else float(loss),
             float(wants_stop),
             *logged,
+            1.0,
         ]
         has_more = wants_stop or any(logged)
         self._host = torch.tensor([math.nan if has_more else self._mine[0], self._mine[1]], dtype=torch.float64)
-        self.told: list[float] = []
+        self.told: list[float] = []  # the sum of `logged`, and of ones
         self._works = [dist.all_reduce(self._host, group=group, async_op=True)]
         self._loss, self._weight, self._group = loss, weight, group
 
@@ -178,12 +179,11 @@ class _Reduction:
         for work in self._works:
             assert work is not None
             work.wait()
-        (weight, loss), stop, more = self._host.tolist(), 0.0, list[float]()
+        (weight, loss), stop, self.told = self._host.tolist(), 0.0, [*NOBODY, 1.0]
         if math.isnan(weight):
             full = torch.tensor(self._mine, dtype=torch.float64)
             dist.all_reduce(full, group=self._group)
-            weight, loss, stop, *more = full.tolist()
-        self.told = [*more, dist.get_world_size(self._group)] if more else [*NOBODY, 0]
+            weight, loss, stop, *self.told = full.tolist()
         if self._on_device:
             return (self._device[1] if self._weight_on_device else weight), self._device[0], stop > 0
         return weight, loss, stop > 0

@@ -18,6 +18,7 @@ from echelon.observe.page import history
 from echelon.observe.page.about import differences, run_table
 from echelon.observe.page.charts import charts
 from echelon.observe.page.figures import compared, figures
+from echelon.observe.page.productive import productive
 from echelon.observe.page.ranks import ranks
 from echelon.observe.page.script import SCRIPT
 from echelon.observe.page.shown import Shown, shown_of
@@ -78,11 +79,12 @@ def _one(shown: Shown) -> list[str]:
     return [
         f'<header><h1>{safe(facts.name, 200)}</h1><p><span class="status {status.kind}">{safe(status.text, 100)}</span> ',
         f"{safe(redacted(status.detail), 300)}{more}</p></header>",
-        figures(facts),
+        figures(shown),
         _notes(facts.notes),
         charts([shown]),
         history.failure(facts.attempts[-1]) if status.kind == "failed" else "",
         ranks(run),
+        productive(shown.goodput),
         history.timeline(facts),
         history.attempts(facts.attempts),
         history.checkpoints(run, facts),
@@ -104,6 +106,7 @@ def _several(runs: Sequence[Shown]) -> list[str]:
             f'<p><span class="status {status.kind}">{safe(status.text, 100)}</span> {safe(redacted(status.detail), 300)}</p>',
             _notes(facts.notes),
             ranks(each.run),
+            productive(each.goodput),
             history.timeline(facts),
             history.attempts(facts.attempts),
             "</section>",

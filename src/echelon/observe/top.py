@@ -11,17 +11,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from echelon.contracts.events import LineReader
 from echelon.contracts.files import read_end
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.terminal import columns, one_line
-from echelon.contracts.times import PARTS, TimeRecord, TimesReader
+from echelon.contracts.times import PARTS, TimeRecord
 from echelon.observe.columns import number
 from echelon.observe.facts import Attempt, get, word
-from echelon.observe.sinks.progress import ProgressModel
+from echelon.observe.recent import Recent
+from echelon.observe.sinks.model import ProgressModel
+from echelon.observe.stragglers import stragglers
 
 __all__ = ["Now", "Watch", "lines"]
 
@@ -29,7 +30,17 @@ _TAIL_BYTES = 1 << 16
 _SILENT_S = 60.0  # after which a run that has not ended is said to be silent
 _EVENTS = 3
 _LOG_LINES = 5
-_SLOW = 1.5  # times the median
+_SHOWN = (
+    "loss",
+    "eval_loss",
+    "lr",
+    "grad_norm",
+    "tokens_per_s",
+    "samples_per_s",
+    "mfu",
+    "memory_peak_bytes",
+    "host_memory_bytes",
+)
 _NOTED = {"train_start", "checkpoint_saved", "checkpoint_failed", "eval_end", "exception", "stopped", "train_end"}
 
 
@@ -43,7 +54,10 @@ class Now:
         ended: how earlier attempts ended, by number.
         progress: the line of progress, and how much of the run is done, from 0 to 1.
         since_s: since the run last wrote anything.
+        step, total_steps: completed, and of the whole run as far as it is known.
+        latest: numbers of the latest records of metrics.jsonl, by name.
         times: the latest record of each rank.
+        slow: a sentence on each rank that holds up the others.
         said: the latest events, a line each.
         output: the last lines of a rank's output, and whose they are.
     """
@@ -56,7 +70,11 @@ class Now:
     fraction: float | None
     since_s: float | None
     running_s: float | None
+    step: int
+    total_steps: int | None
+    latest: Mapping[str, float]
     times: Mapping[int, TimeRecord]
+    slow: Sequence[str]
     said: Sequence[str]
     output: tuple[int, Sequence[str]]
 
@@ -74,8 +92,8 @@ class Watch:
         self._model, self._metrics = ProgressModel(), _from_near_end(run.metrics)
         self._events: LineReader | None = None
         self._seen: list[dict[str, Any]] = []
-        self._times: TimesReader | None = None
-        self._latest: dict[int, TimeRecord] = {}
+        self._numbers: dict[str, float] = {}
+        self._times: Recent | None = None
         self._ended: dict[int, Attempt] = {}
 
     def look(self) -> Now:
@@ -87,9 +105,12 @@ class Watch:
         fresh = self._events.read() if self._events is not None else []
         self._seen = [*self._seen, *fresh][-10_000:]
         for said in sorted([*self._metrics.read(), *fresh], key=lambda each: number(each.get("time")) or 0.0):
-            self._model.event(said) if "event" in said else self._model.record(said)
-        if self._times is not None:
-            self._latest |= {rank: records[-1] for rank, records in self._times.read().items()}
+            if "event" in said:
+                self._model.event(said)
+            else:
+                self._model.record(said)
+                self._numbers |= {name: value for name in _SHOWN if (value := number(said.get(name))) is not None}
+        times = self._times.look() if self._times is not None else {}
         about = read_json(self._run.run_json)
         attempt = Attempt(self._attempt, read_json(there.exit_json), self._seen) if self._attempt >= 0 else None
         return Now(
@@ -101,7 +122,11 @@ class Watch:
             fraction=self._model.fraction,
             since_s=_since(there),
             running_s=_running(attempt),
-            times=dict(sorted(self._latest.items())),
+            step=self._model.step,
+            total_steps=self._model.total_steps,
+            latest=dict(self._numbers),
+            times={rank: records[-1] for rank, records in times.items()},
+            slow=[str(each) for each in stragglers(times)[:3]],
             said=[line for event in self._seen if (line := _event_line(event))][-_EVENTS:],
             output=self._output(there, attempt),
         )
@@ -113,8 +138,8 @@ class Watch:
                 self._ended[n] = Attempt(n, read_json(RunDir(self._run.path, n).exit_json), [])
         self._attempt = numbers[-1]
         there = RunDir(self._run.path, self._attempt)
-        self._events, self._times = LineReader(there.events(0)), TimesReader(there)
-        self._seen, self._latest = [], {}
+        self._events, self._times = LineReader(there.events(0)), Recent(there)
+        self._seen = []
 
     def _output(self, there: RunDir, attempt: Attempt | None) -> tuple[int, Sequence[str]]:
         failure = attempt.failure() if attempt is not None else None
@@ -196,8 +221,7 @@ def lines(now: Now, *, width: int = 100, height: int = 40, job: str = "") -> lis
     head += [f"attempt {each.number}: {_ended(each)}" for each in now.ended[-3:]]
     if now.attempt is not None and (explained := now.attempt.explained()):
         head += ["", *_wrapped(explained, width)]
-    if now.times:
-        head += [f"slowest: {slow}"] if (slow := _slowest(now.times)) else []
+    head += [f"slow: {each}" for each in now.slow]
     foot = ["", *now.said] if now.said else []
     rank, output = now.output
     if output:
@@ -268,19 +292,6 @@ def _table(times: Mapping[int, TimeRecord], room: int) -> list[str]:
 
 
 _PARTS = {name: name.removesuffix("_s") for name in PARTS} | {"wait_s": "waiting", "eval_s": "evaluation"}
-
-
-def _slowest(times: Mapping[int, TimeRecord]) -> str:
-    """The rank whose own part of a step takes longest, if it stands out."""
-    known = {rank: record.own_s for rank, record in times.items() if record.own_s > 0}
-    if len(known) < 2:
-        return ""
-    rank = max(known, key=known.__getitem__)
-    others = median(own for each, own in known.items() if each != rank)
-    if known[rank] < _SLOW * others:
-        return ""
-    where = f" at {times[rank].line}" if times[rank].line else ""
-    return f"rank {rank} takes {known[rank] / others:.1f} times as long as the others{where}"
 
 
 def _ms(seconds: float) -> str:

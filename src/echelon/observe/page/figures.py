@@ -24,16 +24,16 @@ def unit(key: str) -> str:
     return f"{key.removesuffix('_per_s')[:40]}/s"
 
 
-def figures(facts: Facts) -> str:
+def figures(shown: Shown) -> str:
     """The row of key numbers: name, number, and what it is the number of."""
-    items = (f'<div><dt>{n}</dt><dd>{safe(v, 40)}</dd><dd class="under">{safe(u, 60)}</dd></div>' for n, v, u in _cards(facts))
+    items = (f'<div><dt>{n}</dt><dd>{safe(v, 40)}</dd><dd class="under">{safe(u, 60)}</dd></div>' for n, v, u in _cards(shown))
     return f'<dl class="figures">{"".join(items)}</dl>'
 
 
 def compared(runs: Sequence[Shown]) -> str:
     """The same numbers of several runs, a row each."""
     rows = []
-    cards = [_cards(each.facts) for each in runs]
+    cards = [_cards(each) for each in runs]
     names = list(dict.fromkeys(name for of_run in cards for name, _, _ in of_run))
     for each, of_run in zip(runs, cards, strict=True):
         status, found = each.facts.status(), {name: (value, under) for name, value, under in of_run}
@@ -51,7 +51,8 @@ def compared(runs: Sequence[Shown]) -> str:
     return f'<div class="scroll" tabindex="0">{made}</div>'
 
 
-def _cards(facts: Facts) -> list[Card]:
+def _cards(shown: Shown) -> list[Card]:
+    facts = shown.facts
     updates = facts.points("update").finite()
     spans = [attempt.seconds() for attempt in facts.attempts]
     known = [seconds for seconds in spans if seconds is not None]
@@ -71,6 +72,7 @@ def _cards(facts: Facts) -> list[Card]:
     return [
         *cards,
         ("Wall time", duration(sum(known)) if known else NONE, partly),
+        *([("Goodput", f"{shown.goodput.share:.0%}", "of the wall time")] if shown.goodput is not None else []),
         ("Ranks", ranks or NONE, launcher or ""),
         ("Attempts", len(facts.attempts), f"{failed} failed" if failed else ""),
     ]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.times import PARTS, TimeRecord, read_times
 from echelon.observe.chart import script_json
 from echelon.observe.page.text import safe
+from echelon.observe.stragglers import stragglers
 
-__all__ = ["Spent", "ranks", "spent_of"]
+__all__ = ["Spent", "ranks", "spent_of", "times_of"]
 
 _CELLS = 4096  # of the map, at most
 _COLUMNS = 120
 _ROWS = 64  # of ranks; more are shown in groups, each by its slowest
 _BARS = 16
+_NAMED = 5  # ranks that held up the others at the end
 _NAMES = {
     "data_s": "data",
     "forward_s": "forward",
@@ -61,9 +63,16 @@ class Spent:
         return total / self.steps if self.steps else 0.0
 
 
-def spent_of(run: RunDir) -> tuple[list[Spent], tuple[int, int]]:
+Times = Sequence[Mapping[int, Sequence[TimeRecord]]]
+
+
+def times_of(run: RunDir) -> Times:
+    """The records of each attempt, by rank."""
+    return [read_times(RunDir(run.path, int(path.name))) for path in run.attempts()]
+
+
+def spent_of(found: Times) -> tuple[list[Spent], tuple[int, int]]:
     """The ranks' times over all attempts, and the steps that the columns go over; steps that were done again count once."""
-    found = [read_times(RunDir(run.path, int(path.name))) for path in run.attempts()]
     records = [record for of_attempt in found for of_rank in of_attempt.values() for record in of_rank]
     if not records:
         return [], (0, 0)
@@ -106,12 +115,14 @@ def _spread(spent: Spent, record: TimeRecord, low: int, high: int) -> None:
 
 def ranks(run: RunDir) -> str:
     """The section; empty for a run that left no times."""
-    spent, (low, high) = spent_of(run)
+    times = times_of(run)
+    spent, (low, high) = spent_of(times)
     if not spent:
         return ""
+    slow = "".join(f"<p>{safe(str(each)[:1].upper() + str(each)[1:], 400)}.</p>" for each in stragglers(times[-1])[:_NAMED])
     keys = "".join(f'<span class="key p{n}">{_NAMES[part]}</span>' for n, part in enumerate(PARTS))
     return (
-        f'<section class="ranks"><h2>Where the time goes</h2><span class="legend">{keys}</span>{_bars(spent)}'
+        f'<section class="ranks"><h2>Where the time goes</h2><span class="legend">{keys}</span>{slow}{_bars(spent)}'
         f"{_map(spent, low, high)}</section>"
     )
 

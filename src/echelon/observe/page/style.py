@@ -144,6 +144,10 @@ _RANKS = """
 .p0 { --p: var(--p0); } .p1 { --p: var(--p1); } .p2 { --p: var(--p2); } .p3 { --p: var(--p3); } .p4 { --p: var(--p4); }
 .p5 { --p: var(--p5); } .p6 { --p: var(--p6); } .p7 { --p: var(--p7); }
 .bar rect { fill: var(--p); }
+.g { --p: var(--good); } .h { --p: var(--bad); }
+.goodput td:last-child { min-width: 0; }
+.goodput .bar { height: 1.6rem; margin-bottom: .75rem; }
+.goodput th { color: var(--ink); }
 .ranks .key::before, .goodput .key::before { width: .7em; height: .7em; border: 0; background: var(--p); vertical-align: -.05em; }
 .heat { margin-top: 1.5rem; font-size: .875rem; }
 .heat .scale { display: inline-flex; gap: .5em; align-items: center; margin-left: 1rem; color: var(--soft);
