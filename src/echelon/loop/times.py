@@ -212,7 +212,7 @@ def record_of(groups: Sequence[Group], seen: Seen, *, alone: bool) -> dict[str, 
             each = _Spent.between(before, after)
             own.append(each.own(waits) / (after.step - before.step))
     return {
-        "steps": (first.step, last.step),
+        "steps": (min(first.step, last.step), last.step),  # a rollback goes back to older ones
         "wall_s": last.at - first.at,
         **fields,
         "checkpoint_s": spent.wall[Part.CHECKPOINT],
