@@ -146,6 +146,10 @@ class Case:
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
+        if self.strategy.startswith("ep="):
+            from moe import Model
+
+            return Model(self.width, self.depth, 8, self.context)
         return GPT(self.width, self.depth, heads=self.heads or max(1, self.width // 64), context=self.context)
 
 
@@ -217,6 +221,10 @@ def compare(case: Case) -> dict[str, Any]:
         from _pipeline_by_hand import PipelineByHand
 
         hand = PipelineByHand(case.model(), case.accumulation, clip)
+    elif case.strategy.startswith("ep="):
+        from _experts_by_hand import ExpertsByHand
+
+        hand = ExpertsByHand(case.model(), clip)
     else:
         hand = ByHand(case.hand or case.strategy, case.model(), case.accumulation, clip)
     unit = Unit(
@@ -244,8 +252,16 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
         return float(torch.stack([(_whole(a) - _whole(b)).abs().max() for a, b in pairs]).max())
     mine, theirs = dict(one.named_parameters()), dict(other.named_parameters())
     names = {name.removeprefix("module.").replace("_orig_mod.", ""): name for name in theirs}
-    differences = [(_whole(mine[n]) - _whole(theirs[names[n.removeprefix("module.")]])).abs().max() for n in sorted(mine)]
+    differences = [_difference(mine[n], theirs[names[n.removeprefix("module.")]]) for n in sorted(mine)]
     return float(torch.stack(differences).max())
+
+
+def _difference(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """The first may be this rank's part of the second, of its first dimension."""
+    mine, theirs = _whole(mine), _whole(theirs)
+    if mine.shape != theirs.shape:
+        theirs = theirs.chunk(dist.get_world_size())[dist.get_rank()]
+    return (mine - theirs).abs().max()
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

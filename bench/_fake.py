@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # The meta kernels of collectives, which fake tensors need, come with this module. torch 2.13 has no public way to any of these.
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -50,6 +50,8 @@ def fake_world(size: int, rank: int = 0, per_node: int = 8) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+        # It knows meshes of this world, which look like those of the next. Older versions of torch have no way to say it.
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
 
 
 @contextlib.contextmanager

@@ -11,9 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _by_hand import GPT, ByHand, make_optimizer
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import echelon as ech
+from echelon.parallel.pipeline.schedules import SCHEDULES
 
 
 class Front(nn.Module):
@@ -149,3 +151,33 @@ def slept(schedule: str, per_rank: int, micro_batches: int, sleep_s: float, step
     unit.prepared.follow_step(lambda: ends.append(time.perf_counter()))
     ech.train(unit, [torch.ones(1, 1)] * (micro_batches * (steps + 2)), max_epochs=1)
     return [after - before for before, after in itertools.pairwise(ends[1:])]
+
+
+def slept_by_hand(schedule: str, per_rank: int, micro_batches: int, sleep_s: float, steps: int) -> list[float]:
+    """The same with torch's schedule alone, over stages that are one sleeping block each."""
+    torch.set_num_threads(1)
+    ech.init_from_env()
+    rank, ranks, kind = dist.get_rank(), dist.get_world_size(), SCHEDULES[schedule]
+    count, own = ranks * per_rank, [rank, rank + ranks] if not kind.folded else [rank, 2 * ranks - 1 - rank]
+    stages = [
+        PipelineStage(
+            SleepingBlock(sleep_s / per_rank),
+            stage,
+            count,
+            torch.device("cpu"),
+            input_args=torch.empty(1, 1, device="meta", requires_grad=stage > 0),
+            output_args=torch.empty(1, 1, device="meta", requires_grad=True),
+        )
+        for stage in own[:per_rank]
+    ]
+    make = getattr(pipelining, kind.torch)
+    made = make(stages[0] if schedule in ("gpipe", "1f1b") else stages, micro_batches, loss_fn=lambda x, _: x.mean())
+    x, seconds = torch.ones(micro_batches, 1), []
+    for _ in range(steps + 2):
+        dist.barrier()
+        began = time.perf_counter()
+        given = {"target": x} if any(stage.is_last for stage in stages) else {}
+        made.step(*([x] if any(stage.is_first for stage in stages) else []), **given, return_outputs=False)
+        dist.barrier()
+        seconds.append(time.perf_counter() - began)
+    return seconds[2:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -11,12 +12,24 @@ from bench.gpu.llama import Size
 
 from echelon.world.mesh import ParallelDims
 
-__all__ = ["CHOSEN", "EXPERTS", "Theory", "theory"]
+__all__ = ["Mixture", "Theory", "narrow", "theory", "theory_of_stage"]
 
-# With expert parallelism: in each block, and for each token. An expert is so narrow that as much is multiplied as without.
-EXPERTS, CHOSEN = 16, 8
 BF16, FP32 = 2, 4
 Shapes = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Experts in each block, of which a token goes to so many; `hidden` of one expert."""
+
+    experts: int
+    chosen: int
+    hidden: int
+
+
+def narrow(size: Size) -> Mixture:
+    """16 experts of which a token goes to 8: so narrow that as much is multiplied as without."""
+    return Mixture(16, 8, size.hidden // 8)
 
 
 @dataclass(frozen=True)
@@ -33,15 +46,19 @@ class Theory:
     flops: int
 
 
-def theory(size: Size, dims: ParallelDims) -> Theory:
+def theory(size: Size, dims: ParallelDims, mixture: Mixture | None = None) -> Theory:
     """In words: `fully_shard` gathers each block twice in bfloat16, for the forward and the backward pass, and the head once;
     once in float32 the norms and the embedding, whose products are not in bfloat16. All gradients are reduced in float32. A
     parameter is split along its first dimension into equal parts, the last of which may be padding.
+
+    Args:
+        mixture: of each block, with expert parallelism.
     """
+    mixture = mixture or narrow(size)
     messages: Counter[tuple[str, str]] = Counter()
     shards, wide = dims.dp_shard * dims.cp, size.width
     data = "dp_shard" if dims.cp == 1 else "dp_shard_cp"
-    block = _block(size, dims)
+    block = _block(size, dims, mixture)
     blocks, ends = size.depth * _padded(block, shards), _padded([(size.vocabulary, wide)], shards)
     norms = (2 * size.depth + 1) * _padded([(wide,)], shards)
     sharded = blocks + norms + 2 * ends
@@ -52,24 +69,54 @@ def theory(size: Size, dims: ParallelDims) -> Theory:
     mine, count = sharded // shards, (len(block) + 2) * size.depth + 3
     if dims.ep > 1:
         over = shards // dims.ep
-        experts = size.depth * 3 * (EXPERTS // dims.ep) * (size.hidden // CHOSEN) * wide
+        experts = size.depth * 3 * (mixture.experts // dims.ep) * mixture.hidden * wide
         messages["all-gather", "dp_shard_ep"], messages["reduce-scatter", "dp_shard_ep"] = 2 * BF16 * experts, FP32 * experts
         mine, count = mine + experts // over, count + 3 * size.depth
-    messages += _activations(size, dims)
-    return Theory(dict(messages), 3 * FP32 * mine + FP32 * count, _flops(size, dims))
+    messages += _activations(size, dims, mixture)
+    return Theory(dict(messages), 3 * FP32 * mine + FP32 * count, _flops(size, dims, mixture))
 
 
-def _block(size: Size, dims: ParallelDims) -> Shapes:
+def theory_of_stage(size: Size, dims: ParallelDims, units: Sequence[str], micro_batches: int) -> Theory:
+    """Of the rank of a stage, with one sequence in a micro-batch. In words: everything happens for each micro-batch, gathers and
+    reduction, too. The residual stream, which is float32, comes from the stage before and goes to the one after, and its gradient
+    the other way. On the first backward pass of a window `fully_shard` gathers one block more, if passes of several micro-batches
+    are under way: it takes the latest one's layers for the next, where there is a next.
+
+    Args:
+        units: the names of what is in the stage.
+    """
+    blocks = sum(name.startswith("blocks.") for name in units)
+    first, last = "tokens" in units, "head" in units
+    part = dataclasses.replace(size, depth=blocks)
+    block, table = _block(part, dims, narrow(part)), _padded([(size.vocabulary, size.width)], dims.dp_shard)
+    matrices = _padded(block, dims.dp_shard)
+    norms = (2 * blocks + last) * _padded([(size.width,)], dims.dp_shard)
+    sharded = blocks * matrices + norms + (first + last) * table
+    gathered = 2 * BF16 * blocks * matrices + FP32 * norms + FP32 * first * table + BF16 * last * table
+    messages: Counter[tuple[str, str]] = Counter()
+    messages["all-gather", "dp_shard"] = micro_batches * gathered + (BF16 * matrices if not last and blocks + first > 1 else 0)
+    messages["reduce-scatter", "dp_shard"] = micro_batches * FP32 * sharded
+    for key, message in _activations(part, dims, narrow(part)).items():
+        messages[key] = micro_batches * message
+    passed = micro_batches * size.context * size.width * FP32
+    messages["send", "pp"] = messages["receive", "pp"] = passed * (2 - first - last)
+    messages["broadcast", "pp"] = 8 * micro_batches  # losses
+    count = (len(block) + 2) * blocks + first + 2 * last
+    flops = _flops(part, dims, narrow(part)) - (0 if last else 6 * size.vocabulary * size.width * size.context)
+    return Theory(dict(messages), 3 * FP32 * (sharded // dims.dp_shard) + FP32 * count, micro_batches * flops)
+
+
+def _block(size: Size, dims: ParallelDims, mixture: Mixture) -> Shapes:
     """The matrices of a block that `fully_shard` splits, as tensor parallelism has left them; without experts."""
     wide, kv = size.width, size.kv_heads * (size.width // size.heads)
     if dims.ep > 1:
-        return [(wide, wide), (kv, wide), (kv, wide), (wide, wide), (EXPERTS, wide)]
+        return [(wide, wide), (kv, wide), (kv, wide), (wide, wide), (mixture.experts, wide)]
     by_outputs = [(wide, wide), (kv, wide), (kv, wide), (size.hidden, wide), (size.hidden, wide)]
     by_inputs = [(wide, wide), (wide, size.hidden)]
     return [*((rows // dims.tp, n) for rows, n in by_outputs), *((rows, n // dims.tp) for rows, n in by_inputs)]
 
 
-def _activations(size: Size, dims: ParallelDims) -> Counter[tuple[str, str]]:
+def _activations(size: Size, dims: ParallelDims, mixture: Mixture) -> Counter[tuple[str, str]]:
     """Tensor parallelism adds up the outputs of two layers of each block, once more those of the attention's when it is computed
     again, and in the backward pass, in float32, the gradients of two inputs: of q, k, v, and of gate and up.
 
@@ -86,11 +133,13 @@ def _activations(size: Size, dims: ParallelDims) -> Counter[tuple[str, str]]:
         keys_and_values = size.depth * 2 * size.context * kv // dims.tp * BF16
         messages["all-gather", "cp"], messages["reduce-scatter", "cp"] = 2 * keys_and_values, keys_and_values
     if dims.ep > 1:
-        messages["all-to-all", "ep"] = size.depth * (3 * (FP32 + BF16) * CHOSEN * tokens * size.width + 2 * 8 * EXPERTS)
+        messages["all-to-all", "ep"] = size.depth * (
+            3 * (FP32 + BF16) * mixture.chosen * tokens * size.width + 2 * 8 * mixture.experts
+        )
     return messages
 
 
-def _flops(size: Size, dims: ParallelDims) -> int:
+def _flops(size: Size, dims: ParallelDims, mixture: Mixture) -> int:
     """Products: forward, again, and twice as much backward; not again the last product of a plain block, whose output nobody
     needs then, and not the head, which no parallelism divides. Attention: 2 products, again 2, and 5 backward, over the whole
     square of a causal mask; of a sequence in parts, over an early and a late part and what is before them.
@@ -100,7 +149,8 @@ def _flops(size: Size, dims: ParallelDims) -> int:
     multiplied = size.multiplied - head
     again = multiplied - size.depth * size.hidden * size.width
     if dims.ep > 1:
-        multiplied += size.depth * EXPERTS * size.width  # the router
+        dense, experts = 3 * size.width * size.hidden, 3 * size.width * mixture.hidden * mixture.chosen
+        multiplied += size.depth * (experts - dense + mixture.experts * size.width)  # with the router
         again = multiplied
     products = (6 * multiplied + 2 * again) * tokens // dims.tp + 6 * head * tokens
     part = tokens // 2

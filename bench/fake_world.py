@@ -5,10 +5,10 @@ torch's fake process group. Counted are the collectives by kind and axis of the 
 each its part), the bytes of its tensors, and its floating-point operations. What theory says (`theory`) must be equal, but for
 the peak, which depends on the order of operations.
 
-    python bench/fake_world.py [--shapes 70B 405B] [--ranks 256 4096] [--only fsdp tp ...] [--json]
+    python bench/fake_world.py [--shapes 70B 405B 8x22B "128 experts"] [--ranks 256 4096] [--only fsdp ...] [--json]
 
-One sequence of 8,192 tokens a rank; blocks are computed again in the backward pass; matrix products in bfloat16, gradients
-reduced in float32, AdamW. Nothing is learned about time.
+One sequence of 8,192 tokens a rank, in a pipeline (1F1B) twice as many as stages; blocks are computed again in the backward pass;
+matrix products in bfloat16, gradients reduced in float32, AdamW. Nothing is learned about time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench._fake import Step, Traced, even_loads, fake_tensors, fake_world
-from bench._theory import CHOSEN, EXPERTS, Theory, theory
+from bench._fake_stage import trace_stage
+from bench._theory import Mixture, Theory, narrow, theory, theory_of_stage
 from bench._timing import emit, machine, options, versions
 from bench.gpu.llama import Block, Llama, Size
 
@@ -45,25 +46,37 @@ SHAPES = {
     "70B": Size(width=8192, depth=80, heads=64, kv_heads=8, hidden=28_672, vocabulary=128_256, context=8192),
     "405B": Size(width=16_384, depth=126, heads=128, kv_heads=8, hidden=53_248, vocabulary=128_256, context=8192),
 }
+# Mixtral 8x22B, and of the size of Qwen3-235B-A22B, with heads of another width.
+MIXTURES = {
+    "8x22B": (
+        Size(width=6144, depth=56, heads=48, kv_heads=8, hidden=16_384, vocabulary=32_768, context=8192),
+        Mixture(experts=8, chosen=2, hidden=16_384),
+    ),
+    "128 experts": (
+        Size(width=4096, depth=94, heads=64, kv_heads=4, hidden=12_288, vocabulary=151_936, context=8192),
+        Mixture(experts=128, chosen=8, hidden=1536),
+    ),
+}
 COMPOSITIONS: dict[str, Callable[[int], ech.Parallel]] = {
     "fsdp": lambda ranks: ech.Parallel(dp_shard=-1),
     "hsdp": lambda ranks: ech.Parallel(dp_replicate=-1, dp_shard=min(128, ranks // 2)),
     "tp x fsdp": lambda ranks: ech.Parallel(dp_shard=-1, tp=min(8, ranks // 2)),
     "cp x fsdp": lambda ranks: ech.Parallel(dp_shard=-1, cp=min(8, ranks // 2), check_context=False),
     "tp x cp x fsdp": lambda ranks: ech.Parallel(dp_shard=-1, tp=min(8, ranks // 4), cp=2, check_context=False),
-    "ep x fsdp": lambda ranks: ech.Parallel(dp_shard=-1, ep=min(8, ranks // 2)),
     "tp x hsdp": lambda ranks: ech.Parallel(dp_replicate=2, tp=min(8, ranks // 4)),
 }
+STAGES = "pp x tp x fsdp"
 CPU = torch.device("cpu")
 
 
 class MixtureBlock(Block):
     """With experts in the place of the products after attention."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, mixture: Mixture) -> None:
         super().__init__(size)
         del self.gate, self.up, self.down
-        self.experts = ech.MoE(size.width, GroupedExperts(size.width, size.hidden // CHOSEN, EXPERTS), top_k=CHOSEN, balance=None)
+        experts = GroupedExperts(size.width, mixture.hidden, mixture.experts)
+        self.experts = ech.MoE(size.width, experts, top_k=mixture.chosen, balance=None)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm_1(x), cos, sin)
@@ -74,13 +87,13 @@ class Model(Llama):
     """With the positions that a rank's tokens have in the whole sequence.
 
     Args:
-        experts: EXPERTS in each block, of which a token goes to CHOSEN, with as many products as the plain model has.
+        mixture: of experts in each block, if there are any.
     """
 
-    def __init__(self, size: Size, *, experts: bool = False) -> None:
+    def __init__(self, size: Size, *, mixture: Mixture | None = None) -> None:
         super().__init__(size)
-        if experts:
-            self.blocks = nn.ModuleList(MixtureBlock(size) for _ in range(size.depth))
+        if mixture is not None:
+            self.blocks = nn.ModuleList(MixtureBlock(size, mixture) for _ in range(size.depth))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         at = ech.positions(tokens)
@@ -91,11 +104,16 @@ class Model(Llama):
         return F.cross_entropy(logits.float(), targets.flatten())
 
 
-def trace(size: Size, ranks: int, strategy: ech.Parallel) -> Traced:
-    """One update on rank 0, after one that sets up."""
+def trace(size: Size, ranks: int, strategy: ech.Parallel, mixture: Mixture | None = None) -> Traced:
+    """One update on rank 0, after one that sets up.
+
+    Args:
+        mixture: of experts, with expert parallelism; by default a narrow one.
+    """
+    mixture = mixture or narrow(size)
     with fake_world(ranks):
         with fake_tensors() as mode:
-            model = Model(size, experts=strategy.ep > 1)
+            model = Model(size, mixture=mixture if strategy.ep > 1 else None)
         recipe = Recipe(ActivationCheckpointParams(), None, ech.Precision.of("bf16"))
         prepared = parallelize(model, strategy, CPU, recipe)
         step = Step(_axes(strategy.dims(ranks)))
@@ -105,7 +123,7 @@ def trace(size: Size, ranks: int, strategy: ech.Parallel) -> Traced:
             optimizer = torch.optim.AdamW(prepared.module.parameters())
 
         def update(tracing: Any) -> None:
-            with even_loads(size.context * CHOSEN), prepared.accumulate(True), fake_tensors(mode), tracing:
+            with even_loads(size.context * mixture.chosen), prepared.accumulate(True), fake_tensors(mode), tracing:
                 prepared.module(*batch).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -155,22 +173,48 @@ def _cells(row: dict[str, Any]) -> list[list[str]]:
     return lines
 
 
+def _stages(size: Size, ranks: int) -> Iterator[tuple[str, ParallelDims, Traced, Theory]]:
+    """The first stage of a pipeline, which has most micro-batches under way, and the last one, which has the head."""
+    pp = min(8 if ranks < 1024 else 16, size.depth)
+    strategy, micro_batches = ech.Parallel(dp_shard=-1, tp=min(8, ranks // pp), pp=pp), 2 * pp
+    dims = strategy.dims(ranks)
+    for stage in (0, pp - 1):
+        found, units = trace_stage(Model, size, ranks, strategy, stage, micro_batches, _axes)
+        about = f"stage {stage + 1} of {pp}, {micro_batches} sequences"
+        yield about, dims, found, theory_of_stage(size, dims, units, micro_batches)
+
+
+def _traced(shape: str, ranks: int, name: str) -> Iterator[tuple[str, ParallelDims, Traced, Theory]]:
+    if shape in MIXTURES:
+        size, mixture = MIXTURES[shape]
+        strategy = ech.Parallel(dp_shard=-1, ep=min(mixture.experts, 8))
+        found, dims = trace(size, ranks, strategy, mixture), strategy.dims(ranks)
+        yield "", dims, found, theory(size, dims, mixture)
+    elif name == STAGES:
+        yield from _stages(SHAPES[shape], ranks)
+    else:
+        strategy = COMPOSITIONS[name](ranks)
+        found, dims = trace(SHAPES[shape], ranks, strategy), strategy.dims(ranks)
+        yield "", dims, found, theory(SHAPES[shape], dims)
+
+
 def main() -> None:
     parser = options(__doc__, rounds=1)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, *MIXTURES], default=list(SHAPES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[256, 4096])
-    parser.add_argument("--only", nargs="+", choices=list(COMPOSITIONS), default=list(COMPOSITIONS))
+    parser.add_argument("--only", nargs="+", choices=[*COMPOSITIONS, STAGES], default=[*COMPOSITIONS, STAGES])
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     rows = []
     for shape in arguments.shapes:
         for ranks in arguments.ranks:
-            for name in arguments.only:
-                strategy, start = COMPOSITIONS[name](ranks), time.process_time()
-                found = trace(SHAPES[shape], ranks, strategy)
-                seconds, dims = time.process_time() - start, strategy.dims(ranks)
-                rows.append(_row(f"{shape} {name}", ranks, dims, found, theory(SHAPES[shape], dims), seconds))
+            for name in arguments.only if shape in SHAPES else ["ep x fsdp"]:
+                start = time.process_time()
+                for about, dims, found, said in _traced(shape, ranks, name):
+                    label = ", ".join(part for part in (f"{shape} {name}", about) if part)
+                    rows.append(_row(label, ranks, dims, found, said, time.process_time() - start))
+                    start = time.process_time()
     header = ["", "mesh, collective", "held, GB", "peak, GB", "TFLOP", "calls", "sent, GB", "as in theory", "CPU s"]
     facts = {"machine": machine(), "versions": versions("torch"), "rows": rows}
     emit(arguments, "One update of one rank", header, [line for row in rows for line in _cells(row)], facts=facts)

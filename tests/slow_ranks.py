@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from echelon.contracts.times import TimeRecord, read_times
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
-WIDTH, ROWS, SLOW_S = 64, 16, 0.03
+WIDTH, ROWS, SLOW_S = 64, 16, 0.05
 
 
 class Fault:
@@ -34,20 +36,25 @@ class Fault:
             self._collect()
             return
         end = time.perf_counter() + SLOW_S
-        if self._kind in ("spin", "disk"):
+        if self._kind == "spin":
             while time.perf_counter() < end:
-                if self._kind == "disk":
-                    self._sync()
+                pass
+        elif self._kind == "disk":
+            self._wait_for_file()
         else:
             time.sleep(SLOW_S)
 
-    def _sync(self) -> None:
-        with open(self._file, "wb", buffering=0) as file:
-            file.write(bytes(1 << 16))
-            os.fsync(file.fileno())
+    def _wait_for_file(self) -> None:
+        """The kernel holds up a call about a file, as where a file system takes its time, whatever this machine's disk is."""
+        with open(self._file, "wb") as theirs, open(self._file, "wb") as ours:
+            fcntl.flock(theirs, fcntl.LOCK_EX)
+            release = threading.Timer(SLOW_S, fcntl.flock, (theirs, fcntl.LOCK_UN))
+            release.start()
+            fcntl.flock(ours, fcntl.LOCK_EX)
+            release.join()
 
     def _collect(self) -> None:
-        while len(self._garbage) < 200_000:
+        while len(self._garbage) < 400_000:
             self._garbage.append([self._garbage])
         gc.collect()
 

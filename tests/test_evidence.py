@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -19,8 +20,11 @@ import torch.distributed as dist
 
 import echelon as ech
 from echelon.contracts.errors import RankFailedError
+from echelon.contracts.run_dir import RunDir
 from echelon.launcher.functions.run import launch
-from echelon.launcher.local import flight
+from echelon.launcher.job import JobSpec
+from echelon.launcher.local import flight, nccl_dump
+from echelon.launcher.local import run as local
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import FLIGHT, HOW_FAR, Answer, Companions
 from echelon.launcher.local.memory import OomCount
@@ -231,3 +235,61 @@ if (GROUPS := _memory_groups()) is not None:
         assert "killed by SIGKILL: no memory was left (OOM killer); this rank had" in ended.stderr, ended.stderr
         said = exit_record(tmp_path / "runs" / "greedy" / "attempts" / "000" / "exit.json") or {}
         assert said["first_failure"]["oom"] is True and said["first_failure"]["rank"] == 1
+
+
+def _pickled() -> bytes:
+    """What torch's watchdog writes, of this rank's own calls on gloo, whose recorder has the same form."""
+    dist.all_reduce(torch.ones(4))
+    dist.all_reduce(torch.ones(2, 3, dtype=torch.float64))
+    c10d: Any = torch._C._distributed_c10d
+    return bytes(c10d._dump_fr_trace(includeCollectives=True, includeStackTraces=True, onlyActive=False))
+
+
+def test_what_nccls_watchdog_leaves_becomes_a_flight_record(ranks: Any, tmp_path: Path) -> None:
+    """Its files end in the rank's number. No GPU is here, so this is all that was run of it."""
+    for rank, content in enumerate(ranks(2, _pickled)):
+        (tmp_path / f"nccl.rank{rank}").write_bytes(content)
+    (tmp_path / "flight.rank1.json").write_text("{}")  # that rank could still answer
+    nccl_dump.translate(tmp_path)
+    record = flight_record(tmp_path / "flight.rank0.json")
+    assert record is not None and (tmp_path / "flight.rank1.json").read_text() == "{}"
+    assert [(e["input_sizes"], e["input_dtypes"]) for e in record["entries"][-2:]] == [([[4]], ["Float"]), ([[2, 3]], ["Double"])]
+    assert flight.last_calls(record)["0"].startswith("all_reduce #")
+
+
+class _Touches:
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self._path),)
+
+
+def test_a_pickle_of_anything_else_is_no_record_and_runs_nothing(tmp_path: Path) -> None:
+    path, touched = tmp_path / "nccl.rank0", tmp_path / "touched"
+    loop: list[Any] = []
+    loop.append(loop)
+    wide = {"process_group": ("0",), "profiling_name": "x" * 10**6, "input_sizes": [[1]] * 10**5}
+    nonsense: list[Any] = [_Touches(touched), {"entries": [_Touches(touched)]}, {"entries": loop}, {"entries": [wide]}, []]
+    for said in nonsense:
+        path.write_bytes(pickle.dumps(said))
+        assert nccl_dump.read_dump(path) is None, said
+    many = b"\x80\x02}r\xff\xff\xff\x7f."  # would number an object so high that the list of them fills the memory
+    for content in (b"", b"cos\nsystem\n(S'true'\ntR.", b"\x80\x04" + b"(" * 100000, b"\x80\x04\x95" + b"\xff" * 8, many):
+        path.write_bytes(content)
+        assert nccl_dump.read_dump(path) is None
+    path.unlink()
+    path.symlink_to(tmp_path)
+    nccl_dump.translate(tmp_path)
+    assert not touched.exists() and not (tmp_path / "flight.rank0.json").exists()
+
+
+def test_where_there_are_gpus_torch_is_pointed_at_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "visible_devices", lambda env: ["0"])
+    here, job = RunDir(tmp_path).at_attempt(3), JobSpec("train.py")
+    env = local.rank_environment(job, here, {}, 1, restart=False)
+    assert (
+        env["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "dumps" / "003" / "nccl.rank") and (tmp_path / "dumps" / "003").is_dir()
+    )
+    mine = local.rank_environment(job, here, {"TORCH_FR_DUMP_TEMP_FILE": "/data/mine"}, 1, restart=False)
+    assert mine["TORCH_FR_DUMP_TEMP_FILE"] == "/data/mine" and mine["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"

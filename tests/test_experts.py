@@ -7,9 +7,11 @@ import copy
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
@@ -375,6 +377,32 @@ def test_loads_count_each_sample_once_on_any_number_of_ranks(ranks: Ranks) -> No
         for a, b in zip(got, want, strict=True):
             _same(a, b)
         assert rest == [1, pytest.approx(entropy, rel=1e-12)]
+
+
+def _biases(strategy: str) -> tuple[int, torch.Tensor]:
+    """Broadcasts of five updates, and what they made of the first layer's biases."""
+    torch.manual_seed(0)
+    model = Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS, bias_update_rate=0.5)).double()
+    unit = Regression(module=model, strategy=strategy)
+    rank, sent = dist.get_rank(), 0
+    real = dist.broadcast
+
+    def broadcast(*args: Any, **options: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        return real(*args, **options)
+
+    with mock.patch("torch.distributed.broadcast", broadcast):
+        ech.train(unit, [batch(6, seed=10 * step + rank) for step in range(5)], max_epochs=1)
+    bias = unit.module.blocks[0][1].router.expert_bias
+    return sent, bias.clone()
+
+
+@pytest.mark.parametrize("strategy", ["ep=2", "fsdp"])
+def test_biases_are_equal_on_all_ranks_without_being_sent(ranks: Ranks, strategy: str) -> None:
+    """They follow from sums over all ranks: a broadcast before each forward pass would be in vain."""
+    (sent, one), (_, other) = ranks(2, _biases, strategy)
+    assert sent == 0 and one.abs().sum() > 0 and torch.equal(one, other)
 
 
 def test_what_a_mask_leaves_out_is_computed_and_not_counted() -> None:

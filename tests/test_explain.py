@@ -246,6 +246,15 @@ def test_the_kinds_of_a_rank_s_own_end(left: Left, failure: dict[str, Any], caus
         ("the loss was not finite in 10 updates in a row, the first of them at step 5 (rank 1: nan). Look", (1,)),
         ("the loss was not finite in 10 updates in a row, the first of them at step 5 (of no rank by itself, but)", (0, 1, 2)),
         ("ranks disagree about the world: rank 0: 4, rank 1: 4, rank 2: 5. Start", (2,)),
+        (
+            "ranks must run the same program, got\n  torch: rank 2 (h): 2.12; the others: 2.13\n  --lr: rank 1: 1; the others: 2",
+            (1, 2),
+        ),
+        ("the world size must be the same on all ranks, got rank 2: 4; ranks 0-1: 3. Start", (2,)),
+        (
+            "ranks disagree about the end of the train epoch: rank 0: has batch 9, rank 1: has batch 9, rank 2: ended after 8",
+            (2,),
+        ),
         ("rank 1, 2 of 3 did not come within 30 s. Does every rank run?", (1, 2)),
     ],
 )

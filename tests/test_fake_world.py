@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from bench._theory import EXPERTS, theory
-from bench.fake_world import trace
+from bench._fake_stage import trace_stage
+from bench._theory import Mixture, narrow, theory, theory_of_stage
+from bench.fake_world import Model, _axes, trace
 from bench.gpu.llama import Size
 
 import echelon as ech
@@ -33,5 +34,21 @@ def test_a_step_sends_holds_and_computes_what_theory_says(ranks: int, strategy: 
     assert dict(found.message) == said.messages
     assert (found.held_before, found.flops) == (said.held, said.flops)
     # Nothing of the step is left, but what experts count.
-    assert found.held - found.held_before == (TINY.depth * 8 * (EXPERTS + 2) if strategy.ep > 1 else 0)
+    assert found.held - found.held_before == (TINY.depth * 8 * (narrow(TINY).experts + 2) if strategy.ep > 1 else 0)
     assert found.peak > found.held
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_stage_sends_holds_and_computes_what_theory_says(stage: int) -> None:
+    strategy, micro_batches = ech.Parallel(dp_shard=-1, tp=2, pp=3), 4
+    found, units = trace_stage(Model, TINY, 24, strategy, stage, micro_batches, _axes)
+    said = theory_of_stage(TINY, strategy.dims(24), units, micro_batches)
+    assert units == [["tokens", "blocks.0"], ["blocks.1"], ["blocks.2", "norm", "head"]][stage]
+    assert dict(found.message) == said.messages
+    assert (found.held_before, found.flops) == (said.held, said.flops)
+
+
+def test_experts_of_another_shape_are_as_in_theory() -> None:
+    mixture, strategy = Mixture(experts=32, chosen=2, hidden=24), ech.Parallel(dp_shard=-1, ep=8)
+    found, said = trace(TINY, 16, strategy, mixture), theory(TINY, strategy.dims(16), mixture)
+    assert dict(found.message) == said.messages and (found.held_before, found.flops) == (said.held, said.flops)

@@ -72,6 +72,7 @@ PLANTED = [
     Planted("file_too_large", "disk full", "Make room", wait_s=30),  # F11
     Planted("another_operation", "mismatched order", "called all_gather (f32[8]) where", "all", often=True),  # F17
     Planted("barrier_first", "mismatched order", "called barrier where", "all"),
+    Planted("group_first", "mismatched order", "waited for one another", "all"),
     Planted("skips", "mismatched order", "called barrier where", "all"),
     Planted("another_shape", "mismatched shape", "called all_reduce (f32[3])", often=True),  # F18
     Planted("another_type", "mismatched shape", "called all_reduce (f64[4])"),

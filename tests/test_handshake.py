@@ -60,7 +60,7 @@ def _together(every: dict[int, Said], *, sizes: dict[int, int] | None = None, wa
 def test_a_rank_with_another_version_is_named_by_value_on_all_ranks() -> None:
     said = _together({rank: _said(torch="2.12.1" if rank == 3 else "2.13.0") for rank in range(6)})
     assert len(set(said.values())) == 1
-    assert said[0].startswith("RanksDisagreeError: ranks must run the same program, got\n  torch: rank 3 (host): 2.12.1; ")
+    assert said[0].startswith("RanksDisagreeError: ranks must run the same program, got torch: rank 3 (host): 2.12.1; ")
     assert "the others: 2.13.0\nStart all ranks from the same installation" in said[0]
     assert "ECHELON_HANDSHAKE" not in said[0]  # versions are compared even then
 
@@ -126,25 +126,40 @@ NO_STORE = """
 import sys
 from datetime import timedelta
 import echelon.world.store
-echelon.world.store._LOOK_S = 0.1
+echelon.world.store._LOOK_S = echelon.world.store._SILENT_S = 0.1
 import echelon
 try:
-    echelon.init_from_env(timeout=timedelta(seconds=0.5))
+    echelon.init_from_env(timeout=timedelta(seconds=2))
 except echelon.world.init.LauncherEnvironmentError as error:
     sys.exit(str(error))
 """
 
 
-def test_another_program_at_the_port_of_rank_0_that_says_nothing_is_named(started: Any) -> None:
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("127.0.0.1", "rank 1 of 2: what listens at MASTER_ADDR=127.0.0.1 MASTER_PORT={port} does not answer as rank 0 would."),
+        ("no.such.host.invalid", "knows no address for MASTER_ADDR=no.such.host.invalid. Set it to rank 0's host"),
+        ("127.0.0.2", "rank 1 waits for rank 0 at MASTER_ADDR=127.0.0.2 MASTER_PORT={port}, where nothing listens yet."),
+    ],
+    ids=["another program that says nothing", "no such name", "nobody"],
+)
+def test_what_is_wrong_with_rank_0s_address_is_named(started: Any, address: str, says: str) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         port = silent.getsockname()[1]
-        env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
         program = started.python(started.script(NO_STORE), env=env)
         _, err = program.communicate(timeout=60)
-    assert program.returncode == 1
-    assert f"rank 1 of 2: what listens at MASTER_ADDR=127.0.0.1 MASTER_PORT={port} does not answer as rank 0" in err.decode()
+    assert program.returncode == 1 and says.format(port=port) in err.decode()
+
+
+def test_another_world_size_of_an_earlier_attempt_misleads_nobody() -> None:
+    store = dist.HashStore()
+    store.set("facts/1", json.dumps({"world_size": 3}))
+    info = RankInfo(rank=0, world_size=2)
+    meet(store, info, Facts(), WAIT, fresh=False, said=_said())
 
 
 # ---- what a rank says of itself ---------------------------------------------------------------------------------------------
@@ -298,7 +313,7 @@ class _Unit(AutoUnit[torch.Tensor]):
 def test_ranks_of_every_kind_of_group_are_compared(group: str) -> None:
     said = launch(_joined_with, ranks=3, args=(group,), timeout_s=60)
     assert len(set(said)) == 1 and "  argument --lr: rank 1" in said[0] and ": 1e-4; the others: none\n" in said[0]
-    assert "  torch: rank 1" in said[0] and f": 2.12.1; the others: {torch.__version__.partition('+')[0]}\n" in said[0]
+    assert " got torch: rank 1" in said[0] and f": 2.12.1; the others: {torch.__version__.partition('+')[0]}\n" in said[0]
 
 
 SCRIPT = "import echelon\nimport own\nechelon.init_from_env()\nprint('joined')\n"
@@ -321,5 +336,5 @@ def _by_hand(started: Any, mode: str = "all") -> list[tuple[int, str]]:
 
 def test_two_copies_of_the_code_that_differ_are_refused_unless_that_is_meant(started: Any) -> None:
     for code, text in _by_hand(started):
-        assert code == 1 and "RanksDisagreeError: ranks must run the same program, got\n  module own: rank 0" in text
+        assert code == 1 and "RanksDisagreeError: ranks must run the same program, got module own: rank 0" in text
     assert [(code, text) for code, text in _by_hand(started, "versions")] == [(0, "joined\n")] * 2

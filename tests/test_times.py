@@ -208,20 +208,20 @@ def _group(step: int, at: float, queued: float = 0.0, **parts: tuple[float, floa
 def test_what_a_pass_does_not_compute_is_a_wait_if_the_looks_say_so() -> None:
     groups = [_group(0, 0.0), _group(10, 2.0, FORWARD=(1.0, 0.2), BACKWARD=(1.0, 0.5))]
     seen = {(Part.FORWARD, Part.FORWARD, "own"): 3, (Part.FORWARD, Part.FORWARD, "wait"): 1}
-    record = record_of(groups, seen, waits_in_backward=True)  # type: ignore[arg-type]
+    record = record_of(groups, seen, alone=False)  # type: ignore[arg-type]
     assert record["wait_s"] == pytest.approx(0.8 / 4 + 0.5) and record["forward_s"] == pytest.approx(0.8)
     assert record["own_s"] == pytest.approx((0.8 + 0.5) / 10)
-    assert record_of(groups, {}, waits_in_backward=False)["wait_s"] == 0
+    assert record_of(groups, {}, alone=True)["wait_s"] == 0
 
 
 def test_time_for_which_others_had_the_cores_is_nobodys() -> None:
-    record = record_of([_group(0, 0.0), _group(10, 2.0, 1.0, FORWARD=(2.0, 1.0))], {}, waits_in_backward=True)
+    record = record_of([_group(0, 0.0), _group(10, 2.0, 1.0, FORWARD=(2.0, 1.0))], {}, alone=False)
     assert (record["queue_s"], record["own_s"]) == (pytest.approx(1.0), pytest.approx(0.1))
 
 
 def test_a_step_of_the_users_own_is_divided_by_looking() -> None:
     seen = {(Part.STEP, Part.FORWARD, "busy"): 2, (Part.STEP, Part.BACKWARD, "busy"): 5, (Part.STEP, Part.OPTIMIZER, "busy"): 1}
-    record = record_of([_group(0, 0.0), _group(4, 8.0, STEP=(8.0, 8.0))], seen, waits_in_backward=True)  # type: ignore[arg-type]
+    record = record_of([_group(0, 0.0), _group(4, 8.0, STEP=(8.0, 8.0))], seen, alone=False)  # type: ignore[arg-type]
     assert [record[f"{name}_s"] for name in ("forward", "backward", "optimizer")] == [2.0, 5.0, 1.0]
 
 

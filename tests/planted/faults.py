@@ -89,7 +89,7 @@ def keeps_the_interpreter() -> None:
 
 
 def waits_for_a_program() -> None:
-    subprocess.run(["sleep", "600"], check=True)
+    subprocess.Popen(["cat"], stdin=subprocess.PIPE).wait()  # which ends with this process
 
 
 def spins() -> None:

@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="what ranks compute on (default: a GPU each, if there are any)")
     parser.add_argument("--quick", action="store_true", help="small messages and matrices: is it right, not how fast it is")
     parser.add_argument("--time-limit", default="3m", metavar="TIME", help="of all together (default: 3m)")
+    parser.add_argument("--here", action="store_true", help="this machine alone, also in a Slurm allocation")
     parser.add_argument("--json", action="store_true", help="what every rank found, for programs")
 
 
@@ -33,7 +34,7 @@ def execute(arguments: argparse.Namespace) -> int:
     from echelon.observe.doctor.show import as_json, table
 
     limit_s = parse_duration(arguments.time_limit)
-    nodes = allocation(os.environ)
+    nodes = [] if arguments.here else allocation(os.environ)
     each = _ranks(arguments.ranks, nodes)
     env = {"ECHELON_DEVICE": arguments.device} if arguments.device else {}
     words = ["--wait", f"{max(1.0, min(30.0, limit_s / 4)):g}", *(["--quick"] if arguments.quick else [])]

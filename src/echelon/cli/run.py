@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from echelon.cli import traces
 from echelon.cli.script import check_module, check_script
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.events import read_lines
@@ -23,9 +24,10 @@ from echelon.contracts.overrides import Overrides
 from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
-from echelon.contracts.terminal import printable
+from echelon.contracts.terminal import one_line, printable
 from echelon.contracts.version import __version__
 from echelon.launcher.job import JobSpec, Outcome, parse_duration, parse_hang_timeout, parse_rank_range
+from echelon.launcher.records import exit_record
 
 __all__ = [
     "add_arguments",
@@ -103,6 +105,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         help="what every rank computes on, whatever the script asks for (default: the script's choice, else a GPU each where "
         "there are any)",
     )
+    traces.add_arguments(parser)
     parser.add_argument(
         "--track",
         metavar="NAMES",
@@ -127,8 +130,8 @@ def stem_of(arguments: argparse.Namespace) -> str:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    os.environ.update(device_in_env(arguments.device) | track_in_env(arguments.track))
     least, ranks = parse_rank_range(arguments.ranks)
+    os.environ.update(device_in_env(arguments.device) | track_in_env(arguments.track) | traces.in_env(arguments, ranks))
     if arguments.max_restarts < 0:
         raise UsageError(f"--max-restarts must be at least 0, got {arguments.max_restarts}.")
     if least is not None and arguments.max_restarts == 0:
@@ -150,8 +153,9 @@ def execute(arguments: argparse.Namespace) -> int:
     with _endpoint(arguments, run):
         outcome = _outcome(job, run)
     if outcome.failure is not None:
-        _say(render(outcome.failure, ranks))
-        _say_why(run)
+        shown = render(outcome.failure, ranks)
+        _say(shown)
+        _say_why(run, shown)
     if outcome.note:
         _say(f"echelon: {outcome.note}")
     if outcome.exit_code == REQUEUE and outcome.failure is None:
@@ -212,16 +216,11 @@ def _job(arguments: argparse.Namespace, least: int | None, ranks: int) -> JobSpe
     )
 
 
-def _say_why(run: RunDir) -> None:
-    """In one paragraph, what the evidence of all ranks says together. It never turns a failure into another one."""
-    from echelon.launcher.explain import Evidence, explain, show
-
-    try:
-        verdict = explain(Evidence.of(run.path, run.attempt))
-    except Exception as error:
-        _say(f"echelon: why it failed could not be found out: {type(error).__name__}: {error}")
-        return
-    _say(f"why: {show.paragraph(verdict)}")
+def _say_why(run: RunDir, shown: str) -> None:
+    """In one paragraph, what the evidence of all ranks says together, unless it was shown."""
+    explained = (exit_record(run.exit_json) or {}).get("explained")
+    if explained and explained not in shown:
+        _say(f"why: {one_line(explained)}")
 
 
 def _say_how_to_go_on(run: RunDir, *, named: bool, restart: bool) -> None:
@@ -313,6 +312,7 @@ def _finish(run: RunDir, exit_code: int) -> None:
     newest = max(run.checkpoints.glob("step-*"), default=None)
     if newest is not None:
         lines.append(f"checkpoint {newest}")
+    lines += traces.written(run)
     try:
         lines.append(f"report     {report.write(run)}")
     except (OSError, EchelonError) as error:

@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from echelon.cli import traces
 from echelon.cli.run import (
     add_shared,
     checks_in_env,
@@ -147,6 +148,7 @@ def job_spec(arguments: argparse.Namespace, target: str) -> JobSpec:
             **device_in_env(arguments.device),
             **track_in_env(arguments.track),
             **checks_in_env(arguments),
+            **traces.in_env(arguments, ranks * arguments.nodes),
         },
         nodes=arguments.nodes,
         max_restarts=arguments.max_restarts,

@@ -14,6 +14,7 @@ runs/NAME/
   checkpoints/step-00000500/    committed states
   dumps/000/stack.rank0.txt     Python's stacks of a rank that still ran when its attempt failed or hung
   dumps/000/flight.rank0.json   its last collectives, as torch records them
+  profiles/000/                 what --profile and --memory-snapshot wrote, by attempt
   report.html
 """
 
@@ -261,6 +262,10 @@ class RunDir:
     @property
     def dumps(self) -> Path:
         return self.path / "dumps"
+
+    @property
+    def profiles(self) -> Path:
+        return self.path / "profiles"
 
     @property
     def attempt_path(self) -> Path:

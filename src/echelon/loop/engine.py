@@ -17,7 +17,7 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.base import BaseLoader, Combined
-from echelon.loop import agreements, evaluation_due
+from echelon.loop import agreements, evaluation_due, profiling
 from echelon.loop.accept import callbacks_of, check_unit, has_hook, inner_of, no_end
 from echelon.loop.callback import Callback
 from echelon.loop.hooks import Hooks
@@ -47,6 +47,8 @@ class Run:
         for phase in phases:
             check_unit(unit, phase, entry, getattr(state, f"{phase}_state").dataloader)
         self.state, self.unit, self.callbacks = state, unit, callbacks_of(callbacks)
+        if "train" in phases:
+            self.callbacks += profiling.asked_for()
         self._inner = inner_of(unit)
         self._stages = {
             phase: Stage(phase, state, unit, self._inner, self.callbacks, Hooks(phase, unit, self.callbacks, state.timer))

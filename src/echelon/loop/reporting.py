@@ -65,8 +65,8 @@ class Reporting:
     def _timed(self, rank: int, ranks: int) -> AbstractContextManager[None]:
         if self.state.train_state is None:
             return contextlib.nullcontext()
-        stages = [p.stage for p in inner_of(self.unit).prepared_modules().values() if p.stage[1] > 1]
-        role = "" if not stages else f"stage {stages[0][0]}"
+        stage, stages = getattr(getattr(inner_of(self.unit), "prepared", None), "stage", (0, 1))
+        role = f"stage {stage}" if stages > 1 else ""
         return times.noted(rank, ranks, self.unit.train_progress.num_steps_completed, role)
 
     def _tell(self, error: BaseException) -> None:

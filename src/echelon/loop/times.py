@@ -10,6 +10,7 @@ import contextlib
 import gc
 import logging
 import os
+import random
 import socket
 import threading
 import time
@@ -31,16 +32,18 @@ __all__ = ["noted", "record_of"]
 
 logger = logging.getLogger(__name__)
 
+# On average: looks at equal intervals would always find a step of that length at the same place.
 _LOOK_S = 0.05
+_FADES = 0.5  # looks of the records before, which help where a part has few
 # The first record is of the first steps, which compile, and connect ranks; then there is one every so often, more seldom in a
 # long run.
 _WARM_STEPS, _LEAST_S, _MOST_S, _OF_RUN = 2, 2.0, 15.0, 0.02
 # While a run is young, after so many steps already, so that a slow rank is known within twenty.
-_EARLY_STEPS, _EARLY_S, _IS_YOUNG = 5, 0.25, 30
+_EARLY_STEPS, _EARLY_S, _IS_YOUNG = 5, 0.12, 30
 
 _GROUPS = 64  # of a record, at most, among which is the usual step
 
-Seen = Mapping[tuple[int, int, Kind], int]
+Seen = Mapping[tuple[int, int, Kind], float]
 
 
 @contextlib.contextmanager
@@ -78,7 +81,8 @@ class _Writer(threading.Thread):
         super().__init__(name="echelon-times", daemon=True)
         self._clock, self._log, self._role, self._host = running, log, role, socket.gethostname()[:300]
         self._where = Whereabouts(running, waits_in_backward=ranks > 1)
-        self._shares_waits = ranks > 1
+        self._alone = ranks == 1
+        self._seen: dict[tuple[int, int, Kind], float] = {}
         self._ended, self._began = threading.Event(), time.perf_counter()
         self._last, self._first_step = running.groups[0], running.step
         self._garbage = _Garbage(running.thread)
@@ -87,7 +91,8 @@ class _Writer(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        while not self._ended.wait(_LOOK_S):
+        chance = random.Random()
+        while not self._ended.wait(_LOOK_S * chance.uniform(0.4, 1.6)):
             try:
                 self._where.look()
                 if self._is_due(self._clock.groups[-1]):
@@ -109,8 +114,9 @@ class _Writer(threading.Thread):
         groups, self._clock.groups = self._clock.groups, self._clock.groups[-1:]
         # What the loop adds between these two is in `groups`, and lost for the next record but for its totals.
         seen, self._where.seen = self._where.seen, Counter()
+        self._seen = {at: seen[at] + _FADES * self._seen.get(at, 0.0) for at in {*seen, *self._seen}}
         lines, self._where.lines = self._where.lines, Counter()
-        record = record_of([self._last, *groups], seen, waits_in_backward=self._shares_waits)
+        record = record_of([self._last, *groups], self._seen, alone=self._alone)
         self._last = groups[-1]
         about = {
             "gc_s": self._garbage.take(),
@@ -175,7 +181,7 @@ _BY_PART |= {Part.FORWARD: "forward_s", Part.BACKWARD: "backward_s", Part.STEP: 
 _WITHOUT = (Part.WAIT, Part.CHECKPOINT, Part.EVAL)
 
 
-def record_of(groups: Sequence[Group], seen: Seen, *, waits_in_backward: bool) -> dict[str, Any]:
+def record_of(groups: Sequence[Group], seen: Seen, *, alone: bool) -> dict[str, Any]:
     """The fields of a record that come from the clock: a stretch from the first group to the last.
 
     Within a part, the time in which the thread did not compute is exact. How much of it was a wait for other ranks is told by the
@@ -183,10 +189,11 @@ def record_of(groups: Sequence[Group], seen: Seen, *, waits_in_backward: bool) -
 
     Args:
         seen: see Whereabouts.
-        waits_in_backward: of a backward pass at which nobody looked, the idle time is a wait.
+        alone: there are no other ranks. Else the idle time of a part at which nobody looked is a wait for them, but for that
+            of its data: nobody is accused without having been seen.
     """
     first, last = groups[0], groups[-1]
-    waits = {part: _share(seen, part, "wait", 1.0 if part == Part.BACKWARD and waits_in_backward else 0.0) for part in _BY_PART}
+    waits = {part: _share(seen, part, "wait", 0.0 if alone or part == Part.DATA else 1.0) for part in _BY_PART}
     fields = dict.fromkeys(("data_s", "forward_s", "backward_s", "optimizer_s", "other_s", "disk_s"), 0.0)
     spent = _Spent.between(first, last)
     fields["wait_s"] = spent.wall[Part.WAIT]
@@ -248,9 +255,9 @@ def _share(seen: Seen, part: int, kind: Kind, unknown: float) -> float:
 
 def _shown(seen: Seen, part: int) -> dict[int, float]:
     """The parts that frames have shown while the clock was at one, waits left out: each with its share of the looks."""
-    found: Counter[int] = Counter()
+    found: dict[int, float] = {}
     for (at, shown, kind), n in seen.items():
         if at == part and kind != "wait":
-            found[shown] += n
-    total = found.total()
+            found[shown] = found.get(shown, 0.0) + n
+    total = sum(found.values())
     return {shown: n / total for shown, n in found.items()} if total else {int(part): 1.0}

@@ -23,10 +23,10 @@ _LEAST_S = 0.002
 _LEAST_OF_STEP = 0.1
 # It is judged by its latest records, of so many steps and so long; fewer than the second pair say nothing.
 _STEPS, _SECONDS = 20, 1.0
-_FEWEST_STEPS, _FEWEST_SECONDS = 10, 0.5
+_FEWEST_STEPS, _FEWEST_SECONDS = 10, 0.3
 _MOST_RECORDS = 30
 # One thing is the cause if it explains so much of what a rank takes longer. The kernel computes while it reads and writes.
-_EXPLAINS = {"gc": 0.5, "disk": 0.4, "data": 0.5}
+_EXPLAINS = {"gc": 0.5, "disk": 0.3, "data": 0.5}
 
 Cause = Literal["data", "compute", "gc", "disk"]
 
@@ -112,7 +112,7 @@ class _Usual:
             mean=usual([_own(r) for r in taken]),
             data=of_step("data_s"),
             gc=of_step("gc_s"),
-            disk=of_step("disk_s"),
+            disk=sum(r.disk_s for r in taken) / steps,  # by looks, of which a record has few
             wait=of_step("wait_s"),
             wall=usual([_wall(r) for r in taken]),
         )

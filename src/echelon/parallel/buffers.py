@@ -72,8 +72,9 @@ class Buffers:
 
     def _agree(self, module: nn.Module) -> None:
         """On which buffers change. What one rank alone has changed counts, too. Collective."""
-        now = _checksums(module)
-        names = [n for n, checksum in now.items() if n not in self._changing and checksum != self._seen.get(n)]
+        now, equal = _checksums(module), _equal_anyway(module)
+        known = {*self._changing, *equal}
+        names = [n for n, checksum in now.items() if n not in known and checksum != self._seen.get(n)]
         for group in self._groups:
             names = list(dict.fromkeys(n for each in agree.kinds(names, group) for n in each))
         self._changing |= dict.fromkeys(names)
@@ -97,6 +98,12 @@ class Buffers:
                 # `data` counts no version: a backward pass may still need what it was, as DistributedDataParallel lets it.
                 buffer.data.copy_(flat[start : start + buffer.numel()].view(buffer.shape))
                 start += buffer.numel()
+
+
+def _equal_anyway(module: nn.Module) -> list[str]:
+    """Buffers of modules that say so: a router of experts, whose biases follow from what all ranks have added up."""
+    parts = [(path, part) for path, part in module.named_modules() if getattr(part, "ranks_agree", False) is True]
+    return [f"{path}{path and '.'}{name}" for path, part in parts for name, _ in part.named_buffers(recurse=False)]
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ __all__ = [
     "is_rank0",
     "is_same",
     "kinds",
+    "rank",
     "same_on_all",
 ]
 
@@ -46,6 +47,11 @@ _side_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = 
 
 def is_joined() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def rank() -> int:
+    """Of this process among those that have joined; 0 alone."""
+    return dist.get_rank() if is_joined() else 0
 
 
 def is_rank0() -> bool:

@@ -58,15 +58,15 @@ class Said:
     host: str = ""
 
     @classmethod
-    def here(cls, info: RankInfo, device: torch.device) -> Said:
-        """Of this rank, which computes there.
+    def here(cls, info: RankInfo, device: torch.device, backend: str = "gloo") -> Said:
+        """Of this rank, which computes there, in a group of that backend.
 
         Raises:
             UsageError: the variable says something else than one of `MODES`.
         """
         mode = os.environ.get(VARIABLE) or "all"
         require(mode in MODES, VARIABLE, "'all', 'versions' or 'none'", mode)
-        values = program(info) if mode != "none" else {}
+        values = program(info, nccl="nccl" in backend) if mode != "none" else {}
         if mode == "versions":
             values = {name: value for name, value in values.items() if not name.startswith(SETTINGS)}
         return cls(mode, values, build(device) if mode != "none" else {}, socket.gethostname())
@@ -124,7 +124,9 @@ def differences(told: Mapping[int, Mapping[str, str]], kinds: Mapping[int, Seque
         hosts: of the tellers.
     """
     lines = []
-    for name in sorted({name for values in told.values() for name in values}, key=lambda n: (n.startswith(MODULE), n)):
+    for name in sorted(
+        {name for values in told.values() for name in values}, key=lambda n: (n.startswith(MODULE), n.startswith(SETTINGS), n)
+    ):
         having: dict[str, list[int]] = {}
         for teller, values in told.items():
             if name in values or not name.startswith(MODULE):  # a module that some have not imported is no other code
@@ -151,12 +153,12 @@ def refusal_of(told: Mapping[int, Said], kinds: Mapping[int, Sequence[int]]) -> 
     if not lines:
         return ""
     more = [f"and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
-    listed = "\n".join(f"  {line}" for line in lines[:_MOST_LINES] + more)
+    listed = "".join(f"\n  {line}" for line in [*lines[1:_MOST_LINES], *more])  # the first line is what summaries show
     settings = any(line.startswith(SETTINGS) for line in lines)
     remedy = "Start all ranks from the same installation and code, with the same arguments." + (
         f" If they differ on purpose, set {VARIABLE}=versions for every rank, and only versions are compared." if settings else ""
     )
-    return f"ranks must run the same program, got\n{listed}\n{remedy}"
+    return f"ranks must run the same program, got {lines[0]}{listed}\n{remedy}"
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -207,7 +209,7 @@ def greet(device: torch.device | None = None) -> None:
         return
     info = RankInfo(rank=dist.get_rank(), world_size=dist.get_world_size())
     here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
-    said = Said.here(info, device or here)
+    said = Said.here(info, device or here, str(dist.get_backend_config()))
     mine = [said.digest, said.other_digest]
     if agree.is_same(mine):
         greeted()

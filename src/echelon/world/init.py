@@ -141,7 +141,7 @@ def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id)
         return
     with _naming_the_address(info, timeout):
-        said = Said.here(info, device)
+        said = Said.here(info, device, backend)
         store, compared = _meet(info, Facts.here(device, asked=named, backend=backend), timeout, said)
         dist.init_process_group(
             backend,

@@ -113,7 +113,7 @@ def meet(store: dist.Store, info: RankInfo, facts: Facts, timeout: timedelta, *,
         )
     store.set(f"facts/{info.rank}", json.dumps(asdict(facts)))
     if info.rank == 0:
-        everyones = _everyones(store, info.world_size, timeout)
+        everyones = _everyones(store, info.world_size, timeout, fresh=fresh)
         problem, kind = _judge(everyones), "no"
         if fresh and said is not None and not problem:
             problem, kind = _compared(store, everyones, said), "differ"
@@ -186,7 +186,7 @@ def _compared(store: dist.Store, everyones: dict[int, Facts], mine: Said) -> str
     return problem
 
 
-def _everyones(store: dist.Store, ranks: int, timeout: timedelta) -> dict[int, Facts]:
+def _everyones(store: dist.Store, ranks: int, timeout: timedelta, *, fresh: bool) -> dict[int, Facts]:
     """What all have said, as soon as they have; or a refusal for all of them, once those who came contradict each other."""
     keys = [f"facts/{rank}" for rank in range(ranks)]
     until, look_s, told = time.monotonic() + timeout.total_seconds(), _LOOK_S, 0.0
@@ -198,7 +198,8 @@ def _everyones(store: dist.Store, ranks: int, timeout: timedelta) -> dict[int, F
         except dist.DistStoreError:
             found = _came(store, keys)
         facts = {rank: Facts.read(text) for rank, text in zip(found, store.multi_get(list(found.values())), strict=True)}
-        problem = _sizes({rank: each.world_size for rank, each in facts.items() if each.world_size})
+        # Of a store that is not fresh, these may be words of a larger or smaller group before.
+        problem = _sizes({rank: each.world_size for rank, each in facts.items() if each.world_size}) if fresh else ""
         if len(facts) == ranks and not problem:
             return facts
         missing = [rank for rank in range(ranks) if rank not in facts]

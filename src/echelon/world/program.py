@@ -25,7 +25,7 @@ from echelon.contracts.rank import RankInfo
 from echelon.contracts.redact import redacted_words
 from echelon.contracts.version import __version__
 
-__all__ = ["MODULE", "SETTINGS", "arguments", "build", "program"]
+__all__ = ["MODULE", "SETTINGS", "arguments", "build", "nccl_version", "program"]
 
 # How names of settings and modules begin, which a rank may be told not to compare.
 MODULE = "module "
@@ -42,16 +42,19 @@ _OPTION = re.compile(r"--?[A-Za-z]")
 _NAMED = re.compile(r"[+~]*[A-Za-z_][\w.\-/@]*=")
 
 
-def program(info: RankInfo) -> dict[str, str]:
-    """Of this rank: name -> value, all short texts."""
-    nccl = _nccl()
+def program(info: RankInfo, *, nccl: bool = False) -> dict[str, str]:
+    """Of this rank: name -> value, all short texts.
+
+    Args:
+        nccl: its group uses NCCL, whose version then counts.
+    """
     return {
         "torch": str(torch.__version__).partition("+")[0],
         "Python": ".".join(map(str, sys.version_info[:2])),
         "echelon": __version__,
         "world size": str(info.world_size),
         **({"job": info.run_id} if "SLURM_HET_SIZE" not in os.environ else {}),  # whose parts have numbers of their own
-        **({"NCCL": nccl} if nccl else {}),
+        **({"NCCL": nccl_version()} if nccl else {}),
         **dict(_code()),
         **{f"argument {name}": value for name, value in arguments(sys.argv[1:]).items()},
         **{f"variable {name}": os.environ[name] for name in _VARIABLES if os.environ.get(name)},
@@ -65,11 +68,12 @@ def build(device: torch.device) -> dict[str, str]:
     return said | ({"GPU": gpu} if gpu else {})
 
 
-def _nccl() -> str:
+def nccl_version() -> str:
+    """Empty where NCCL cannot be used."""
     if torch.version.cuda is None or not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return ""
     found: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call,unused-ignore]
-    return ".".join(map(str, found))
+    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
 
 
 def arguments(words: Sequence[str]) -> dict[str, str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import socket
 import threading
 import time
 from datetime import timedelta
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -14,6 +15,8 @@ from echelon.contracts.errors import LauncherEnvironmentError
 from echelon.contracts.rank import RankInfo
 
 __all__ = ["store_of"]
+
+logger = logging.getLogger(__name__)
 
 # Who is not connected after so long is looked after: rank 0 may not be there yet, or another program has its port. That one is
 # given half a minute from when it was first seen: rank 0 may be busy with thousands of others.
@@ -41,20 +44,41 @@ def store_of(info: RankInfo, timeout: timedelta) -> dist.Store:
     # In a thread: torch 2.13 waits without an end for the first word of a program that accepts connections and says nothing.
     thread = threading.Thread(target=connect, name="echelon store", daemon=True)
     thread.start()
-    listens_since: float | None = None
     thread.join(_LOOK_S)
-    while thread.is_alive():
-        listens_since = (listens_since or time.monotonic()) if _listens(info) else None
-        if listens_since is not None and time.monotonic() - listens_since > min(_SILENT_S, timeout.total_seconds()):
-            raise LauncherEnvironmentError(
-                f"rank {info.rank} of {info.world_size}: what listens at MASTER_ADDR={info.master_addr} "
-                f"MASTER_PORT={info.master_port} does not answer as rank 0 would. Another program seems to have that port: set "
-                "MASTER_PORT to a free one on all ranks, or start with `echelon run`, which finds one itself."
-            )
-        thread.join(_LOOK_S)
+    _watch(thread, info, timeout)
     if isinstance(found[0], BaseException):
         raise found[0]
     return found[0]
+
+
+def _watch(thread: threading.Thread, info: RankInfo, timeout: timedelta) -> None:
+    """Until the thread has connected, or failed to.
+
+    Raises:
+        LauncherEnvironmentError: it never will.
+    """
+    at, since, warned = f"MASTER_ADDR={info.master_addr} MASTER_PORT={info.master_port}", time.monotonic(), False
+    before = None
+    while thread.is_alive():
+        state = _look(info)
+        if state != before:
+            before, since = state, time.monotonic()
+        long = time.monotonic() - since > min(_SILENT_S, timeout.total_seconds())
+        if long and state == "listens":
+            raise LauncherEnvironmentError(
+                f"rank {info.rank} of {info.world_size}: what listens at {at} does not answer as rank 0 would. Another program "
+                "seems to have that port: set MASTER_PORT to a free one on all ranks, or start with `echelon run`, which finds "
+                "one itself."
+            )
+        if long and state == "unknown":
+            raise LauncherEnvironmentError(
+                f"rank {info.rank} of {info.world_size}: {socket.gethostname()} knows no address for {at.split()[0]}. Set it to "
+                "rank 0's host as this host calls it, or to its address."
+            )
+        if long and not warned:
+            warned = True
+            logger.warning("rank %s waits for rank 0 at %s, where nothing listens yet. Does it run?", info.rank, at)
+        thread.join(_LOOK_S)
 
 
 def _connected(info: RankInfo, timeout: timedelta) -> dist.Store:
@@ -64,10 +88,15 @@ def _connected(info: RankInfo, timeout: timedelta) -> dist.Store:
     )
 
 
-def _listens(info: RankInfo) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((info.master_addr, info.master_port), timeout=_LOOK_S):
-        return True
-    return False
+def _look(info: RankInfo) -> Literal["listens", "nothing", "unknown"]:
+    """What is at rank 0's address."""
+    try:
+        socket.create_connection((info.master_addr, info.master_port), timeout=_LOOK_S).close()
+    except socket.gaierror:
+        return "unknown"
+    except OSError:
+        return "nothing"
+    return "listens"
 
 
 def _check_port(info: RankInfo) -> None:

@@ -37,6 +37,8 @@ _MOST_BYTES = 64 << 20  # of all lines together
 _GRACE_S = 5.0
 _POLL_S = 0.05
 _HERE = re.compile(r'^echelon-doctor \[\d+, "here", \{"host": "([\w.-]+)"')
+_LABEL = re.compile(r"^ *(\d+): ")
+_OF_TASK = re.compile(r"error: ([\w.-]+): tasks? (\d+)[\d,-]*: (.*)")
 _OF_NODE = re.compile(r"error: .*\b(?:on node|[Nn]ode) ([\w.-]*\w)")
 # srun waits for resources that this allocation may not have free, and for nodes that do not answer.
 _IMMEDIATE_S = 20
@@ -73,6 +75,8 @@ def here(ranks: int, words: Sequence[str], env: Mapping[str, str], limit_s: floa
             ended = f"Time was up after {limit_s:g} s"
         except RankFailedError as error:
             ended = str(error)
+        except (ImportError, OSError) as error:  # a torch that is broken, or not there: the server loads it for all
+            ended = f"torch cannot be imported here: {type(error).__name__}: {error}"
         lines: list[str] = []
         for rank in range(ranks):
             with contextlib.suppress(OSError):
@@ -108,6 +112,12 @@ def on_nodes(
         tell(f"no answer from {', '.join(lost)}; asking the others without {'it' if len(lost) == 1 else 'them'}")
 
 
+def _cores(per_node: int) -> list[str]:
+    """All cores of a node, for its ranks together: without a word srun gives each task one."""
+    counts = [int(each) for each in re.findall(r"(?:^|,)(\d+)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]
+    return [f"--cpus-per-task={max(1, min(counts) // per_node)}"] if counts else []
+
+
 def _with_parent() -> None:
     die_with_parent(signal.SIGTERM)
 
@@ -132,10 +142,13 @@ class _Step:
         self._command = [
             srun, "--overlap", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", f"--ntasks={len(nodes) * per_node}",
             f"--ntasks-per-node={per_node}", "--kill-on-bad-exit=0", "--wait=0", f"--immediate={_IMMEDIATE_S}", "--export=ALL",
-            "--input=none", sys.executable, "-P", "-m", _MODULE, *words,
+            "--input=none", "--label", *_cores(per_node), sys.executable, "-P", "-m", _MODULE, *words,
         ]  # fmt: skip
-        # What asked for this process's own step would be asked for again.
-        own = re.compile(r"SLURM_(NTASKS|NPROCS|NNODES|STEP_.*|TASKS_PER_NODE|NTASKS_PER_NODE|CPU_BIND.*|EXACT|DISTRIBUTION)")
+        # What asked for this process's own step would be asked for again, and what tells a script's ranks who they are, told.
+        own = re.compile(
+            r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ECHELON_(STORE_PREFIX|ASKED)"
+            r"|SLURM_(NTASKS|NPROCS|NNODES|STEP_.*|TASKS_PER_NODE|NTASKS_PER_NODE|CPU_BIND.*|EXACT|DISTRIBUTION)"
+        )
         self._env = {name: value for name, value in {**os.environ, **env}.items() if not own.fullmatch(name)}
 
     def run(self, limit_s: float) -> str:
@@ -185,6 +198,7 @@ class _Step:
                     take(line.decode("utf-8", "replace").rstrip("\n"))
 
     def _line(self, line: str) -> None:
+        line = _LABEL.sub("", line)
         self.lines.append(line)
         if found := _HERE.search(line):
             self._begun.add(found[1])
@@ -193,6 +207,12 @@ class _Step:
         """Nodes that srun named, and, if that was given as a reason, those of which nobody said a word."""
         if why:
             self.lost = {node: why for node in self.nodes if node not in self._begun}
+        last_words: dict[str, str] = {}  # by task
         for line in self._errors:
-            if (found := _OF_NODE.search(line)) and found[1] in self.nodes:
+            if (said := _LABEL.match(line)) and not line[said.end() :].startswith("slurmstepd:"):
+                last_words[said[1]] = line[said.end() :]
+            elif (found := _OF_NODE.search(line)) and found[1] in self.nodes:
                 self.lost[found[1]] = re.sub(r"^(?:srun: )?(?:error: )?", "", line)[:200]
+            elif (found := _OF_TASK.search(line)) and found[1] in self.nodes and found[1] not in self._begun:
+                words = last_words.get(found[2], "")
+                self.lost[found[1]] = f"{found[3]}{f': {words}' if words else ''}"[:200]

@@ -21,7 +21,7 @@ from echelon.contracts.stopping import REQUEUE
 from echelon.contracts.terminal import say
 from echelon.launcher.cluster.background import LocalLauncher
 from echelon.launcher.job import Failure, JobSpec
-from echelon.launcher.local.attempt import write_exit
+from echelon.launcher.local.judge import record_end
 from echelon.launcher.protocol import read_spec
 from echelon.launcher.records import rank_record
 
@@ -73,13 +73,10 @@ def conclude(spec: JobSpec, here: RunDir, code: int) -> int:
     if silent and not failures:
         said = "ended without a word, as when it is killed"
         failures = [Failure(rank, code or 1, 0, "exit", said, log=here.log(rank), reported=False) for rank in silent]
-    first = Failure.first(failures) if failures else None
-    if first is not None:
-        code = first.exit_code
-    elif codes and set(codes.values()) <= {0, REQUEUE}:
+    if not failures and codes and set(codes.values()) <= {0, REQUEUE}:
         code = max(codes.values())
-    write_exit(here.exit_json, code, failures, first)
-    return code
+    first = record_end(here, code, failures, world_size=ranks)
+    return first.exit_code if first is not None else code
 
 
 def head(here: RunDir, sha256: str) -> int:

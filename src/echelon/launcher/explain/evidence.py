@@ -39,8 +39,9 @@ _NO_COLLECTIVES = frozenset(
 )
 # torch's checks under TORCH_DISTRIBUTED_DEBUG=DETAIL, which come before the call that they are about.
 _BEFORE_CALL = re.compile("monitoredBarrier|Detected mismatch between collectives")
+_LEFT = re.compile(r"\(rank (\d{1,7}(?:, \d{1,7}){0,200}) had ended before, with exit code 0: ")
 # What a launcher concluded itself, in place of how the rank failed.
-_VERDICTS = ("stopped", "behind")
+_VERDICTS = ("stopped", "behind", "hang")
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,9 @@ class _Reader:
                 ranks[number] = rank = replace(rank, flight=flights.reopened(rank.flight))
             if rank.failure is not None and rank.signal not in ("", "SIGKILL"):
                 ranks[number] = self._crashed(rank, rank.failure)
+        for number in _left_while_others_waited(ranks):
+            if number in ranks or number < self._world_size(records):
+                ranks[number] = replace(ranks.get(number) or RankEvidence(number), ended=0)
         world = max(self._world_size(records), max(ranks, default=-1) + 1)
         code = int(ended["exit_code"]) if whole and ended else None
         return Evidence(
@@ -276,6 +280,15 @@ def _fell_in_call(failure: Failure) -> bool:
         return False
     name = waits_in(of_traceback(failure.traceback))
     return name not in _NO_COLLECTIVES and (bool(name) or failure.is_victim)
+
+
+def _left_while_others_waited(ranks: Mapping[int, RankEvidence]) -> set[int]:
+    """By the launcher's own words below the error of one that waited: of a rank that left no record, as after `os._exit(0)`."""
+    found = set[int]()
+    for rank in ranks.values():
+        said = _LEFT.search(rank.failure.message[-2000:]) if rank.failure is not None else None
+        found |= set(map(int, said[1].split(", "))) if said else set()
+    return {number for number in found if number not in ranks or ranks[number].failure is None}
 
 
 def _has_failed(ranks: Mapping[int, RankEvidence], number: int) -> bool:

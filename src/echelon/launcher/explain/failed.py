@@ -13,7 +13,10 @@ from echelon.launcher.explain.verdict import Verdict
 from echelon.launcher.explain.words import is_check, is_victim, place, sentence, short, while_others, who
 from echelon.launcher.job import Failure
 
-__all__ = ["own_failure"]
+__all__ = [
+    "own_failure",
+    "raised",
+]
 
 _SAME_MOMENT_NS = 2_000_000_000
 
@@ -73,6 +76,7 @@ _KINDS = (
         "ranks differ",
         "Start every rank with the same code, configuration and packages.",
     ),
+    _Kind(r"ranks must run the same program|world size must be the same", "ranks differ", ""),
     _Kind(r"^RanksDisagreeError\b", "ranks disagree", ""),
     _Kind(r"^(LauncherEnvironmentError|UsageError)\b", "usage", ""),
     _Kind(
@@ -111,7 +115,7 @@ def own_failure(evidence: Evidence, waits: Mapping[int, tuple[Wait, str]]) -> Ve
     if first.kind.startswith("SIG"):
         return _signalled(evidence, first, rest, waits)
     alike = [f for f in rest if _alike(f, first)]
-    return _raised(evidence, first, sorted(f.rank for f in alike), waits)
+    return raised(evidence, first, sorted(f.rank for f in alike), waits)
 
 
 def _said(failure: Failure) -> str:
@@ -153,13 +157,13 @@ def _signalled(evidence: Evidence, first: Failure, failures: Sequence[Failure], 
     return Verdict(tuple(guilty), "killed", headline, sentence(f"{headline}{where}{others}. {_FROM_OUTSIDE}"))
 
 
-def _raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping[int, tuple[Wait, str]]) -> Verdict:
+def raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping[int, tuple[Wait, str]]) -> Verdict:
     kind = next((k for k in _KINDS if re.search(k.pattern, _said(first)[:20_000], re.DOTALL)), None)
     cause = kind.cause if kind is not None else "exception"
     named = _named(first, evidence.world_size) if first.ours else ()
     guilty = tuple(named or alike)
     rank = evidence.rank(first.rank)
-    message = short(first.message)
+    message = short(" ".join(first.message.split()) if first.ours else first.message)
     verb = _verb(first)
     where = _where(first, rank)
     headline = f"{who(alike)} {verb}{where}"
@@ -167,7 +171,8 @@ def _raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping
         headline = f"{who(named)}: {message or verb}"
         text = f"{who(alike)} {verb}{where}, and it names {who(named)}: {message}"
     else:
-        text = headline + while_others(evidence, alike, waits) + (f": {message}" if message else "")
+        said = "" if first.kind in ("exit", "SystemExit") and re.fullmatch(r"exit code \d+", message) else message
+        text = headline + while_others(evidence, alike, waits) + (f": {said}" if said else "")
     if cause == "exception" and first.kind in ("exit", "SystemExit"):
         cause = "exit"
     remedy = f" {kind.remedy}" if kind is not None and kind.remedy else ""
@@ -192,22 +197,36 @@ def _where(failure: Failure, rank: RankEvidence) -> str:
     return (f" at {frame}" if frame is not None else "") + step
 
 
-_RANKS = re.compile(r"\branks? ((?:\d{1,7}, ){0,1000}\d{1,7})\b")
-_SAID_BY_RANK = re.compile(r"\brank (\d{1,7}): ([^,;)]{1,200})")
+_SPANS = r"\branks? ((?:\d{1,7}(?:-\d{1,7})?, ){0,1000}\d{1,7}(?:-\d{1,7})?)"
+_RANKS = re.compile(rf"{_SPANS}\b")
+_SAID_BY_RANKS = re.compile(rf"{_SPANS}(?: \([^()]{{0,100}}\))?: ([^,;)\n]{{1,200}})")
 
 
 def _named(failure: Failure, world_size: int) -> tuple[int, ...]:
-    """The ranks that an error of ours names: of "rank 0: 4, rank 1: 5, rank 2: 4" those that differ from most."""
-    text, values = failure.message[:20_000], dict[str, list[int]]()
-    for rank, value in _SAID_BY_RANK.findall(text):
-        values.setdefault(value.strip(), []).append(int(rank))
-    found = {int(rank) for ranks in _RANKS.findall(text) for rank in ranks.split(", ")}
-    if len(values) > 1:
-        most, next_most = sorted(values.values(), key=len, reverse=True)[:2]
-        found = (
-            {rank for ranks in values.values() for rank in ranks if ranks is not most} if len(most) > len(next_most) else set()
-        )
-    return tuple(sorted(rank for rank in found if rank < world_size))
+    """The ranks that an error of ours names: of "rank 0: 4, rank 1: 5, rank 2: 4" those that differ from most, else all."""
+    text, found, compares = failure.message[:20_000], set[int](), False
+    for line in text.splitlines():
+        values: dict[str, set[int]] = {}
+        for ranks, value in _SAID_BY_RANKS.findall(line):
+            values.setdefault(value.strip(), set()).update(_spans(ranks, world_size))
+        groups = sorted(values.values(), key=len)
+        if "the others: " in line:
+            groups.append(set(range(world_size)))
+        compares |= len(groups) > 1
+        if len(groups) > 1 and len(groups[-1]) > len(groups[-2]):
+            found |= set().union(*groups[:-1])
+    if not compares:
+        found = {rank for ranks in _RANKS.findall(text) for rank in _spans(ranks, world_size)}
+    return tuple(sorted(found))
+
+
+def _spans(text: str, world_size: int) -> set[int]:
+    """Of "0-2, 5"."""
+    found = set[int]()
+    for part in text.split(", "):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), min(int(last or first) + 1, world_size)))
+    return found
 
 
 def _was(ranks: Sequence[int]) -> str:

@@ -7,10 +7,12 @@ from collections.abc import Collection, Mapping
 
 from echelon.contracts.pulse import Phase
 from echelon.launcher.explain.evidence import Evidence, RankEvidence
+from echelon.launcher.explain.failed import raised
 from echelon.launcher.explain.flight import Wait
-from echelon.launcher.explain.stacks import of_traceback, waits_in
+from echelon.launcher.explain.stacks import waits_in
 from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import doing, grouped, place, ranks_are, sentence, together, while_others, who
+from echelon.launcher.explain.words import doing, grouped, place, ranks_are, sentence, stack_of, together, while_others, who
+from echelon.launcher.job import Failure
 
 __all__ = [
     "barrier",
@@ -84,6 +86,9 @@ def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
         guilty = unknown
     # Messages from rank to rank are in no record of gloo's: who waits for one is no root, if there is another.
     guilty = [rank for rank in guilty if not _waits_for_others(evidence.rank(rank))] or guilty
+    failures = [failure for rank in guilty if (failure := evidence.rank(rank).failure) is not None]
+    if len(failures) == len(guilty):  # by their words they lost a peer, and yet nobody else is to blame
+        return raised(evidence, Failure.first(failures), guilty, waits)
     call = next(call for wait, call in waits.values() if set(guilty) & (set(wait.missing) | set(wait.unknown)))
     rank = evidence.rank(guilty[0])
     headline = f"{who(guilty)} did not come to {call}"
@@ -95,7 +100,7 @@ def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
 
 
 def _waits_for_others(rank: RankEvidence) -> bool:
-    name = waits_in(rank.stack)
+    name = waits_in(stack_of(rank))
     return bool(name) and name != "a DataLoader"
 
 
@@ -147,9 +152,14 @@ def deadlock(evidence: Evidence, waits: Waits) -> Verdict | None:
         f"{who(ranks)} waited in {text}"
         for ranks, text in grouped({r: f"{call} for {who(wait.missing)}" for r, (wait, call) in waiting.items()})[:4]
     ]
+    by_call: dict[str, list[int]] = {}
+    for rank, (_, call) in waiting.items():
+        by_call.setdefault(call, []).append(rank)
+    most = max(by_call.values(), key=len)
+    guilty = wanted - set(most) if 2 * len(most) > len(waiting) else wanted
     headline = f"{who(wanted)} waited for one another"
     text = f"{headline}: {together(parts)}. Ranks that are in several groups must make their calls in one order on all of them."
-    return Verdict(tuple(sorted(wanted)), "mismatched order", headline, sentence(text))
+    return Verdict(tuple(sorted(guilty)), "mismatched order", headline, sentence(text))
 
 
 def not_waiting(evidence: Evidence, waits: Waits) -> Verdict | None:
@@ -157,7 +167,7 @@ def not_waiting(evidence: Evidence, waits: Waits) -> Verdict | None:
     waiting, free = [], []
     for number in evidence.all_ranks:
         rank = evidence.rank(number)
-        stack = rank.stack or (of_traceback(rank.failure.traceback) if rank.failure is not None else ())
+        stack = stack_of(rank)
         name = waits_in(stack)
         if number in waits or (name and name != "a DataLoader") or (rank.failure is not None and rank.failure.waited):
             waiting.append(number)

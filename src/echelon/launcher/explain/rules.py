@@ -15,6 +15,7 @@ from echelon.launcher.explain import hung, mismatched
 from echelon.launcher.explain.evidence import Evidence
 from echelon.launcher.explain.failed import own_failure
 from echelon.launcher.explain.flight import Wait, waits
+from echelon.launcher.explain.stacks import waits_in
 from echelon.launcher.explain.verdict import FINE, RUNNING, UNKNOWN, Verdict
 from echelon.launcher.explain.words import in_call, is_victim, place, short, who
 from echelon.launcher.job import Failure
@@ -51,10 +52,16 @@ def explain(evidence: Evidence) -> Verdict:
 
 
 def _waiting(evidence: Evidence) -> dict[int, tuple[Wait, str]]:
-    """Of each rank in a call that has not ended, the first such call for which somebody lacks, else the first."""
+    """Of each rank in a call that has not ended, the first such call for which somebody lacks, else the first.
+
+    gloo's records may say of a rank's last call for good that it has not ended: where nobody lacks in it, the stack must agree.
+    """
     found: dict[int, tuple[Wait, str]] = {}
     for wait in waits(evidence.flights, evidence.all_ranks):
+        certain = bool(wait.missing or wait.unknown)
         for rank in wait.waiting:
+            if not certain and (stack := evidence.rank(rank).stack) and not waits_in(stack):
+                continue
             known = found.get(rank)
             if known is None or (wait.missing and not known[0].missing):
                 found[rank] = wait, in_call(wait.call, wait.group)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from echelon.contracts.terminal import one_line
 from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.flight import DEFAULT_GROUP, Call, Wait
-from echelon.launcher.explain.stacks import of_traceback, user_frame, waits_in
+from echelon.launcher.explain.stacks import Frame, of_traceback, user_frame, waits_in
 from echelon.launcher.job import Failure
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "ranks_are",
     "sentence",
     "short",
+    "stack_of",
     "together",
     "while_others",
     "who",
@@ -85,9 +86,15 @@ def is_victim(failure: Failure) -> bool:
     return failure.is_victim
 
 
+def stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
+    """Where it stood, or else where its failure was raised; innermost first."""
+    failure = rank.failure or rank.later
+    return rank.stack or (of_traceback(failure.traceback) if failure is not None else ())
+
+
 def place(rank: RankEvidence) -> str:
     """Its innermost line in the user's code, as " at train.py:41 in load"; empty if that is not known."""
-    frame = user_frame(rank.stack) or (user_frame(of_traceback(rank.failure.traceback)) if rank.failure is not None else None)
+    frame = user_frame(stack_of(rank))
     where = str(frame) if frame is not None else one_line(rank.where)
     return f" at {where}" if where else ""
 
@@ -104,8 +111,7 @@ def doing(rank: RankEvidence, waits: Mapping[int, tuple[Wait, str]]) -> str:
         return f"failed, too ({short(rank.failure.kind, 60)})"
     if rank.rank in waits:
         return f"waited in {waits[rank.rank][1]}"
-    stack = rank.stack or (of_traceback(rank.failure.traceback) if rank.failure is not None else ())
-    name = waits_in(stack)
+    name = waits_in(stack_of(rank))
     if name == "a DataLoader":
         return "waited for a DataLoader"
     if name:

@@ -30,12 +30,14 @@ from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.local.attempt import Attempt, Requests
 from echelon.launcher.local.gather import Sight
 from echelon.launcher.local.hang import HangLimit, hang_timeout
+from echelon.launcher.local.judge import HANGS, HUNG
 from echelon.launcher.local.nodes import Meeting
 from echelon.launcher.local.rendezvous import NODES_WAIT_S, NodesRendezvous, OneNodeRendezvous
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.shrink import Plan, loaders_of, next_ranks
-from echelon.launcher.local.signs import Seen
-from echelon.launcher.local.watch import Watch, blame, hung, stall_after
+from echelon.launcher.local.signs import Seen, has_handler
+from echelon.launcher.local.watch import Watch, positions, stall_after
+from echelon.launcher.local.worker import STACK_SIGNAL
 
 __all__ = ["ForkAgent"]
 
@@ -186,9 +188,13 @@ class ForkAgent(SimpleElasticAgent):
         return idle_s if all_late else None
 
     def _end_hung(self, attempt: Attempt, idle_s: float) -> RunResult:
-        seen, self.hang_s = self._gather(attempt), idle_s
-        self._meetings.all_gathered()
-        self.failures = hung({rank: seen[rank] for rank in attempt.running}, idle_s, attempt.log_path)
+        self.seen = seen = self.sight.gather(attempt, self._hang.silent_s(), self._meetings.all_gathered)
+        self.hang_s = idle_s
+        said, now = positions({rank: seen[rank] for rank in attempt.running}, attempt.running), time.monotonic_ns()
+        headline = f"no rank made progress for {idle_s:.0f} s"
+        self.failures = [
+            Failure(rank, HUNG, now, HANGS, said, log=attempt.log_path(rank), headline=headline) for rank in attempt.running
+        ]
         self._plan_restart(attempt)
         return RunResult(WorkerState.FAILED, {}, {f.rank: self._as_torch(f, attempt) for f in self.failures})
 
@@ -239,18 +245,18 @@ class ForkAgent(SimpleElasticAgent):
         if left:
             hint = f"(rank {', '.join(map(str, sorted(left)))} had ended before, with exit code 0: it left while this one waited)"
             failures = [replace(f, message=f"{f.message}\n{hint}") for f in failures]
-        seen = self._gather(attempt)
-        if len(seen) < self.world_size:  # the guilty one may be another node's: `conclude` knows all
-            return failures
-        return blame(failures, seen)
+        self._gather(attempt)
+        return failures
 
     def _gather(self, attempt: Attempt) -> dict[int, Seen]:
-        self.seen = self.sight.gather(attempt, self._watch.progress.silent_s())
+        self.seen = self.sight.gather(attempt, self._hang.silent_s())
         return self.seen
 
     def _signal(self, rank: int, number: int) -> None:
         assert self.attempt is not None
-        self._server.signal(self.attempt.pids[rank], number, group=False)
+        pid = self.attempt.pids[rank]
+        if number != STACK_SIGNAL or has_handler(pid, number):  # else it has become another program, which that would end
+            self._server.signal(pid, number, group=False)
 
     def exit_code(self, otherwise: int) -> int:
         """75 if the ranks have left to be started again, else what the caller made of their ends."""
@@ -297,7 +303,7 @@ class ForkAgent(SimpleElasticAgent):
         if self.attempt is None:
             return
         if not self.seen:
-            self.seen = self.sight.look(self.attempt, self._watch.progress.silent_s())
+            self.seen = self.sight.look(self.attempt, self._hang.silent_s())
         for sign, wait_s in ((number, grace_s), (signal.SIGKILL, 10.0)):
             for pid in [self.attempt.pids[rank] for rank in self.attempt.running]:
                 self._server.signal(pid, sign, group=sign == signal.SIGKILL)

@@ -2,8 +2,9 @@
 
 torch keeps the last collectives of every process group, on gloo and NCCL, without being asked to, and has no public way to read
 them: its debug server opens a port for everybody, and its analyser stumbles over gloo's. `torch._C._distributed_c10d` has
-`_dump_fr_trace_json` (torch 2.13.0) and, where torch was built with NCCL, `_dump_nccl_trace_json`; this file is all that uses
-them. Without them, or with another form, there is no record, and nothing else changes; tests/test_evidence.py notices.
+`_dump_fr_trace_json` (torch 2.13.0) and, where torch was built with NCCL, `_dump_nccl_trace_json`. Gloo's does not say which
+ranks are in a group: `torch.distributed.distributed_c10d._world` does. This file is all that uses these names. Without them, or
+with another form, there is no record, and nothing else changes; tests/test_evidence.py notices.
 
 Imports no torch: a rank that has none loaded has called no collective.
 """
@@ -23,6 +24,7 @@ __all__ = ["called", "flight_record", "last_calls", "waits_in", "write_flight"]
 
 # What a reader compares is the end of it; of many groups less, so that the file stays below some megabytes.
 MOST_OF_A_GROUP, MOST = 200, 4000
+_MOST_GROUPS, _LARGEST_GROUP = 100, 4096  # of which the members are told
 _NAMES = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
@@ -56,7 +58,21 @@ def flight_record() -> dict[str, Any] | None:
     most = min(MOST_OF_A_GROUP, max(20, MOST // max(1, len(groups))))
     kept = [entry for entries in groups.values() for entry in entries[-most:]]
     status = {name: each for record in reversed(records) for name, each in record.get("pg_status", {}).items()}
-    return {**records[0], "entries": kept, "pg_status": status}
+    return {**records[0], "entries": kept, "pg_status": status, "groups": _members()}
+
+
+def _members() -> dict[str, dict[str, list[int]]]:
+    """The ranks of each group that this rank is in, but of the default one: {"1": {"ranks": [0, 2]}}."""
+    world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    found: dict[str, dict[str, list[int]]] = {}
+    try:  # the program may make a group at this very moment
+        for group, ranks in list(world.pg_group_ranks.items()):
+            name = world.pg_names.get(group)  # None of those that this rank is not in
+            if name not in (None, "0") and len(ranks) <= _LARGEST_GROUP and len(found) < _MOST_GROUPS:
+                found[str(name)] = {"ranks": sorted(map(int, ranks))}
+    except Exception:  # another torch's
+        return {}
+    return found
 
 
 def group_of(entry: Mapping[str, Any]) -> str:

@@ -46,11 +46,16 @@ class Sight:
             for rank, pid in attempt.pids.items()
         }
 
-    def gather(self, attempt: Attempt, silent_s: Mapping[int, float]) -> dict[int, Seen]:
+    def gather(
+        self, attempt: Attempt, silent_s: Mapping[int, float], others: Callable[[], None] = lambda: None
+    ) -> dict[int, Seen]:
         """What is seen of all ranks, the running ones asked, their stacks and flight records in the run's folder.
 
         Takes milliseconds, and a second where a rank does not answer. Afterwards the ranks are to be ended: those that were
         stopped have been continued.
+
+        Args:
+            others: waits until other nodes have asked theirs.
         """
         seen = self.look(attempt, silent_s)
         asked = [rank for rank in attempt.running if not seen[rank].stopped]
@@ -60,6 +65,7 @@ class Sight:
             self.pulses.ask(rank, self.ask_stack)
         answers = self.companions.ask(asked, FLIGHT, _ANSWER_WAIT_S)
         self._stacks_come(asked, until)
+        others()
         for rank in stopped:  # last, since it may make others go on; it writes its stack before anything else
             self.pulses.ask(rank, self.ask_stack)
             self._send(rank, signal.SIGCONT)

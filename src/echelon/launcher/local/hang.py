@@ -21,7 +21,7 @@ from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import HOW_FAR
 from echelon.launcher.local.gather import Sight
 from echelon.launcher.local.progress import PATIENT, Progress
-from echelon.launcher.local.signs import behind, waits
+from echelon.launcher.local.signs import behind, is_debugged, waits
 
 __all__ = ["HANG_VARIABLE", "HangLimit", "hang_timeout"]
 
@@ -120,6 +120,8 @@ class HangLimit:
             return max(stopped)
         loops = {rank: s for rank, s in at.seen.items() if s.standing.phase not in (Phase.NONE, Phase.ENDED)}
         others = [rank for rank in at.seen if rank not in loops]
+        if any(is_debugged(self._ranks[rank].stack) for rank in at.seen):
+            return None
         last = behind(loops) or list(loops)
         if not all(self._is_late(rank, idle[rank]) for rank in last):
             return None
@@ -129,9 +131,15 @@ class HangLimit:
             return None  # they all sleep, in code of their own, or none is left
         return min(idle[rank] for rank in (*last, *others))
 
-    def nothing_runs(self) -> bool:
-        """All ranks of this node have ended, and wait for those of others."""
-        return not self.progress.seen
+    def silent_s(self) -> dict[int, float]:
+        """For how long each rank has made no progress, where that can be seen: by its position, or by its collectives."""
+        at, known = self.progress, self.progress.silent_s()
+        for rank, this in self._ranks.items() if at.begun == self._begun else ():
+            if this.stopped_at is not None:
+                known[rank] = max(known.get(rank, 0.0), at.now - this.stopped_at)
+            elif rank not in known and this.called >= 0 and rank in at.since:
+                known[rank] = at.now - max(at.since[rank], this.acted_at)
+        return known
 
     def _is_late(self, rank: int, idle_s: float) -> bool:
         at = self.progress

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from echelon.contracts import pulse
@@ -14,9 +15,10 @@ from echelon.contracts.machine import process_stat
 from echelon.contracts.pulse import Phase, Standing
 from echelon.launcher.local.raised import in_library
 
-__all__ = ["Pulses", "Seen", "behind", "is_stopped", "waits"]
+__all__ = ["Pulses", "Seen", "behind", "has_handler", "is_debugged", "is_stopped", "waits"]
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_DEBUGGER = re.compile(r"/(pdb|bdb)\.py\"|/(debugpy|pydevd[^/]*|IPython)/")
 _COLLECTIVES, _BACKWARD = "/torch/distributed/", "/torch/autograd/"
 
 
@@ -112,6 +114,21 @@ def _short(path: str) -> str:
 def is_stopped(pid: int) -> bool:
     """Whether a process exists and does not run: the kernel's state T."""
     return process_stat(pid)[:1] in (["T"], ["t"])
+
+
+def has_handler(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, which would else end it; where Linux does not tell, it is taken to."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return not os.path.exists("/proc/self/status")
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return caught is None or bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
+def is_debugged(main_stack: str) -> bool:
+    """Whether a person is at it, in a debugger of Python's."""
+    return _DEBUGGER.search(main_stack) is not None
 
 
 def waits(main_stack: str, *, pending: bool) -> bool:

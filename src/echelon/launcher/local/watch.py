@@ -1,4 +1,4 @@
-"""Watches for ranks without progress: which is behind, at which line, and which to blame when others time out.
+"""Watches for ranks without progress, and says which is behind, at which line.
 
 What is said was seen: the position of each rank (`contracts.pulse`), the kernel's state of its process, its Python stack. A rank
 that runs a loop of its own has no position; of that, only a stopped process and the stacks are known.
@@ -7,20 +7,17 @@ that runs a loop of its own has no position; of that, only a stopped process and
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from echelon.launcher.job import Failure, parse_duration
+from echelon.launcher.job import parse_duration
 from echelon.launcher.local.progress import Progress
-from echelon.launcher.local.signs import Pulses, Seen, behind
+from echelon.launcher.local.signs import Pulses, Seen
 
-__all__ = ["HUNG", "STALL_VARIABLE", "Watch", "blame", "hung", "positions", "stall_after"]
+__all__ = ["STALL_VARIABLE", "Watch", "positions", "stall_after"]
 
 STALL_VARIABLE = "ECHELON_STALL_AFTER"
 _DEFAULT_S = 60.0
-HUNG = 124  # the exit code, as `timeout` has it
 
 
 def stall_after(given_s: float | None) -> float:
@@ -29,70 +26,6 @@ def stall_after(given_s: float | None) -> float:
         return given_s
     text = os.environ.get(STALL_VARIABLE)
     return parse_duration(text) if text else _DEFAULT_S
-
-
-def blame(failures: Sequence[Failure], seen: Mapping[int, Seen]) -> list[Failure]:
-    """`failures`, and who is to blame if they all only waited: a rank that is stopped, else one that is behind all of them.
-
-    Args:
-        seen: of all ranks; those that have not failed still run.
-    """
-    waited = [f for f in failures if f.waited]
-    if not waited or not all(f.is_victim for f in failures):
-        return list(failures)
-    first, failed = Failure.first(waited), {f.rank for f in failures}
-    running = {rank: s for rank, s in seen.items() if rank not in failed}
-    least = behind(seen)
-    guilty = [rank for rank, s in running.items() if s.stopped] or (least if set(least) <= set(running) else [])
-    if not running:  # NCCL's watchdog ends also those that were not waiting, once it hears of the others
-        waiting = {f.rank for f in waited}
-        guilty = [rank for rank in least if rank not in waiting]
-    if guilty:
-        return [*failures, *(_culprit(rank, seen[rank], first) for rank in guilty)]
-    if not running:
-        return list(failures)
-    hint = "; ".join(f"rank {rank} still ran{f', {s}' if str(s) else ''}" for rank, s in sorted(running.items()))
-    text = f"{first.message}\n(it waited for other ranks until its timeout: {hint})"
-    headline = f"rank {first.rank} gave up waiting for the others"
-    return [replace(f, message=text, headline=headline) if f is first else f for f in failures]
-
-
-def hung(seen: Mapping[int, Seen], idle_s: float, log: Callable[[int], Path]) -> list[Failure]:
-    """The failure of an attempt that was ended since nothing moved: of each rank that held up the others, else of all that ran.
-
-    Args:
-        seen: of the ranks that ran.
-        log: of a rank.
-    """
-    stopped = [rank for rank, s in seen.items() if s.stopped]
-    mute = [rank for rank, s in seen.items() if s.answers is False]
-    waiting = [rank for rank, s in seen.items() if s.waits_in]
-    absent = [rank for rank in seen if rank not in waiting] if waiting else []
-    guilty = stopped or behind(seen) or mute or absent
-    what = "it is stopped, as by SIGSTOP or a debugger" if stopped else "it is behind the others"
-    now, message = time.monotonic_ns(), positions(seen, guilty or list(seen))
-    return [
-        Failure(
-            rank,
-            HUNG,
-            now,
-            "stopped" if stopped else "behind" if guilty else "hang",
-            message,
-            log=log(rank),
-            headline=f"rank {rank} made no progress for {idle_s:.0f} s: {what}" if guilty else f"no progress for {idle_s:.0f} s",
-        )
-        for rank in sorted(guilty or seen)
-    ]
-
-
-def _culprit(rank: int, seen: Seen, first: Failure) -> Failure:
-    done = f"rank {rank} made no progress since step {seen.standing.step}" if seen.is_known else f"rank {rank} made no progress"
-    how = "it is stopped, as by SIGSTOP or a debugger" if seen.stopped else "it is behind the others"
-    stood = [f"it stood {seen}"] if str(seen) else []
-    message = "\n".join([*stood, f"rank {first.rank} waited for it and gave up:", f"{first.kind}: {first.message}"])
-    log = first.log.with_name(f"rank{rank}.log") if isinstance(first.log, Path) else None
-    kind, headline = "stopped" if seen.stopped else "behind", f"{done}: {how}"
-    return Failure(rank, first.exit_code, first.time_ns, kind, message, first.user_frames, log=log, headline=headline)
 
 
 class Watch:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from echelon.observe.doctor.row import Row, State
-from echelon.observe.doctor.said import Checkup, RankSaid
+from echelon.observe.doctor.said import Checkup, RankSaid, named
 from echelon.observe.doctor.together import together
 
 __all__ = ["judged"]
@@ -38,12 +38,14 @@ def _answers(checkup: Checkup) -> Row:
         why = "; ".join(f"{node}: {text}" for node, text in list(checkup.silent.items())[:8])
         return Row("ranks", "fail", f"{there}. Without an answer: {why}", remedy)
     missing = [rank for rank in range(checkup.size) if rank not in checkup.ranks]
-    if missing or checkup.ended:
-        who = f"; {checkup.who(missing)} did not" if missing else ""
-        ended = f". {checkup.ended}" if checkup.ended else ""
+    ended = f". {checkup.ended}" if checkup.ended else ""
+    if missing:
+        who = f"; {named(missing)} did not"
         return Row(
             "ranks", "fail", f"{there}{who}{ended}", "Run `python -c 'import torch, echelon'` there, and see what it says."
         )
+    if ended:
+        return Row("ranks", "fail", f"{there}{ended}", "Look at the line 'unfinished', or give more time: --time-limit 10m.")
     return Row("ranks", "ok", there)
 
 
@@ -65,9 +67,10 @@ def _broken(checkup: Checkup) -> Iterator[Row]:
     hang: dict[str, list[int]] = {}
     for said in checkup.in_order:
         if "end" not in said.told and said.told:
-            hang.setdefault(next(reversed(said.told)), []).append(said.rank)
+            doing = said.told.get("doing")
+            hang.setdefault(doing if isinstance(doing, str) else "the beginning", []).append(said.rank)
     for part, ranks in hang.items():
-        text = f"{checkup.who(ranks)} told nothing more after {part!r}"
+        text = f"{checkup.who(ranks)} did not come beyond {part!r}"
         yield Row("unfinished", "fail", text, "Look there with `py-spy dump`, or at `dmesg` if the process is gone.")
 
 
@@ -169,8 +172,12 @@ def _interfaces(checkup: Checkup) -> Iterator[Row]:
         yield Row(
             "interface", "fail", f"{checkup.who(ranks)}: {text}", "Unset the variable, or name an interface of `ip link` there."
         )
-    if not lacking and seen:
-        yield Row("interface", "ok", ", ".join(sorted(seen)))
+    first = checkup.ranks[0].host if 0 in checkup.ranks else ""
+    used = {said.texts("joined").get("interface", "") for said in checkup.in_order if said.host != first} - {""}
+    shown = [f"rank 0 is reached through {', '.join(sorted(used))}"] if used else []
+    shown += [f"variables name {', '.join(sorted(seen))}"] if seen else []
+    if not lacking and shown:
+        yield Row("interface", "ok", "; ".join(shown))
 
 
 def _matches(wanted: str, there: list[str]) -> bool:

@@ -80,7 +80,8 @@ def _pairs(checkup: Checkup) -> Iterator[Row]:
             continue
         middle = median(of.values())
         slow = {pair: speed for pair, speed in of.items() if speed < SLOW_PAIR * middle and not checkup.quick}
-        text = f"{kind}: {middle:,.0f} MiB/s in the middle of {len(of)} pairs, {min(of.values()):,.0f} at least"
+        pairs = f"{len(of)} pairs" if len(of) > 1 else "one pair"
+        text = f"{kind}: {middle:,.0f} MiB/s in the middle of {pairs}, {min(of.values()):,.0f} at least"
         if not slow:
             yield Row("bandwidth", "ok", text)
             continue

@@ -43,7 +43,10 @@ class Router(nn.Module):
         expert_bias: (num_experts,), what is added when experts are chosen, with `balance="loss_free"`.
         load: (num_experts,), each expert's share of the choices in the latest update, with `balance="auxiliary"`.
         seen: of the update under way, and of the latest one.
+        ranks_agree: all ranks give its buffers the same values, from sums over all of them.
     """
+
+    ranks_agree = True
 
     def __init__(
         self,
@@ -75,8 +78,10 @@ class Router(nn.Module):
         if self.load is not None:
             self.load.fill_(1 / self.num_experts)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(N, D) -> weights (N, k), experts (N, k), and what is counted of them.
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(N, D) -> weights (N, k), experts (N, k), rows for each expert (num_experts,), and what is counted of them.
 
         Args:
             mask: (N,), True for tokens that count in statistics and balance.
@@ -92,7 +97,8 @@ class Router(nn.Module):
         shares = p if self.score == "softmax" else p / p.sum(-1, keepdim=True)
         if self.load is not None and torch.is_grad_enabled():
             self.seen.auxiliary = self._auxiliary(shares, mask)
-        return weights, chosen, self._count(shares.detach(), chosen, mask)
+        rows = torch.bincount(chosen.reshape(-1), minlength=self.num_experts)
+        return weights, chosen, rows, self._count(shares.detach(), chosen, rows, mask)
 
     def _auxiliary(self, shares: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """E * sum_i f_i P_i (Fedus et al. 2021, equations 4 to 6), with the latest update's f and this micro-batch's P."""
@@ -102,12 +108,14 @@ class Router(nn.Module):
         return self.coefficient * self.num_experts * (self.load.to(mean.dtype).detach() @ mean)
 
     @torch.no_grad()
-    def _count(self, shares: torch.Tensor, chosen: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def _count(self, shares: torch.Tensor, chosen: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """(num_experts + 2,) in float64, where counts add up exactly: choices of each expert, the sum of entropies, tokens."""
-        ones = chosen.new_ones(len(chosen)) if mask is None else mask.to(chosen.dtype)
+        entropies = torch.special.entr(shares).sum(-1)
+        if mask is None:
+            return torch.cat([rows.double(), entropies.sum().double()[None], rows.new_full((1,), len(chosen)).double()])
+        ones = mask.to(chosen.dtype)
         choices = chosen.new_zeros(self.num_experts).index_add_(0, chosen.reshape(-1), ones.repeat_interleave(self.top_k))
-        entropy = torch.special.entr(shares).sum(-1) @ ones.to(shares.dtype)
-        return torch.cat([choices.double(), torch.stack([entropy.double(), ones.sum().double()])])
+        return torch.cat([choices.double(), torch.stack([(entropies @ ones.to(shares.dtype)).double(), ones.sum().double()])])
 
     def extra_repr(self) -> str:
         return f"top {self.top_k} of {self.num_experts}, balance={self.balance!r}"
@@ -192,10 +200,9 @@ class MoE(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the host must know how many tokens go where
     def _routed(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        weights, chosen, counted = self.router(tokens, mask)
+        weights, chosen, counts, counted = self.router(tokens, mask)
         k = self.router.top_k
         order = Order(chosen.reshape(-1), k)
-        counts = torch.bincount(chosen.reshape(-1), minlength=self.router.num_experts)
         rows = order.undo(self.experts(order.sort(tokens), counts)).view(len(tokens), k, -1)
         y = (rows * weights.to(rows.dtype)[..., None]).sum(1)
         result: torch.Tensor = Counted.apply(y, self.router.seen, counted)  # type: ignore[no-untyped-call]

@@ -44,9 +44,10 @@ class Teller:
 
     def attempt(self, name: str, find: Callable[[], Any]) -> bool:
         """Tell a part's value, or why it has none; whether it has one."""
+        self("doing", name)
         try:
             self(name, find())
-        except Exception as error:  # whatever it is, the others parts are to be told, too
+        except Exception as error:  # whatever it is, the other parts are to be told, too
             text = str(error) if isinstance(error, EchelonError) else f"{type(error).__name__}: {error}"
             if os.environ.get("ECHELON_FULL_TRACEBACK"):
                 traceback.print_exc()

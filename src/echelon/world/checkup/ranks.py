@@ -21,6 +21,7 @@ import torch.distributed as dist
 from echelon.contracts.rank import RankInfo
 from echelon.world.handshake import VARIABLE as HANDSHAKE_VARIABLE
 from echelon.world.init import init_from_env
+from echelon.world.program import nccl_version
 
 __all__ = ["MOST_PAIRED", "PARTS", "join", "leave", "rounds", "versions"]
 
@@ -33,8 +34,7 @@ def versions() -> dict[str, str]:
     built = torch.version.cuda or torch.version.hip or ""
     found = {"torch": str(torch.__version__), "CUDA of torch": str(built)}
     if torch.version.cuda is not None and torch.cuda.is_available():
-        nccl: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call,unused-ignore]
-        found |= {"NCCL": ".".join(map(str, nccl)), "GPU": torch.cuda.get_device_name()}
+        found |= {"NCCL": nccl_version(), "GPU": torch.cuda.get_device_name()}
     return found
 
 
@@ -49,7 +49,15 @@ def join(info: RankInfo, wait: timedelta) -> dict[str, Any]:
     began = time.monotonic()
     with socket.create_connection((info.master_addr, info.master_port), timeout=wait.total_seconds()) as found:
         local = str(found.getsockname()[0])
-    return {"s": joined_s, "device": device.type, "connect_ms": (time.monotonic() - began) * 1e3, "address": local}
+    took_ms = (time.monotonic() - began) * 1e3
+    return {"s": joined_s, "device": device.type, "connect_ms": took_ms, "interface": _interface_of(local)}
+
+
+def _interface_of(address: str) -> str:
+    """The name of the network interface that has this address; empty if none has."""
+    import psutil  # type: ignore[import-untyped,unused-ignore]
+
+    return next((name for name, all_ in psutil.net_if_addrs().items() for a in all_ if a.address.split("%")[0] == address), "")
 
 
 def _joined() -> bool:

@@ -1,0 +1,125 @@
+"""One stage of a pipeline of ranks that do not exist: an update, with what other stages would say of their tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from bench._fake import Step, Traced, fake_tensors, fake_world
+from bench.gpu.llama import Size
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+import echelon as ech
+from echelon.parallel.activation import ActivationCheckpointParams
+from echelon.parallel.micro_batch import MicroBatch
+from echelon.parallel.parallelize import parallelize
+from echelon.parallel.pipeline.pipeline import Pipeline
+from echelon.parallel.pipeline.schedules import StageModule
+from echelon.parallel.pipeline.values import Form, Leaf, form_of
+from echelon.parallel.pipeline.window import Learned
+from echelon.parallel.recipe import Recipe
+
+__all__ = ["trace_stage"]
+
+CPU = torch.device("cpu")
+
+
+def trace_stage(
+    make: Callable[[Size], nn.Module],
+    size: Size,
+    ranks: int,
+    strategy: ech.Parallel,
+    stage: int,
+    micro_batches: int,
+    axes: Callable[[Any], dict[str, str]],
+) -> tuple[Traced, list[str]]:
+    """One update on the first rank that has the stage, after one that sets up; and the names of the stage's units.
+
+    Args:
+        make: the model, of a size.
+        axes: by torch's name of a group, the axis, of the axes' sizes.
+    """
+    kinds = _kinds(make, size, ranks, strategy)
+    dims = strategy.dims(ranks)
+    rank = next(rank for rank in range(ranks) if dims.place(rank)["pp"] == stage)
+    with fake_world(ranks, rank):
+        with fake_tensors() as mode:
+            model = make(size).eval()  # dropout's streams are drawn, and of fake tensors nobody knows the number
+        prepared: Any = parallelize(model, strategy, CPU, _recipe())
+        prepared.wants_outputs = False
+        step = Step(axes(dims))
+        batch = tuple(torch.randint(0, size.vocabulary, (1, size.context)) for _ in range(2))
+        window = [MicroBatch(batch, 1, number == micro_batches - 1) for number in range(micro_batches)]
+        with fake_tensors(mode):
+            optimizer = torch.optim.AdamW(prepared.module.parameters())
+        names = [unit.name for unit in prepared.pipeline.cut.units if unit.stage == stage]
+
+        def update(tracing: Any) -> None:
+            with _told(prepared.pipeline, kinds), fake_tensors(mode), tracing:
+                prepared.forward_backward_window(
+                    window, lambda each: (prepared.module(*each.data), None), lambda loss, each: loss.backward()
+                )
+                optimizer.step()
+                optimizer.zero_grad()
+
+        update(contextlib.nullcontext())
+        step.keep(prepared.module.parameters(), *(state.values() for state in optimizer.state.values()))
+        update(step)
+    return step.traced, names
+
+
+def _recipe() -> Recipe:
+    return Recipe(ActivationCheckpointParams(), None, ech.Precision.of("bf16"))
+
+
+def _kinds(make: Callable[[Size], nn.Module], size: Size, ranks: int, strategy: ech.Parallel) -> dict[str, Form]:
+    """What the units of a model give, by the names in one with two blocks that is in no pipeline."""
+    found: dict[str, Form] = {}
+    # Tensor parallelism leaves them as they are.
+    whole = dataclasses.replace(strategy, pp=1, tp=1, dp_shard=-1)
+    with fake_world(ranks):
+        with fake_tensors() as mode:
+            model = make(dataclasses.replace(size, depth=2))
+        prepared: Any = parallelize(model, whole, CPU, _recipe())
+        inner = prepared.unwrapped
+        units = {"tokens": inner.tokens, "blocks": inner.blocks[0], "norm": inner.norm, "head": inner.head}
+        for name, unit in units.items():
+            unit.register_forward_hook(lambda unit, given, made, name=name: found.update({name: form_of(made)[0]}))
+        batch = tuple(torch.randint(0, size.vocabulary, (1, size.context)) for _ in range(2))
+        with prepared.accumulate(True), fake_tensors(mode):
+            found["loss"] = form_of(prepared.module(*batch))[0]
+    return found
+
+
+@contextlib.contextmanager
+def _told(pipeline: Pipeline, kinds: dict[str, Form]) -> Iterator[None]:
+    """What ranks learn from one another before the first update, and the numbers of micro-batches, which fake tensors hide."""
+    units = pipeline.cut.units
+    forms = {f"{unit.name}:1": kinds[unit.name.partition(".")[0]] for unit in units}
+    last = {unit.stage: f"{unit.name}:1" for unit in units}
+    loss: Leaf = kinds["loss"].tensors[0]
+    learned = Learned(forms, [[last[stage]] for stage in range(pipeline.cut.count - 1)], loss)
+
+    def learn(signature: Any, *others: Any) -> None:
+        pipeline._learned[signature] = learned
+
+    counts: dict[int, Iterator[int]] = {}
+
+    def forward(module: StageModule, *received: torch.Tensor, number: Any) -> Any:
+        return module._compute(next(counts.setdefault(id(module), itertools.count())), received)
+
+    yes = SimpleNamespace(item=lambda: 1)  # stages vote that they know all shapes
+    with (
+        mock.patch.object(pipeline, "_learn", learn),
+        mock.patch.object(StageModule, "forward", forward),
+        mock.patch.object(PipelineStage, "_warmup_forward_vote", lambda *args, **kwargs: yes),
+        mock.patch.object(PipelineStage, "_warmup_backward_result", lambda *args, **kwargs: yes),
+    ):
+        yield
