@@ -39,6 +39,7 @@ WELL: Mapping[str, Any] = {
     "resolution": {"own": ["10.0.0.1"], "unknown": []},
     "interfaces": ["lo", "eth0"],
     "settings": {"NCCL_DEBUG": "WARN"},
+    "script": "aaa",
     "torch": {"torch": "2.13.0", "CUDA of torch": ""},
     "joined": {"s": 0.2, "device": "cpu", "connect_ms": 0.1},
     "clocks": [1000.0, 1001.0, 1002.0],
@@ -121,6 +122,8 @@ FAULTS: list[tuple[Mapping[str, Any], str, str, str, str]] = [
     ({"pairs": [[3, 100.0, 9]]}, "bandwidth", "fail", "bytes arrive changed between ranks 2 and 3", "Do not train"),
     ({"products": {"gflop_s": 40.0, "device": "cpu"}}, "matmul", "fail", "Slow: rank 2 (node2): 40.0", "nvidia-smi"),
     ({"products": {"gflop_s": 100.0, "device": "cpu", "wrong": 1}}, "matmul", "fail", "products on node2 (rank 2)", "memtest"),
+    ({"script": "fff"}, "script", "fail", "aaa, but node2 (rank 2): fff", "Copy it"),
+    ({"error": ["script", "OSError: train.py"]}, "script", "fail", "node2 (rank 2): OSError: train.py", "Copy"),
     ({"error": ["torch", "ImportError: libcudart.so"]}, "torch", "fail", "node2 (rank 2): ImportError: libcudart.so", "again"),
 ]  # fmt: skip
 
@@ -246,12 +249,13 @@ def test_two_ranks_of_this_machine(echelon_command: Command, tmp_path: Path) -> 
     (tmp_path / "t").mkdir()
     env = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "nope", "TMPDIR": str(tmp_path / "t")}
     env |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "nowhere[1-2]"}
-    done = echelon_command("doctor", "--here", "--ranks", "2", "--quick", "--json", env=env)
+    done = echelon_command("doctor", "--here", "--ranks", "2", "--quick", "--json", "--script", "random.py", env=env)
     said = json.loads(done.stdout)
     rows = {row["name"]: row for row in said["rows"]}
     assert done.returncode == 1 and said["ok"] is False, "an interface that there is not"
     assert "NCCL_SOCKET_IFNAME=nope, but there is only lo" in rows["interface"]["said"]
     assert rows["all-reduce"]["said"].startswith("gloo: exact on 2 ranks") and rows["ranks"]["state"] == "ok"
+    assert len(said["ranks"]["1"]["script"]) == 12 and rows["script"]["state"] == "ok"
     (partner, speed, wrong), = said["ranks"]["0"]["pairs"]  # fmt: skip
     assert (partner, wrong) == (1, 0) and speed > 0 and said["ranks"]["1"]["products"]["wrong"] == 0
     assert sorted(os.listdir(tmp_path)) == ["random.py", "t"] and os.listdir(tmp_path / "t") == []

@@ -40,6 +40,7 @@ def _answers(checkup: Checkup) -> Row:
 _OF_PART = {
     "torch": "torch cannot be imported there: install it again, in an environment of its own.",
     "joined": "The ranks cannot reach one another: look at the rows ranks, names and interface, and at firewalls.",
+    "script": "Copy the script there, or start from a folder that all hosts see.",
     "resolution": "Give the host an entry in /etc/hosts or the name server.",
 }
 
@@ -84,10 +85,17 @@ def _same(
     yield Row(name, state, f"{most}, but {other}", remedy)
 
 
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
 def _versions(checkup: Checkup) -> Iterator[Row]:
     install = "Install the same version everywhere, or start all ranks from one environment in a shared folder."
     for name, part in (("python", "versions"), ("torch", "torch"), ("echelon", "versions"), ("echelon's code", "versions")):
         yield from _same(checkup, name, lambda said, name=name, part=part: said.texts(part).get(name), install)  # type: ignore[misc]
+    yield from _same(
+        checkup, "script", lambda said: _text(said.told.get("script")), "Copy it there again, or use a shared folder."
+    )
     for name, part in (("NCCL", "torch"), ("CUDA of torch", "torch")):
         yield from _same(checkup, name, lambda said, name=name, part=part: said.texts(part).get(name), install)  # type: ignore[misc]
     driver = "NCCL of one version runs over several drivers, at the speed of the oldest: bring the hosts to one driver."

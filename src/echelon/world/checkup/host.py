@@ -22,11 +22,12 @@ from echelon.contracts.machine import boot_id, usable_cores, visible_devices
 from echelon.contracts.redact import redacted_fields
 from echelon.contracts.version import __version__
 
-__all__ = ["PARTS", "in_time", "name"]
+__all__ = ["PARTS", "code_of", "in_time", "name"]
 
 # A disk that hangs, a name server that is gone: named, and not waited for.
 _PATIENCE_S = 10.0
 _MiB = 1 << 20
+_MOST_SOURCES = 1000
 _SETTINGS = re.compile(r"(?:NCCL|GLOO|TORCH_NCCL|TORCH_DISTRIBUTED|UCX|FI)_\w+|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES")
 
 
@@ -68,6 +69,19 @@ def _own_code() -> str:
     found = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         found.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def code_of(script: str) -> str:
+    """A checksum of a script and of the other sources in its folder, as far as this host sees them.
+
+    Raises:
+        OSError: the script is not there.
+    """
+    path = Path(script)
+    found = hashlib.sha256(path.read_bytes())
+    for other in sorted(path.parent.glob("*.py"))[:_MOST_SOURCES]:
+        found.update(f"{other.name}\0".encode() + hashlib.sha256(other.read_bytes()).digest())
     return found.hexdigest()[:12]
 
 
