@@ -241,6 +241,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         return outputs
 
     def _forward(self, state: State, micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:
+        self._routers.begin_forward(micro_batch.weight)
         if self.computes.dtype is None:
             made = self.compute_loss(state, micro_batch.data)
         else:
@@ -263,7 +264,6 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         window.add(loss.detach(), 0 if prepared.is_replica else weight)
         if micro_batch.is_last and self._reduces and not prepared.takes_windows:  # whose last backward pass may be another
             window.start_reduction(state.stop_requested)
-        self._routers.begin_backward(weight)
         assert window.reference is not None
         scale = weight * prepared.averaged_over / window.reference
         if self.grad_scaler is not None:
