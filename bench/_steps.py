@@ -26,13 +26,14 @@ from echelon.checkpoint.background import Background
 from echelon.checkpoint.layout import own_file, tensors_file
 from echelon.checkpoint.snapshot import Planned
 from echelon.checkpoint.tensors import Files, Tensors
-from echelon.contracts.pulse import Phase
+from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.rank import RankInfo
+from echelon.launcher.explain import Evidence, RankEvidence, explain
 from echelon.launcher.job import Failure
-from echelon.launcher.local.watch import Seen, Standing, blame
 from echelon.parallel.axes import Axis, speaks_for
 from echelon.parallel.partition import assign
 from echelon.world import agree, rng
+from echelon.world.handshake import Said
 from echelon.world.meeting import Facts, meet
 from echelon.world.mesh import ParallelDims
 
@@ -247,12 +248,22 @@ def _await_others(ranks: int) -> Callable[[], Any]:
 
 
 def _meet(ranks: int) -> Callable[[], Any]:
+    """All run the same, but for modules that every second rank has imported: one of those tells the whole."""
     store = dist.HashStore()
+    kinds = [Said("all", {"torch": "2.13.0", **({"module plots": "abc"} if odd else {})}, {}) for odd in range(2)]
     for rank in range(ranks):
-        store.set(f"facts/{rank}", json.dumps({"device": "cuda", "gpu": f"GPU-{rank}", "nccl": True, "host": f"node{rank // 8}"}))
+        about = {"device": "cuda", "gpu": f"GPU-{rank}", "nccl": True, "host": f"node{rank // 8}", "world_size": ranks}
+        about |= {"digest": kinds[rank % 2].digest, "other_digest": kinds[0].other_digest}
+        store.set(f"facts/{rank}", json.dumps(about))
+    store.set("said/1", kinds[1].to_json())
     info = RankInfo(rank=0, local_rank=0, world_size=ranks, local_world_size=8)
     mine = Facts("cuda", "", "GPU-0", True, "node0")
-    return lambda: meet(store, info, mine, timedelta(seconds=60), fresh=True)
+
+    def join() -> None:
+        store.delete_key("came/0")
+        meet(store, info, mine, timedelta(seconds=60), fresh=True, said=kinds[0])
+
+    return join
 
 
 def _replicas(ranks: int) -> Callable[[], Any]:
@@ -279,8 +290,8 @@ def _loader(ranks: int) -> Callable[[], Any]:
 
 def _failures(ranks: int) -> Callable[[], Any]:
     failures = [Failure(rank, 1, rank, "DistBackendError", "Connection reset by peer") for rank in range(ranks)]
-    seen = {rank: Seen(Standing(9 if rank else 8, Phase.STEP)) for rank in range(ranks)}
-    return lambda: Failure.first(blame(failures, seen))
+    known = {f.rank: RankEvidence(f.rank, f, standing=Standing(9 if f.rank else 8, Phase.STEP)) for f in failures}
+    return lambda: explain(Evidence(ranks, ranks=known, exit_code=1))
 
 
 def _agreed(act: Callable[[], Any]) -> Callable[[int], Callable[[], Any]]:
@@ -296,7 +307,7 @@ STEPS = [
     Step("agree: kinds, all the same", _agreed(lambda: agree.kinds(_VALUE)), rank=None, constant=True),
     Step("agree: from_rank0", _agreed(lambda: agree.from_rank0(lambda: _VALUE)), constant=True),
     Step("agree: gather of a short value", _agreed(lambda: agree.gather(_VALUE)), lambda ranks: lambda rank: _VALUE),
-    Step("joining: rank 0 hears all", _meet),
+    Step("joining: rank 0 hears and compares all", _meet),
     Step("RNG streams are separated", _agreed(lambda: rng.separate(0)), rank=0),
     Step("replicas are found", _replicas),
     Step("mesh: 5 axes", lambda ranks: lambda: _mesh(ranks)),

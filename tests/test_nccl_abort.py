@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.run_dir import RunDir
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure
 from echelon.launcher.local.aborted import last_words
 from echelon.launcher.local.attempt import Attempt
-from echelon.launcher.local.watch import Seen, blame
+from echelon.launcher.local.judge import record_end
+from echelon.launcher.local.signs import Seen
 
 # As torch 2.13 writes them (ProcessGroupNCCL.cpp), with the stacks that follow.
 TIMED_OUT = (
@@ -44,23 +46,28 @@ def _aborted(folder: Path, texts: dict[int, str]) -> list[Failure]:
     return attempt.failures()
 
 
-def _seen(*steps: int) -> dict[int, Seen]:
-    return {rank: Seen(Standing(step, Phase.STEP)) for rank, step in enumerate(steps)}
+def _blamed(folder: Path, failures: list[Failure], *steps: int) -> Failure:
+    """Who is named, of ranks that had come so far."""
+    here = RunDir(folder / "run").at_attempt(0)
+    seen = {rank: Seen(Standing(step, Phase.STEP)) for rank, step in enumerate(steps)}
+    first = record_end(here, 1, failures, seen=seen, world_size=len(steps))
+    assert first is not None
+    return first
 
 
 def test_a_rank_that_the_watchdog_ended_only_waited(tmp_path: Path) -> None:
     """Rank 0 aborts first; rank 1, which hangs, still runs: before, rank 0 was named."""
     failures = _aborted(tmp_path, {0: TIMED_OUT})
     assert failures[0].waited
-    first = Failure.first(blame(failures, _seen(7, 6)))
-    assert first.rank == 1 and first.headline == "rank 1 made no progress since step 6: it is behind the others"
+    first = _blamed(tmp_path, failures, 7, 6)
+    assert first.rank == 1 and first.headline.startswith("rank 1 was behind the others")
     assert "Watchdog caught collective operation timeout" in render(first, 2) and "frame #0" not in render(first, 2)
 
 
 def test_one_that_heard_of_the_timeout_and_was_ended_too_is_named_if_it_is_behind(tmp_path: Path) -> None:
     failures = _aborted(tmp_path, {0: TIMED_OUT, 1: TOLD, 2: TIMED_OUT})
-    assert Failure.first(blame(failures, _seen(7, 6, 7))).rank == 1
-    assert Failure.first(blame(failures, _seen(7, 7, 7))).rank == 0  # nobody knows who
+    assert _blamed(tmp_path, failures, 7, 6, 7).rank == 1
+    assert _blamed(tmp_path, failures, 7, 7, 7).rank == 0  # nobody knows who
 
 
 def test_a_lost_peer_is_no_failure_of_its_own_and_a_device_error_is(tmp_path: Path) -> None:
@@ -68,7 +75,7 @@ def test_a_lost_peer_is_no_failure_of_its_own_and_a_device_error_is(tmp_path: Pa
     lost = _aborted(tmp_path, {0: REMOTE, 1: REMOTE})
     assert all(f.is_victim for f in lost) and Failure.first([*lost, killed]).rank == 2
     mixed = _aborted(tmp_path, {0: TIMED_OUT, 1: ILLEGAL})
-    first = Failure.first(blame(mixed, _seen(7, 7)))
+    first = _blamed(tmp_path, mixed, 7, 7)
     assert first.rank == 1 and "CUDA error: an illegal memory access" in render(first, 2)
 
 

@@ -11,7 +11,8 @@ import pytest
 
 import echelon as ech
 from echelon.contracts.events import LineReader, encode, read_lines
-from echelon.observe.sinks.progress import ProgressModel, ProgressSink, RunScreen, _count, _duration
+from echelon.observe.sinks.model import ProgressModel, _count, _duration
+from echelon.observe.sinks.progress import ProgressSink, RunScreen
 from tests.models import batch
 from tests.units import Regression
 
@@ -35,6 +36,36 @@ def test_the_line_holds_loss_rate_learning_rate_and_time_left() -> None:
     for step in range(1, 41):
         model.record(_record(step))
     assert model.line() == "step 40/100  loss 2.0000  lr 0.001  10.0k tokens/s  1:00 left"
+
+
+def test_the_line_holds_memory_and_the_slowest_rank() -> None:
+    model = ProgressModel()
+    model.record(_record(1, memory_peak_bytes=3 << 30, mfu=0.4))
+    model.record(_record(2))
+    model.slowest = "rank 3 1.8x slow"
+    assert model.line().endswith("MFU 40%  3 GiB  rank 3 1.8x slow")
+
+
+def test_a_slow_rank_is_said_once_and_stands_in_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.observe.sinks.progress.RANKS_EVERY_S", 0.0)
+    run = ech.RunDir.create(tmp_path, "slow")
+    run.metrics.write_text("")
+    stream = io.StringIO()
+    screen = RunScreen(run, stream)
+    screen.tick()
+    with open(run.metrics, "a") as file:
+        file.write(encode(_record(200)) + "\n")
+    for rank in range(3):
+        own = 0.03 if rank == 1 else 0.01
+        spent = {"forward_s": 50 * own, "wait_s": 50 * (0.031 - own), "wall_s": 1.55, "own_s": own, "line": "train.py:4 in f"}
+        records = [{"steps": [s, s + 50], **spent} for s in range(0, 200, 50)]
+        run.times(rank).write_text("".join(encode(record) + "\n" for record in records))
+    for _ in range(3):
+        screen.tick()
+    screen.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "echelon: rank 1 takes 3.0 x as long as the others: its own computation, train.py:4 in f"
+    assert lines[1].startswith("step 200") and "rank 1 3.0x slow" in lines[1] and len(lines) == 2
 
 
 def test_a_run_without_an_end_shows_no_time_left() -> None:

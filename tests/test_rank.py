@@ -259,6 +259,10 @@ def test_a_job_of_one_task_needs_no_srun() -> None:
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "2", "MASTER_ADDR": "h"}, ["OMPI_COMM_WORLD_LOCAL_RANK=2"]),
         ({**DRAGON, "_DRAGON_CG_LOCAL_WORLD_SIZE": "5"}, ["_DRAGON_CG_LOCAL_WORLD_SIZE=5"]),
         ({**TORCHRUN, "RANK": "five"}, ["RANK must be a whole number, got 'five'"]),
+        (
+            {**TORCHRUN, "RANK": "five", "MASTER_PORT": "http"},
+            ["RANK must be a whole number, got 'five', MASTER_PORT must be a whole number, got 'http' (torchrun's variables)."],
+        ),
         ({**TORCHRUN, "MASTER_PORT": "http"}, ["MASTER_PORT must be a whole number, got 'http'"]),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, ["70000", "65535"]),
         (without(DRAGON, "_DRAGON_CG_RANK"), ["_DRAGON_CG_WORLD_SIZE=4", "_DRAGON_CG_RANK"]),

@@ -385,7 +385,7 @@ def test_the_last_word_is_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFix
     )
     assert conclude(run, 143, "7.0") == 1
     said = capsys.readouterr().err
-    assert "rank 3 made no progress since step 6: it is stopped" in said and "failed first" not in said and text in said
+    assert "rank 3 stopped, in step 7" in said and "failed first" not in said and text in said
     run = _ends(tmp_path, "cancelled", {"exit_code": 75}, {"exit_code": 75})
     (run.path / "job" / "cancelled").touch()
     assert conclude(run, 0, "7.0") == 143

@@ -18,11 +18,15 @@ import echelon as ech
 from echelon.contracts import pulse
 from echelon.contracts.errors import RankFailedError
 from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.run_dir import RunDir
 from echelon.launcher.failure import render
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import Failure
 from echelon.launcher.local import elastic, watch
-from echelon.launcher.local.watch import Pulses, Seen, Watch, blame
+from echelon.launcher.local.judge import record_end
+from echelon.launcher.local.signs import Pulses, Seen
+from echelon.launcher.local.watch import Watch
+from echelon.launcher.records import exit_record
 from tests.conftest import clean_environment
 
 HANG_AT = 6
@@ -81,23 +85,23 @@ def _trains(how: str) -> None:
             "stopped",
             1,
             "rank 1 is stopped, as by SIGSTOP or a debugger, in step 7; rank 0 ",
-            "rank 1 made no progress since step 6: it is stopped",
+            "rank 1 stopped (no heartbeat for ",
         ),
         pytest.param(
             "raw",
             1,
             "rank 1 is stopped, as by SIGSTOP or a debugger; rank 0 ",
-            "rank 1 made no progress: it is stopped",
+            "rank 1 stopped",
             marks=pytest.mark.full,
         ),
         pytest.param(
             "data",
             1,
             "rank 1 is behind, waiting for the data of step 7, at ",
-            "rank 1 made no progress since step 6: it is behind",
+            "rank 1 did not come to all_reduce",
             marks=pytest.mark.full,
         ),
-        ("in its step", 0, "rank 1 stands, in step 7, at ", "rank 0 gave up waiting for the others"),
+        ("in its step", 1, "rank 1 stands, in step 7, at ", "rank 1 did not come to all_reduce"),
     ],
 )
 def test_a_rank_that_stands_still_is_named_while_others_wait_and_when_they_give_up(
@@ -228,29 +232,36 @@ def _gave_up(rank: int) -> Failure:
     return Failure(rank, 1, rank, "RuntimeError", text, traceback=f"RuntimeError: {text}")
 
 
-def test_nobody_is_blamed_without_knowledge() -> None:
+def _blamed(folder: Path, failures: list[Failure], seen: dict[int, Seen]) -> Failure:
+    first = record_end(RunDir(folder).at_attempt(0), 1, failures, seen=seen, world_size=len(seen))
+    assert first is not None
+    return first
+
+
+def test_nobody_is_blamed_without_knowledge(tmp_path: Path) -> None:
     """Ranks that are equally far, ranks without a position, and a failure that is a rank's own."""
     equal = {rank: Seen(Standing(5, Phase.STEP)) for rank in range(3)}
     unknown = {rank: Seen(Standing(), where=f"train.py:{rank} in f") for rank in range(3)}
     for seen in (equal, unknown):
-        first = Failure.first(blame([_gave_up(0)], seen))
+        first = _blamed(tmp_path, [_gave_up(0)], seen)
         assert first.rank == 0 and first.headline == "rank 0 gave up waiting for the others"
-    assert "rank 2 still ran, at train.py:2 in f" in first.message
     own = Failure(2, 1, 9, "ValueError", "bad", traceback="ValueError: bad")
     stopped = {0: Seen(Standing()), 1: Seen(Standing(), stopped=True), 2: Seen(Standing())}
-    assert Failure.first(blame([_gave_up(0), own], stopped)) == own
-    assert blame([_gave_up(0), _gave_up(1)], {0: Seen(Standing(5)), 1: Seen(Standing(5))})[0].headline == ""
+    assert _blamed(tmp_path, [_gave_up(0), own], stopped) == own
 
 
-def test_a_rank_that_failed_is_not_blamed_for_being_behind() -> None:
+def test_a_rank_that_failed_is_not_blamed_for_being_behind(tmp_path: Path) -> None:
     seen = {0: Seen(Standing(5, Phase.STEP)), 1: Seen(Standing(6, Phase.STEP))}
-    assert [f.rank for f in blame([_gave_up(0)], seen)] == [0]
+    assert _blamed(tmp_path, [_gave_up(0)], seen).rank == 0
 
 
-def test_a_culprit_survives_its_way_through_a_file() -> None:
+def test_a_culprit_is_in_the_record_with_the_paragraph(tmp_path: Path) -> None:
     seen = {0: Seen(Standing(5, Phase.STEP)), 1: Seen(Standing(5, Phase.STEP), stopped=True)}
-    first = Failure.from_json(Failure.first(blame([_gave_up(0)], seen)).as_json())
-    assert first.rank == 1 and render(first, 2).startswith("echelon: rank 1 made no progress since step 5: it is stopped, as by")
+    blamed = _blamed(tmp_path, [_gave_up(0)], seen)
+    said = exit_record(tmp_path / "attempts" / "000" / "exit.json") or {}
+    first = Failure.from_json(said["first_failure"])
+    assert first.rank == blamed.rank == 1 and render(first, 2).startswith("echelon: rank 1 stopped, in step 6 (exit code 1)")
+    assert said["explained"] in first.message and "Timed out waiting" in first.message
 
 
 def test_a_beat_is_cheap_enough_for_every_step() -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from echelon.contracts.rank import RankInfo
     from echelon.contracts.run_dir import RunDir
     from echelon.data.loader import Loader
-    from echelon.data.options import LoaderOptions
+    from echelon.data.options import LoaderOptions, StreamOptions
     from echelon.data.packed import Packed, cu_seqlens
     from echelon.data.stream import StreamLoader
     from echelon.data.text import ByteText
@@ -117,6 +117,7 @@ __all__ = [
     "State",
     "Strategy",
     "StreamLoader",
+    "StreamOptions",
     "System",
     "TPStrategy",
     "TestUnit",
@@ -170,7 +171,7 @@ _NAMES = {
     "contracts.rank": ["RankInfo"],
     "contracts.run_dir": ["RunDir"],
     "data.loader": ["Loader"],
-    "data.options": ["LoaderOptions"],
+    "data.options": ["LoaderOptions", "StreamOptions"],
     "data.packed": ["Packed", "cu_seqlens"],
     "data.stream": ["StreamLoader"],
     "data.text": ["ByteText"],

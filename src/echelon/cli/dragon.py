@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from echelon.cli.run import check_script
+from echelon.cli.script import check_script
 from echelon.contracts.errors import UsageError
 
 __all__ = ["add_arguments", "execute"]

@@ -24,7 +24,10 @@ VERBS = {
     "cancel": "end a submitted job",
     "dragon": "run a script on Dragon's runtime, and leave nothing behind",
     "prove": "run a script under every strategy and compare each step with one process",
-    "report": "write a run's report.html again",
+    "explain": "say why a run stopped: which rank, and for what",
+    "report": "write a run's report.html again, or compare several runs on one page",
+    "top": "show a run as it is now, until you leave",
+    "doctor": "look at this machine, or the nodes of a Slurm allocation, for what would stop a run",
     "ckpt": "list, verify, compare and export checkpoints",
     "completion": "print what makes a shell complete these commands and their options",
 }

@@ -1,4 +1,4 @@
-"""`echelon report`: read a run folder and write its report.html."""
+"""`echelon report`: read a run folder and write its report.html, or one page that compares several runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,28 @@ __all__ = ["add_arguments", "execute"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="a run's folder, such as runs/NAME")
+    parser.add_argument("run", nargs="+", metavar="RUN", help="a run's folder, such as runs/NAME; several are compared")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="the page to write (default: the run's report.html; of several runs comparison.html in the first one's folder)",
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
     from echelon.observe import report
 
-    folder = Path(arguments.run)
-    if not folder.is_dir():
-        raise UsageError(f"{folder} is not a run folder.")
-    print(printable(str(report.write(RunDir(folder)))))
+    folders = [Path(name) for name in arguments.run]
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is not a run folder.")
+    runs = [RunDir(folder) for folder in folders]
+    if len(runs) == 1 and arguments.output is None:
+        page = report.write(runs[0])
+    else:
+        page = Path(arguments.output) if arguments.output is not None else folders[0] / "comparison.html"
+        if not page.parent.is_dir() or page.is_dir():
+            raise UsageError(f"--output must be a file in a folder that exists, got {page}.")
+        report.compare(runs, page)
+    print(printable(str(page)))
     return 0

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
-import importlib.util
 import math
 import os
 import platform
@@ -13,35 +11,35 @@ import socket
 import subprocess
 import sys
 import time
-import warnings
-from importlib.machinery import PathFinder
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from echelon.cli import traces
+from echelon.cli.script import check_module, check_script
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.events import read_lines
 from echelon.contracts.machine import DEVICE_VARIABLE, package_version
 from echelon.contracts.overrides import Overrides
 from echelon.contracts.redact import redacted_words
-from echelon.contracts.run_dir import RunDir, write_json
+from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
-from echelon.contracts.terminal import printable
+from echelon.contracts.terminal import one_line, printable
 from echelon.contracts.version import __version__
-from echelon.launcher.job import JobSpec, parse_duration, parse_rank_range
+from echelon.launcher.job import JobSpec, Outcome, parse_duration, parse_hang_timeout, parse_rank_range
+from echelon.launcher.records import exit_record
 
 __all__ = [
     "add_arguments",
     "add_shared",
-    "check_module",
-    "check_script",
+    "checks_in_env",
     "decided",
     "describe",
     "device_in_env",
     "execute",
     "stem_of",
+    "track_in_env",
 ]
-
-_NEVER = {f"__name__ == {name!r}" for name in ("main", "_main_", "__main", "main__")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restart", action="store_true", help="start over although the run's folder shows progress, which is set aside"
     )
+    parser.add_argument(
+        "--metrics-port", type=int, metavar="PORT", help="serve the run's numbers to Prometheus at /metrics; 0 takes a free port"
+    )
+    parser.add_argument(
+        "--metrics-bind",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="where: by default only this machine can ask (default: 127.0.0.1)",
+    )
     add_shared(parser)
 
 
@@ -84,6 +91,12 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         "slow steps, first ones, checkpoints)",
     )
     parser.add_argument(
+        "--hang-timeout",
+        metavar="TIME|none",
+        help="end the ranks, as failed, when nothing has moved for so long (default: $ECHELON_HANG_TIMEOUT, else 10m; more for "
+        "slow steps, first ones, evaluations, checkpoints)",
+    )
+    parser.add_argument(
         "--bitwise", action="store_true", help="the same bits in every parameter on any number of ranks that divides --parts"
     )
     parser.add_argument(
@@ -91,6 +104,18 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         choices=("cpu", "cuda"),
         help="what every rank computes on, whatever the script asks for (default: the script's choice, else a GPU each where "
         "there are any)",
+    )
+    traces.add_arguments(parser)
+    parser.add_argument(
+        "--track",
+        metavar="NAMES",
+        help="where the run's numbers also go: tensorboard, wandb, mlflow, trackio, csv, or several with commas between them",
+    )
+    parser.add_argument(
+        "--check-collectives",
+        action="store_true",
+        help="before every collective, compare what the ranks call: a mismatch that would hang, or give wrong numbers silently, "
+        "is an error that names the ranks; several times slower (TORCH_DISTRIBUTED_DEBUG=DETAIL)",
     )
     parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")
@@ -105,8 +130,8 @@ def stem_of(arguments: argparse.Namespace) -> str:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    os.environ.update(device_in_env(arguments.device))
     least, ranks = parse_rank_range(arguments.ranks)
+    os.environ.update(device_in_env(arguments.device) | track_in_env(arguments.track) | traces.in_env(arguments, ranks))
     if arguments.max_restarts < 0:
         raise UsageError(f"--max-restarts must be at least 0, got {arguments.max_restarts}.")
     if least is not None and arguments.max_restarts == 0:
@@ -125,23 +150,45 @@ def execute(arguments: argparse.Namespace) -> int:
 
     from echelon.launcher.failure import render
 
-    if ranks == 1 and arguments.max_restarts == 0:
-        from echelon.launcher.local.here import run_here
-
-        outcome = run_here(job, run)
-    else:
-        from echelon.launcher.local.run import run_local
-        from echelon.observe.sinks.progress import RunScreen
-
-        outcome = run_local(job, run, screen=RunScreen(run))
+    with _endpoint(arguments, run):
+        outcome = _outcome(job, run)
     if outcome.failure is not None:
-        _say(render(outcome.failure, ranks))
+        shown = render(outcome.failure, ranks)
+        _say(shown)
+        _say_why(run, shown)
     if outcome.note:
         _say(f"echelon: {outcome.note}")
     if outcome.exit_code == REQUEUE and outcome.failure is None:
         _say_how_to_go_on(run, named=arguments.name is not None, restart=job.restart)
     _finish(run, outcome.exit_code)
     return outcome.exit_code
+
+
+@contextlib.contextmanager
+def _endpoint(arguments: argparse.Namespace, run: RunDir) -> Iterator[None]:
+    """The run's numbers for Prometheus, while it runs."""
+    if arguments.metrics_port is None:
+        yield
+        return
+    from echelon.observe.endpoint import Endpoint
+
+    endpoint = Endpoint(run, arguments.metrics_port, arguments.metrics_bind)
+    _say(f"echelon: metrics at {endpoint.address}")
+    try:
+        yield
+    finally:
+        endpoint.close()
+
+
+def _outcome(job: JobSpec, run: RunDir) -> Outcome:
+    if job.ranks == 1 and job.max_restarts == 0:
+        from echelon.launcher.local.here import run_here
+
+        return run_here(job, run)
+    from echelon.launcher.local.run import run_local
+    from echelon.observe.sinks.progress import RunScreen
+
+    return run_local(job, run, screen=RunScreen(run))
 
 
 def _job(arguments: argparse.Namespace, least: int | None, ranks: int) -> JobSpec:
@@ -164,7 +211,16 @@ def _job(arguments: argparse.Namespace, least: int | None, ranks: int) -> JobSpe
         bind=arguments.bind in ("cores", "both"),
         own_device=arguments.bind in ("devices", "both"),
         stall_after_s=parse_duration(arguments.stall_after) if arguments.stall_after is not None else None,
+        env=checks_in_env(arguments),
+        hang_timeout_s=parse_hang_timeout(arguments.hang_timeout) if arguments.hang_timeout is not None else None,
     )
+
+
+def _say_why(run: RunDir, shown: str) -> None:
+    """In one paragraph, what the evidence of all ranks says together, unless it was shown."""
+    explained = (exit_record(run.exit_json) or {}).get("explained")
+    if explained and explained not in shown:
+        _say(f"why: {one_line(explained)}")
 
 
 def _say_how_to_go_on(run: RunDir, *, named: bool, restart: bool) -> None:
@@ -193,45 +249,22 @@ def device_in_env(device: str | None) -> dict[str, str]:
     return {} if device is None else {DEVICE_VARIABLE: device}
 
 
-def check_script(script: str) -> None:
-    path = Path(script)
-    if not path.exists():
-        raise UsageError(f"script {script} does not exist (looked in {Path.cwd()}).")
-    if path.is_dir():
-        raise UsageError(f"script {script} is a folder. Give the Python file to run, or a module with -m.")
-    try:
-        source = path.read_bytes()
-        with warnings.catch_warnings(action="ignore"):  # the rank says them
-            compile(source, script, "exec", dont_inherit=True)
-            _warn_of_guard(ast.parse(source), script)
-    except SyntaxError as error:
-        line = f"line {error.lineno}: " if error.lineno else ""
-        raise UsageError(f"script {script} is not Python: {line}{error.msg}.") from error
-    except ValueError as error:  # null bytes: some binary
-        raise UsageError(f"script {script} is not Python: {error}.") from error
-    except OSError as error:
-        raise UsageError(f"script {script} cannot be read: {error.strerror}.") from error
+def track_in_env(track: str | None) -> dict[str, str]:
+    """The variable by which --track reaches the ranks.
+
+    Raises:
+        UsageError: a tracker that is not known.
+    """
+    if track is None:
+        return {}
+    from echelon.observe.sinks.trackers import names_of
+
+    return {TRACK_VARIABLE: ",".join(names_of(track))}
 
 
-def _warn_of_guard(program: ast.Module, script: str) -> None:
-    """`if __name__ == "main":`, as on Dragon's page, is never true of a script: it ends well and does nothing."""
-    for node in program.body:
-        if not isinstance(node, ast.If) or ast.unparse(node.test) not in _NEVER:
-            continue
-        inside = {n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute))}
-        made = " No CollectiveGroup is made there." if "CollectiveGroup" in inside else ""
-        _say(
-            f"echelon: {script}, line {node.lineno}: {ast.unparse(node.test)} is never true of a script, so what is behind it "
-            f'does not run.{made} Write `if __name__ == "__main__":`.'
-        )
-
-
-def check_module(name: str) -> None:
-    if name.endswith(".py") or "/" in name:
-        raise UsageError(f"-m must be followed by a dotted name, such as package.train, got {name}. Leave -m out to run a file.")
-    top = name.partition(".")[0]
-    if PathFinder.find_spec(top, [os.getcwd()]) is None and (not top or importlib.util.find_spec(top) is None):
-        raise UsageError(f"module {name} was not found: there is no {top!r} in {os.getcwd()}, nor on Python's path.")
+def checks_in_env(arguments: argparse.Namespace) -> dict[str, str]:
+    """What --check-collectives says to torch in the ranks."""
+    return {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"} if arguments.check_collectives else {}
 
 
 def describe(job: JobSpec, run: RunDir, launcher: str = "local") -> dict[str, object]:
@@ -279,6 +312,7 @@ def _finish(run: RunDir, exit_code: int) -> None:
     newest = max(run.checkpoints.glob("step-*"), default=None)
     if newest is not None:
         lines.append(f"checkpoint {newest}")
+    lines += traces.written(run)
     try:
         lines.append(f"report     {report.write(run)}")
     except (OSError, EchelonError) as error:

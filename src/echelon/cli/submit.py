@@ -15,14 +15,24 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.cli.run import add_shared, check_module, check_script, decided, describe, device_in_env, stem_of
+from echelon.cli import traces
+from echelon.cli.run import (
+    add_shared,
+    checks_in_env,
+    decided,
+    describe,
+    device_in_env,
+    stem_of,
+    track_in_env,
+)
+from echelon.cli.script import check_module, check_script
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.files import private_folder
 from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.terminal import printable, say
 from echelon.contracts.trust import check_parents, doubt
-from echelon.launcher.job import JobSpec, parse_duration
+from echelon.launcher.job import JobSpec, parse_duration, parse_hang_timeout
 from echelon.launcher.protocol import FolderJob
 
 if TYPE_CHECKING:
@@ -133,10 +143,17 @@ def job_spec(arguments: argparse.Namespace, target: str) -> JobSpec:
         "module" if arguments.module else "script",
         args=tuple(arguments.args),
         ranks=ranks,
-        env={**(decided(arguments).to_env() if arguments.bitwise else {}), **device_in_env(arguments.device)},
+        env={
+            **(decided(arguments).to_env() if arguments.bitwise else {}),
+            **device_in_env(arguments.device),
+            **track_in_env(arguments.track),
+            **checks_in_env(arguments),
+            **traces.in_env(arguments, ranks * arguments.nodes),
+        },
         nodes=arguments.nodes,
         max_restarts=arguments.max_restarts,
         stall_after_s=parse_duration(arguments.stall_after) if arguments.stall_after is not None else None,
+        hang_timeout_s=parse_hang_timeout(arguments.hang_timeout) if arguments.hang_timeout is not None else None,
     )
 
 

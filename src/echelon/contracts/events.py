@@ -16,13 +16,13 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from echelon.contracts.files import open_file, open_to_append, parse_object
 
-__all__ = ["EventLog", "LineReader", "encode", "read_lines", "survey"]
+__all__ = ["EventLog", "LineReader", "encode", "read_lines", "survey", "survey_into"]
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,22 @@ class EventLog:
             logger.warning("%s lacks %d lines, which could not be written", self.path, lost)
 
 
+_scan = json.JSONDecoder().raw_decode
+_FLAT = 64  # so many brackets are no deep nesting, whatever their order
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """As `parse_object`, in half of its time for a line as we write it: a report reads a million of them."""
+    try:
+        text = line.decode()
+        value, end = _scan(text)
+    except (ValueError, RecursionError):
+        return parse_object(line)
+    if end == len(text) and type(value) is dict and text.count("{") + text.count("[") <= _FLAT:
+        return value
+    return parse_object(line)
+
+
 # No line of ours is longer: such a line is left out.
 _LONGEST = 4 << 20
 _AT_ONCE = 64 << 20
@@ -151,7 +167,7 @@ class LineReader:
                 self.bad += not self._skips
                 self.rest, self._skips = b"", True
             for line in lines:
-                record = parse_object(line) if len(line) <= _LONGEST else None
+                record = _record(line) if len(line) <= _LONGEST else None
                 if record is not None:
                     yield record
                 else:  # two attempts may have met in the middle of a line
@@ -176,17 +192,28 @@ def survey(path: str | os.PathLike[str]) -> tuple[Sequence[dict[str, Any]], list
     Raises:
         OSError: it cannot be read, or is no regular file.
     """
+    records: deque[dict[str, Any]] = deque(maxlen=_MOST_RECORDS)
+    notes = survey_into(path, records.extend)
+    if len(records) == _MOST_RECORDS:
+        notes.append(f"only the last {_MOST_RECORDS} records were read.")
+    return records, notes
+
+
+def survey_into(path: str | os.PathLike[str], take: Callable[[Iterator[dict[str, Any]]], object]) -> list[str]:
+    """As `survey`, for a file whose records need not all be in memory: `take` is given them one after the other.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
     reader, notes = LineReader(Path(path)), []
     with open(open_file(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > _MOST_BYTES:
             reader.start_at(size - _MOST_BYTES)
             notes.append(f"it has {size} bytes, of which only the last {_MOST_BYTES} were read.")
-        records = deque(reader.records_of(file, size), maxlen=_MOST_RECORDS)  # not what comes meanwhile, without end
-    if len(records) == _MOST_RECORDS:
-        notes.append(f"only the last {_MOST_RECORDS} records were read.")
+        take(reader.records_of(file, size))  # not what comes meanwhile, without end
     if reader.rest:
         notes.append("the last line is not whole and was left out.")
     if reader.bad:
         notes.append(f"{reader.bad} unreadable {'line was' if reader.bad == 1 else 'lines were'} left out.")
-    return records, notes
+    return notes

@@ -20,6 +20,28 @@ LOOPBACK = "127.0.0.1"
 _PSEUDO_STEPS = 0xFFFFFFF0
 
 
+# The variables that hold numbers, by launcher.
+_NUMBERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
+    (
+        "_DRAGON_CG_RANK",
+        "_DRAGON_CG_WORLD_SIZE",
+        "_DRAGON_CG_LOCAL_RANK",
+        "_DRAGON_CG_LOCAL_WORLD_SIZE",
+        "_DRAGON_CG_MASTER_PORT",
+    ),
+    ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_LOCALID"),
+)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        int(text)
+    except ValueError:
+        return False
+    return True
+
+
 def values_of(rank: int, world_size: int, **more: Any) -> dict[str, Any]:
     values = {
         "rank": rank,
@@ -53,7 +75,14 @@ class _Reader:
         try:
             return int(text)
         except ValueError:
-            raise LauncherEnvironmentError(f"{name} must be a whole number, got {text!r} ({self.launcher}).") from None
+            raise LauncherEnvironmentError(self._malformed(name)) from None
+
+    def _malformed(self, name: str) -> str:
+        """This variable, and the others of its launcher that are no numbers: all are to be mended at once."""
+        others = next((names for names in _NUMBERS if name in names), ())
+        wrong = [each for each in dict.fromkeys((name, *others)) if (text := self.text(each)) and not _is_number(text)]
+        said = ", ".join(f"{each} must be a whole number, got {self.env[each].strip()!r}" for each in wrong)
+        return f"{said} ({self.launcher})."
 
     def pair(self, rank: str, size: str) -> tuple[int, int] | None:
         """Both or neither: one alone is what a half-copied launch script looks like."""

@@ -6,12 +6,15 @@ runs/NAME/
   .lock                         held by the launcher; of several nodes by the first one's
   attempts/000/rank0.log        output of a rank
   attempts/000/events.rank0.jsonl
+  attempts/000/times.rank0.jsonl  where the time of a rank goes (contracts/times.py)
   attempts/000/exit.rank0.json  how a rank ended, written by the rank if it still could
   attempts/000/exit.json        how the attempt ended, written by the launcher
   attempts/000/exit.node0.json  how it ended on one of several nodes
   attempts/000/loaders.json     which numbers of ranks can share the global batches, written by rank 0
   checkpoints/step-00000500/    committed states
-  dumps/                        stacks and flight records
+  dumps/000/stack.rank0.txt     Python's stacks of a rank that still ran when its attempt failed or hung
+  dumps/000/flight.rank0.json   its last collectives, as torch records them
+  profiles/000/                 what --profile and --memory-snapshot wrote, by attempt
   report.html
 """
 
@@ -36,6 +39,7 @@ from echelon.contracts.files import open_file, parse_object, private_folder, rea
 __all__ = [
     "FULL_DISK",
     "RUN_DIR_VARIABLE",
+    "TRACK_VARIABLE",
     "RunDir",
     "read_json",
     "write_json",
@@ -44,6 +48,7 @@ __all__ = [
 # What a run continues without: the disk or its quota is full, or the file as large as it may be.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RUN_DIR_VARIABLE = "ECHELON_RUN_DIR"
+TRACK_VARIABLE = "ECHELON_TRACK"  # trackers by name, with commas between them
 _ATTEMPT_VARIABLE = "ECHELON_ATTEMPT"
 
 # Names become folder names, job names and shell words: nothing that could be an option, a path or an escape.
@@ -259,6 +264,10 @@ class RunDir:
         return self.path / "dumps"
 
     @property
+    def profiles(self) -> Path:
+        return self.path / "profiles"
+
+    @property
     def attempt_path(self) -> Path:
         return self.path / "attempts" / f"{self.attempt:03d}"
 
@@ -268,8 +277,21 @@ class RunDir:
     def events(self, rank: int) -> Path:
         return self.attempt_path / f"events.rank{rank}.jsonl"
 
+    def times(self, rank: int) -> Path:
+        return self.attempt_path / f"times.rank{rank}.jsonl"
+
     def rank_exit(self, rank: int) -> Path:
         return self.attempt_path / f"exit.rank{rank}.json"
+
+    @property
+    def dump_path(self) -> Path:
+        return self.dumps / f"{self.attempt:03d}"
+
+    def stack(self, rank: int) -> Path:
+        return self.dump_path / f"stack.rank{rank}.txt"
+
+    def flight(self, rank: int) -> Path:
+        return self.dump_path / f"flight.rank{rank}.json"
 
     def node_exit(self, node: int) -> Path:
         return self.attempt_path / f"exit.node{node}.json"

@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import traceback
+from pathlib import Path
 from types import TracebackType
 
 from echelon.contracts.errors import EchelonError
 
-__all__ = ["FULL_VARIABLE", "print_uncaught", "shortened"]
+__all__ = ["FULL_VARIABLE", "in_library", "print_uncaught", "shortened"]
 
 FULL_VARIABLE = "ECHELON_FULL_TRACEBACK"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def in_library(file: str) -> bool:
+    """Whether a file belongs to Python, to what is installed in it, or to echelon."""
+    # Not the prefix, which is among these paths too: a project may lie below it, and often does in a container.
+    libraries = {os.path.realpath(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    libraries |= {str(Path(__file__).resolve().parents[1]), os.path.dirname(os.path.realpath(os.__file__))}
+    return any(os.path.realpath(file).startswith(lib + os.sep) for lib in libraries)
 
 
 def shortened(error: BaseException) -> str:

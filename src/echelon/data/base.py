@@ -9,12 +9,12 @@ from typing import Any, Self
 import torch
 from torch.utils.data import default_collate
 
-from echelon.contracts.arguments import flags, options_of
+from echelon.contracts.arguments import flags
 from echelon.contracts.between_attempts import note_loader
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.contracts.overrides import overrides
-from echelon.data.options import LoaderOptions
+from echelon.data.options import AnyLoaderOptions, LoaderOptions
 from echelon.data.resume import cannot_divide
 from echelon.world.init import World
 
@@ -26,6 +26,12 @@ _TORCHS = {
     "batch_size": "it takes global_batch, the samples of an update over all ranks, that is batch_size x ranks x accumulation",
     "drop_last": 'write tail="drop" or tail="keep"',
 }
+# What belongs into the options, by the names that people look for, and how it is written there.
+_OF_OPTIONS = {
+    **dict.fromkeys(("dp", "dp_rank", "dp_size"), "dp=(dp_rank, dp_size)"),
+    **{name: f"{name}=..." for name in ("timeout_s", "fingerprint", "accept_changes")},
+    "timeout": "timeout_s=...",
+}
 
 
 class BaseLoader(ABC):
@@ -35,11 +41,17 @@ class BaseLoader(ABC):
         UsageError: a value that cannot be.
     """
 
+    _options: type[AnyLoaderOptions] = LoaderOptions  # of this kind of loader
     _fixed_ranks = False  # whether a run can only resume with as many ranks
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         for name in kwargs.keys() & _TORCHS.keys():
             raise UsageError(f"{cls.__name__} has no {name}: {_TORCHS[name]}.")
+        for name in kwargs.keys() & _OF_OPTIONS.keys():
+            text = f"{cls._options.__name__}({_OF_OPTIONS[name]})"
+            if name in ("fingerprint", "accept_changes") and not hasattr(cls._options, name):
+                raise UsageError(f"{cls.__name__} has no {name}: the state of a stream is its dataset's own. Leave it out.")
+            raise UsageError(f"{cls.__name__} takes {name} among its options: write options=echelon.{text}.")
         return super().__new__(cls)
 
     def __init__(
@@ -50,9 +62,11 @@ class BaseLoader(ABC):
         num_workers: int,
         collate_fn: Any,
         pin_memory: bool | None,
-        options: LoaderOptions | None,
+        options: AnyLoaderOptions | None,
     ) -> None:
-        self.options = options = options_of(LoaderOptions, "options", options)
+        is_one = options is None or isinstance(options, AnyLoaderOptions)
+        require(is_one, "options", f"{self._options.__name__}(...) or None", options)
+        self.options = options = self._options() if options is None else options
         require(tail in ("keep", "drop"), "tail", "'keep' or 'drop'", tail)
         accumulation = whole("accumulation", accumulation, at_least=1)
         global_batch = whole("global_batch", global_batch, at_least=1)

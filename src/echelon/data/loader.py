@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from echelon.contracts.arguments import flags
-from echelon.contracts.errors import DataError, UsageError
+from echelon.contracts.errors import DataError, UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.data import resume
 from echelon.data.base import BaseLoader
@@ -82,8 +82,10 @@ class Loader(BaseLoader):
         flags(shuffle=shuffle)
         seed = whole("seed", seed)
         self.dataset = dataset
-        self.accept_changes = frozenset(self.options.accept_changes)
-        self._fingerprint: Any = self.options.fingerprint
+        options = options or LoaderOptions()
+        require(isinstance(options, LoaderOptions), "options", "LoaderOptions(...) or None", options)
+        self.accept_changes = frozenset(options.accept_changes)
+        self._fingerprint: Any = options.fingerprint
         self.order: SampleOrder
         if isinstance(dataset, Ordered):
             self.order = dataset.order(seed, shuffle=shuffle)

@@ -9,12 +9,38 @@ from echelon.contracts.errors import require
 from echelon.contracts.numbers import number, whole
 from echelon.data.resume import check_accepted
 
-__all__ = ["LoaderOptions"]
+__all__ = ["AnyLoaderOptions", "LoaderOptions", "StreamOptions"]
 
 
 @dataclass(frozen=True)
-class LoaderOptions:
-    """Of a Loader; the first two also of a StreamLoader.
+class AnyLoaderOptions:
+    """What both kinds of loaders have. Neither kind of options is the other, so that a type checker tells them apart."""
+
+    dp: tuple[int, int] | None = None
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.dp is not None:
+            is_pair = isinstance(self.dp, (tuple, list)) and len(self.dp) == 2
+            require(is_pair, "dp", "a pair (dp_rank, dp_size), or None", self.dp)
+            rank, size = whole("dp_rank", self.dp[0], at_least=0), whole("dp_size", self.dp[1], at_least=1)
+            require(rank < size, "dp", "a pair (dp_rank, dp_size), the first below the second", self.dp)
+            object.__setattr__(self, "dp", (rank, size))
+        number("timeout_s", self.timeout_s, "above 0 seconds", lambda seconds: seconds > 0)
+
+
+@dataclass(frozen=True)
+class StreamOptions(AnyLoaderOptions):
+    """Of a StreamLoader.
+
+    Args:
+        dp, timeout_s: as in LoaderOptions.
+    """
+
+
+@dataclass(frozen=True)
+class LoaderOptions(AnyLoaderOptions):
+    """Of a Loader.
 
     Args:
         dp: (dp_rank, dp_size), this rank's place among those that see different data; by default what the unit's strategy says
@@ -26,18 +52,10 @@ class LoaderOptions:
             of "samples", "seed", "shuffle", "global_batch", "fingerprint", "order".
     """
 
-    dp: tuple[int, int] | None = None
-    timeout_s: float = 300.0
     fingerprint: str | None = None
     accept_changes: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        if self.dp is not None:
-            is_pair = isinstance(self.dp, (tuple, list)) and len(self.dp) == 2
-            require(is_pair, "dp", "a pair (dp_rank, dp_size), or None", self.dp)
-            rank, size = whole("dp_rank", self.dp[0], at_least=0), whole("dp_size", self.dp[1], at_least=1)
-            require(rank < size, "dp", "a pair (dp_rank, dp_size), the first below the second", self.dp)
-            object.__setattr__(self, "dp", (rank, size))
-        number("timeout_s", self.timeout_s, "above 0 seconds", lambda seconds: seconds > 0)
+        super().__post_init__()
         check_accepted(self.accept_changes)
         object.__setattr__(self, "accept_changes", frozenset(self.accept_changes))

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from echelon.contracts.errors import DataError, UsageError
 from echelon.data.base import BaseLoader
 from echelon.data.lossy import shuffle_buffer
-from echelon.data.options import LoaderOptions
+from echelon.data.options import StreamOptions
 from echelon.data.page_locked import Lockable, locked, locks
 from echelon.data.reader import ReadFailure
 from echelon.data.streaming import Share, Stand, Streams
@@ -49,12 +49,13 @@ class StreamLoader(BaseLoader):
             default the first if the dataset has that method; needed as soon as there are two streams.
         tail: "drop" or "keep" the samples that do not fill a stream's last micro-batch.
         global_batch, accumulation, num_workers, collate_fn, pin_memory: as in `Loader`.
-        options: what else: a LoaderOptions without `fingerprint` and `accept_changes`: a stream's state is its dataset's own.
+        options: what else: a StreamOptions. A LoaderOptions is taken, too, without what only a Loader can do.
     Raises:
         UsageError: nothing says how to shard, or a state that was saved by other ranks or workers.
         DataError: while iterating: the dataset raised, or a worker died; the text names it.
     """
 
+    _options = StreamOptions
     _fixed_ranks = True
 
     def __init__(
@@ -68,11 +69,11 @@ class StreamLoader(BaseLoader):
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool | None = None,
-        options: LoaderOptions | None = None,
+        options: StreamOptions | None = None,
     ) -> None:
         super().__init__(global_batch, accumulation, tail, num_workers, collate_fn, pin_memory, options)
         for name in ("fingerprint", "accept_changes"):
-            if value := getattr(self.options, name):
+            if value := getattr(self.options, name, None):  # of a LoaderOptions
                 raise UsageError(f"{name} must be left out for a StreamLoader, whose state is its dataset's own, got {value!r}.")
         if not hasattr(dataset, "__iter__") or isinstance(dataset, (type, str, bytes)):
             raise UsageError(f"dataset must be iterable, got {type(dataset).__name__}.")

@@ -18,7 +18,7 @@ def render(failure: Failure, ranks: int) -> str:
         lines.append(f"  ... {hidden} more frames in libraries, in the log")
     text = (
         failure.message
-        if failure.kind in ("SystemExit", "exit", "stopped", "behind") or failure.kind.startswith("SIG")
+        if failure.kind in ("SystemExit", "exit", "stopped", "behind", "hang") or failure.kind.startswith("SIG")
         else f"{failure.kind}: {failure.message}"
     )
     lines += text.splitlines() or [failure.kind]

@@ -22,6 +22,7 @@ __all__ = [
     "auto_ranks",
     "cores_of_a_rank",
     "parse_duration",
+    "parse_hang_timeout",
     "parse_rank_range",
     "parse_ranks",
     "spec_of",
@@ -52,6 +53,8 @@ class JobSpec:
         sha256: of the file of a call, which travels in command lines and is believed from there only; or of a command's `code`.
         stall_after_s: seconds without a step after which the launcher says which rank is behind; None is the variable
             ECHELON_STALL_AFTER, else 60.
+        hang_timeout_s: seconds without progress after which the ranks are ended, as failed; 0 never does that; None is the
+            variable ECHELON_HANG_TIMEOUT, else 600.
     """
 
     target: str
@@ -70,6 +73,7 @@ class JobSpec:
     code: str = ""
     sha256: str | None = None
     stall_after_s: float | None = None
+    hang_timeout_s: float | None = None
 
 
 def spec_of(said: Any) -> JobSpec | None:
@@ -98,7 +102,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "grace_s": _is_number,
     "min_ranks": lambda value: value is None or _is_count(value),
     "stop_after_s": lambda value: value is None or _is_number(value),
-    "stall_after_s": lambda value: value is None or _is_number(value),
+    **dict.fromkeys(("stall_after_s", "hang_timeout_s"), lambda value: value is None or _is_number(value)),
     "env": lambda value: isinstance(value, dict) and all(isinstance(each, str) for each in value.values()),
     "sha256": lambda value: value is None or isinstance(value, str),
 }
@@ -134,6 +138,7 @@ class Failure:
         log: where the rank's output is.
         reported: the rank itself said so; False if only its parent saw it end.
         headline: what is said in place of "rank N failed first", of a rank that did not fail by itself.
+        oom: the kernel killed it because there was no memory left.
     """
 
     rank: int
@@ -147,6 +152,7 @@ class Failure:
     log: Path | None = None
     reported: bool = True
     headline: str = ""
+    oom: bool = False
 
     @classmethod
     def from_record(cls, rank: int, exit_code: int, time_ns: int, record: Mapping[str, Any], log: Path) -> Failure:
@@ -276,3 +282,15 @@ def parse_duration(text: str) -> float:
     if not seconds:
         raise UsageError(f"a duration must be a number of seconds above 0, or like 55m or 1h30m with d, h, m, s, got {text!r}.")
     return seconds
+
+
+def parse_hang_timeout(text: str) -> float:
+    """Seconds from a duration; 0 from "none", which never ends a run.
+
+    Raises:
+        UsageError: anything else.
+    """
+    try:
+        return 0.0 if text == "none" else parse_duration(text)
+    except UsageError as error:
+        raise UsageError(f"a hang timeout must be 'none', or {str(error).removeprefix('a duration must be ')}") from None

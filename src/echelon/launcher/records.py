@@ -13,7 +13,7 @@ from typing import Any
 from echelon.contracts.pulse import Phase
 from echelon.contracts.run_dir import read_json
 
-__all__ = ["came_to", "exit_record", "meeting_record", "place_record", "rank_record", "refusal_record"]
+__all__ = ["came_to", "exit_record", "flight_record", "meeting_record", "place_record", "rank_record", "refusal_record"]
 
 Check = Callable[[Any], bool]
 
@@ -42,6 +42,18 @@ def _time(value: Any) -> bool:
     return _count(value) or (isinstance(value, float) and math.isfinite(value) and abs(value) < 1e11)
 
 
+def _seconds(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1e11
+
+
+def _shapes(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(shape, list) and all(map(_count, shape)) for shape in value)
+
+
+def _of_names(value: Any, check: Check) -> bool:
+    return isinstance(value, dict) and all(map(check, value.values()))
+
+
 def _or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
@@ -61,10 +73,13 @@ def _object(must: Mapping[str, Check], may: Mapping[str, Check]) -> Check:
 
 
 _SAID = {"user_frames": _texts, "traceback": _text, "ours": _flag}
-_RANK = _object({"exit_code": _exit_code}, {**_SAID, "time_ns": _count, "kind": _text, "message": _text, "loaded": _texts})
+_RANK = _object(
+    {"exit_code": _exit_code},
+    {**_SAID, "time_ns": _count, "kind": _text, "message": _text, "loaded": _texts, "collectives": lambda v: _of_names(v, _text)},
+)
 _FAILURE = _object(
     {"rank": _count, "exit_code": _exit_code, "kind": _text, "message": _text},
-    {**_SAID, "time": _time, "log": _or_none(_text), "reported": _flag, "headline": _text},
+    {**_SAID, "time": _time, "log": _or_none(_text), "reported": _flag, "headline": _text, "oom": _flag},
 )
 _CAME_TO = _object({"steps": lambda steps: isinstance(steps, list)}, {"checkpoint": _or_none(_text)})
 _SEEN = _object(
@@ -75,7 +90,7 @@ _SEEN = _object(
         "stopped": _flag,
         "where": _text,
     },
-    {},
+    {"silent_s": _or_none(_seconds), "waits_in": _text, "answers": _or_none(_flag)},
 )
 _EXIT = _object(
     {"exit_code": _exit_code},
@@ -85,9 +100,29 @@ _EXIT = _object(
         "ranks": lambda ranks: isinstance(ranks, dict) and all(map(_FAILURE, ranks.values())),
         "ended": _time,
         "came_to": _or_none(_CAME_TO),
-        "seen": lambda seen: isinstance(seen, dict) and all(rank.isdecimal() and _SEEN(at) for rank, at in seen.items()),
+        "seen": lambda seen: _of_names(seen, _SEEN) and all(rank.isdecimal() for rank in seen),
+        "hang": _or_none(_object({"after_s": _seconds}, {})),
+        "world_size": lambda size: _count(size) and 0 < size < 1 << 31,
+        "explained": _or_none(_text),
     },
 )
+# Of the rest that torch writes into an entry nothing is read.
+_ENTRY = _object(
+    {
+        "process_group": lambda names: _texts(names) and bool(names),
+        "collective_seq_id": _count,
+        "p2p_seq_id": _count,
+        "is_p2p": _flag,
+        "profiling_name": _text,
+        "input_sizes": _shapes,
+        "input_dtypes": _texts,
+        "output_sizes": _shapes,
+        "output_dtypes": _texts,
+        "retired": _flag,
+    },
+    {"state": _text, "time_created_ns": _count, "op_id": _count},
+)
+_FLIGHT = _object({"entries": lambda entries: isinstance(entries, list) and all(map(_ENTRY, entries))}, {})
 _MEETING = _object(
     {
         "host": _text,
@@ -115,6 +150,11 @@ def rank_record(path: Path) -> dict[str, Any] | None:
 def exit_record(path: Path) -> dict[str, Any] | None:
     """How an attempt ended, or a node's part of it, as `attempt.write_exit` wrote it."""
     return _read(path, _EXIT)
+
+
+def flight_record(path: Path) -> dict[str, Any] | None:
+    """The last collectives of a rank, as torch records them: `entries`, oldest first of each process group."""
+    return _read(path, _FLIGHT)
 
 
 def came_to(path: Path) -> dict[str, Any]:

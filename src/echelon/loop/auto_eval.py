@@ -46,11 +46,13 @@ class AutoEvalUnit(AutoPredictUnit[T], EvalUnit[T], TestUnit[T]):
     def _evaluate(self, state: State, batch: T, phase: PhaseState | None) -> tuple[T, torch.Tensor, Any, bool]:
         """This rank's part of the batch, its loss and outputs, and whether it counts: not if it is padding."""
         data = self.prepared.part_of(batch)
+        counts = not step_under_way(phase).is_padding
+        weight = self.weight(data) if counts and not self.prepared.is_replica else 0
+        state.logged.begins(weight)
         with self.autocast():
             loss, outputs = self.prepared.forward(data, partial(self.compute_loss, state))
-        counts = not step_under_way(phase).is_padding
         if counts:
-            self._evaluation.mean.update(loss, 0 if self.prepared.is_replica else self.weight(data))
+            self._evaluation.mean.update(loss, weight)
         return data, loss, outputs, counts
 
     def on_eval_step_end(self, state: State, data: T, step: int, loss: torch.Tensor, outputs: Any) -> None:

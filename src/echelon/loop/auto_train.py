@@ -30,16 +30,15 @@ from echelon.loop.loss import problem_with, rows
 from echelon.loop.pieces import in_order, together
 from echelon.loop.state import step_under_way
 from echelon.loop.unit import TrainUnit
-from echelon.loop.utilization import Utilization
 from echelon.loop.window import Window
 from echelon.parallel import gradients
 from echelon.parallel.experts.loads import Routers
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.precision import Shards
 from echelon.parallel.prepared import NO_CONTEXT
+from echelon.world.clock import Part, enter
 
 if TYPE_CHECKING:
-    from echelon.loop.record import Recorder
     from echelon.loop.state import State
 
 __all__ = ["AutoTrainUnit", "TrainStepResults"]
@@ -148,7 +147,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         if window.reference is None:
             window.estimate(0 if self.prepared.is_replica else sum(m.weight for m in micro_batches), over_ranks=self._reduces)
         if state.recorder is not None:
-            self._count_flops(state.recorder, micro_batches)
+            state.recorder.count_flops(self, micro_batches)
         if self.zero_grad_at_train_step_start and window.count == 1:
             self.zero_grad(state)
         if self.prepared.takes_windows:
@@ -158,6 +157,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         losses = []
         try:
             for micro_batch in micro_batches:
+                enter(Part.FORWARD)
                 outputs = self._forward_backward(state, micro_batch)
                 losses.append(window.latest_loss)
         except BaseException:
@@ -168,6 +168,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             self._around_window.close()
         norm = self._update(state) if ends_window else None
         if self._reports_step:
+            enter(Part.OTHER)
             number = self.train_progress.num_steps_completed
             self.on_train_step_end(state, micro_batches[-1].data, number, TrainStepResults(loss, norm, outputs))
         return loss, outputs
@@ -184,9 +185,10 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         every = [micro_batch for step in steps for micro_batch in step]
         with self.prepared.window():
             forward, backward = partial(self._forward, state), partial(self._backward, state)
+            enter(Part.STEP)  # in any order
             made = iter(self.prepared.forward_backward_window(every, forward, backward))
         if self._reduces:
-            self.window.start_reduction(state.stop_requested)
+            self.window.start_reduction(state.stop_requested, state.logged.signature())
         results: list[tuple[T, Any, Any]] = []
         for step in steps:
             of_step = [next(made) for _ in step]
@@ -196,12 +198,6 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             if self._reports_step:
                 self.on_train_step_end(state, data, number - back, TrainStepResults(loss, None if back else norm, outputs))
         return results[-1][1:]
-
-    def _count_flops(self, recorder: Recorder, micro_batches: list[MicroBatch[T]]) -> None:
-        if recorder.utilization is None:
-            recorder.utilization = Utilization(self)
-        for each in micro_batches:
-            recorder.utilization.count(each.data)
 
     def _leave_window(self) -> None:
         """Forget an unfinished window."""
@@ -242,18 +238,15 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
 
     def _forward(self, state: State, micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:
         self._routers.begin_forward(micro_batch.weight)
+        state.logged.begins(0 if self.prepared.is_replica else micro_batch.weight)
         if self.computes.dtype is None:
             made = self.compute_loss(state, micro_batch.data)
         else:
             with self.autocast():
                 made = self.compute_loss(state, micro_batch.data)
-        if (
-            type(made) is not tuple
-            or len(made) != 2
-            or not isinstance(loss := made[0], torch.Tensor)
-            or loss.dim()
-            or not loss.requires_grad
-        ) and (problem := problem_with(made, self.module)) is not None:
+        is_pair = type(made) is tuple and len(made) == 2 and isinstance(made[0], torch.Tensor)
+        is_usual = is_pair and not made[0].dim() and made[0].requires_grad
+        if not is_usual and (problem := problem_with(made, self.module)) is not None:
             raise LossError(f"{type(self).__name__}.compute_loss returned {problem}")
         if self.detect_anomaly:
             check_loss(made[0], micro_batch.weight, self.train_progress.num_steps_completed)
@@ -263,7 +256,9 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         window, prepared, weight = self.window, self.prepared, micro_batch.weight
         window.add(loss.detach(), 0 if prepared.is_replica else weight)
         if micro_batch.is_last and self._reduces and not prepared.takes_windows:  # whose last backward pass may be another
-            window.start_reduction(state.stop_requested)
+            window.start_reduction(state.stop_requested, state.logged.signature())
+        if not prepared.takes_windows:
+            enter(Part.BACKWARD)
         assert window.reference is not None
         scale = weight * prepared.averaged_over / window.reference
         if self.grad_scaler is not None:
@@ -292,10 +287,14 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
     def _end_window(self, state: State) -> tuple[Any, Any]:
         """The gradients become those of the global batch. Returns its weight and its loss."""
         window, prepared, scaler = self.window, self.prepared, self.grad_scaler
+        if self._reduces:
+            enter(Part.WAIT)
         micro_batches, (weight, loss, stop) = window.count, window.close()
+        enter(Part.OPTIMIZER)
         self._finite.take(loss, window.own_loss, window.updates - 1, micro_batches, self.train_progress)
         if stop:
             state.agree_to_stop()
+        state.logged.end_window(window.told, None if self.device.type == "cpu" else self.device)
         if scaler is not None:
             scaler.unscale_(self._shards)
         assert window.reference is not None
@@ -308,8 +307,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
 
     def _apply(self, state: State, weight: Any, loss: Any, norm: torch.Tensor | None) -> bool:
         """The optimizer's step, and what follows from it. False if fp16's scaler left the update out."""
-        self.latest_update = (loss, norm)
-        lr = self.optimizer.param_groups[0]["lr"]
+        self.latest_update, lr = (loss, norm), self.optimizer.param_groups[0]["lr"]
         updated = self._step_optimizer()
         self._routers.end_window(updated=updated)
         if updated:
@@ -320,7 +318,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             if self.swa_model is not None:
                 self.swa_model.step()
         if state.recorder is not None:
-            step, more = self.train_progress.num_steps_completed + 1, self._routers.measures()
+            step, more = self.train_progress.num_steps_completed + 1, {**self._routers.measures(), **state.logged.settled()}
             state.recorder.update(step, self.window.updates, loss, weight, lr, norm, more)
         return updated
 

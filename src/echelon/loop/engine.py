@@ -17,7 +17,7 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.base import BaseLoader, Combined
-from echelon.loop import agreements, evaluation_due
+from echelon.loop import agreements, evaluation_due, profiling
 from echelon.loop.accept import callbacks_of, check_unit, has_hook, inner_of, no_end
 from echelon.loop.callback import Callback
 from echelon.loop.hooks import Hooks
@@ -27,7 +27,9 @@ from echelon.loop.stage import Stage
 from echelon.loop.state import ActivePhase, EntryPoint, State
 from echelon.loop.steps import Between, Steps
 from echelon.loop.unit import TrainUnit, Unit
-from echelon.world import agree, stop
+from echelon.world import agree, clock, stop
+from echelon.world.clock import Part
+from echelon.world.handshake import greet
 
 __all__ = ["Run", "in_mode"]
 
@@ -45,6 +47,8 @@ class Run:
         for phase in phases:
             check_unit(unit, phase, entry, getattr(state, f"{phase}_state").dataloader)
         self.state, self.unit, self.callbacks = state, unit, callbacks_of(callbacks)
+        if "train" in phases:
+            self.callbacks += profiling.asked_for()
         self._inner = inner_of(unit)
         self._stages = {
             phase: Stage(phase, state, unit, self._inner, self.callbacks, Hooks(phase, unit, self.callbacks, state.timer))
@@ -86,6 +90,7 @@ class Run:
 
     def _begin_training(self, stage: Stage) -> None:
         state, here, progress = self.state, stage.here, stage.progress
+        greet()
         if stop.asked() is not None:  # before this loop began
             state.stop_for_signal()
         agreements.on_limits(here, progress)
@@ -131,7 +136,7 @@ class Run:
     def once(self, phase: str) -> None:
         """One epoch of a phase other than training."""
         stop.leave_if_asked()
-        with stop.listening(), self._reporting.running():
+        with stop.listening(), self._reporting.running(), clock.during(Part.EVAL):
             self._evaluate(self._stages[phase])
 
     def _begin(self, stage: Stage) -> None:
@@ -184,6 +189,17 @@ class Run:
         elif within_fit:
             self.unit.train_progress.evaluation_due = False
         stage.call(stage.hooks.epoch_end)
+        self._settle_logged(stage)
+
+    def _settle_logged(self, stage: Stage) -> None:
+        """The numbers that were logged in this epoch and are not written yet."""
+        state, phase = self.state, stage.phase
+        together = stage.trains or state.entry_point is EntryPoint.FIT or self._inner.meets_at_end(phase)
+        found = state.logged.end_phase(phase, together=together)
+        if state.recorder is not None and found:
+            progress = self.unit.train_progress if isinstance(self.unit, TrainUnit) else stage.progress
+            prefix = "" if stage.trains else f"{phase}_"
+            state.recorder.numbers(progress.num_steps_completed, {prefix + name: value for name, value in found.items()})
 
     # --- an evaluation, a prediction, a test
 
@@ -194,7 +210,9 @@ class Run:
             return
         if not state.should_stop:
             state.active_phase = ActivePhase.EVALUATE
+            before = clock.enter(Part.EVAL)
             self._evaluate(self._stages["eval"])
+            clock.enter(before)
             state.active_phase = ActivePhase.TRAIN
             if state.recorder is not None:
                 state.recorder.pause_clock()
@@ -244,10 +262,12 @@ class Run:
         elif agree.any_rank(not sends):
             self._agree_after_step = partial(self._agree_later, agree.AnyRankLater())
 
+    @clock.during(Part.WAIT)
     def _agree_later(self, any_rank: agree.AnyRankLater) -> None:
         if any_rank(self.state.stop_requested):
             self.state.agree_to_stop()
 
+    @clock.during(Part.WAIT)
     def _agree_to_stop(self) -> None:
         if not self.state.alone and agree.any_rank(self.state.stop_requested):
             self.state.agree_to_stop()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from echelon.loop.utilization import Utilization
 from echelon.world.device import to_host
 
 if TYPE_CHECKING:
-    from echelon.loop.utilization import Utilization
     from echelon.observe.sinks.folder import Sink
 
 __all__ = ["Recorder"]
@@ -37,6 +37,13 @@ class Recorder:
         self._flushed_at = self._last_at = time.perf_counter()
         self._wall_offset = time.time() - self._flushed_at
 
+    def count_flops(self, unit: Any, micro_batches: Sequence[Any]) -> None:
+        """What the coming update computes."""
+        if self.utilization is None:
+            self.utilization = Utilization(unit)
+        for each in micro_batches:
+            self.utilization.count(each.data)
+
     def update(
         self, step: int, update: int, loss: Any, weight: Any, lr: Any, grad_norm: Any, more: Mapping[str, Any] | None = None
     ) -> None:
@@ -57,9 +64,13 @@ class Recorder:
             self._flushed_at = now
 
     def evaluation(self, step: int, name: str, value: float) -> None:
+        self.numbers(step, {name: value})
+
+    def numbers(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Of an epoch or an evaluation, by name."""
         self.flush()
         for sink in self._sinks:
-            sink.records([{"step": step, name: value, "time": time.time()}])
+            sink.records([{"step": step, **numbers, "time": time.time()}])
 
     def event(self, event: str, **fields: Any) -> None:
         self.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,8 @@ from echelon.contracts import pulse
 from echelon.contracts.redact import redacted
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.workers import explain
-from echelon.loop.accept import has_hook
+from echelon.loop import times
+from echelon.loop.accept import has_hook, inner_of
 from echelon.loop.callback import Callback
 from echelon.loop.record import Recorder
 from echelon.loop.state import State
@@ -43,12 +45,13 @@ class Reporting:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """The run happens in this context."""
-        rank = dist.get_rank() if agree.is_joined() else 0
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if agree.is_joined() else (0, 1)
         sinks = default_sinks() if rank == 0 else []
         if sinks:
             self.state.recorder = Recorder(sinks, self.weight_unit)
         try:
-            yield
+            with self._timed(rank, ranks):
+                yield
         except BaseException as error:
             # A loader's worker may die at any moment of a step.
             named = explain(error)
@@ -58,6 +61,13 @@ class Reporting:
             raise
         self._close_sinks()
         pulse.leave()
+
+    def _timed(self, rank: int, ranks: int) -> AbstractContextManager[None]:
+        if self.state.train_state is None:
+            return contextlib.nullcontext()
+        stage, stages = getattr(getattr(inner_of(self.unit), "prepared", None), "stage", (0, 1))
+        role = f"stage {stage}" if stages > 1 else ""
+        return times.noted(rank, ranks, self.unit.train_progress.num_steps_completed, role)
 
     def _tell(self, error: BaseException) -> None:
         """Report the error to all sinks, callbacks and the unit. One that fails is logged, and the others still hear it."""

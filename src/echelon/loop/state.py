@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.data.prefetch import NO_STEP, Feed, Step, restored_state
+from echelon.loop.logged import Logged
 from echelon.loop.progress import Progress
 
 if TYPE_CHECKING:
@@ -220,6 +221,7 @@ class State:
     should_stop = False  # on all ranks alike: the loop will stop
     recorder: Recorder | None = None
     stop_requested = False  # by this rank
+    logged: Any = None
 
     def __init__(
         self,
@@ -243,12 +245,32 @@ class State:
             EntryPoint.PREDICT: ActivePhase.PREDICT,
             EntryPoint.TEST: ActivePhase.TEST,
         }[entry_point]
-        self.recorder = None
+        self.recorder, self.logged = None, Logged()
         self.alone = True  # a world of one; the loop knows better
         self.stop_requested = False
         self.stopped_by_script = False  # on this rank: not by a signal, so that the run is to end and not to resume later
         self.should_stop = False
         self.rolled_back = False  # on all ranks alike: a callback restored an older state, from which the loop continues
+
+    def log(self, name: str, value: Any, weight: Any = None, *, reduce: str = "mean") -> None:
+        """Note a number of your own: over all ranks, it stands in metrics.jsonl, the report and the trackers.
+
+        In a step of training it is that of the update, of all its micro-batches; in an evaluation that of the whole, with `eval_`
+        before its name. What is logged after an update, as in `on_train_step_end`, stands with the next one. A `TrainUnit`'s
+        numbers are those of an epoch. Every rank logs the same names in the same steps.
+
+        Args:
+            name: what to call it; the names of numbers that a run has by itself, such as "loss", are taken.
+            value: a number, or a tensor with one, for which nothing waits. Or a metric with `compute()` and `reset()` that takes
+                all ranks' values together itself, as those of torchmetrics do: it is computed and reset at the epoch's end.
+            weight: what the value counts in the mean; None is the weight of the micro-batch in the loss, 1 outside an AutoUnit.
+                With 0 the value counts nothing.
+            reduce: "mean", "sum", "min" or "max".
+        Raises:
+            UsageError: a name that is taken, or no single number.
+            RanksDisagreeError: later, on all ranks: they have logged different names, which are told.
+        """
+        self.logged.add(str(self.active_phase), name, value, weight, reduce)
 
     def stop(self) -> None:
         """Stop after the present step, on all ranks: any rank may ask, they agree before the next step.

@@ -18,6 +18,8 @@ from echelon.loop.hooks import timed
 from echelon.loop.progress import Progress
 from echelon.loop.stage import Stage
 from echelon.loop.unit import TrainUnit
+from echelon.world import clock
+from echelon.world.clock import Part
 
 __all__ = ["Between", "Steps"]
 
@@ -76,14 +78,15 @@ class Steps:
         state, unit, inner, hooks, here, progress = stage.state, stage.unit, stage.inner, stage.hooks, stage.here, stage.progress
         trains, before_step = stage.trains, hooks.next_end + hooks.step_start
         agree_to_stop, evaluate = self.between.agree_to_stop, self.between.evaluate
-        waits, durations, clock = self.waits, self.durations, time.perf_counter
-        (fetching, stepping, after), at, trained, evaluated = _BEATS[trains], pulse.at, self.trained, self.evaluated
+        waits, durations, now, enter, ended = self.waits, self.durations, time.perf_counter, clock.enter, clock.step_ended
+        (fetching, stepping, after), (in_data, in_step), at = _BEATS[trains], _PARTS[trains], pulse.at
+        trained, evaluated = self.trained, self.evaluated
         pulse.begin()
         while not (state.should_stop and (inner.at_boundary or not trains)) and (cuts is None or not cuts.asked()):
-            for hook in hooks.next_start:
-                hook(state, unit)
+            stage.call(hooks.next_start)
             at(fetching, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
-            start = clock()
+            enter(in_data)
+            start = now()
             try:
                 if fetch is not None:
                     data = fetch()
@@ -97,16 +100,16 @@ class Steps:
             if progress.skipped and trains and progress.skips:
                 self._leave_out(data, progress)
                 continue
-            fetched = clock()
+            fetched = now()
             at(stepping, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
             waits.append(fetched - start)
-            for hook in before_step:
-                hook(state, unit)
+            stage.call(before_step)
+            enter(in_step)
             yield data
-            progress.num_steps_completed += 1
-            progress.num_steps_completed_in_epoch += 1
+            progress.increment_step()
             evaluates = evaluate is not None and evaluation_due.after_step(here, progress)
-            durations.append(clock() - fetched)
+            durations.append(now() - fetched)
+            ended(progress.num_steps_completed)
             at(after, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
             for hook in hooks.step_end:
                 hook(state, unit)
@@ -125,8 +128,10 @@ class Steps:
         except StopIteration:
             agreements.on_end(self.stage.phase, self.feed.used, ended=True, is_last=False)
             raise
+        before = clock.enter(Part.WAIT)
         is_last = data is not self.batches and self.stage.here.step.is_last  # a step that fetches for itself has not yet
         agreements.on_end(self.stage.phase, self.feed.used, ended=False, is_last=is_last)
+        clock.enter(before)
         return data
 
     def _leave_out(self, data: Any, progress: Progress) -> None:
@@ -159,6 +164,8 @@ class Steps:
 
 # Fetching a batch, taking a step, and after it; by whether it trains.
 _BEATS = {True: (Phase.DATA, Phase.STEP, Phase.AFTER), False: (Phase.EVAL_DATA, Phase.EVAL_STEP, Phase.EVAL_DATA)}
+# Of the clock, while it fetches and before a step, which says itself what it does, or else cannot.
+_PARTS = {True: (Part.DATA, Part.STEP), False: (Part.EVAL, Part.EVAL)}
 
 
 def _trained(unit: Any) -> Progress:

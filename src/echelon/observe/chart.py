@@ -14,15 +14,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from html import escape
-from itertools import pairwise
-from statistics import median
 from typing import Literal
 
-__all__ = ["Scale", "Series", "figure", "script_json", "smooth", "thin", "tick_labels", "ticks"]
+from echelon.observe.columns import Line
+from echelon.observe.thinning import calm, smooth, thin, typical
+
+__all__ = ["Mark", "Scale", "Series", "figure", "script_json", "smooth", "thin", "tick_labels", "ticks"]
 
 Point = tuple[float, float]
 
 _POINTS = 1000  # drawn per line: more than a screen has columns
+_MOST_MARKS = 200
+_LEAST = 1e-290  # on a logarithmic axis: powers of ten below have fewer digits, and at last none
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,34 @@ class Series:
         label: what legend and crosshair call it; any text.
         kind: how it is drawn. `faint` are single records behind a `smooth` line, `line` are single records alone, `points`
             are few and marked one by one.
-        points: (step, value), steps finite and increasing; values may be nan or inf.
+        points: (step, value), steps finite and increasing; values may be nan or inf. Of a `smooth` line the means to be smoothed.
+        run: the number of the run it is of, where a page shows several, each in a colour of its own.
     """
 
     label: str
     kind: Literal["faint", "smooth", "line", "points"]
     points: Sequence[Point]
+    run: int | None = None
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened at a step, for all charts of a page. The page's script knows their texts."""
+
+    step: float
+    kind: Literal["restart", "checkpoint"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The axis of the values: its ends, and its ticks with their labels."""
+
+    scale: Scale
+    ticks: Sequence[tuple[float, str]]
+
+    def payload(self) -> dict[str, object]:
+        return {"y": [self.scale.low, self.scale.high], "ticks": [[value, name] for value, name in self.ticks]}
 
 
 @dataclass(frozen=True)
@@ -78,7 +103,9 @@ def ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> li
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten that cover [low, high], 0 < low < high."""
+    """Powers of ten that cover [low, high], 0 < low <= high; over less than two of them also twice and five times each."""
+    if high < 100 * low and len(finer := _one_two_five(low, high)) <= 7:
+        return finer
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     stride = max(1, math.ceil((last - first) / 6))
     return [10.0**e for e in range(first, last + stride, stride)]
@@ -100,64 +127,16 @@ def tick_labels(values: Sequence[float]) -> list[str]:
     return ["0" if v == 0 else f"{v / 10.0**exponent:.{decimals}f}{suffix}" for v in values]
 
 
+def _one_two_five(low: float, high: float) -> list[float]:
+    marks = [float(f"{m}e{e}") for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1) for m in (1, 2, 5)]
+    first = max((i for i, mark in enumerate(marks) if mark <= low), default=0)
+    last = next((i for i, mark in enumerate(marks) if mark >= high and i > first), len(marks) - 1)
+    return marks[first : last + 1]
+
+
 def _log_label(value: float) -> str:
-    exponent = round(math.log10(value))
-    return f"{value:g}" if -3 <= exponent <= 3 else f"1e{exponent}"
-
-
-def thin(points: Sequence[Point], limit: int = _POINTS) -> list[Point]:
-    """At most about `limit` of the points: of each bucket the lowest, the highest and one that is not finite.
-
-    A spike or a gap of one record stays visible, and every point is a record as it was written. First and last always stay.
-    """
-    if len(points) <= limit:
-        return list(points)
-    keep = {0, len(points) - 1}
-    for bucket in _buckets(len(points), limit // 2):
-        finite = [i for i in bucket if math.isfinite(points[i][1])]
-        if finite:
-            keep.add(min(finite, key=lambda i: points[i][1]))
-            keep.add(max(finite, key=lambda i: points[i][1]))
-        if len(finite) < len(bucket):
-            keep.add(next(i for i in bucket if not math.isfinite(points[i][1])))
-    return [points[i] for i in sorted(keep)]
-
-
-def smooth(points: Sequence[Point], limit: int = _POINTS // 2) -> list[Point]:
-    """The trend: a mean with triangular weights over about a twentieth of the series; nan where a whole bucket is not finite.
-
-    Works on bucket means, so that it is cheap, and on their median of five, so that one spike does not become a hill.
-    """
-    steps: list[float] = []
-    means: list[float] = []
-    for bucket in _buckets(len(points), min(limit, len(points))):
-        finite = [points[i][1] for i in bucket if math.isfinite(points[i][1])]
-        steps.append(points[bucket[len(bucket) // 2]][0])
-        # Divided before the sum: a sum of values near the largest float would overflow.
-        means.append(math.fsum(v / len(finite) for v in finite) if finite else math.nan)
-    calm = [
-        median(v for j in _around(i, 2, len(means)) if math.isfinite(v := means[j])) if math.isfinite(means[i]) else math.nan
-        for i in range(len(means))
-    ]
-    reach = len(means) // 40 + 1
-    result: list[Point] = []
-    for i, step in enumerate(steps):
-        near = [(reach + 1 - abs(j - i), calm[j]) for j in _around(i, reach, len(calm)) if math.isfinite(calm[j])]
-        total = sum(weight for weight, _ in near)
-        # Summed afresh for each point: a running sum keeps the rounding error of every spike it has seen.
-        result.append((step, math.fsum(weight / total * v for weight, v in near) if math.isfinite(calm[i]) else math.nan))
-    return result
-
-
-def _around(i: int, reach: int, length: int) -> range:
-    """The indices around `i`. Symmetric at the start: losses fall steeply there, and a one-sided mean would hide how high they
-    began. One-sided at the end: the last point should be a mean too, not one noisy record."""
-    return range(i - min(reach, i), min(length, i + min(reach, i) + 1))
-
-
-def _buckets(length: int, count: int) -> list[range]:
-    edges = [length * i // count for i in range(count + 1)] if count else [0]
-    return [range(a, b) for a, b in pairwise(edges)]
+    exponent = math.floor(math.log10(value) + 1e-9)
+    return f"{value:g}" if -3 <= exponent <= 3 else f"{value / 10.0**exponent:.0f}e{exponent}"
 
 
 def script_json(value: object) -> str:
@@ -175,6 +154,9 @@ def figure(
     from_zero: bool = False,
     log: bool = False,
     wide: bool = False,
+    legend: bool = False,
+    marks: Sequence[Mark] = (),
+    limit: int = _POINTS,
 ) -> str:
     """One chart as a `<figure>`: caption with legend, SVG, and the drawn records as JSON for the crosshair.
 
@@ -183,40 +165,103 @@ def figure(
         series: drawn in this order; at least one point in all.
         steps: the horizontal axis; the same for all charts of a page, so that they can be compared.
         from_zero: the value axis begins at 0 unless a value is below.
-        log: change to a logarithmic axis if a few values would flatten all others.
-        wide: as wide as the page and with a legend; others stand side by side.
+        log: change to a logarithmic axis if a few values would flatten all others. A reader may ask for the other one.
+        wide: as wide as the page; others stand side by side.
+        legend: say what its lines and marks are.
+        marks: what happened at some of the steps.
+        limit: about so many points of each line are drawn.
     """
-    values = [v for s in series for _, v in s.points if math.isfinite(v)]
-    low, high = (min(values), max(values)) if values else (0.0, 1.0)
-    if log and low > 0 and high > 50 * median(values):
-        marks = _log_ticks(low, high)
-        scale, names = Scale(marks[0], marks[-1], log=True), [_log_label(m) for m in marks]
-        axis = f"{axis} (log scale)"
-    else:
-        marks = ticks(min(low, 0.0) if from_zero else low, max(high, 0.0) if from_zero else high)
-        scale, names = Scale(marks[0], marks[-1]), tick_labels(marks)
-    drawn = [(s, thin(s.points)) for s in series]
+    drawn = [(s, s.points if s.kind == "smooth" else thin(s.points, limit)) for s in series]
+    axes = _axes([v for _, points in drawn for _, v in points if math.isfinite(v)], from_zero=from_zero, log=log)
+    payload = {"title": axis, "x": [steps.low, steps.high], **axes.payload(), "series": [_payload(s, p) for s, p in drawn]}
+    name = f"{axis} (log scale)" if axes.is_log else axis
     parts = [
-        f'<figure class="chart{" wide" if wide else ""}"><figcaption><b>{escape(title)}</b>{_legend(series, wide)}</figcaption>',
+        f'<figure class="chart{" wide" if wide else ""}"><figcaption><b>{escape(title)}</b>',
+        f"{_legend(series, marks, legend)}</figcaption>",
         f'<div class="plot"><svg class="axes" role="img" aria-label="{escape(_summary(title, series))}">',
-        *_axes(axis, scale, list(zip(marks, names, strict=True))),
+        f'<text class="name" x="0" y="0" dy="-14">{escape(name)}</text><g class="values">{_values_axis(axes.shown)}</g>',
         *_steps_axis(steps, 8 if wide else 5),
+        *_marks(marks, steps),
         '<svg class="data" viewBox="0 0 1000 1000" preserveAspectRatio="none" width="100%" height="100%">',
-        *(_paths(s.kind, points, steps, scale) for s, points in drawn),
-        _gap_marks((x for s in series if s.kind != "smooth" for x, v in s.points if not math.isfinite(v)), steps),
+        *(_group(s, calm(points) if s.kind == "smooth" else points, steps, axes.shown.scale) for s, points in drawn),
+        _gap_marks((x for s in series if s.kind != "smooth" for x, v in _odd(s.points)), steps),
         '</svg><g class="cursor"><line y2="100%"/>',
-        *(f'<circle class="{s.kind}" r="4"/>' for s in series),
+        *(f'<circle class="{s.kind}{_run_class(s)}" r="4"/>' for s in series),
         '</g></svg><div class="tip" role="status"></div>',
-        f'<script type="application/json">{script_json(_payload(drawn, steps, scale))}</script></div></figure>',
+        f'<script type="application/json">{script_json(payload)}</script></div></figure>',
     ]
     return "".join(parts)
 
 
-def _axes(title: str, scale: Scale, marks: Sequence[tuple[float, str]]) -> list[str]:
-    parts = [f'<text class="name" x="0" y="0" dy="-14">{escape(title)}</text>']
-    for value, name in marks:
-        y = f"{100 - 100 * scale.at(value):.3f}%"
+@dataclass(frozen=True)
+class Axes:
+    """The two axes that values may be seen on; `powers` is None where no value is above 0."""
+
+    plain: Axis
+    powers: Axis | None
+    is_log: bool
+
+    @property
+    def shown(self) -> Axis:
+        return self.powers if self.is_log and self.powers is not None else self.plain
+
+    def payload(self) -> dict[str, object]:
+        powers = None if self.powers is None else self.powers.payload()
+        return {"log": self.is_log, "plain": self.plain.payload(), "powers": powers}
+
+
+def _axes(values: Sequence[float], *, from_zero: bool, log: bool) -> Axes:
+    """Of thinned values, which have the same extremes as all."""
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    above = [v for v in values if v > _LEAST]
+    powers = _powers(min(above), max(above)) if above else None
+    is_log = log and low > _LEAST and high > 50 * typical(values)
+    return Axes(_linear(min(low, 0.0) if from_zero else low, max(high, 0.0) if from_zero else high), powers, is_log)
+
+
+def _linear(low: float, high: float) -> Axis:
+    marks = ticks(low, high)
+    return Axis(Scale(marks[0], marks[-1]), list(zip(marks, tick_labels(marks), strict=True)))
+
+
+def _powers(low: float, high: float) -> Axis:
+    marks = _log_ticks(low, high)
+    return Axis(Scale(marks[0], marks[-1], log=True), [(mark, _log_label(mark)) for mark in marks])
+
+
+def _run_class(series: Series) -> str:
+    return "" if series.run is None else f" run r{series.run % 8}"
+
+
+def _group(series: Series, points: Sequence[Point], steps: Scale, scale: Scale) -> str:
+    of_run = "" if series.run is None else f' class="run r{series.run % 8}" data-run="{series.run}"'
+    return f"<g{of_run}>{_paths(series.kind, points, steps, scale)}</g>"
+
+
+def _odd(points: Sequence[Point]) -> Iterable[Point]:
+    """Those that are not finite. Looked for in the sum first: hardly any line has one."""
+    if isinstance(points, Line) and math.isfinite(sum(points.ys)):
+        return []
+    return (point for point in points if not math.isfinite(point[1]))
+
+
+def _values_axis(axis: Axis) -> str:
+    parts = []
+    for value, name in axis.ticks:
+        y = f"{100 - 100 * axis.scale.at(value):.3f}%"
         parts.append(f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text class="y" y="{y}" dx="-8" dy=".32em">{name}</text>')
+    return "".join(parts)
+
+
+def _marks(marks: Sequence[Mark], steps: Scale) -> list[str]:
+    """A dashed line where a start of the run took over, a small triangle on the axis for a checkpoint."""
+    parts = []
+    for mark in [m for m in marks if steps.low <= m.step <= steps.high][-_MOST_MARKS:]:
+        x = f"{100 * steps.at(mark.step):.3f}%"
+        if mark.kind == "restart":
+            parts.append(f'<line class="mark restart" x1="{x}" x2="{x}" y2="100%"/>')
+        else:
+            parts.append(f'<svg x="{x}" y="100%" class="at"><path class="mark checkpoint" d="M0-7l3.5 7h-7z"/></svg>')
     return parts
 
 
@@ -259,10 +304,16 @@ def _gap_marks(xs: Iterable[float], steps: Scale) -> str:
     return f'<path class="gap" d="{"".join(f"M{4 * p},1000v-30" for p in places)}"/>' if places else ""
 
 
-def _legend(series: Sequence[Series], full: bool) -> str:
+def _legend(series: Sequence[Series], marks: Sequence[Mark], full: bool) -> str:
     """What the lines are, for a `full` legend, and how many values are not finite. Colours mean the same in all charts."""
-    items = [f'<span class="key {s.kind}">{escape(s.label)}</span>' for s in series] if full and len(series) > 1 else []
-    bad = Counter(f"{v:.0f}" for s in series if s.kind != "smooth" for _, v in s.points if not math.isfinite(v))
+    items = []
+    if full and len(series) > 1:
+        items = [f'<span class="key {s.kind}{_run_class(s)}">{escape(s.label)}</span>' for s in series]
+    if full:
+        items += [
+            f'<span class="key {kind}">{kind}</span>' for kind in ("restart", "checkpoint") if any(m.kind == kind for m in marks)
+        ]
+    bad = Counter(f"{v:.0f}" for s in series if s.kind != "smooth" for _, v in _odd(s.points))
     if bad:
         items.append(f'<span class="key gap">not finite: {", ".join(f"{n} {v}" for v, n in sorted(bad.items()))}</span>')
     return f'<span class="legend">{"".join(items)}</span>' if items else ""
@@ -283,9 +334,7 @@ def _plain(value: float) -> float | str:
     return float(f"{value:.9g}") if math.isfinite(value) else f"{value:.0f}"
 
 
-def _payload(drawn: Sequence[tuple[Series, Sequence[Point]]], steps: Scale, scale: Scale) -> dict[str, object]:
-    lines: list[dict[str, object]] = []
-    for s, points in drawn:
-        xs = [int(x) if x == int(x) else x for x, _ in points]
-        lines.append({"label": s.label, "kind": s.kind, "x": xs, "y": [_plain(v) for _, v in points]})
-    return {"x": [steps.low, steps.high], "y": [scale.low, scale.high], "log": scale.log, "series": lines}
+def _payload(series: Series, points: Sequence[Point]) -> dict[str, object]:
+    xs = [int(x) if x == int(x) else x for x, _ in points]
+    found: dict[str, object] = {"label": series.label, "kind": series.kind, "x": xs, "y": [_plain(v) for _, v in points]}
+    return found if series.run is None else found | {"run": series.run}

@@ -6,18 +6,18 @@ ask about. So a value of the wrong type counts as unknown, and `Facts.notes` say
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from echelon.contracts.events import survey
+from echelon.contracts.events import survey, survey_into
 from echelon.contracts.files import parse_object, read_bytes
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
+from echelon.observe.columns import Columns, Line, number
 
 __all__ = ["Attempt", "Facts", "FirstFailure", "Status", "children", "get", "number", "read", "size_bytes", "word"]
 
@@ -90,6 +90,27 @@ class Attempt:
         started, ended = self.span()
         return ended - started if started is not None and ended is not None and ended >= started else None
 
+    def explained(self) -> str:
+        """What the launcher made of its end, in a paragraph; empty if it was not asked to."""
+        found = get(self.exit, "explained")
+        return found.strip() if isinstance(found, str) else ""
+
+    def first_step(self) -> float | None:
+        """The steps that were done when it began to train."""
+        return next((number(e.get("step")) for e in self.events if e.get("event") == "train_start"), None)
+
+    def evaluations(self) -> list[tuple[float, float]]:
+        """Start and end of each, in seconds since the epoch."""
+        found, began = [], None
+        for event in self.events:
+            at = number(event.get("time"))
+            if event.get("event") == "eval_start":
+                began = at
+            elif event.get("event") == "eval_end" and began is not None and at is not None and at >= began:
+                found.append((began, at))
+                began = None
+        return found
+
     def saved(self) -> list[tuple[float | None, float | None]]:
         """(step, time) of every checkpoint that was saved, in order."""
         return [(number(e.get("step")), number(e.get("time"))) for e in self.events if e.get("event") == "checkpoint_saved"]
@@ -102,28 +123,29 @@ class Facts:
     Args:
         name: from run.json, else of the folder.
         about: run.json; empty if it cannot be read.
-        train, evals: (step, record), ordered by step, each step once.
+        numbers: of metrics.jsonl.
         attempts: in order of their numbers.
         notes: sentences on what is missing, cut off or unreadable.
     """
 
     name: str
     about: Mapping[str, Any]
-    train: Sequence[tuple[float, Mapping[str, Any]]]
-    evals: Sequence[tuple[float, Mapping[str, Any]]]
+    numbers: Columns
     attempts: Sequence[Attempt]
     notes: Sequence[str]
 
-    def points(self, key: str) -> list[tuple[float, float]]:
-        """(step, value) of every training record that has a number under `key`; nan and inf are numbers here."""
-        return _points(self.train, key)
+    def points(self, key: str) -> Line:
+        """(step, value) of every record that has a number under `key`; nan and inf are numbers here."""
+        return self.numbers.line(key)
 
-    def eval_points(self) -> list[tuple[float, float]]:
-        return _points(self.evals, "eval_loss")
+    def steps(self) -> tuple[float, float] | None:
+        """The first and the last step that has a number."""
+        ends = [(line.xs[0], line.xs[-1]) for name in self.numbers.names() if (line := self.points(name)).xs]
+        return (min(low for low, _ in ends), max(high for _, high in ends)) if ends else None
 
     def rates(self) -> list[str]:
         """The keys of throughput, the usual ones first."""
-        found = {key for _, record in self.train for key in record if key.endswith("_per_s")}
+        found = {key for key in self.numbers.names() if key.endswith("_per_s")}
         return sorted(found, key=lambda key: (key != "tokens_per_s", key != "samples_per_s", key))
 
     def status(self) -> Status:
@@ -135,7 +157,13 @@ def read(run: RunDir) -> Facts:
     """Read a run's folder. Changes nothing in it; a folder that does not exist has no facts, only notes."""
     notes: list[str] = []
     about = _object(run.run_json, "run.json", notes)
-    records = _records(run.metrics, "metrics.jsonl", notes)
+    numbers = Columns()
+    try:
+        notes += [f"metrics.jsonl: {each}" for each in survey_into(run.metrics, numbers.add)]
+    except OSError as error:
+        notes.append(f"metrics.jsonl {_lacks(error)}.")
+    if numbers.dropped:
+        notes.append("metrics.jsonl has more names of numbers than are read.")
     attempts: list[Attempt] = []
     for n in (int(p.name) for p in run.attempts() if p.is_dir()):
         there = RunDir(run.path, n)
@@ -147,21 +175,10 @@ def read(run: RunDir) -> Facts:
     return Facts(
         name=(word(get(about, "name")) or "").strip() or run.path.absolute().name,
         about=about or {},
-        train=_by_step(r for r in records if "loss" in r or "eval_loss" not in r),
-        evals=_by_step(r for r in records if "eval_loss" in r),
+        numbers=numbers,
         attempts=attempts,
         notes=notes,
     )
-
-
-def _by_step(records: Iterable[Mapping[str, Any]]) -> list[tuple[float, Mapping[str, Any]]]:
-    # A resumed run repeats the steps after its checkpoint. The later record is of the state that continued, so it wins.
-    last = {step: r for r in records if (step := number(r.get("step"))) is not None and math.isfinite(step)}
-    return sorted(last.items(), key=lambda item: item[0])
-
-
-def _points(records: Sequence[tuple[float, Mapping[str, Any]]], key: str) -> list[tuple[float, float]]:
-    return [(step, value) for step, record in records if (value := number(record.get(key))) is not None]
 
 
 def _object(path: Path, label: str, notes: list[str]) -> Mapping[str, Any] | None:
@@ -214,17 +231,6 @@ def get(value: object, *keys: str) -> Any:
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
-
-
-def number(value: object) -> float | None:
-    """A JSON number, or "nan", "inf", "-inf", as a float. Beyond 1e300 counts as infinite: differences must stay finite."""
-    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
-        return float(value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    if abs(value) > 1e300:  # compared before the conversion: a Python int may be too large for a float
-        return math.inf if value > 0 else -math.inf
-    return float(value)
 
 
 def word(value: object) -> str | None:

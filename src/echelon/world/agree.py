@@ -30,10 +30,13 @@ __all__ = [
     "channel",
     "control_group",
     "first_told",
+    "from_one",
     "from_rank0",
     "gather",
     "is_rank0",
+    "is_same",
     "kinds",
+    "rank",
     "same_on_all",
 ]
 
@@ -44,6 +47,11 @@ _side_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = 
 
 def is_joined() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def rank() -> int:
+    """Of this process among those that have joined; 0 alone."""
+    return dist.get_rank() if is_joined() else 0
 
 
 def is_rank0() -> bool:
@@ -209,6 +217,19 @@ def kinds(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         told = gather(value, group)
         return [told[rank] for rank in sorted(firsts.values())]
     return [_from(rank, value, group) for rank in sorted(firsts.values())]
+
+
+def is_same(value: Any, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether all ranks say the same, by one small collective. The value is anything that JSON can hold."""
+    return not is_joined() or _is_same(json.dumps(value).encode(), group)
+
+
+def from_one(rank: int, say: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """What that rank of the group says, on every rank; the others are not asked."""
+    if not is_joined():
+        return say()
+    value: T = _from(rank, say() if dist.get_rank(channel(group)[0]) == rank else None, group)
+    return value
 
 
 def _digest(data: bytes) -> bytes:

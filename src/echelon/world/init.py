@@ -11,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import os
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +25,9 @@ from echelon.contracts.machine import DEVICE_VARIABLE
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.world import stop
 from echelon.world.device import device_of, set_threads, use
+from echelon.world.handshake import Said, greet, greeted
 from echelon.world.meeting import Facts, meet, refusal
+from echelon.world.store import store_of
 
 __all__ = ["World", "ensure_group", "init_from_env"]
 
@@ -140,7 +141,8 @@ def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id)
         return
     with _naming_the_address(info, timeout):
-        store = _meet(info, Facts.here(device, asked=named, backend=backend), timeout)
+        said = Said.here(info, device, backend)
+        store, compared = _meet(info, Facts.here(device, asked=named, backend=backend), timeout, said)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default_pg", store),  # as torch's own env:// has it
@@ -149,16 +151,18 @@ def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device
             timeout=timeout,
             device_id=device_id,
         )
+    if compared:
+        greeted()
+    else:
+        greet(device)
 
 
-def _meet(info: RankInfo, facts: Facts, timeout: timedelta) -> dist.Store:
-    """The ranks' store, in which they have agreed that they can join."""
+def _meet(info: RankInfo, facts: Facts, timeout: timedelta, said: Said | None = None) -> tuple[dist.Store, bool]:
+    """The ranks' store, in which they have agreed that they can join; and whether they have compared what they run."""
     # torch's env:// reads exactly these; other launchers' facts are given to it under torchrun's names.
     for name, value in info.to_env().items():
         os.environ.setdefault(name, value)
     of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if info.rank == 0 and not of_launcher:
-        _check_port(info)
     prefix, number = os.environ.get(STORE_PREFIX_VARIABLE), next(_joins)
     store: dist.Store
     with _naming_the_address(info, timeout):
@@ -166,11 +170,14 @@ def _meet(info: RankInfo, facts: Facts, timeout: timedelta) -> dist.Store:
             served = dist.TCPStore(info.master_addr, info.master_port, is_master=False, wait_for_workers=False, timeout=timeout)
             # The launcher's store outlives a group: ranks that join again must not read where the last one's were.
             store = dist.PrefixStore(f"{prefix}/{number}", served)
-        else:
+        elif of_launcher:
             store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
             store.set_timeout(timeout)
-        meet(dist.PrefixStore(f"echelon/{number}", store), info, facts, timeout, fresh=bool(prefix) or not of_launcher)
-    return store
+        else:
+            store = store_of(info, timeout)
+        fresh = bool(prefix) or not of_launcher
+        meet(dist.PrefixStore(f"echelon/{number}", store), info, facts, timeout, fresh=fresh, said=said)
+    return store, fresh
 
 
 @contextlib.contextmanager
@@ -195,19 +202,6 @@ def _end_calmly() -> None:
     help, for modules still hold it, nor would one more collective, which has the same end.
     """
     atexit.register(time.sleep, _LAST_WORK_S)
-
-
-def _check_port(info: RankInfo) -> None:
-    """Rank 0 serves the store: a port that another process holds is named now, before the others wait for it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", info.master_port))
-        except OSError as error:
-            raise LauncherEnvironmentError(
-                f"rank 0 cannot serve on MASTER_PORT={info.master_port}: {error.strerror}. Set MASTER_PORT to a free port "
-                "on all ranks, or start with `echelon run`, which finds one itself."
-            ) from error
 
 
 def ensure_group(device: torch.device) -> None:

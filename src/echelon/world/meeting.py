@@ -1,4 +1,4 @@
-"""What ranks tell each other through the store before they join: on what each computes.
+"""What ranks tell each other through the store before they join: on what each computes, and a digest of what it runs.
 
 A rank whose GPU is gone would compute on its CPU while the others wait for it in NCCL, and two ranks on one GPU end in NCCL's
 "invalid usage". Both are known before any group exists, so every rank is told, with the names of those concerned.
@@ -11,20 +11,31 @@ itself with rank 0, and rank 0 with all, so that a rank which is another than be
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import LauncherEnvironmentError, UsageError
+from echelon.contracts.errors import LauncherEnvironmentError, RanksDisagreeError, UsageError
 from echelon.contracts.rank import RankInfo
+from echelon.world.handshake import Said, named, refusal_of, tellers_of, warn_of
 
 __all__ = ["Facts", "meet", "refusal"]
 
+logger = logging.getLogger(__name__)
+
+# Between two looks at who has come: a rank of another world size is seen then. Each look is longer than the one before.
+_LOOK_S, _LONGEST_LOOK_S = 2.0, 30.0
+_BLOCK = 256  # ranks whose coming is asked for at once
+_MOST_TOLD = 8  # digests
+# For the whole of what a rank runs, told only when digests differ.
+_TELL = timedelta(seconds=30)
 # An answer must still come when rank 0 itself has waited its whole time for somebody.
 _LATER = timedelta(seconds=5)
 
@@ -40,6 +51,8 @@ class Facts:
         nccl: whether its tensors on that GPU travel by NCCL.
         host: its machine's name.
         error: why it cannot join at all.
+        world_size: how many ranks it was told that there are.
+        digest, other_digest: of what it runs (`handshake`): of what must be the same, and of what may differ.
     """
 
     device: str = "cpu"
@@ -48,6 +61,9 @@ class Facts:
     nccl: bool = False
     host: str = ""
     error: str = ""
+    world_size: int = 0
+    digest: str = ""
+    other_digest: str = ""
 
     @classmethod
     def here(cls, device: torch.device, *, asked: bool, backend: str) -> Facts:
@@ -74,55 +90,160 @@ class Facts:
         return cls(**{name: known[name] if type(known.get(name)) is type(plain[name]) else plain[name] for name in plain})
 
 
-def meet(store: dist.Store, info: RankInfo, facts: Facts, timeout: timedelta, *, fresh: bool) -> None:
+def meet(store: dist.Store, info: RankInfo, facts: Facts, timeout: timedelta, *, fresh: bool, said: Said | None = None) -> None:
     """Tell the others, and hear whether all can join. Every rank calls it, once for each joining.
 
     Args:
         store: for these ranks' keys of this joining.
         fresh: no earlier ranks used these keys.
+        said: what this rank runs, which is compared if `fresh`; None if it cannot join.
     Raises:
         LauncherEnvironmentError: on all ranks if `fresh`, else on those that see it: some rank cannot join, or they compute on
             different types of device, or two of them on one GPU by NCCL.
+        RanksDisagreeError: on all ranks: they run different code, versions, settings.
         dist.DistStoreError: some did not come in time.
     """
+    if said is not None and fresh:
+        facts = replace(facts, digest=said.digest, other_digest=said.other_digest)
+    facts = replace(facts, world_size=info.world_size)
+    if fresh and store.add(f"came/{info.rank}", 1) > 1:
+        raise LauncherEnvironmentError(
+            f"two processes say that they are rank {info.rank} of {info.world_size} at MASTER_ADDR={info.master_addr} "
+            f"MASTER_PORT={info.master_port}. Is that port another job's, or were ranks started twice?"
+        )
     store.set(f"facts/{info.rank}", json.dumps(asdict(facts)))
     if info.rank == 0:
-        problem = _judge(_everyones(store, info.world_size, timeout))
+        everyones = _everyones(store, info.world_size, timeout, fresh=fresh)
+        problem, kind = _judge(everyones), "no"
+        if fresh and said is not None and not problem:
+            problem, kind = _compared(store, everyones, said), "differ"
         if fresh:
-            store.set("answer", problem)
+            for key in ("verdict", "answer"):  # the first for those who have read already that some are asked for more
+                store.set(key, f"{kind} {problem}" if problem else _go(everyones))
     elif fresh:
-        store.wait(["answer"], timeout + _LATER)
-        problem = store.get("answer").decode("utf-8", "replace")
+        kind, problem = _answer(store, info, said, timeout)
     else:
         store.wait(["facts/0"], timeout)
-        problem = _judge({0: Facts.read(store.get("facts/0")), info.rank: facts})
+        kind, problem = "no", _judge({0: Facts.read(store.get("facts/0")), info.rank: facts})
     if not problem:
         return
     if fresh:
         _see_off(store, info)
+    if kind == "differ":
+        raise RanksDisagreeError(problem)
     raise LauncherEnvironmentError(facts.error or problem)
 
 
-def _everyones(store: dist.Store, ranks: int, timeout: timedelta) -> dict[int, Facts]:
+def _answer(store: dist.Store, info: RankInfo, said: Said | None, timeout: timedelta) -> tuple[str, str]:
+    """What rank 0 says: "go" and nothing, or the kind of problem and the problem. Who is asked for more tells it."""
+    store.wait(["answer"], timeout + _LATER)
+    # Rank 0 may have answered already, while this rank was still asked: then nobody reads what it tells.
+    kind, _, text = _text(store.get("answer")).partition(" ")
+    if kind == "tell":
+        if str(info.rank) in text.split() and said is not None:
+            store.set(f"said/{info.rank}", said.to_json())
+        store.wait(["verdict"], _TELL + _LATER)
+        kind, _, text = _text(store.get("verdict")).partition(" ")
+    if kind != "go":
+        return kind, text
+    size, *known = text.split() or [""]
+    if size != str(info.world_size):
+        return "no", _sizes({0: int(size) if size.isdigit() else 0, info.rank: info.world_size})
+    if said is None or said.digest in known or len(known) != 1:
+        return kind, ""
+    return "no", (
+        f"rank {info.rank} runs something else than those that rank 0 at MASTER_ADDR={info.master_addr} MASTER_PORT="
+        f"{info.master_port} has met. Is that port another job's? Set MASTER_PORT to a free one on all ranks."
+    )
+
+
+def _go(everyones: Mapping[int, Facts]) -> str:
+    """With the digests of those that rank 0 has met: whoever reads it knows whether it was meant."""
+    return " ".join(["go", str(len(everyones)), *sorted({facts.digest for facts in everyones.values()})[:_MOST_TOLD]])
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+def _compared(store: dist.Store, everyones: dict[int, Facts], mine: Said) -> str:
+    """Why these may not train together; empty if they may. If digests differ, one rank of each kind is asked for the whole."""
+    must, may = (tellers_of([getattr(facts, name) for facts in everyones.values()]) for name in ("digest", "other_digest"))
+    asked = sorted({*must, *may} - {0}) if len(must) > 1 or len(may) > 1 else []
+    if not asked:
+        return ""
+    store.set("answer", f"tell {' '.join(map(str, asked))}")
+    told = {0: mine}
+    for rank in asked:
+        try:
+            store.wait([f"said/{rank}"], _TELL)
+            told[rank] = Said.read(store.get(f"said/{rank}"))
+        except dist.DistStoreError:
+            return f"{named([rank])} runs something else than rank 0, and did not tell what within {_TELL.total_seconds():g} s."
+    problem = refusal_of({t: told[t] for t in must}, must) if len(must) > 1 else ""
+    if not problem and len(may) > 1:
+        warn_of({t: told[t] for t in may}, may)
+    return problem
+
+
+def _everyones(store: dist.Store, ranks: int, timeout: timedelta, *, fresh: bool) -> dict[int, Facts]:
+    """What all have said, as soon as they have; or a refusal for all of them, once those who came contradict each other."""
     keys = [f"facts/{rank}" for rank in range(ranks)]
-    try:
-        store.wait(keys, timeout)
-    except dist.DistStoreError:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        if missing:
-            problem = f"{_named(missing)} of {ranks} did not come within {timeout.total_seconds():g} s. Does every rank run?"
-            store.set("answer", problem)
-            raise LauncherEnvironmentError(problem) from None
-        raise
-    return {rank: Facts.read(text) for rank, text in enumerate(store.multi_get(keys))}
+    until, look_s, told = time.monotonic() + timeout.total_seconds(), _LOOK_S, 0.0
+    while True:
+        left = until - time.monotonic()
+        try:
+            store.wait(keys, timedelta(seconds=max(0.01, min(look_s, left))))
+            found = dict(enumerate(keys))
+        except dist.DistStoreError:
+            found = _came(store, keys)
+        facts = {rank: Facts.read(text) for rank, text in zip(found, store.multi_get(list(found.values())), strict=True)}
+        # Of a store that is not fresh, these may be words of a larger or smaller group before.
+        problem = _sizes({rank: each.world_size for rank, each in facts.items() if each.world_size}) if fresh else ""
+        if len(facts) == ranks and not problem:
+            return facts
+        missing = [rank for rank in range(ranks) if rank not in facts]
+        if not problem and left <= look_s:
+            problem = f"{named(missing)} of {ranks} did not come within {timeout.total_seconds():g} s. Does every rank run?"
+        if problem:
+            store.set("answer", f"no {problem}")
+            _see_off(store, RankInfo(rank=0, world_size=ranks), sorted(facts))
+            raise LauncherEnvironmentError(problem)
+        look_s, told = min(2 * look_s, _LONGEST_LOOK_S), told + look_s
+        if told >= _LONGEST_LOOK_S:
+            told = 0.0
+            logger.warning("rank 0 waits for %s of %s. Do they run?", named(missing), ranks)
 
 
-def _see_off(store: dist.Store, info: RankInfo) -> None:
-    """Rank 0 may serve the store: it stays until the others have their answer."""
+def _came(store: dist.Store, keys: Sequence[str]) -> dict[int, str]:
+    """The keys that are there, by rank."""
+    found = {}
+    for first in range(0, len(keys), _BLOCK):
+        block = range(first, min(first + _BLOCK, len(keys)))
+        if store.check([keys[rank] for rank in block]):
+            found.update({rank: keys[rank] for rank in block})
+        else:
+            found.update({rank: keys[rank] for rank in block if store.check([keys[rank]])})
+    return found
+
+
+def _sizes(said: Mapping[int, int]) -> str:
+    """Why these world sizes contradict each other; empty if they are one."""
+    having: dict[int, list[int]] = {}
+    for rank, size in said.items():
+        having.setdefault(size, []).append(rank)
+    if len(having) < 2:
+        return ""
+    shown = "; ".join(f"{named(ranks)}: {size}" for size, ranks in sorted(having.items(), key=lambda item: len(item[1])))
+    return f"the world size must be the same on all ranks, got {shown}. Start all ranks with one WORLD_SIZE, by one launcher."
+
+
+def _see_off(store: dist.Store, info: RankInfo, ranks: Sequence[int] | None = None) -> None:
+    """Rank 0 may serve the store: it stays until the others, or those of them that came, have their answer."""
     store.set(f"heard/{info.rank}", "")
     if info.rank == 0:
         try:
-            store.wait([f"heard/{rank}" for rank in range(info.world_size)], _LATER)
+            store.wait([f"heard/{rank}" for rank in (range(info.world_size) if ranks is None else ranks)], _LATER)
         except dist.DistStoreError:
             return
 
@@ -136,7 +257,7 @@ def _judge(ranks: dict[int, Facts]) -> str:
     for rank, facts in ranks.items():
         kinds.setdefault(facts.device, []).append(rank)
     if len(kinds) > 1 and any(facts.why or facts.nccl for facts in ranks.values()):
-        shown = " and ".join(f"{kind} on {_named(members)}" for kind, members in kinds.items())
+        shown = " and ".join(f"{kind} on {named(members)}" for kind, members in kinds.items())
         lacking = [f" On {_at(rank, facts)}: {facts.why}." for rank, facts in ranks.items() if facts.why]
         return (
             f"ranks must compute on one type of device, got {shown}.{''.join(lacking[:8])} Mend or leave out such a node, or let "
@@ -151,7 +272,7 @@ def _judge(ranks: dict[int, Facts]) -> str:
     if shared is not None:
         facts = ranks[shared[0]]
         return (
-            f"{_named(shared)} compute on one GPU, {facts.gpu} of {facts.host}, which NCCL refuses. Start fewer ranks there, "
+            f"{named(shared)} compute on one GPU, {facts.gpu} of {facts.host}, which NCCL refuses. Start fewer ranks there, "
             "give each a GPU of its own (--bind devices), or let them share it by gloo: init_from_env(pg_backend='gloo')."
         )
     return ""
@@ -166,19 +287,6 @@ def _lack() -> str:
 
 def _at(rank: int, facts: Facts) -> str:
     return f"rank {rank}{f' ({facts.host})' if facts.host else ''}"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 0-2, 5"."""
-    every = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in every:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return ("rank " if len(every) == 1 else "ranks ") + ", ".join(shown[:16]) + (", ..." if len(shown) > 16 else "")
 
 
 def refusal(error: UsageError) -> Facts:

@@ -20,8 +20,9 @@ from echelon.contracts.terminal import printable, say
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.local.attempt import write_exit
+from echelon.launcher.local.judge import record_end
 from echelon.launcher.local.nodes import meeting_path
-from echelon.launcher.local.watch import Seen, blame
+from echelon.launcher.local.signs import Seen
 from echelon.launcher.protocol import read_spec
 from echelon.launcher.records import came_to, exit_record, meeting_record, refusal_record
 
@@ -114,26 +115,26 @@ def _merge(here: RunDir, nodes: int, ranks: int, hosts: list[str], code: int, wh
     failures = [Failure.from_json(f) for end in ends.values() if end for f in end.get("ranks", {}).values()]
     silent = [hosts[node] if node < len(hosts) else f"node {node}" for node, end in ends.items() if end is None]
     seen = {int(rank): Seen.from_json(s) for end in ends.values() if end for rank, s in end.get("seen", {}).items()}
-    failures = blame(failures, seen)
-    first = Failure.first(failures) if failures else None
     stopped = next((str(end["stopped"]) for end in ends.values() if end and end.get("stopped")), None)
+    hangs = [hang["after_s"] for end in ends.values() if end and (hang := end.get("hang"))]
+    if not failures and silent:
+        stopped = "; ".join(whys) or (
+            f"the launcher on {', '.join(silent)} ended without a word (exit code {code}): was the node lost, or out of memory?"
+        )
+        code = code or 1
+    elif not failures:
+        codes = [int(end["exit_code"]) for end in ends.values() if end]
+        code = REQUEUE if REQUEUE in codes and set(codes) <= {0, REQUEUE} else max(codes)
+    first = record_end(here, code, failures, stopped, seen=seen, hang_s=max(hangs, default=None), world_size=ranks)
+    text = ""
     if first is not None:
         node = min(first.rank // (ranks // nodes), len(hosts) - 1)
         text = f"{render(first, ranks)}\nnode: {hosts[node]}"
         code = first.exit_code
     elif silent:
-        stopped = "; ".join(whys) or (
-            f"the launcher on {', '.join(silent)} ended without a word (exit code {code}): was the node lost, or out of memory?"
-        )
         text = f"echelon: {stopped}"
-        code = code or 1
-    else:
-        codes = [int(end["exit_code"]) for end in ends.values() if end]
-        code = REQUEUE if REQUEUE in codes and set(codes) <= {0, REQUEUE} else max(codes)
-        text = ""
     if text and not quiet:
         print(printable(text), file=sys.stderr)
-    write_exit(here.exit_json, code, failures, first, stopped)
     return code
 
 

@@ -21,7 +21,7 @@ from echelon.contracts.stopping import REQUEUE
 from echelon.contracts.terminal import say
 from echelon.launcher.cluster.background import LocalLauncher
 from echelon.launcher.job import Failure, JobSpec
-from echelon.launcher.local.attempt import write_exit
+from echelon.launcher.local.judge import record_end
 from echelon.launcher.protocol import read_spec
 from echelon.launcher.records import rank_record
 
@@ -73,13 +73,10 @@ def conclude(spec: JobSpec, here: RunDir, code: int) -> int:
     if silent and not failures:
         said = "ended without a word, as when it is killed"
         failures = [Failure(rank, code or 1, 0, "exit", said, log=here.log(rank), reported=False) for rank in silent]
-    first = Failure.first(failures) if failures else None
-    if first is not None:
-        code = first.exit_code
-    elif codes and set(codes.values()) <= {0, REQUEUE}:
+    if not failures and codes and set(codes.values()) <= {0, REQUEUE}:
         code = max(codes.values())
-    write_exit(here.exit_json, code, failures, first)
-    return code
+    first = record_end(here, code, failures, world_size=ranks)
+    return first.exit_code if first is not None else code
 
 
 def head(here: RunDir, sha256: str) -> int:
@@ -125,7 +122,10 @@ def run_rank(path: str, attempt: int, sha256: str) -> int:
     signal.signal(signal.SIGINT, _as_a_wish_to_end)
     record = here.rank_exit(info.rank)
     sys_path = [place for place in sys.path if place]
-    start = Start(spec.kind, spec.target, spec.args, {}, os.getcwd(), sys_path, record=str(record.absolute()), code=spec.code)
+    flight = str(here.flight(info.rank).absolute())
+    start = Start(
+        spec.kind, spec.target, spec.args, {}, os.getcwd(), sys_path, record=str(record.absolute()), flight=flight, code=spec.code
+    )
     code = run_program(start)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -92,7 +92,16 @@ def run_call(at: CallSite, name: str, function: Callable[[], Any]) -> NoReturn:
     signal.signal(signal.SIGUSR1, leave)  # ignored so far: the command got it from Slurm, too
     _log_to(log)
     start = Start(
-        "call", name, (), {}, os.getcwd(), (), log=str(log), record=str(record), result=str(folder / f"value.rank{info.rank}.pkl")
+        "call",
+        name,
+        (),
+        {},
+        os.getcwd(),
+        (),
+        log=str(log),
+        record=str(record),
+        result=str(folder / f"value.rank{info.rank}.pkl"),
+        flight=str(folder.parents[1] / "dumps" / folder.name / f"flight.rank{info.rank}.json"),
     )
 
     def program() -> None:

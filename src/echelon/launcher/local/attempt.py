@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from echelon.contracts.stopping import REQUEUE, signal_name
 from echelon.contracts.terminal import say
 from echelon.launcher.job import Failure
 from echelon.launcher.local.aborted import last_words
+from echelon.launcher.local.memory import OomCount, gib
 from echelon.launcher.records import rank_record
 
 __all__ = ["Attempt", "Requests", "write_exit"]
@@ -47,6 +49,7 @@ class Attempt:
         pids: by rank.
         ended: ranks that have ended: (wait status, when, in ns of the monotonic clock).
         forgiven: ranks whose end is no failure, however they ended.
+        peaks: of ranks that have ended: the most memory that the process had at once, in bytes.
     """
 
     def __init__(self, number: int, folder: Path) -> None:
@@ -54,10 +57,17 @@ class Attempt:
         self.pids: dict[int, int] = {}
         self.ended: dict[int, tuple[int, int]] = {}
         self.forgiven: set[int] = set()
+        self.peaks: dict[int, int] = {}
+        self._oom = OomCount()
 
     @property
     def running(self) -> list[int]:
         return [rank for rank in self.pids if rank not in self.ended]
+
+    @property
+    def dumps(self) -> Path:
+        """Where the stacks and flight records of this start go."""
+        return self.folder.parents[1] / "dumps" / self.folder.name
 
     def record_path(self, rank: int) -> Path:
         return self.folder / f"exit.rank{rank}.json"
@@ -84,9 +94,25 @@ class Attempt:
                 said = f"killed by {name}: NCCL's watchdog ended it\n{words}"
                 log = self.log_path(rank)
                 return Failure(rank, 128 - code, time_ns, name, said, traceback=words, log=log, reported=False)
-            hint = " (the OOM killer? `dmesg` tells)" if -code == signal.SIGKILL else ""
-            return Failure(rank, 128 - code, time_ns, name, f"killed by {name}{hint}", log=self.log_path(rank), reported=False)
-        return Failure.from_record(rank, code, time_ns, record, self.log_path(rank))
+            oom, how = self._killed(rank) if -code == signal.SIGKILL else (False, "")
+            said, log = f"killed by {name}{how}", self.log_path(rank)
+            return Failure(rank, 128 - code, time_ns, name, said, log=log, reported=False, oom=oom)
+        failure = Failure.from_record(rank, code, time_ns, record, self.log_path(rank))
+        if "killed by signal: Killed" in failure.message and self._oom.since():  # a data worker's end, in torch's words
+            failure = replace(failure, message=f"{failure.message}\n(the kernel had no memory left, and killed it)")
+        return failure
+
+    def _killed(self, rank: int) -> tuple[bool, str]:
+        """Whether the kernel has killed it for want of memory, and how that is said. It kills the first; others follow."""
+        if not self._oom.known:
+            return False, " (the OOM killer? `dmesg` tells)"
+        killed = [r for r, (status, _) in self.ended.items() if status == signal.SIGKILL]
+        killed.sort(key=lambda r: self.ended[r][1])
+        if rank not in killed[: self._oom.since()]:
+            return False, ", by a person or a program: the kernel has killed nothing here for want of memory"
+        peak, limit = self.peaks.get(rank), self._oom.limit_bytes()
+        had = f"; this rank had {gib(peak)} at most" if peak else ""
+        return True, f": no memory was left (OOM killer){had}{f', of {gib(limit)} for all processes here' if limit else ''}"
 
     def stuck(self) -> bool:
         """Whether a rank has reported its failure and not ended since: a thread or a destructor holds it, and it all others."""
@@ -115,7 +141,11 @@ def write_exit(
     failures: Sequence[Failure] = (),
     first: Failure | None = None,
     stopped: str | None = None,
+    *,
     seen: Mapping[int, Mapping[str, Any]] | None = None,
+    hang_s: float | None = None,
+    world_size: int | None = None,
+    explained: str | None = None,
 ) -> None:
     """Record how an attempt ended. If that cannot be written, report it; the exit code stays.
 
@@ -123,7 +153,10 @@ def write_exit(
         path: the attempt's exit.json, or with several nodes a node's own.
         failures: of all ranks that failed; `first` is the one that the others followed.
         stopped: what ended it, if no rank did.
-        seen: how far each of a node's ranks had come before they were ended, as `watch.Seen` gives it.
+        seen: how far each rank, or each of a node's, had come before they were ended, as `signs.Seen` gives it.
+        hang_s: it was ended since no rank had made progress for so long.
+        world_size: how many ranks there were, on all nodes.
+        explained: a paragraph of why it ended, for a person.
     """
     said = {
         "exit_code": code,
@@ -131,7 +164,10 @@ def write_exit(
         "first_failure": first.as_json() if first else None,
         "ranks": {str(f.rank): f.as_json() for f in failures},
         "ended": time.time(),
+        "hang": {"after_s": round(hang_s, 3)} if hang_s is not None else None,
+        "explained": explained,
         **({"seen": seen} if seen else {}),
+        **({"world_size": world_size} if world_size else {}),
     }
     try:
         write_json(path, said)

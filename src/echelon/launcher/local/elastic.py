@@ -17,29 +17,33 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.distributed.elastic.agent.server import SimpleElasticAgent, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from echelon.contracts import terminal
-from echelon.contracts.errors import RankTimeoutError
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.local.attempt import Attempt, Requests
+from echelon.launcher.local.gather import Sight
+from echelon.launcher.local.hang import HangLimit, hang_timeout
+from echelon.launcher.local.judge import HANGS, HUNG
 from echelon.launcher.local.nodes import Meeting
 from echelon.launcher.local.rendezvous import NODES_WAIT_S, NodesRendezvous, OneNodeRendezvous
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.shrink import Plan, loaders_of, next_ranks
-from echelon.launcher.local.watch import Pulses, Seen, Watch, blame, is_stopped, stall_after
+from echelon.launcher.local.signs import Seen, has_handler
+from echelon.launcher.local.watch import Watch, positions, stall_after
 from echelon.launcher.local.worker import STACK_SIGNAL
 
 __all__ = ["ForkAgent"]
 
 # How long a rank may take to react to SIGTERM once another has failed: it has nothing left to finish.
 _FAILURE_GRACE_S = 5.0
+_HUNG_GRACE_S = 0.5  # for a rank that has done nothing for minutes
 _CULPRIT_WAIT_S = 2.0
 
 
@@ -61,7 +65,9 @@ class ForkAgent(SimpleElasticAgent):
         plan: how many ranks the present or coming attempt has, and why.
         failures: of the latest failed attempt.
         cut_short: ranks were ended because others had left, or because the time was up.
-        seen: how far the ranks had come when they were first asked to end.
+        world_size: how many ranks the attempt has on all nodes.
+        hang_s: the attempt was ended since nothing had moved for so long; None if it was not.
+        seen: how far the ranks had come when one failed, or they were first asked to end.
     """
 
     def __init__(
@@ -98,31 +104,35 @@ class ForkAgent(SimpleElasticAgent):
         self._leave_by: float | None = None
         self.attempt: Attempt | None = None
         self.failures: list[Failure] = []
-        self._world_size = job.ranks
+        self.world_size = job.ranks
         self.plan = Plan(job.ranks, "")
         self.restarts, self.cut_short = 0, False
-        self.pulses = Pulses()
+        self.sight = Sight(self._signal)
         self.seen: dict[int, Seen] = {}
-        self._watch = Watch(stall_after(job.stall_after_s), say or terminal.say, self._ask_stack)
+        self.hang_s: float | None = None
+        self._watch = Watch(stall_after(job.stall_after_s), say or terminal.say, self.sight.ask_stack)
+        self._hang = HangLimit(*hang_timeout(job.hang_timeout_s), self._watch.progress, self.sight)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.restarts += self.attempt is not None
         self.attempt, fds = self._begin_attempt(self.restarts)
         self.failures = []
-        self.pulses.close()
-        self.seen = {}
+        self.sight.close()
+        self.seen, self.hang_s = {}, None
         # torchelastic does not count a restart that another node asked for.
         self._remaining_restarts = self._job.max_restarts - self.restarts
         try:
             for worker in worker_group.workers:
                 info = self._rank_info(worker, worker_group)
-                self._world_size = info.world_size
+                self.world_size = info.world_size
                 request = dict(self._start_fields(self.attempt, info))
                 request["env"] = {**request["env"], **info.to_env(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
                 request["env"][STORE_PREFIX_VARIABLE] = f"{self._token}/{self.restarts}"
                 request["pulse"] = True
                 outputs = fds if info.rank == 0 else ()
-                self.attempt.pids[info.rank] = self._server.fork(request, (*outputs, self.pulses.make(info.rank)))
+                with self.sight.companions.make(info.rank) as asked:
+                    shared = (*outputs, self.sight.pulses.make(info.rank), asked.fileno())
+                    self.attempt.pids[info.rank] = self._server.fork(request, shared)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -149,10 +159,10 @@ class ForkAgent(SimpleElasticAgent):
         attempt = self._note_ends(0.0)
         looks = time.monotonic() > self._look_at_records_at
         if looks:
-            self._look_at_records_at = time.monotonic() + 1.0
+            self._look_at_records_at = time.monotonic() + self._hang.look_s
         self._see_to_requests(attempt, looks)
         if looks:
-            self._watch.look(attempt.pids, attempt.running, self.pulses)
+            self._watch.look(attempt.pids, attempt.running, self.sight.pulses)
         if (looks and attempt.stuck()) or any(attempt.failure(rank) for rank in attempt.ended):
             failures = self._hear_them_out()
             if (self.cut_short or attempt.left()) and all(f.is_victim for f in failures):
@@ -161,13 +171,32 @@ class ForkAgent(SimpleElasticAgent):
             self.failures = failures
             self._plan_restart(attempt)
             return RunResult(WorkerState.FAILED, {}, {f.rank: self._as_torch(f, attempt) for f in failures})
+        if looks and (idle_s := self._hangs(attempt)) is not None:
+            return self._end_hung(attempt, idle_s)
         if len(attempt.ended) == len(attempt.pids):
             if not self._meetings.all_done():
                 return RunResult(WorkerState.HEALTHY)
             return RunResult(WorkerState.SUCCEEDED, dict.fromkeys(attempt.ended))
         if self._deadline is not None and time.monotonic() > self._deadline:
-            self._raise_timeout(attempt)
+            raise self.sight.timeout_error(attempt, self._timeout_s or 0.0)
         return RunResult(WorkerState.HEALTHY)
+
+    def _hangs(self, attempt: Attempt) -> float | None:
+        idle_s = self._hang.look(attempt)
+        # A node whose ranks have all ended hears of the others' end by itself.
+        all_late = self._meetings.all_late(idle_s is not None or (self._hang.after_s > 0 and not attempt.running))
+        return idle_s if all_late else None
+
+    def _end_hung(self, attempt: Attempt, idle_s: float) -> RunResult:
+        self.seen = seen = self.sight.gather(attempt, self._hang.silent_s(), self._meetings.all_gathered)
+        self.hang_s = idle_s
+        said, now = positions({rank: seen[rank] for rank in attempt.running}, attempt.running), time.monotonic_ns()
+        headline = f"no rank made progress for {idle_s:.0f} s"
+        self.failures = [
+            Failure(rank, HUNG, now, HANGS, said, log=attempt.log_path(rank), headline=headline) for rank in attempt.running
+        ]
+        self._plan_restart(attempt)
+        return RunResult(WorkerState.FAILED, {}, {f.rank: self._as_torch(f, attempt) for f in self.failures})
 
     def _see_to_requests(self, attempt: Attempt, looks: bool) -> None:
         """Pass on what was asked of the ranks. Once one has left, or the time is up, the others have the grace time."""
@@ -209,51 +238,25 @@ class ForkAgent(SimpleElasticAgent):
             attempt = self._note_ends(0.05)
             failures = attempt.failures()
             if not all(f.is_victim for f in failures):
-                return _name_stopped(failures, self._seen(attempt))
+                return _name_stopped(failures, self._gather(attempt))
             if len(attempt.ended) == len(attempt.pids) or time.monotonic() > until:
                 break
         left = [rank for rank, (status, _) in attempt.ended.items() if status == 0]
         if left:
             hint = f"(rank {', '.join(map(str, sorted(left)))} had ended before, with exit code 0: it left while this one waited)"
             failures = [replace(f, message=f"{f.message}\n{hint}") for f in failures]
-        seen = self._seen(attempt)
-        if any(f.waited for f in failures):
-            self._ask_stacks(attempt)
-            running = attempt.running
-            seen = {r: replace(s, where=self.pulses.where(r)) if r in running and not s.stopped else s for r, s in seen.items()}
-        if len(seen) < self._world_size:  # the guilty one may be another node's: `conclude` knows all
-            return failures
-        return blame(failures, seen)
+        self._gather(attempt)
+        return failures
 
-    def _seen(self, attempt: Attempt) -> dict[int, Seen]:
-        return {r: Seen(self.pulses.read(r), r in attempt.running and is_stopped(pid)) for r, pid in attempt.pids.items()}
+    def _gather(self, attempt: Attempt) -> dict[int, Seen]:
+        self.seen = self.sight.gather(attempt, self._hang.silent_s())
+        return self.seen
 
-    def _ask_stack(self, rank: int) -> None:
+    def _signal(self, rank: int, number: int) -> None:
         assert self.attempt is not None
-        self._server.signal(self.attempt.pids[rank], STACK_SIGNAL, group=False)
-
-    def _ask_stacks(self, attempt: Attempt) -> None:
-        """Every rank that still runs writes the stacks of its threads; it answers even when Python code is stuck."""
-        for rank in attempt.running:
-            self.pulses.ask(rank, self._ask_stack)
-        time.sleep(0.5)
-
-    def _raise_timeout(self, attempt: Attempt) -> NoReturn:
-        """Every rank that still runs writes the stacks of its threads; the error shows them side by side."""
-        running = attempt.running
-        self._ask_stacks(attempt)
-        stacks = []
-        for rank in attempt.pids:
-            text = self.pulses.stack(rank)
-            state = "ended" if rank not in running else "still running"
-            stacks.append(f"--- rank {rank} ({state}) ---\n{terminal.printable(text) or '(no Python stack)'}")
-        raise RankTimeoutError(
-            f"{len(running)} of {len(attempt.pids)} ranks had not finished after {self._timeout_s:g} s: "
-            f"rank {', '.join(map(str, running))}.\n" + "\n".join(stacks),
-            rank=running[0],
-            exit_code=124,
-            logs=str(attempt.folder),
-        )
+        pid = self.attempt.pids[rank]
+        if number != STACK_SIGNAL or has_handler(pid, number):  # else it has become another program, which that would end
+            self._server.signal(pid, number, group=False)
 
     def exit_code(self, otherwise: int) -> int:
         """75 if the ranks have left to be started again, else what the caller made of their ends."""
@@ -269,7 +272,7 @@ class ForkAgent(SimpleElasticAgent):
             exits = self._server.poll(max(0.0, until - time.monotonic()))
             for rank, pid in self.attempt.pids.items():
                 if pid in exits and rank not in self.attempt.ended:
-                    self.attempt.ended[rank] = exits[pid]
+                    self.attempt.ended[rank], self.attempt.peaks[rank] = exits[pid], self._server.peaks.get(pid, 0)
                     self._server.forget(pid)
             if time.monotonic() >= until or len(self.attempt.ended) == len(self.attempt.pids):
                 return self.attempt
@@ -284,7 +287,7 @@ class ForkAgent(SimpleElasticAgent):
         )
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._end(signal.SIGTERM, min(_FAILURE_GRACE_S, self._job.grace_s))
+        self._end(signal.SIGTERM, min(_FAILURE_GRACE_S if self.hang_s is None else _HUNG_GRACE_S, self._job.grace_s))
         if self.plan.ranks:  # the next rendezvous hands out so many places
             worker_group.spec.local_world_size = self.plan.ranks
 
@@ -299,8 +302,8 @@ class ForkAgent(SimpleElasticAgent):
         """
         if self.attempt is None:
             return
-        if self.attempt.running:
-            self.seen = self._seen(self.attempt)
+        if not self.seen:
+            self.seen = self.sight.look(self.attempt, self._hang.silent_s())
         for sign, wait_s in ((number, grace_s), (signal.SIGKILL, 10.0)):
             for pid in [self.attempt.pids[rank] for rank in self.attempt.running]:
                 self._server.signal(pid, sign, group=sign == signal.SIGKILL)

@@ -18,6 +18,7 @@ from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE, SIGNALS
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local.attempt import write_exit
+from echelon.launcher.local.judge import record_end
 from echelon.launcher.local.nodes import free_port
 from echelon.launcher.local.output import output_to
 from echelon.launcher.local.placement import bound
@@ -49,6 +50,7 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
         path_without_launcher(),
         log=str(log.absolute()),
         record=str(record.absolute()),
+        flight=str(run.flight(0).absolute()),
     )
     pid, before = os.getpid(), {number: signal.getsignal(number) for number in SIGNALS}
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # until `run_program` has a handler
@@ -67,7 +69,7 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
     for number, handler in before.items():
         signal.signal(number, handler)
     failure = Failure.from_record(0, code, 0, rank_record(record) or {}, log) if code not in (0, REQUEUE) else None
-    write_exit(run.exit_json, code, [failure] if failure else [], failure)
+    record_end(run, code, [failure] if failure else [], world_size=1)
     return Outcome(code, failure)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-import sysconfig
 import time
 import traceback
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from echelon.contracts.errors import EchelonError
 from echelon.contracts.redact import redacted, secret_values
+from echelon.contracts.traces import in_library
 
 __all__ = ["cut", "describe", "in_library", "user_frames"]
 
@@ -67,11 +67,3 @@ def user_frames(trace: TracebackType | None) -> list[str]:
             continue
         frames.append(f'File "{frame.filename}", line {frame.lineno}, in {frame.name}\n    {frame.line or ""}'.rstrip())
     return frames
-
-
-def in_library(file: str) -> bool:
-    """Whether a file belongs to Python, to what is installed in it, or to echelon."""
-    # Not the prefix, which is among these paths too: a project may lie below it, and often does in a container.
-    libraries = {os.path.realpath(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    libraries |= {str(Path(__file__).resolve().parents[2]), os.path.dirname(os.path.realpath(os.__file__))}
-    return any(os.path.realpath(file).startswith(lib + os.sep) for lib in libraries)

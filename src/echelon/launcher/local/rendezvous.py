@@ -26,6 +26,8 @@ __all__ = ["NODES_WAIT_S", "NodesRendezvous", "OneNodeRendezvous"]
 _LOOPBACK = "127.0.0.1"
 # Between the first node that has come so far, or has ended, and the last.
 NODES_WAIT_S = 300.0
+# The nodes look once a second, and ranks that do not answer are waited for as long.
+_GATHER_WAIT_S = 3.0
 _ENDED = -1  # in the place of a meeting's number
 
 
@@ -76,6 +78,13 @@ class OneNodeRendezvous(RendezvousHandler):
         """Called when all ranks of this node have ended well: whether those of the others have, too."""
         return True
 
+    def all_late(self, late: bool) -> bool:
+        """Whether the ranks of all nodes make no progress; `late` is said of those of this one."""
+        return late
+
+    def all_gathered(self) -> None:
+        """Called when this node has gathered what its ranks can say: comes back when the others have, or takes too long."""
+
     def shutdown(self) -> bool:
         self._closed, self._store = True, None
         return True
@@ -97,6 +106,7 @@ class NodesRendezvous(OneNodeRendezvous):
         self._meeting, self._comes_again, self._number = meeting, comes_again, -1
         self._look_at = self._done_look_at = 0.0
         self._done_in = -1  # the meeting whose ranks here have ended well
+        self._late = False
 
     def get_backend(self) -> str:
         return "echelon-nodes"
@@ -112,7 +122,7 @@ class NodesRendezvous(OneNodeRendezvous):
                 timeout=timedelta(seconds=NODES_WAIT_S),
                 master_listen_fd=at.listener.detach() if at.listener is not None else None,
             )
-        self._number += 1
+        self._number, self._late = self._number + 1, False
         if self._number:
             self._come_again(self._store)
         agents = dist.PrefixStore(f"{at.token}/agents/{self._number}", self._store)
@@ -180,6 +190,27 @@ class NodesRendezvous(OneNodeRendezvous):
         if ended:
             raise EchelonError(f"the ranks of this node ended well, but those of node {', '.join(map(str, ended))} have failed")
         return all_done
+
+    def all_late(self, late: bool) -> bool:
+        if self._store is None or (not late and not self._late):
+            return False
+        late_nodes = f"{self._meeting.token}/late/{self._number}"
+        try:
+            count = self._store.add(late_nodes, int(late) - int(self._late))
+        except dist.DistError:  # the first node has ended, which the ranks will hear by themselves
+            return False
+        self._late = late
+        return late and count >= self._meeting.nodes
+
+    def all_gathered(self) -> None:
+        if self._store is None:
+            return
+        gathered, until = f"{self._meeting.token}/gathered/{self._number}", time.monotonic() + _GATHER_WAIT_S
+        with contextlib.suppress(dist.DistError):
+            count = self._store.add(gathered, 1)
+            while count < self._meeting.nodes and time.monotonic() < until:
+                time.sleep(0.02)
+                count = self._store.add(gathered, 0)
 
     def set_closed(self) -> None:
         """No meeting any more: the ranks of this node have ended, well or for good."""

@@ -10,18 +10,22 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 from echelon.contracts.between_attempts import RESTART_VARIABLE, has_begun
 from echelon.contracts.errors import EchelonError
-from echelon.contracts.machine import usable_cores
+from echelon.contracts.files import private_folder
+from echelon.contracts.machine import usable_cores, visible_devices
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec, Outcome
+from echelon.launcher.local import nccl_dump
 from echelon.launcher.local.attempt import Attempt, Requests, write_exit
+from echelon.launcher.local.judge import record_end
 from echelon.launcher.local.nodes import Meeting
 from echelon.launcher.local.placement import bound, interfaces
 from echelon.launcher.local.relay import PlainScreen, Relay, Screen
@@ -49,6 +53,11 @@ def rank_environment(
         env[RESTART_VARIABLE] = "1"
     # Two processes with two threads each are five times slower on two cores than with one: the threads wait for one another.
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    if visible_devices(env):
+        private_folder(run.dumps)
+        private_folder(run.dump_path)
+        for name, value in nccl_dump.environment(run.dump_path).items():
+            env.setdefault(name, value)
     for name, value in interfaces(meeting.interface if meeting is not None and meeting.nodes > 1 else None).items():
         env.setdefault(name, value)
     return env
@@ -96,10 +105,10 @@ def run_local(
             try:
                 outcome = _until_ended(starts)
             finally:
-                starts.agent.pulses.close()
+                starts.agent.sight.close()
                 relay.stop()
-        starts.record(run, outcome.exit_code, outcome.failure)
-    return outcome
+        first = starts.record(run, outcome.exit_code, starts.agent.failures if outcome.failure is not None else [])
+        return replace(outcome, failure=first, exit_code=first.exit_code) if first is not None else outcome
 
 
 @contextlib.contextmanager
@@ -130,8 +139,7 @@ def _until_ended(starts: _Starts) -> Outcome:
     except SignalException as stop:
         return Outcome(agent.exit_code(128 + int(stop.sigval)), None, agent.restarts)
     except EchelonError as error:  # out of time, or the server was killed
-        first = Failure.first(agent.failures) if agent.failures else None
-        starts.record(starts.run, first.exit_code if first else 1, first, str(error).partition("\n")[0])
+        starts.record(starts.run, 1, agent.failures, str(error).partition("\n")[0])
         raise
     failure = Failure.first(agent.failures) if result.is_failed() else None
     note = "" if agent.plan.ranks else f"not started again: {agent.plan.why}"
@@ -176,18 +184,27 @@ class _Starts:
     def _end_before(self, here: RunDir, number: int) -> None:
         """Of the start before, which failed: its record, and a word of why there is one more."""
         failures, plan = self.agent.failures, self.agent.plan
-        first = Failure.first(failures) if failures else None
-        self.record(here.at_attempt(here.attempt - 1), first.exit_code if first else 1, first)
+        first = self.record(here.at_attempt(here.attempt - 1), 1, failures)
         before = render(first, self.job.ranks) if first else "echelon: ranks of another node failed"
         how = f" with {plan.ranks} ranks: {plan.why}" if plan.why else ""
         with contextlib.suppress(OSError):  # a terminal that has gone
             sys.stderr.write(f"{before}\nechelon: restart {number} of {self.job.max_restarts}{how}\n")
 
-    def record(self, here: RunDir, code: int, first: Failure | None, stopped: str | None = None) -> None:
-        path = self.meeting.exit_path(here) if self.meeting is not None else here.exit_json
-        several = self.meeting is not None and self.meeting.nodes > 1
-        seen = {rank: s.as_json() for rank, s in self.agent.seen.items()} if several else None
-        write_exit(path, code, self.agent.failures, first, stopped, seen)
+    def record(self, here: RunDir, code: int, failures: Sequence[Failure], stopped: str | None = None) -> Failure | None:
+        """How the attempt ended, on this node; the failure from which the others follow.
+
+        Args:
+            code: if no rank failed.
+        """
+        agent, at = self.agent, self.meeting
+        hang_s, ranks = agent.hang_s, agent.world_size
+        if at is None or at.nodes == 1:
+            return record_end(here, code, failures, stopped, seen=agent.seen, hang_s=hang_s, world_size=ranks)
+        first = Failure.first(failures) if failures else None  # the guilty one may be another node's: `conclude` knows all
+        code = first.exit_code if first is not None else code
+        seen = {rank: s.as_json() for rank, s in agent.seen.items()}
+        write_exit(at.exit_path(here), code, failures, first, stopped, seen=seen, hang_s=hang_s, world_size=ranks)
+        return first
 
     def fields(self, attempt: Attempt, info: RankInfo) -> dict[str, Any]:
         """What `worker.Start` is made of."""
@@ -208,6 +225,7 @@ class _Starts:
             "sys_path": self._sys_path,
             "log": str(attempt.log_path(info.rank).absolute()),
             "record": str(attempt.record_path(info.rank).absolute()),
+            "flight": str(here.flight(info.rank).absolute()),
             "cores": cores,
             **{k: v(attempt, info) if callable(v) else v for k, v in self._more.items()},
         }

@@ -56,6 +56,7 @@ class ForkServer:
         self._socket, self.pid, self._process = sock, pid, process
         self._buffer = b""
         self._exits: dict[int, tuple[int, int]] = {}
+        self.peaks: dict[int, int] = {}  # of ranks that have ended: the most memory at once, in bytes
         self._running: set[int] = set()
         self._owner = os.getpid()
 
@@ -125,6 +126,7 @@ class ForkServer:
 
     def forget(self, pid: int) -> None:
         self._exits.pop(pid, None)
+        self.peaks.pop(pid, None)
 
     def signal(self, pid: int, number: int, *, group: bool = True) -> None:
         """Send a signal to a rank, and with `group` to every process it started.
@@ -182,6 +184,7 @@ class ForkServer:
         if "exited" in message:
             pid = int(message["exited"])
             self._exits[pid] = (int(message["status"]), int(message["time_ns"]))
+            self.peaks[pid] = int(message["peak"])
             self._running.discard(pid)
 
 
@@ -294,7 +297,7 @@ class _Server:
     def reap(self) -> None:
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status, used = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
@@ -302,7 +305,8 @@ class _Server:
             if pid in self.children:
                 self.children.discard(pid)
                 _kill_group(pid, signal.SIGKILL)  # what the rank started: its data workers must not outlive it
-                self.send({"exited": pid, "status": status, "time_ns": time.monotonic_ns()})
+                peak = used.ru_maxrss * 1024  # Linux counts in KiB
+                self.send({"exited": pid, "status": status, "time_ns": time.monotonic_ns(), "peak": peak})
         if not self.children:
             self.kill_orphans()
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from echelon.contracts import pulse
@@ -27,6 +28,8 @@ from echelon.contracts.redact import redacted, secret_values
 from echelon.contracts.run_dir import write_json
 from echelon.contracts.stopping import REQUEUE, SIGNALS, is_ours, leave
 from echelon.launcher.calls import load_call, write_value
+from echelon.launcher.local import companion
+from echelon.launcher.local.flight import flight_record, last_calls, write_flight
 from echelon.launcher.local.output import redirect
 from echelon.launcher.local.raised import cut, describe
 from echelon.launcher.workarounds import keep_process_groups, run_exit_functions, write_open_files
@@ -62,7 +65,8 @@ STACK_SIGNAL = signal.SIGRTMAX - 3
 class Start:
     """What a rank is told: who it is, what to run, and where its output and its record go.
 
-    With `pulse`, the last descriptor that it is given is that of its pulse, where its stack is written, too.
+    With `pulse`, the last two descriptors that it is given are that of its pulse, where its stack is written, too, and the one on
+    which its companion is asked. `flight` is where its flight record goes when it fails, or when it is asked for.
     """
 
     kind: str
@@ -74,6 +78,7 @@ class Start:
     log: str | None = None
     record: str | None = None
     result: str | None = None
+    flight: str | None = None
     pulse: bool = False
     cores: Sequence[int] = ()
     code: str = ""
@@ -100,9 +105,11 @@ def _take_on(start: Start, fds: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(start.env)
     if start.pulse:
-        *fds, shared = fds
+        *fds, shared, asked = fds
         os.set_inheritable(shared, False)
+        os.set_inheritable(asked, False)
         pulse.join(shared)
+        companion.begin(asked, start.flight)
         faulthandler.register(STACK_SIGNAL, file=shared, all_threads=True)
     redirect(start.log, fds)
     os.chdir(start.cwd)
@@ -186,7 +193,10 @@ def run_recorded(start: Start, program: Callable[[], None]) -> int:
         else:
             sys.stderr.write(text)
     if os.getpid() == pid:  # else a child that the program forked
-        _record(start, code, failure)
+        # What the launcher has asked for before it ended this rank says where the rank was; what came since, only how it ended.
+        keeps = failure is None or start.flight is None or os.path.lexists(start.flight)
+        flight = flight_record() if keeps else write_flight(Path(str(start.flight)))
+        _record(start, code, failure, last_calls(flight))
     return code
 
 
@@ -219,11 +229,14 @@ def _run_script(script: str) -> None:
     exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
 
 
-def _record(start: Start, code: int, failure: dict[str, Any] | None) -> None:
-    """Leave how this rank ended for the launcher: whole or not at all."""
+def _record(
+    start: Start, code: int, failure: dict[str, Any] | None, collectives: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Leave how this rank ended for the launcher: whole or not at all. `collectives` are the last that it called, by group."""
     if start.record:
         loaded = [name for name in SLOW_MODULES if name in sys.modules]
-        record = {"exit_code": code, "time_ns": time.monotonic_ns(), "loaded": loaded, **(failure or {})}
+        said = {"exit_code": code, "time_ns": time.monotonic_ns(), "loaded": loaded, "collectives": dict(collectives)}
+        record = {**said, **(failure or {})}
         with contextlib.suppress(OSError):
             write_json(Path(start.record), record)
 

@@ -16,16 +16,15 @@ from echelon.checkpoint.location import Location, Remote, explain, location
 from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
 from echelon.checkpoint.snapshot import Planned, Snapshot
 from echelon.checkpoint.store import Report
-from echelon.contracts import pulse
 from echelon.contracts.arguments import flags, options_of
 from echelon.contracts.errors import CheckpointWriteError, require
-from echelon.contracts.pulse import Phase
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import contents, restoring
 from echelon.loop.checkpointing.folder import RunFolder, left_alone
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions, check_group
 from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.unit import TrainUnit, Unit
+from echelon.world.clock import in_checkpoint
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -150,7 +149,7 @@ class DistributedCheckpointSaver(Callback):
             self._buffers.clear()
         self.folder.release()
 
-    @pulse.during(Phase.CHECKPOINT)
+    @in_checkpoint()
     def _save(self, state: State, unit: TrainUnit[Any]) -> None:
         """Save in the middle of training; if the storage fails, training continues without."""
         self._due = self.best is not None and not state.should_stop and contents.is_unevaluated(state, unit)
@@ -169,7 +168,7 @@ class DistributedCheckpointSaver(Callback):
         except CheckpointWriteError as error:
             self._failed(state, self._place(unit)[0], str(error), error)
 
-    @pulse.during(Phase.CHECKPOINT)
+    @in_checkpoint()
     def save(self, state: State, unit: TrainUnit[Any]) -> Location | None:
         """Save now and wait for it; None if this step is saved already. Collective.
 
@@ -240,6 +239,7 @@ class DistributedCheckpointSaver(Callback):
 
     # --- after an asynchronous save, and when one fails
 
+    @in_checkpoint()
     def _look_after(self, state: State, wait: bool = False) -> None:
         """At a step's end while a save is under way: has it ended, and how?"""
         if not self._background.busy:

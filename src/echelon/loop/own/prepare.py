@@ -42,6 +42,9 @@ from echelon.parallel.float8 import Float8
 from echelon.parallel.precision import Precision
 from echelon.parallel.recipe import Compile
 from echelon.parallel.strategy import Strategy
+from echelon.world import clock
+from echelon.world.clock import Part
+from echelon.world.handshake import greet
 from echelon.world.init import init_from_env
 
 __all__ = ["epochs", "evaluating", "prepare", "window"]
@@ -78,6 +81,7 @@ def prepare(
     refuse_prepared(objects)
     parts = _Parts.of(objects)
     device = device or init_from_env()
+    greet()
     loader, steps = training_loader(parts.loader, gradient_accumulation_steps)
     unit = _unit(
         parts,
@@ -161,7 +165,7 @@ def evaluating(prepared: Any) -> Iterator[None]:
     session = Session.of(prepared, "echelon.evaluating(...)")
     unit = session.unit
     unit.prepared.before_evaluation()
-    with in_mode(unit, "eval"), torch.no_grad(), unit.autocast():
+    with clock.during(Part.EVAL), in_mode(unit, "eval"), torch.no_grad(), unit.autocast():
         yield
     unit.prepared.reshard()
     if session.run is not None and session.state.recorder is not None:

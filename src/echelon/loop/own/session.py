@@ -20,6 +20,7 @@ from echelon.loop.own.run import OwnRun
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.own.window import OwnWindow
 from echelon.loop.state import State
+from echelon.world.clock import Part, enter
 
 __all__ = ["Session"]
 
@@ -285,7 +286,7 @@ class Session:
             )
         if not window.is_last:
             return None
-        self._applying = True
+        self._applying, before = True, enter(Part.OPTIMIZER)
         try:
             if self.unit.plain is not None:
                 window.stepped = window.updated = True
@@ -294,6 +295,7 @@ class Session:
                 window.step()
         finally:
             self._applying = self._accumulated = False
+            enter(before)
         return None
 
     def zero_grad(self, original: Callable[..., Any], *args: Any, **options: Any) -> None:

@@ -113,7 +113,7 @@ class LoopUnit(AutoUnit[Any]):
             window.estimate(0 if prepared.is_replica else weight, over_ranks=self._reduces)
         micro_batch = MicroBatch(data, weight, ends_window)
         if state.recorder is not None:
-            self._count_flops(state.recorder, [micro_batch])
+            state.recorder.count_flops(self, [micro_batch])
         if window.count == 1 and (around := prepared.window()) is not NO_CONTEXT:
             self._around_window.enter_context(around)
         if self._bitwise is not None:

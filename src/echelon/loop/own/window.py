@@ -15,6 +15,7 @@ from echelon.loop.own.unit import LoopUnit
 from echelon.loop.state import State
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.prepared import NO_CONTEXT
+from echelon.world.clock import Part, enter
 
 __all__ = ["OwnWindow"]
 
@@ -72,6 +73,7 @@ class OwnWindow:
         self._contexts = (accumulates,) if unit.computes.dtype is None else (unit.autocast(), accumulates)
         for context in self._contexts:
             context.__enter__()
+        enter(Part.FORWARD)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -116,6 +118,7 @@ class OwnWindow:
                 unit.backward(self._session.state, self._micro_batch, loss)
             self.trained = self._micro_batch.weight, loss.detach()
             self.loss = unit.update_loss if self.is_last else loss.detach()
+        enter(Part.OTHER)
         self._session.went_back()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor | None:

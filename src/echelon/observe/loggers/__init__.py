@@ -1,10 +1,22 @@
-"""Loggers of named numbers, to files and to TensorBoard. Monitors among the callbacks write to them.
+"""Loggers of named numbers, to files and to trackers. Monitors among the callbacks write to them.
 
 The numbers of every update are in the run's `metrics.jsonl` without any of these; a logger is for numbers of one's own.
 """
 
 from echelon.observe.loggers.file import CSVLogger, FileLogger
 from echelon.observe.loggers.logger import MetricLogger, Scalar, scalar_to_float
+from echelon.observe.loggers.online import MLflowLogger, OnlineLogger, TrackioLogger, WandbLogger
 from echelon.observe.loggers.tensorboard import TensorBoardLogger
 
-__all__ = ["CSVLogger", "FileLogger", "MetricLogger", "Scalar", "TensorBoardLogger", "scalar_to_float"]
+__all__ = [
+    "CSVLogger",
+    "FileLogger",
+    "MLflowLogger",
+    "MetricLogger",
+    "OnlineLogger",
+    "Scalar",
+    "TensorBoardLogger",
+    "TrackioLogger",
+    "WandbLogger",
+    "scalar_to_float",
+]

@@ -6,7 +6,7 @@ import os
 from typing import Any, Protocol
 
 from echelon.contracts.events import EventLog
-from echelon.contracts.run_dir import RunDir
+from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir
 
 __all__ = ["FolderSink", "Sink", "default_sinks"]
 
@@ -52,6 +52,10 @@ def default_sinks() -> list[Sink]:
     run = RunDir.current()
     if run is not None:
         sinks.append(FolderSink(run))
+        if os.environ.get(TRACK_VARIABLE):
+            from echelon.observe.sinks.trackers import trackers
+
+            sinks += trackers(run)
     drawn_elsewhere = os.environ.get("ECHELON_SCREEN") == "launcher"
     if not drawn_elsewhere and (run is not None or sys.stderr.isatty()):
         from echelon.observe.sinks.progress import ProgressSink

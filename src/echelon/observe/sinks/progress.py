@@ -1,6 +1,6 @@
 """Progress for people: a live line on a terminal, plain lines elsewhere. Never a control character into a file.
 
-`ProgressModel` is what is known; `ProgressSink` shows it inside a training process; `RunScreen` shows it in the launcher,
+`model` has what is known; `ProgressSink` shows it inside a training process; `RunScreen` shows it in the launcher,
 which reads the run folder instead, so that drawing costs the ranks nothing and rank 0's own prints do not tear the line.
 """
 
@@ -15,150 +15,28 @@ from typing import TYPE_CHECKING, Any, TextIO
 from echelon.contracts.events import LineReader
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.terminal import printable
+from echelon.observe.recent import Recent
+from echelon.observe.sinks.model import ProgressModel, plain_number
+from echelon.observe.stragglers import stragglers
 
 if TYPE_CHECKING:
     from rich.live import Live
 
-__all__ = ["ProgressModel", "ProgressSink", "RunScreen"]
+__all__ = ["ProgressSink", "RunScreen"]
 
 PLAIN_EVERY_S = 5.0
 LIVE_EVERY_S = 0.2
+RANKS_EVERY_S = 2.0
+_STRAGGLERS = 8  # named of an attempt, at most
 # Of a batch of records only the last so many can still be seen in a smoothed number.
 _SMOOTHED = 50
 # A line that is longer passes as it comes, and the live one waits for its end: else each piece of it would cost all before it.
 _LONG_LINE = 65536
 
 
-class ProgressModel:
-    """The latest of everything worth showing, and the time left."""
-
-    def __init__(self) -> None:
-        self.phase = ""
-        self.step = 0
-        self.total_steps: int | None = None
-        self.loss: float | None = None
-        self.lr: float | None = None
-        self.rate: float | None = None
-        self.rate_unit = self._rate_key = ""
-        self.eval_loss: float | None = None
-        self.mfu: float | None = None
-        self._origin: tuple[float, int] | None = None
-        self._seconds_per_step: float | None = None
-        self._shown_step = -1
-
-    def record(self, record: dict[str, Any]) -> None:
-        """Take in one line of metrics.jsonl."""
-        if "eval_loss" in record:
-            self.eval_loss = _number(record["eval_loss"])
-            return
-        step, now = _step(record, self.step), _number(record.get("time"))
-        now = now if now is not None and abs(now) < 1e12 else time.time()
-        if self._origin is not None and step > self._origin[1]:
-            # The mean since the phase began: compile and warm-up steps fade, a short stall does not swing the estimate.
-            self._seconds_per_step = (now - self._origin[0]) / (step - self._origin[1])
-        elif self._origin is None:
-            self._origin = (now, step)
-        self.step = step
-        loss = _number(record.get("loss"))
-        if loss is not None:
-            self.loss = loss if self.loss is None or loss != loss else 0.9 * self.loss + 0.1 * loss
-        self.lr = _number(record.get("lr"))
-        if self._rate_key not in record:
-            self._rate_key = next((k for k in record if k.endswith("_per_s")), "")
-            self.rate_unit = printable(self._rate_key.removesuffix("_per_s")[:40])
-        mfu = _number(record.get("mfu"))
-        if mfu is not None:
-            self.mfu = mfu if self.mfu is None else 0.9 * self.mfu + 0.1 * mfu
-        rate = _number(record.get(self._rate_key))
-        if rate is not None:
-            self.rate = rate if self.rate is None else 0.9 * self.rate + 0.1 * rate
-
-    def event(self, event: dict[str, Any]) -> str | None:
-        """Take in one event; returns a line if it is worth one."""
-        name = event.get("event", "")
-        if name == "train_start":
-            self.phase, self.total_steps = "train", _step(event, 0, "total_steps") or None
-            self.step = _step(event, 0)
-            self._origin, self._seconds_per_step = None, None
-            total = f" of {self.total_steps}" if self.total_steps else ""
-            return f"training from step {self.step}{total}"
-        if name == "eval_start":
-            self.phase = "evaluate"
-        elif name == "eval_end":
-            self.phase = "train" if event.get("within_fit") else ""
-            loss = _number(event.get("eval_loss"))
-            return f"step {_step(event, self.step)}  eval loss {loss:.4f}" if loss is not None else None
-        elif name == "train_end":
-            self.phase = ""
-        elif name == "checkpoint_saved":
-            return printable(f"checkpoint {_short(str(event.get('path', '')))}")
-        return None
-
-    @property
-    def left_s(self) -> float | None:
-        if self._seconds_per_step is None or not self.total_steps:
-            return None
-        return max(0, self.total_steps - self.step) * self._seconds_per_step
-
-    def line(self) -> str:
-        """One line of plain text, the same for both kinds of output."""
-        parts = [f"step {self.step}" + (f"/{self.total_steps}" if self.total_steps else "")]
-        if self.loss is not None:
-            parts.append(f"loss {self.loss:.4f}")
-        if self.lr is not None:
-            parts.append(f"lr {self.lr:.3g}")
-        if self.rate is not None:
-            parts.append(f"{_count(self.rate)} {self.rate_unit}/s")
-        if self.mfu is not None:
-            parts.append(f"MFU {self.mfu:.0%}")
-        if self.left_s is not None:
-            parts.append(f"{_duration(self.left_s)} left")
-        if self.phase == "evaluate":
-            parts.append("evaluating")
-        return "  ".join(parts)
-
-    @property
-    def fraction(self) -> float | None:
-        return min(1.0, self.step / self.total_steps) if self.total_steps else None
-
-
-def _number(value: Any) -> float | None:
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
 def _time_of(said: dict[str, Any]) -> float:
-    time_s = _number(said.get("time"))
+    time_s = plain_number(said.get("time"))
     return time_s if time_s is not None and time_s == time_s else 0.0  # nan has no place in an order
-
-
-def _step(record: dict[str, Any], otherwise: int, name: str = "step") -> int:
-    """A number of steps, of files that may hold anything."""
-    value = record.get(name)
-    return value if type(value) is int and 0 <= value < 1 << 62 else otherwise
-
-
-def _count(value: float) -> str:
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.1f}{unit}"
-    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
-
-
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
-    return f"{whole // 60}:{whole % 60:02d}"
-
-
-def _short(path: str) -> str:
-    with contextlib.suppress(ValueError):
-        relative = os.path.relpath(path)
-        return relative if len(relative) < len(path) else path
-    return path
 
 
 class _Painter:
@@ -276,6 +154,8 @@ class RunScreen:
         self._partial: dict[str, list[bytes]] = {}
         self._partial_since = 0.0
         self._long = ""  # the stream whose line is too long to wait for its end
+        self._times: Recent | None = None
+        self._ranks_next, self._told = 0.0, set[int]()
 
     def write(self, stream: str, data: bytes) -> None:
         """A live line may only be interrupted by whole lines; without one, bytes pass through untouched."""
@@ -308,12 +188,25 @@ class RunScreen:
         if self._partial and time.monotonic() - self._partial_since > 0.5:
             self._flush_partial()
         self._read()
+        if time.monotonic() >= self._ranks_next:
+            self._look_at_ranks()
+            self._ranks_next = time.monotonic() + RANKS_EVERY_S
         self._painter.progress(self._model)
+
+    def _look_at_ranks(self) -> None:
+        """A rank that holds up the others stands in the line, and once in a line of its own, with the cause."""
+        found = stragglers(self._times.look()) if self._times is not None else []
+        self._model.slowest = f"rank {found[0].rank} {found[0].factor:.1f}x slow" if found else ""
+        for each in found[:_STRAGGLERS]:
+            if each.rank not in self._told and len(self._told) < _STRAGGLERS:
+                self._told.add(each.rank)
+                self._painter.line(printable(f"echelon: {each}"))
 
     def _read(self) -> None:
         if self._attempt != self._run.attempt:
             self._attempt = self._run.attempt
-            self._events = LineReader(self._run.events(0))
+            self._events, self._times = LineReader(self._run.events(0)), Recent(self._run)
+            self._told.clear()
         events = self._events.read() if self._events else []
         # In the order in which they came about: a short run is read whole at once, its beginning after its records.
         for said in sorted([*self._metrics.read(), *events], key=_time_of):

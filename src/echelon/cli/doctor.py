@@ -1,0 +1,68 @@
+"""`echelon doctor`: look at this machine, or at the nodes of a Slurm allocation, before a run does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from echelon.contracts.terminal import printable, say
+from echelon.launcher.job import parse_duration, parse_ranks
+
+__all__ = ["add_arguments", "execute"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ranks",
+        default="auto",
+        metavar="N|auto",
+        help="processes to start, in a Slurm allocation on each of its nodes; auto: one per GPU, else two here and one a node",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="what ranks compute on (default: a GPU each, if there are any)")
+    parser.add_argument("--quick", action="store_true", help="small messages and matrices: is it right, not how fast it is")
+    parser.add_argument("--time-limit", default="3m", metavar="TIME", help="of all together (default: 3m)")
+    parser.add_argument("--here", action="store_true", help="this machine alone, also in a Slurm allocation")
+    parser.add_argument("--json", action="store_true", help="what every rank found, for programs")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    from echelon.launcher.cluster.checkup import allocation, here, on_nodes
+    from echelon.observe.doctor.judge import judged
+    from echelon.observe.doctor.said import Checkup
+    from echelon.observe.doctor.show import as_json, table
+
+    limit_s = parse_duration(arguments.time_limit)
+    nodes = [] if arguments.here else allocation(os.environ)
+    each = _ranks(arguments.ranks, nodes)
+    env = {"ECHELON_DEVICE": arguments.device} if arguments.device else {}
+    words = ["--wait", f"{max(1.0, min(30.0, limit_s / 4)):g}", *(["--quick"] if arguments.quick else [])]
+    checkup = Checkup(each * max(1, len(nodes)), nodes, quick=arguments.quick)
+    if nodes:
+        say(f"looking at {len(nodes)} nodes, {each} rank{'s' if each > 1 else ''} on each")
+        lines, checkup.silent, checkup.ended = on_nodes(nodes, each, words, env, limit_s, say)
+    else:
+        lines, checkup.ended = here(each, words, env, limit_s)
+    checkup.read(lines)
+    rows = judged(checkup)
+    text = json.dumps(as_json(rows, checkup), indent=2) if arguments.json else "\n".join(table(rows))
+    print(text if arguments.json else printable(text))
+    sys.stdout.flush()
+    return int(any(row.state == "fail" for row in rows))
+
+
+def _ranks(text: str, nodes: list[str]) -> int:
+    """How many on this machine, or on each node.
+
+    Raises:
+        UsageError: no number of ranks.
+    """
+    if text != "auto":
+        return parse_ranks(text)
+    if nodes:
+        gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
+        return int(gpus) if gpus.isdigit() and int(gpus) > 0 else 1
+    from echelon.contracts.machine import visible_devices
+
+    return len(visible_devices()) or 2

@@ -1,0 +1,49 @@
+"""`echelon explain`: why a run stopped, from its folder alone. It may still run, and on another machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from echelon.contracts.errors import UsageError
+from echelon.contracts.run_dir import RunDir
+
+__all__ = ["add_arguments", "execute"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Say why a run stopped: which rank is to blame, and for what. Exit code 1 means that nothing tells, 0 that the cause is "
+        "known or the run is well."
+    )
+    parser.add_argument("run", help="a run's folder, such as runs/NAME")
+    parser.add_argument("--attempt", type=int, metavar="N", help="of this start only (default: all, the last in full)")
+    parser.add_argument("--json", action="store_true", help="as JSON, for programs")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    from echelon.launcher.explain import Evidence, explain, show
+
+    folder = Path(arguments.run)
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a run folder. Give one such as runs/NAME.")
+    numbers = [int(path.name) for path in RunDir(folder).attempts()]
+    if not numbers:
+        raise UsageError(f"{folder} has no attempts: nothing was started in it, or it is not a run folder.")
+    if arguments.attempt is not None:
+        if arguments.attempt not in numbers:
+            raise UsageError(f"--attempt must be one of {_ranges(numbers)}, got {arguments.attempt}.")
+        numbers = [arguments.attempt]
+    told = [(evidence, explain(evidence)) for evidence in (Evidence.of(folder, number) for number in numbers)]
+    if arguments.json:
+        print(json.dumps({"run": str(folder), "attempts": show.as_json(told)}, indent=2))
+    else:
+        print(show.text(told))
+    return 0 if told[-1][1].is_known else 1
+
+
+def _ranges(numbers: list[int]) -> str:
+    return (
+        f"{numbers[0]} to {numbers[-1]}" if numbers == list(range(numbers[0], numbers[-1] + 1)) else ", ".join(map(str, numbers))
+    )

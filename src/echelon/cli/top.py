@@ -1,0 +1,111 @@
+"""`echelon top`: a run as it is now, redrawn until it is left; from its folder, so also while a cluster runs it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import select
+import shutil
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from pathlib import Path
+
+from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.run_dir import RunDir
+from echelon.contracts.terminal import one_line
+
+__all__ = ["add_arguments", "execute"]
+
+_ASK_EVERY_S = 10.0  # a scheduler serves many users
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's name or its folder")
+    parser.add_argument("--once", action="store_true", help="print how it is now and end; so also without a terminal")
+    parser.add_argument("--every", type=float, default=1.0, metavar="S", help="seconds between two looks (default: 1)")
+    parser.add_argument("--rank", type=int, metavar="R", help="whose output to show (default: the rank that failed, else 0)")
+    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    from echelon.launcher.cluster.jobs import find_run
+    from echelon.observe.top import Watch, lines
+
+    if not 0.1 <= arguments.every < math.inf:
+        raise UsageError(f"--every must be a number of seconds of at least 0.1, got {arguments.every:g}.")
+    if arguments.rank is not None and arguments.rank < 0:
+        raise UsageError(f"--rank must be at least 0, got {arguments.rank}.")
+    path = find_run(arguments.run, Path(arguments.runs))
+    watch, job = Watch(RunDir(path), arguments.rank), _Job(path)
+    if arguments.once or not sys.stdout.isatty():
+        wide = shutil.get_terminal_size((100, 40))
+        print("\n".join(lines(watch.look(), width=wide.columns, height=10_000, job=job.state())))
+        return 0
+    with _screen():
+        while True:
+            wide = shutil.get_terminal_size()
+            shown = lines(watch.look(), width=wide.columns, height=wide.lines - 1, job=job.state())
+            # Line by line over the old ones, and the rest cleared: clearing all first would flicker.
+            sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\r\n" for line in [*shown, "q leaves"][: wide.lines]) + "\x1b[J")
+            sys.stdout.flush()
+            if _left(arguments.every):
+                break
+    return 0
+
+
+class _Job:
+    """What the scheduler says of a run that was submitted; asked now and then."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._said, self._ask_at = path, "", 0.0
+        self._is_one = (path / "job" / "job.json").is_file()
+
+    def state(self) -> str:
+        if self._is_one and time.monotonic() >= self._ask_at:
+            from echelon.launcher.cluster.jobs import job_of
+
+            try:
+                job = job_of(RunDir(self._path))
+                self._said = one_line(f"job {job.id} {job.state().value} {job.why()}".strip())
+            except (EchelonError, OSError):  # one that does not answer: the folder still tells the rest
+                self._said = ""
+            self._ask_at = time.monotonic() + _ASK_EVERY_S
+        return self._said
+
+
+@contextlib.contextmanager
+def _screen() -> Iterator[None]:
+    """The terminal's other screen, with keys that are heard at once; afterwards all is as it was."""
+    keys = sys.stdin.fileno() if sys.stdin.isatty() else None
+    before = termios.tcgetattr(keys) if keys is not None else None
+    sys.stdout.write("\x1b[?1049h\x1b[?25l")
+    try:
+        if keys is not None:
+            tty.setcbreak(keys)
+        yield
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if keys is not None and before is not None:
+            termios.tcsetattr(keys, termios.TCSADRAIN, before)
+        sys.stdout.write("\x1b[?25h\x1b[?1049l")
+        sys.stdout.flush()
+
+
+def _left(seconds: float) -> bool:
+    """Wait; whether `q` was pressed meanwhile."""
+    until = time.monotonic() + seconds
+    while (rest := until - time.monotonic()) > 0:
+        if not sys.stdin.isatty():
+            time.sleep(rest)
+            return False
+        if select.select([sys.stdin], [], [], rest)[0]:
+            key = os.read(sys.stdin.fileno(), 32)
+            if not key or b"q" in key or b"\x03" in key:
+                return True
+    return False

@@ -1,0 +1,82 @@
+"""What `echelon run --profile` and `--memory-snapshot` ask of the ranks: which steps of which ranks to trace."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from echelon.contracts.errors import UsageError, require
+
+__all__ = ["MEMORY_VARIABLE", "VARIABLE", "Profile", "wants_memory_snapshot"]
+
+VARIABLE = "ECHELON_PROFILE"
+MEMORY_VARIABLE = "ECHELON_MEMORY_SNAPSHOT"
+
+_NUMBER = r"[0-9]{1,12}"
+_STEPS = re.compile(rf"({_NUMBER})(?::({_NUMBER}))?")
+_RANKS = re.compile(rf"{_NUMBER}(\+{_NUMBER})*")
+_MOST_STEPS = 1000  # each is megabytes of a trace
+_FORM = "steps=FIRST:LAST, or steps=FIRST:LAST,ranks=0+3, such as steps=10:12"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Which steps to trace.
+
+    Args:
+        first, last: training steps, counted from 1 as in metrics.jsonl; the last is among them.
+        ranks: that write a trace; None is all.
+    """
+
+    first: int
+    last: int
+    ranks: tuple[int, ...] | None = (0,)
+
+    @classmethod
+    def parse(cls, text: str) -> Profile:
+        """From `steps=10:12`, `steps=10` or `steps=10:12,ranks=0+3`; `ranks=all` is all, and without it rank 0 alone.
+
+        Raises:
+            UsageError: anything else.
+        """
+        pairs = [part.partition("=") for part in text.split(",")]
+        said = {name: value for name, _, value in pairs}
+        steps = _STEPS.fullmatch(said.get("steps", ""))
+        ranks = said.get("ranks", "0")
+        known = len(said) == len(pairs) and set(said) <= {"steps", "ranks"}
+        are_ranks = ranks == "all" or _RANKS.fullmatch(ranks) is not None
+        require(known and steps is not None and are_ranks, "--profile", _FORM, text)
+        assert steps is not None
+        first, last = int(steps[1]), int(steps[2] or steps[1])
+        if not 1 <= first <= last:
+            raise UsageError(f"--profile must name steps from 1 on, the first one first, got {text}. Write steps=10:12.")
+        if last - first >= _MOST_STEPS:
+            raise UsageError(f"--profile must name at most {_MOST_STEPS} steps, got {last - first + 1}. Three tell as much.")
+        return cls(first, last, None if ranks == "all" else tuple(sorted({int(rank) for rank in ranks.split("+")})))
+
+    def check_ranks(self, ranks: int) -> None:
+        """
+        Raises:
+            UsageError: a rank that a run of so many does not have.
+        """
+        if self.ranks is not None and self.ranks[-1] >= ranks:
+            raise UsageError(f"--profile must name ranks from 0 to {ranks - 1}, got {self.ranks[-1]}.")
+
+    def __str__(self) -> str:
+        ranks = "all" if self.ranks is None else "+".join(map(str, self.ranks))
+        return f"steps={self.first}:{self.last},ranks={ranks}"
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> Profile | None:
+        """What this process was asked for.
+
+        Raises:
+            UsageError: the variable does not hold what the launcher writes.
+        """
+        return cls.parse(env[VARIABLE]) if env.get(VARIABLE) else None
+
+
+def wants_memory_snapshot(env: Mapping[str, str] = os.environ) -> bool:
+    return env.get(MEMORY_VARIABLE) == "1"

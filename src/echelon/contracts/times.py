@@ -1,0 +1,153 @@
+"""Where the time of a rank goes: one line of JSON every few seconds, `attempts/NNN/times.rankN.jsonl`.
+
+    {"steps": [10, 30], "wall_s": 2.0, "data_s": 0.1, "forward_s": 0.6, "backward_s": 0.9, "optimizer_s": 0.1, "wait_s": 0.2,
+     "checkpoint_s": 0.0, "eval_s": 0.0, "other_s": 0.1, "gc_s": 0.0, "disk_s": 0.0, "queue_s": 0.0, "own_s": 0.085,
+     "line": "train.py:41 in load", "host": "node7", "role": "", "time": 1764000000.0}
+
+A rank's records follow each other without a gap, from the beginning of a training loop to the end of it. All durations are of the
+main thread, by this rank's own clock. `time` is the end of the record in seconds since the epoch, to draw it: never to compare
+ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts.events import LineReader
+from echelon.contracts.run_dir import RunDir
+
+__all__ = ["PARTS", "TimeRecord", "TimesReader", "parse", "ranks_of", "read_times"]
+
+# What adds up to `wall_s`, as they are shown.
+PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "wait_s", "checkpoint_s", "eval_s", "other_s")
+
+_NAME = re.compile(r"times\.rank(0|[1-9][0-9]{0,6})\.jsonl")
+_LONGEST_S = 1e8  # three years
+_LONGEST_TEXT = 300
+_MOST_BYTES = 64 << 20  # of one rank, the last so many: a run of a month has less
+_MOST_RANKS = 65_536
+
+
+@dataclass(frozen=True)
+class TimeRecord:
+    """A stretch of a rank's loop.
+
+    Args:
+        steps: training steps completed before it and after it: [10, 30] is 20 steps. Equal where none ended in it.
+        wall_s: its duration: the sum of the eight of `PARTS`.
+        data_s: waiting for batches, and moving them to the device.
+        forward_s, backward_s, optimizer_s: of steps, without waits for other ranks in them. In a step that is code of the user's
+            own they are estimated by looking where it is, 20 times a second.
+        wait_s: for other ranks, in collectives.
+        checkpoint_s: for which the loop stopped for a checkpoint.
+        eval_s: of evaluations between steps.
+        other_s: callbacks, hooks, and whatever a loop does between its steps.
+        gc_s: of these, in Python's garbage collector.
+        disk_s: of these, waiting for a file system.
+        queue_s: of these, ready to compute while other programs had the cores.
+        own_s: of a usual step (the median), without `wait_s` and `queue_s`: what a straggler has more of. 0 is unknown.
+        startup_s: in the first record of a process: how long it had run before this loop began. Not part of `wall_s`.
+        line: of the user's code, where it spent most of its own time: "train.py:41 in load". Empty if unknown.
+        host: its machine.
+        role: which part of the work it has where ranks have different ones, such as a pipeline's stage. Only ranks of the same
+            role can be compared.
+        time: when it ended, in seconds since the epoch, by this machine's clock.
+    """
+
+    steps: tuple[int, int]
+    wall_s: float
+    data_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    wait_s: float = 0.0
+    checkpoint_s: float = 0.0
+    eval_s: float = 0.0
+    other_s: float = 0.0
+    gc_s: float = 0.0
+    disk_s: float = 0.0
+    queue_s: float = 0.0
+    own_s: float = 0.0
+    startup_s: float = 0.0
+    line: str = ""
+    host: str = ""
+    role: str = ""
+    time: float = 0.0
+
+    @property
+    def count(self) -> int:
+        """Steps that ended in it."""
+        return self.steps[1] - self.steps[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is written: to the microsecond, and without what is zero or empty."""
+        found = {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(self).items()}
+        return {name: value for name, value in found.items() if value or name in ("steps", "wall_s")}
+
+
+_NUMBERS = tuple(f.name for f in fields(TimeRecord) if f.name.endswith("_s"))
+_TEXTS = ("line", "host", "role")
+
+
+def parse(record: Mapping[str, Any]) -> TimeRecord | None:
+    """A line's record; None if it is none. What a rank writes is not trusted: its numbers are finite and its texts short."""
+    steps, time = record.get("steps"), record.get("time", 0.0)
+    values: dict[str, Any] = {name: record.get(name, 0.0) for name in _NUMBERS}
+    texts: dict[str, Any] = {name: record.get(name, "") for name in _TEXTS}
+    if not isinstance(steps, list) or len(steps) != 2 or not all(type(s) is int and 0 <= s < 1 << 53 for s in steps):
+        return None
+    if steps[0] > steps[1] or "wall_s" not in record or not all(_is_duration(v) for v in values.values()):
+        return None
+    if not all(isinstance(t, str) and len(t) <= _LONGEST_TEXT for t in texts.values()) or not _is_duration(time, most=1e12):
+        return None
+    return TimeRecord((steps[0], steps[1]), **values, **texts, time=time)
+
+
+def _is_duration(value: object, most: float = _LONGEST_S) -> bool:
+    return type(value) in (int, float) and 0 <= value <= most and math.isfinite(value)  # type: ignore[operator, arg-type]
+
+
+def ranks_of(run: RunDir) -> list[int]:
+    """The ranks that have written of this attempt, in order."""
+    try:
+        found = [int(m[1]) for p in run.attempt_path.iterdir() if (m := _NAME.fullmatch(p.name))]
+    except OSError:
+        return []
+    return sorted(found)[:_MOST_RANKS]
+
+
+class TimesReader:
+    """Follows the records of an attempt: each call of `read` gives those that came since the last."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._readers: dict[int, LineReader] = {}
+
+    def read(self) -> dict[int, list[TimeRecord]]:
+        """By rank; without ranks that have written nothing new."""
+        found: dict[int, list[TimeRecord]] = {}
+        for rank in ranks_of(self._run):
+            reader = self._readers.get(rank)
+            if reader is None:
+                reader = self._readers[rank] = _reader(self._run.times(rank))
+            if new := [r for line in reader.read() if (r := parse(line)) is not None]:
+                found[rank] = new
+        return found
+
+
+def _reader(path: Path) -> LineReader:
+    reader = LineReader(path)
+    with contextlib.suppress(OSError):  # it has gone; the reader finds that, too
+        reader.start_at(max(0, path.lstat().st_size - _MOST_BYTES))
+    return reader
+
+
+def read_times(run: RunDir) -> dict[int, list[TimeRecord]]:
+    """All records of the attempt `run.attempt`, by rank; empty where there are none. Never an error."""
+    return TimesReader(run).read()

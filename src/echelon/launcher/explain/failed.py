@@ -1,0 +1,233 @@
+"""A rank that failed by itself: what its signal or its error means, and what to do about it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from echelon.launcher.explain.evidence import Evidence, RankEvidence
+from echelon.launcher.explain.flight import Wait
+from echelon.launcher.explain.stacks import of_traceback, user_frame
+from echelon.launcher.explain.verdict import Verdict
+from echelon.launcher.explain.words import is_check, is_victim, place, sentence, short, while_others, who
+from echelon.launcher.job import Failure
+
+__all__ = [
+    "own_failure",
+    "raised",
+]
+
+_SAME_MOMENT_NS = 2_000_000_000
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of error: how it is recognised in "Class: message", its cause, and the remedy."""
+
+    pattern: str
+    cause: str
+    remedy: str
+
+
+# The first that fits. Patterns are over "Class: message", where the message is the exception's own.
+_KINDS = (
+    _Kind(
+        r"OutOfMemoryError\b|CUDA out of memory|CUDNN_STATUS_ALLOC_FAILED|CUBLAS_STATUS_ALLOC_FAILED",
+        "device out of memory",
+        "The device had no memory left. Use smaller micro-batches, activation checkpointing, or a strategy that shards.",
+    ),
+    _Kind(
+        r"^MemoryError\b|can't allocate memory|[Cc]annot allocate memory|std::bad_alloc|Unable to allocate .* for an array",
+        "host out of memory",
+        "The machine, or the limit of this process (ulimit -v, a job's memory), had none left. Use fewer data workers or "
+        "smaller batches, or ask for more memory.",
+    ),
+    _Kind(
+        r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]|File too large|\[Errno 27\]",
+        "disk full",
+        "Make room, or write elsewhere; older checkpoints are as they were, and the same command goes on from the newest.",
+    ),
+    _Kind(
+        r"(DataLoader|data) worker\b.*(exited|killed|died|ended|did not|gave no)|worker .* (was killed|died|exited)|"
+        r"DataLoader timed out|Too many open files",
+        "data worker",
+        "A process that loads data died or stood still: its log lines say more. /dev/shm or memory may be full; "
+        "num_workers=0 shows the error itself.",
+    ),
+    _Kind(r"^DataError\b", "data", "The text names the sample."),
+    _Kind(
+        r"^NonFiniteError\b|^DivergedError\b|\bnon-?finite\b|is not finite|\bnan\b.*\bloss\b|\bloss\b.*\bnan\b",
+        "not finite",
+        "Look at that rank's batch, lower the learning rate, or clip.",
+    ),
+    _Kind(
+        r"EADDRINUSE|[Aa]ddress already in use",
+        "port in use",
+        "Another process has the port, perhaps an earlier run's. End it, or choose another MASTER_PORT.",
+    ),
+    _Kind(
+        r"did not come within|clients joined|could not join at|did not join|Timed out .*waiting for clients",
+        "ranks missing",
+        "Start as many ranks as WORLD_SIZE says, with the same MASTER_ADDR, and see that no firewall is between them.",
+    ),
+    _Kind(
+        r"\bversions? (differ|disagree)|(differ|disagree|another)\b.*\b(versions?|code|hash|configuration)\b|another echelon",
+        "ranks differ",
+        "Start every rank with the same code, configuration and packages.",
+    ),
+    _Kind(r"ranks must run the same program|world size must be the same", "ranks differ", ""),
+    _Kind(r"^RanksDisagreeError\b", "ranks disagree", ""),
+    _Kind(r"^(LauncherEnvironmentError|UsageError)\b", "usage", ""),
+    _Kind(
+        r"^(CheckpointCorruptError|CheckpointMismatchError|CheckpointNotFoundError|CheckpointUnreadableError)\b", "checkpoint", ""
+    ),
+    _Kind(r"^CheckpointWriteError\b", "checkpoint", "The storage refused the save. Older checkpoints are as they were."),
+    _Kind(r"^(ModuleNotFoundError|ImportError|SyntaxError|IndentationError)\b", "import", "Install it, or correct the file."),
+    _Kind(
+        r"modified by an inplace operation|Expected to have finished reduction in the prior iteration|marked (as )?ready twice",
+        "exception",
+        "",
+    ),
+)
+_SIGNALS: Mapping[str, tuple[str, str]] = {
+    "SIGSEGV": ("crash", "Code in C or C++ used memory that is not its own: an extension, a driver, or a fault of the machine."),
+    "SIGBUS": ("crash", "Memory mapped from a file was not there: /dev/shm is full, or a file was cut short while it was read."),
+    "SIGABRT": ("crash", "The process ended itself: a failed check in C++; its log has the words."),
+    "SIGILL": ("crash", "A binary was built for another processor."),
+    "SIGFPE": ("crash", "A whole number was divided by zero in C or C++."),
+    "SIGXCPU": ("CPU limit", "It used all the processor time that it may have (ulimit -t)."),
+    "SIGXFSZ": ("disk full", "A file became larger than it may be (ulimit -f)."),
+}
+_FROM_OUTSIDE = "Somebody or something outside the run did that: a person, the batch system, a machine going down."
+
+
+def own_failure(evidence: Evidence, waits: Mapping[int, tuple[Wait, str]]) -> Verdict | None:
+    """Of the rank that failed first by itself; None if none did.
+
+    Ranks that failed in the same way at the same moment are guilty together: the program failed, not one of them.
+    """
+    own = [f for f in evidence.failures if not is_victim(f)]
+    rest = [f for f in own if not is_check(f)]
+    if not rest:
+        return None
+    first = Failure.first(rest)
+    if first.kind.startswith("SIG"):
+        return _signalled(evidence, first, rest, waits)
+    alike = [f for f in rest if _alike(f, first)]
+    return raised(evidence, first, sorted(f.rank for f in alike), waits)
+
+
+def _said(failure: Failure) -> str:
+    return f"{failure.kind}: {failure.message}"
+
+
+def _alike(failure: Failure, first: Failure) -> bool:
+    frames = [f.user_frames[-1:] for f in (failure, first)]
+    near = abs(failure.time_ns - first.time_ns) < _SAME_MOMENT_NS
+    return failure.kind == first.kind and list(frames[0]) == list(frames[1]) and (near or failure.message == first.message)
+
+
+def _signalled(evidence: Evidence, first: Failure, failures: Sequence[Failure], waits: Mapping[int, tuple[Wait, str]]) -> Verdict:
+    alike = [f for f in failures if f.kind == first.kind and evidence.rank(f.rank).oom == evidence.rank(first.rank).oom]
+    near = [f for f in alike if abs(f.time_ns - first.time_ns) < _SAME_MOMENT_NS]
+    guilty = sorted(f.rank for f in near) if first.kind not in ("SIGABRT",) else [first.rank]
+    rank = evidence.rank(first.rank)
+    others = while_others(evidence, guilty, waits)
+    where = place(rank)
+    if rank.oom:
+        headline = f"{who(guilty)} ran out of host memory"
+        text = (
+            f"{who(guilty)} {_was(guilty)} killed by the kernel's out-of-memory killer{where}{others}. The machine, or the "
+            "memory that the job may have, was used up. Use fewer data workers or smaller batches, or ask for more memory."
+        )
+        return Verdict(tuple(guilty), "host out of memory", headline, sentence(text))
+    if first.kind == "SIGKILL":
+        headline = f"{who(guilty)} {_was(guilty)} killed by SIGKILL"
+        text = f"{headline}{others}. {_FROM_OUTSIDE} The kernel's out-of-memory killer does the same: `dmesg` tells."
+        return Verdict(tuple(guilty), "killed", headline, sentence(text))
+    if first.kind in _SIGNALS:
+        cause, why = _SIGNALS[first.kind]
+        headline = (
+            f"{who(guilty)} crashed: {first.kind}" if cause == "crash" else f"{who(guilty)} {_was(guilty)} ended by {first.kind}"
+        )
+        said = f" {short(first.message.partition(chr(10))[2])}" if "\n" in first.message else ""
+        return Verdict(tuple(guilty), cause, headline, sentence(f"{headline}{where}{others}. {why}{said}"))
+    headline = f"{who(guilty)} {_was(guilty)} ended by {short(first.kind, 30)}"
+    return Verdict(tuple(guilty), "killed", headline, sentence(f"{headline}{where}{others}. {_FROM_OUTSIDE}"))
+
+
+def raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping[int, tuple[Wait, str]]) -> Verdict:
+    kind = next((k for k in _KINDS if re.search(k.pattern, _said(first)[:20_000], re.DOTALL)), None)
+    cause = kind.cause if kind is not None else "exception"
+    named = _named(first, evidence.world_size) if first.ours else ()
+    guilty = tuple(named or alike)
+    rank = evidence.rank(first.rank)
+    message = short(" ".join(first.message.split()) if first.ours else first.message)
+    verb = _verb(first)
+    where = _where(first, rank)
+    headline = f"{who(alike)} {verb}{where}"
+    if named and named != tuple(alike):
+        headline = f"{who(named)}: {message or verb}"
+        text = f"{who(alike)} {verb}{where}, and it names {who(named)}: {message}"
+    else:
+        said = "" if first.kind in ("exit", "SystemExit") and re.fullmatch(r"exit code \d+", message) else message
+        text = headline + while_others(evidence, alike, waits) + (f": {said}" if said else "")
+    if cause == "exception" and first.kind in ("exit", "SystemExit"):
+        cause = "exit"
+    remedy = f" {kind.remedy}" if kind is not None and kind.remedy else ""
+    text = text if text.endswith((".", "!", "?")) else f"{text}."
+    return Verdict(guilty, cause, headline, sentence(f"{text}{remedy}"))
+
+
+def _verb(failure: Failure) -> str:
+    if failure.kind == "exit":
+        return f"ended with exit code {failure.exit_code} and without a word"
+    if failure.kind == "SystemExit":
+        return f"ended itself with exit code {failure.exit_code}"
+    return f"raised {short(failure.kind, 80)}"
+
+
+def _where(failure: Failure, rank: RankEvidence) -> str:
+    """Where in the user's code; in what step, if its loop is ours."""
+    frame = user_frame(of_traceback(failure.traceback))
+    if frame is None and failure.user_frames:
+        frame = user_frame(of_traceback("\n".join(f"  {line}" for line in failure.user_frames)))
+    step = f", {rank.standing}" if rank.standing is not None and rank.is_known else ""
+    return (f" at {frame}" if frame is not None else "") + step
+
+
+_SPANS = r"\branks? ((?:\d{1,7}(?:-\d{1,7})?, ){0,1000}\d{1,7}(?:-\d{1,7})?)"
+_RANKS = re.compile(rf"{_SPANS}\b")
+_SAID_BY_RANKS = re.compile(rf"{_SPANS}(?: \([^()]{{0,100}}\))?: ([^,;)\n]{{1,200}})")
+
+
+def _named(failure: Failure, world_size: int) -> tuple[int, ...]:
+    """The ranks that an error of ours names: of "rank 0: 4, rank 1: 5, rank 2: 4" those that differ from most, else all."""
+    text, found, compares = failure.message[:20_000], set[int](), False
+    for line in text.splitlines():
+        values: dict[str, set[int]] = {}
+        for ranks, value in _SAID_BY_RANKS.findall(line):
+            values.setdefault(value.strip(), set()).update(_spans(ranks, world_size))
+        groups = sorted(values.values(), key=len)
+        if "the others: " in line:
+            groups.append(set(range(world_size)))
+        compares |= len(groups) > 1
+        if len(groups) > 1 and len(groups[-1]) > len(groups[-2]):
+            found |= set().union(*groups[:-1])
+    if not compares:
+        found = {rank for ranks in _RANKS.findall(text) for rank in _spans(ranks, world_size)}
+    return tuple(sorted(found))
+
+
+def _spans(text: str, world_size: int) -> set[int]:
+    """Of "0-2, 5"."""
+    found = set[int]()
+    for part in text.split(", "):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), min(int(last or first) + 1, world_size)))
+    return found
+
+
+def _was(ranks: Sequence[int]) -> str:
+    return "was" if len(ranks) == 1 else "were"

@@ -1,0 +1,297 @@
+"""Flight records of ranks: which collectives each has called, compared by process group and sequence number.
+
+Collectives of a group have the same numbers on all of its ranks: the call with a number must be the same everywhere. A rank that
+has not come to a number for which others wait is missing there; one that called something else is told by it. torch writes the
+records (2.13: gloo and NCCL as JSON). On gloo they hold no messages from one rank to another, and no members of a group but the
+default one's; the key "groups" is ours and says these.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from echelon.contracts.terminal import one_line
+
+__all__ = [
+    "Call",
+    "Flight",
+    "Mismatch",
+    "Trace",
+    "Wait",
+    "expected",
+    "first_mismatch",
+    "of_last_calls",
+    "parse",
+    "reopened",
+    "tensor",
+    "waits",
+]
+
+DEFAULT_GROUP = "0"
+_MOST_CALLS = 20_000
+_MOST_SEQ = 1 << 53
+# So many calls that came once before, in the same order, are no chance; fewer of one kind must have come more often.
+_TELLING, _LONGEST_REPEAT = 3, 64
+_TYPES = {
+    "Float": "f32",
+    "Double": "f64",
+    "Half": "f16",
+    "BFloat16": "bf16",
+    "Long": "i64",
+    "Int": "i32",
+    "Short": "i16",
+    "Char": "i8",
+    "Byte": "u8",
+    "Bool": "bool",
+    "ComplexFloat": "c64",
+    "ComplexDouble": "c128",
+}
+# What all ranks must give alike. A scatter's input and a gather's output are the root's alone; of all_to_all each may send as it
+# likes; a barrier has nothing.
+_BY_INPUT = re.compile(r"all_?reduce|broadcast|all_?gather|^reduce$|^gather")
+_BY_OUTPUT = re.compile(r"reduce_?scatter|^scatter")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective that a rank called.
+
+    Args:
+        seq: its number in the group.
+        op: such as "all_reduce".
+        tensors: as "f32[4]".
+        done: it has ended on this rank.
+        time_ns: when it was called, by the clock of the rank's machine.
+        alike: what must be the same on all ranks: kinds and numbers of elements. A shape may differ.
+    """
+
+    seq: int
+    op: str
+    tensors: tuple[str, ...] = ()
+    done: bool = False
+    time_ns: int = 0
+    alike: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def key(self) -> tuple[str, tuple[tuple[str, int], ...]]:
+        return self.op, self.alike
+
+    @property
+    def what(self) -> str:
+        """As "all_gather (f32[8])"."""
+        shown = ", ".join(self.tensors[:3]) + (", ..." if len(self.tensors) > 3 else "")
+        return f"{self.op} ({shown})" if shown else self.op
+
+    def __str__(self) -> str:
+        """As "all_reduce #118"."""
+        return f"{self.op} #{self.seq}"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A rank's calls in one process group, by their numbers.
+
+    Args:
+        members: ranks of the group; None if the record does not say.
+        at_least: number of its last call, where only that is known.
+    """
+
+    name: str
+    description: str = ""
+    members: frozenset[int] | None = None
+    calls: Mapping[int, Call] = field(default_factory=dict)
+    at_least: int = 0
+
+    @property
+    def last(self) -> int:
+        return max(self.calls, default=self.at_least)
+
+    @property
+    def open(self) -> Call | None:
+        """The first call that has not ended."""
+        return next((self.calls[seq] for seq in sorted(self.calls) if not self.calls[seq].done), None)
+
+
+Flight = Mapping[str, Trace]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Ranks that wait in one call, and those that have not come to it.
+
+    Args:
+        complete: all members of the group are known.
+        unknown: members whose records are not there.
+    """
+
+    group: str
+    call: Call
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+    unknown: tuple[int, ...] = ()
+    complete: bool = True
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Different calls with one number. `calls`: each with the ranks that made it, the most frequent first."""
+
+    group: str
+    seq: int
+    calls: tuple[tuple[Call, tuple[int, ...]], ...]
+
+
+def parse(record: Mapping[str, Any]) -> Flight:
+    """From torch's JSON. Whatever is not as expected is left out."""
+    entries = record.get("entries")
+    calls: dict[str, dict[int, Call]] = {}
+    descriptions: dict[str, str] = {}
+    for entry in entries[-_MOST_CALLS:] if isinstance(entries, list) else ():
+        call, group = _call(entry), entry.get("process_group") if isinstance(entry, dict) else None
+        if call is None or not isinstance(group, list) or not group or not all(isinstance(g, str) for g in group):
+            continue
+        # Under TORCH_DISTRIBUTED_DEBUG=DETAIL groups have no names: the first is the default one, the rest cannot be told apart.
+        name = one_line(group[0][:80]) or (DEFAULT_GROUP if entry.get("pg_id") == 0 else "")
+        if not name:
+            continue
+        of_group = calls.setdefault(name, {})
+        if call.seq in of_group:  # a group of this name was made anew
+            of_group.clear()
+        of_group[call.seq] = call
+        descriptions[name] = one_line(group[1][:80]) if len(group) > 1 else ""
+    members = _members(record.get("groups"))
+    return {
+        name: Trace(name, descriptions.get(name, ""), members.get(name), calls.get(name, {})) for name in {**members, **calls}
+    }
+
+
+def reopened(flight: Flight) -> Flight:
+    """Of a rank that an error threw out of its last call: gloo's records say that the call has ended, and it did not."""
+    last = max(((call.time_ns, name, call.seq) for name, trace in flight.items() for call in trace.calls.values()), default=None)
+    if last is None:
+        return flight
+    _, name, seq = last
+    trace = flight[name]
+    return {**flight, name: replace(trace, calls={**trace.calls, seq: replace(trace.calls[seq], done=False)})}
+
+
+_LAST = re.compile(r".{0,80}#(\d{1,15})")
+
+
+def of_last_calls(last: Mapping[str, Any]) -> Flight:
+    """Of a rank of which only the last call of each group is known: {"0": "all_reduce #118"}."""
+    numbers = {name[:80]: _LAST.fullmatch(said) for name, said in list(last.items())[:10_000] if isinstance(said, str)}
+    return {one_line(name): Trace(one_line(name), at_least=int(found[1])) for name, found in numbers.items() if found}
+
+
+def _members(groups: Any) -> dict[str, frozenset[int]]:
+    """{"1": {"ranks": [0, 2]}}"""
+    found = {}
+    for name, said in list(groups.items())[:10_000] if isinstance(groups, dict) else ():
+        ranks = said.get("ranks") if isinstance(said, dict) else said
+        if isinstance(ranks, list) and ranks and all(type(rank) is int and 0 <= rank < 1 << 31 for rank in ranks):
+            found[one_line(name[:80])] = frozenset(ranks)
+    return found
+
+
+def _call(entry: Any) -> Call | None:
+    if not isinstance(entry, dict) or entry.get("is_p2p"):
+        return None
+    seq, name = entry.get("collective_seq_id"), entry.get("profiling_name")
+    if type(seq) is not int or not 0 <= seq < _MOST_SEQ or not isinstance(name, str):
+        return None
+    op = one_line(name[:80].rpartition(":")[2]).strip() or "a collective"
+    done = entry.get("retired") is True or entry.get("state") == "completed"
+    given, taken = (_tensors(entry, kind) for kind in ("input", "output"))
+    alike = taken if _BY_OUTPUT.search(op) else given if _BY_INPUT.search(op) else ()
+    shown = alike or given
+    time_ns = entry.get("time_created_ns")
+    time_ns = time_ns if type(time_ns) is int and 0 <= time_ns < 1 << 63 else 0
+    return Call(seq, op, tuple(text for text, _, _ in shown), done, time_ns, tuple((kind, size) for _, kind, size in alike))
+
+
+def _tensors(entry: Mapping[str, Any], which: str) -> list[tuple[str, str, int]]:
+    """(as shown, kind, number of elements) of each."""
+    sizes, kinds = entry.get(f"{which}_sizes"), entry.get(f"{which}_dtypes")
+    if not isinstance(sizes, list) or not isinstance(kinds, list):
+        return []
+    found = []
+    for size, kind in list(zip(sizes, kinds, strict=False))[:64]:
+        if isinstance(size, list) and isinstance(kind, str) and all(type(n) is int and 0 <= n < 1 << 62 for n in size[:16]):
+            found.append(tensor(kind, size))
+    return found
+
+
+def tensor(kind: str, size: Sequence[int]) -> tuple[str, str, int]:
+    """(as "f32[4]", kind, number of elements), from torch's name of the kind."""
+    short = _TYPES.get(kind, one_line(kind[:20]))
+    return f"{short}{list(size[:16])}", short, math.prod(size[:16])
+
+
+def _by_group(flights: Mapping[int, Flight]) -> dict[str, dict[int, Trace]]:
+    groups: dict[str, dict[int, Trace]] = {}
+    for rank, flight in flights.items():
+        for name, trace in flight.items():
+            groups.setdefault(name, {})[rank] = trace
+    return groups
+
+
+def first_mismatch(flights: Mapping[int, Flight]) -> list[Mismatch]:
+    """Of each group, the first number under which ranks called different things."""
+    found = []
+    for name, traces in sorted(_by_group(flights).items()):
+        callers = {rank: trace for rank, trace in traces.items() if trace.calls}
+        if len(callers) < 2:
+            continue
+        for seq in sorted(set().union(*(trace.calls for trace in callers.values()))):
+            by_key: dict[Any, list[int]] = {}
+            for rank, trace in sorted(callers.items()):
+                if seq in trace.calls:
+                    by_key.setdefault(trace.calls[seq].key, []).append(rank)
+            if len(by_key) > 1:
+                ordered = sorted(by_key.values(), key=lambda ranks: (-len(ranks), ranks))
+                found.append(Mismatch(name, seq, tuple((callers[ranks[0]].calls[seq], tuple(ranks)) for ranks in ordered)))
+                break
+    return found
+
+
+def expected(trace: Trace | None, seq: int) -> tuple[Any, bool] | None:
+    """The key of the call that was due by the calls before: programs repeat theirs, step by step. None if they say nothing.
+
+    The longest run of last calls that came before, too, tells what followed it then, if it always was the same. The flag says
+    whether these were of several kinds: else a loop that goes on is not told from one that has ended.
+    """
+    before = [trace.calls[number].key for number in sorted(trace.calls) if number < seq] if trace is not None else []
+    for length in range(min(_LONGEST_REPEAT, len(before) // 2), 0, -1):
+        end = before[-length:]
+        followed = [before[at + length] for at in range(len(before) - length) if before[at : at + length] == end]
+        if len(followed) > 1 or (followed and (length >= _TELLING or len(set(end)) > 1)):
+            return (followed[0], len(set(end)) > 1) if len(set(followed)) == 1 else None
+    return None
+
+
+def waits(flights: Mapping[int, Flight], ranks: Sequence[int]) -> list[Wait]:
+    """Every call that has not ended: who waits in it, and who has not come.
+
+    Args:
+        ranks: all of the run: the members of the default group.
+    """
+    found = []
+    for name, traces in sorted(_by_group(flights).items()):
+        told = next((trace.members for trace in traces.values() if trace.members), None)
+        members = told if told is not None else frozenset(ranks) if name == DEFAULT_GROUP else frozenset(traces)
+        open_calls: dict[int, list[int]] = {}
+        for rank, trace in sorted(traces.items()):
+            if trace.open is not None:
+                open_calls.setdefault(trace.open.seq, []).append(rank)
+        for seq, waiting in sorted(open_calls.items()):
+            last = {rank: traces[rank].last if rank in traces else 0 for rank in members if rank in flights}
+            missing = tuple(sorted(rank for rank, number in last.items() if number < seq))
+            unknown = tuple(sorted(members - flights.keys()))
+            complete = told is not None or name == DEFAULT_GROUP
+            found.append(Wait(name, traces[waiting[0]].calls[seq], tuple(waiting), missing, unknown, complete))
+    return found

@@ -1,0 +1,145 @@
+"""Ranks that called different collectives: by their flight records, by torch's own check, by what a rank called before."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from echelon.launcher.explain.evidence import Evidence
+from echelon.launcher.explain.flight import DEFAULT_GROUP, Call, Mismatch, Wait, expected, first_mismatch, tensor
+from echelon.launcher.explain.verdict import Verdict
+from echelon.launcher.explain.words import is_check, place, sentence, short, together, who
+from echelon.launcher.job import Failure
+
+__all__ = ["checked", "departs", "mismatch"]
+
+Waits = Mapping[int, tuple[Wait, str]]
+_SHOWN_RANKS = 8
+# What TORCH_DISTRIBUTED_DEBUG=DETAIL has each rank say of itself; of a barrier it says no more than that. What it says of the
+# others is only right while all send tensors.
+_SAYS = re.compile(
+    r"Rank (\d{1,7}) is running collective: CollectiveFingerPrint\(SequenceNumber=(\d{1,12}),? ?OpType=(\w{1,40})"
+    r"(?:, TensorShape=\[([\d, ]{0,100})\], TensorDtypes=(\w{1,30}))?"
+)
+_OPS = {"ALLREDUCE": "all_reduce", "ALLGATHER": "all_gather", "_ALLGATHER_BASE": "all_gather", "ALLTOALL": "all_to_all"}
+_OPS |= {"ALLTOALL_BASE": "all_to_all", "REDUCE_SCATTER": "reduce_scatter", "_REDUCE_SCATTER_BASE": "reduce_scatter"}
+
+
+def mismatch(evidence: Evidence, waits: Waits) -> Verdict | None:
+    """Ranks that called different collectives where all must call the same."""
+    found = first_mismatch(evidence.flights)
+    if not found:
+        return None
+    # In several groups: the one in which somebody still waits.
+    waiting = {wait.group for wait, _ in waits.values()}
+    return _verdict(evidence, min(found, key=lambda m: (m.group not in waiting, m.group != DEFAULT_GROUP, m.seq)))
+
+
+def checked(evidence: Evidence, waits: Waits) -> Verdict | None:
+    """What `--check-collectives` found: each rank's error says what that rank called."""
+    said: dict[int, Call] = {}
+    for rank, call in _said(evidence):
+        said.setdefault(rank, call)
+    by_key: dict[object, list[int]] = {}
+    for rank, call in sorted(said.items()):
+        by_key.setdefault(call.key, []).append(rank)
+    if len(by_key) < 2:
+        return None
+    ordered = sorted(by_key.values(), key=lambda ranks: (-len(ranks), ranks))
+    calls = tuple((said[ranks[0]], tuple(ranks)) for ranks in ordered)
+    return _verdict(evidence, Mismatch(DEFAULT_GROUP, calls[0][0].seq, calls))
+
+
+def _said(evidence: Evidence) -> Iterator[tuple[int, Call]]:
+    """What ranks said of themselves first, then what others said of them."""
+    second_hand = []
+    for number, rank in sorted(evidence.ranks.items()):
+        failure = rank.failure or rank.later
+        for name, seq, op, shape, kind in _SAYS.findall(failure.message[:20_000]) if failure is not None else ():
+            sizes = [int(size) for size in shape.split(",") if size.strip()]
+            shown = [tensor(kind, sizes)] if kind else []
+            call = Call(
+                int(seq) + 1,
+                _OPS.get(op, op.lower()),
+                tuple(t for t, _, _ in shown),
+                False,
+                0,
+                tuple((k, n) for _, k, n in shown),
+            )
+            if int(name) == number:
+                yield number, call
+            elif int(seq) and int(name) < evidence.world_size:
+                second_hand.append((int(name), call))
+    yield from second_hand
+
+
+def _verdict(evidence: Evidence, worst: Mismatch) -> Verdict:
+    guilty, odd, due = _odd_ones(evidence, worst)
+    parts = {ranks: f"{who(ranks)} called {call.what}" for call, ranks in worst.calls}
+    first, rest = [parts[ranks] for ranks in odd], [part for ranks, part in parts.items() if ranks not in odd]
+    headline = f"{together(first)} where {together(rest)}" if first and rest else together(list(parts.values()))
+    most = worst.calls[0]
+    all_told = len(most[1]) + sum(map(len, odd)) == evidence.world_size
+    if first and len(rest) == 1 and most[1] not in odd and len(most[1]) > 1 and all_told:
+        headline = f"{together(first)} where the others called {most[0].what}"
+    of_group = "" if worst.group == DEFAULT_GROUP else f" of group {worst.group!r}"
+    how = f" By the calls before, {due} was due." if due else ""
+    if set(guilty) >= {rank for ranks in parts for rank in ranks} or not guilty:
+        how += " One has made a call too many, or the other one too few: nothing tells which."
+    why = "All ranks of a group must make the same calls in the same order, with as many elements of the same type."
+    kind = "order" if len({call.op for call, _ in worst.calls}) > 1 else "shape"
+    text = f"{headline}, as collective #{worst.seq}{of_group}{_where_each(evidence, worst)}.{how} {why}"
+    return Verdict(guilty, f"mismatched {kind}", headline, sentence(text))
+
+
+def _odd_ones(evidence: Evidence, found: Mismatch) -> tuple[tuple[int, ...], list[tuple[int, ...]], str]:
+    """Who is to blame; which ranks called something else than most did, or than was due; and what was, if that decided."""
+    most, next_most = found.calls[0][1], found.calls[1][1]
+    if 2 * len(most) > sum(len(ranks) for _, ranks in found.calls) and len(most) > len(next_most):
+        odd = [ranks for _, ranks in found.calls[1:]]
+        return tuple(sorted(rank for ranks in odd for rank in ranks)), odd, ""
+    traces = [evidence.flights[ranks[0]].get(found.group) for _, ranks in found.calls]
+    told = dict(due for trace in traces if (due := expected(trace, found.seq)) is not None)
+    both = tuple(sorted(rank for _, ranks in found.calls for rank in ranks))
+    nobody = both if len(both) == 2 else ()
+    if len(told) != 1:
+        return nobody, [], ""
+    [(due_key, by_several)] = told.items()
+    right = [(call, ranks) for call, ranks in found.calls if call.key == due_key]
+    if len(right) != 1:
+        return nobody, [], ""
+    odd = [ranks for _, ranks in found.calls if ranks != right[0][1]]
+    decides = by_several or all(call.op == right[0][0].op for call, _ in found.calls)
+    guilty = tuple(sorted(rank for ranks in odd for rank in ranks)) if decides else nobody
+    return guilty, odd, right[0][0].what
+
+
+def departs(evidence: Evidence, waits: Waits) -> Verdict | None:
+    """A collective refused what it was given, and only some of the records are there: a rank whose last call is not as before."""
+    if not any(is_check(failure) for failure in evidence.failures):
+        return None
+    guilty, texts = [], []
+    for rank, flight in sorted(evidence.flights.items()):
+        for trace in flight.values():
+            call = trace.calls.get(trace.last)
+            due = expected(trace, trace.last)
+            before = trace.calls.get(trace.last - 1)
+            if call is None or due is None or before is None or due[0] == call.key or due[0][0] != call.op:
+                continue
+            guilty.append(rank)
+            texts.append(f"{who([rank])} called {call.what} as collective #{call.seq}, where its calls before were {before.what}")
+    if len(guilty) != 1:
+        return None
+    first = Failure.first([f for f in evidence.failures if is_check(f)])
+    said = short(first.message.splitlines()[-1] if first.message else first.kind)
+    text = f"{texts[0]}{place(evidence.rank(guilty[0]))}. {sentence(who([first.rank]))} got it, and failed: {said}"
+    return Verdict(tuple(guilty), "mismatched shape", texts[0], sentence(text))
+
+
+def _where_each(evidence: Evidence, found: Mismatch) -> str:
+    """The line from which one rank of each kind called it, if the stacks say so."""
+    parts = []
+    for _, ranks in found.calls:
+        here = next((f"{who([rank])}{at}" for rank in ranks[:_SHOWN_RANKS] if (at := place(evidence.rank(rank)))), "")
+        parts += [here] if here else []
+    return f" ({', '.join(parts)})" if parts else ""

@@ -1,0 +1,136 @@
+"""The rules that name a cause, in their order: what explains most comes first, and what only follows from something comes last.
+
+1. Nothing went wrong, or it still runs. 2. A rank failed by itself: what others say of lost connections follows from that.
+3. Ranks only waited: for one that is stopped; because calls differ; for one that has left; for one that did not come.
+4. What the launcher said. 5. Nothing tells: what is known is said, and nobody accused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from echelon.contracts.stopping import REQUEUE, signal_name
+from echelon.contracts.terminal import one_line
+from echelon.launcher.explain import hung, mismatched
+from echelon.launcher.explain.evidence import Evidence
+from echelon.launcher.explain.failed import own_failure
+from echelon.launcher.explain.flight import Wait, waits
+from echelon.launcher.explain.stacks import waits_in
+from echelon.launcher.explain.verdict import FINE, RUNNING, UNKNOWN, Verdict
+from echelon.launcher.explain.words import in_call, is_victim, place, short, who
+from echelon.launcher.job import Failure
+
+__all__ = ["explain"]
+
+_SHOWN = 40
+
+
+def explain(evidence: Evidence) -> Verdict:
+    """Why the attempt ended. Rules are asked in turn; the first that knows has the word."""
+    waiting = _waiting(evidence)
+    verdict = _no_failure(evidence) or own_failure(evidence, waiting)
+    if verdict is None:
+        rules = (
+            hung.stopped,
+            mismatched.mismatch,
+            mismatched.checked,
+            mismatched.departs,
+            hung.left_early,
+            hung.missing,
+            hung.barrier,
+            hung.deadlock,
+            hung.not_waiting,
+            hung.behind,
+        )
+        verdict = next((found for rule in rules if (found := rule(evidence, waiting)) is not None), None)
+    verdict = verdict or _lone_check(evidence) or _by_launcher(evidence) or _unknown(evidence)
+    seen = [*verdict.seen, *([] if verdict.cause == FINE else hung.everybody(evidence, waiting)[:_SHOWN])]
+    differs = mismatched.mismatch(evidence, waiting)
+    if differs is not None and not verdict.cause.startswith("mismatched") and verdict.cause not in (FINE, RUNNING):
+        seen.append(f"also: {differs.headline}")
+    return replace(verdict, seen=tuple(dict.fromkeys([*seen, *evidence.notes])))
+
+
+def _waiting(evidence: Evidence) -> dict[int, tuple[Wait, str]]:
+    """Of each rank in a call that has not ended, the first such call for which somebody lacks, else the first.
+
+    gloo's records may say of a rank's last call for good that it has not ended: where nobody lacks in it, the stack must agree.
+    """
+    found: dict[int, tuple[Wait, str]] = {}
+    for wait in waits(evidence.flights, evidence.all_ranks):
+        certain = bool(wait.missing or wait.unknown)
+        for rank in wait.waiting:
+            if not certain and (stack := evidence.rank(rank).stack) and not waits_in(stack):
+                continue
+            known = found.get(rank)
+            if known is None or (wait.missing and not known[0].missing):
+                found[rank] = wait, in_call(wait.call, wait.group)
+    return found
+
+
+def _no_failure(evidence: Evidence) -> Verdict | None:
+    if evidence.failures or evidence.hang_after_s is not None:
+        return None
+    code = evidence.exit_code
+    if evidence.stopped and code not in (0, REQUEUE):
+        return None
+    if code == 0:
+        return Verdict((), FINE, "it ended well", "It ended well: every rank has completed.")
+    if code == REQUEUE:
+        why = f": {one_line(evidence.stopped)}" if evidence.stopped else " (by a signal or a time limit)"
+        text = f"It was asked to stop{why}, and did. The same command goes on from its newest checkpoint."
+        return Verdict((), "asked to stop", "it was asked to stop", text)
+    if code is not None and code > 128 and not evidence.stopped:
+        name = signal_name(code - 128)
+        text = f"It was ended by {name}, sent to its launcher: by a person, a terminal that closed or the batch system."
+        return Verdict((), "interrupted", f"it was ended by {name}", text)
+    if evidence.running:
+        return Verdict((), RUNNING, "it still runs", "It still runs, and no rank has failed.")
+    return None
+
+
+def _lone_check(evidence: Evidence) -> Verdict | None:
+    """A collective refused what it was given, and no record tells whose fault that is."""
+    own = [f for f in evidence.failures if not is_victim(f)]
+    if not own:
+        return None
+    first = Failure.first(own)
+    headline = f"{who([first.rank])} raised {short(first.kind, 80)} in a collective{place(evidence.rank(first.rank))}"
+    text = (
+        f"{headline}: {short(first.message)} Ranks gave it different shapes or types, or called different collectives; no flight "
+        "record tells which. `--check-collectives` names them at the call."
+    )
+    return Verdict((), "mismatched shape", headline, text[:1].upper() + text[1:])
+
+
+def _by_launcher(evidence: Evidence) -> Verdict | None:
+    """What the launcher wrote in place of a rank's failure: a lost node, a start that was refused."""
+    if not evidence.stopped or evidence.failures:
+        return None
+    said = one_line(evidence.stopped)
+    return Verdict((), "launcher", short(said, 200), f"No rank failed by itself. The launcher said: {said}")
+
+
+def _unknown(evidence: Evidence) -> Verdict:
+    failures = evidence.failures
+    if not failures and evidence.exit_code is None:
+        if not evidence.ranks:
+            return Verdict((), UNKNOWN, "nothing is known of it", "Nothing is known of it: the attempt left no record.")
+        text = (
+            "Its launcher ended without a word: it was killed, or its machine was lost. The ranks end with it. The same command "
+            "goes on from the newest checkpoint."
+        )
+        return Verdict((), "launcher killed", "its launcher ended without a word", text)
+    if not failures:
+        after = f" for {evidence.hang_after_s:.0f} s" if evidence.hang_after_s is not None else ""
+        text = f"No rank made progress{after}, and nothing tells which of them the others waited for."
+        return Verdict((), UNKNOWN, "no rank made progress", text)
+    first = Failure.first(failures)
+    if any(f.waited for f in failures):
+        headline = f"{who([first.rank])} gave up waiting for the others"
+        text = f"{headline}: {short(first.message)} Nothing tells which rank it waited for."
+    else:
+        headline = f"{who([first.rank])} lost its connection to another rank"
+        where = place(evidence.rank(first.rank))
+        text = f"{headline}{where}: {short(first.message)} No rank ended before it that would explain this."
+    return Verdict((), UNKNOWN, headline, text[:1].upper() + text[1:])

@@ -1,0 +1,111 @@
+"""Python stacks as faulthandler and tracebacks print them: where a rank stands, and whether it only waits there."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from echelon.contracts.terminal import one_line
+from echelon.contracts.traces import in_library
+
+__all__ = ["Frame", "crash_stack", "crash_words", "main_thread", "of_traceback", "user_frame", "waits_in"]
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
+_FRAME = re.compile(r'  File "(.{1,4096})", line (\d{1,9}),? in (.{1,200})')
+_WORDS = re.compile(r"^terminate called .{0,300}\n\s*what\(\): {0,4}(.{1,1000})", re.MULTILINE)
+_MOST_FRAMES = 200
+# Installed packages and Python itself, also on a machine that is not this one.
+_LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib(64)?[/\\]python\d[\d.]*[/\\]|^<")
+# In whose files a rank waits for others; functions of them that stand around the call that a user made.
+_OF_GROUPS = re.compile(r"[/\\]torch[/\\](distributed[/\\]|_C[/\\]_distributed)")
+_AROUND = frozenset({"wrapper", "inner", "__call__", "_fn", "decorate_context", "wait", "wait_tensor", "<lambda>"})
+_OF_LOADERS = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One call of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        """As "train.py:41 in load"."""
+        where = f"{_short(self.file)}:{self.line}"
+        return one_line(where if self.function == "<module>" else f"{where} in {self.function}")
+
+    @property
+    def of_library(self) -> bool:
+        return _of_library(self.file)
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_library(file: str) -> bool:
+    return _LIBRARY.search(file) is not None or in_library(file)
+
+
+def _short(path: str) -> str:
+    here = os.getcwd() + os.sep
+    return path[len(here) :] if path.startswith(here) else os.path.basename(path)
+
+
+def _frames(lines: Iterable[str]) -> tuple[Frame, ...]:
+    found = []
+    for line in lines:
+        frame = _FRAME.fullmatch(line.rstrip())
+        if frame is not None:
+            found.append(Frame(frame[1], int(frame[2]), frame[3]))
+        if len(found) == _MOST_FRAMES:
+            break
+    return tuple(found)
+
+
+def main_thread(text: str) -> tuple[Frame, ...]:
+    """The main thread's frames, innermost first: faulthandler prints it last."""
+    return _frames(_THREAD.split(text)[-1].splitlines())
+
+
+def crash_stack(log: str) -> tuple[Frame, ...]:
+    """Of the thread that crashed, as faulthandler wrote it into a rank's log; empty if it wrote none."""
+    _, found, rest = log.rpartition("Fatal Python error: ")
+    _, current, of_current = rest.partition("\nCurrent thread ")
+    if current:
+        return _frames(_THREAD.split(of_current)[0].splitlines())
+    return main_thread(rest) if found else ()  # a thread of C++ did
+
+
+def crash_words(log: str) -> str:
+    """What C++ said of an error that nobody caught; empty if it said nothing."""
+    found = _WORDS.findall(log)
+    return one_line(found[-1].strip()) if found else ""
+
+
+def of_traceback(text: str) -> tuple[Frame, ...]:
+    """The frames of the last traceback in a text, innermost first."""
+    last = text.rpartition("Traceback (most recent call last):")[2]
+    return tuple(reversed(_frames(last.splitlines())))
+
+
+def user_frame(frames: Iterable[Frame]) -> Frame | None:
+    """The innermost frame that is no library's."""
+    return next((frame for frame in frames if not frame.of_library), None)
+
+
+def waits_in(frames: Iterable[Frame]) -> str:
+    """What a rank with this stack waits in, such as "all_reduce" or "a DataLoader"; empty if it does not wait in Python's sight.
+
+    A backward pass waits in C++: there is nothing of it here.
+    """
+    name = ""
+    for frame in frames:
+        if not frame.of_library:
+            break
+        if _OF_GROUPS.search(frame.file):
+            name = frame.function if frame.function not in _AROUND or not name else name
+        elif _OF_LOADERS.search(frame.file) and not name:
+            return "a DataLoader"
+    return one_line(name)

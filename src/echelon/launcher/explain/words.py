@@ -1,0 +1,149 @@
+"""Ranks and what they do, in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+
+from echelon.contracts.terminal import one_line
+from echelon.launcher.explain.evidence import Evidence, RankEvidence
+from echelon.launcher.explain.flight import DEFAULT_GROUP, Call, Wait
+from echelon.launcher.explain.stacks import Frame, of_traceback, user_frame, waits_in
+from echelon.launcher.job import Failure
+
+__all__ = [
+    "doing",
+    "grouped",
+    "in_call",
+    "is_check",
+    "is_victim",
+    "place",
+    "ranks_are",
+    "sentence",
+    "short",
+    "stack_of",
+    "together",
+    "while_others",
+    "who",
+]
+
+_MOST_RANGES = 6
+_CONNECTIONS = ("BrokenPipeError", "ConnectionAbortedError", "ConnectionError", "ConnectionRefusedError", "ConnectionResetError")
+
+# A collective's own check of what ranks gave: not a rank's fault by itself.
+_OF_COLLECTIVES = re.compile(
+    r"op\.preamble\.length|enforce fail at .*gloo|Detected mismatch between collectives|gloo.*(size|length)|ncclInvalidArgument|"
+    r"NCCL error|ncclInternalError|ncclUnhandled|mismatched? (sizes|shapes|collective)",
+    re.IGNORECASE,
+)
+
+
+def who(ranks: Iterable[int]) -> str:
+    """As "rank 2", "ranks 0, 1, 3" or "ranks 0-7, 12"."""
+    ordered = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    parts: list[str] = []
+    for first, last in runs:
+        parts += [f"{first}-{last}"] if last - first > 2 else list(map(str, range(first, last + 1)))
+    cut = len(parts) > 2 * _MOST_RANGES
+    shown = ", ".join(parts[: 2 * _MOST_RANGES]) + (f" and more, {len(ordered)} in all" if cut else "")
+    return f"rank{'s' if len(ordered) != 1 else ''} {shown}"
+
+
+def ranks_are(ranks: Collection[int], one: str, many: str) -> str:
+    return f"{who(ranks)} {one if len(set(ranks)) == 1 else many}"
+
+
+def short(text: str, most: int = 300) -> str:
+    """The first line, on one line."""
+    lines = text.strip().splitlines()
+    line = one_line(lines[0].strip()) if lines else ""
+    return line if len(line) <= most else f"{line[:most]}..."
+
+
+def in_call(call: Call, group: str) -> str:
+    """As "all_reduce #118", with the group if it is not the default one."""
+    return f"{call}{'' if group == DEFAULT_GROUP else f' of group {group!r}'}"
+
+
+def is_check(failure: Failure) -> bool:
+    """Whether a collective refused what it was given: the fault is that of any rank in it."""
+    return failure.kind != "SIGKILL" and _OF_COLLECTIVES.search(f"{failure.kind}: {failure.message}"[:20_000]) is not None
+
+
+def is_victim(failure: Failure) -> bool:
+    """Whether a rank failed only because another was gone or did not come.
+
+    A connection to somewhere else, such as a server of data, breaks with an error of Python's own, and none of torch's frames.
+    """
+    if failure.kind in _CONNECTIONS and "torch" not in failure.traceback:
+        return False
+    return failure.is_victim
+
+
+def stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
+    """Where it stood, or else where its failure was raised; innermost first."""
+    failure = rank.failure or rank.later
+    return rank.stack or (of_traceback(failure.traceback) if failure is not None else ())
+
+
+def place(rank: RankEvidence) -> str:
+    """Its innermost line in the user's code, as " at train.py:41 in load"; empty if that is not known."""
+    frame = user_frame(stack_of(rank))
+    where = str(frame) if frame is not None else one_line(rank.where)
+    return f" at {where}" if where else ""
+
+
+def doing(rank: RankEvidence, waits: Mapping[int, tuple[Wait, str]]) -> str:
+    """What a rank did when the others failed or were ended: as "waited in all_reduce #118"; empty if nothing says it.
+
+    Args:
+        waits: of ranks in a call that has not ended: it, and its name.
+    """
+    if rank.stopped:
+        return "was stopped"
+    if rank.failure is not None and not is_victim(rank.failure) and not is_check(rank.failure):
+        return f"failed, too ({short(rank.failure.kind, 60)})"
+    if rank.rank in waits:
+        return f"waited in {waits[rank.rank][1]}"
+    name = waits_in(stack_of(rank))
+    if name == "a DataLoader":
+        return "waited for a DataLoader"
+    if name:
+        return f"waited in {name}"
+    if rank.ended == 0:
+        return "had ended"
+    where = place(rank)
+    if rank.standing is not None and rank.is_known:
+        return f"was {rank.standing}"
+    return f"stood{where}" if where else ""
+
+
+def grouped(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
+    """Ranks of which the same is said together; the largest group first."""
+    alike: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        if text:
+            alike.setdefault(text, []).append(rank)
+    return sorted(((ranks, text) for text, ranks in alike.items()), key=lambda pair: (-len(pair[0]), pair[0]))
+
+
+def sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def together(parts: list[str]) -> str:
+    """As "a", "a and b", "a, b and c"."""
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def while_others(evidence: Evidence, guilty: Collection[int], waits: Mapping[int, tuple[Wait, str]]) -> str:
+    """As " while ranks 0, 1, 3 waited in all_reduce #118"; empty if nothing is known of the others."""
+    texts = {number: doing(rank, waits) for number, rank in evidence.ranks.items() if number not in guilty}
+    parts = [f"{who(ranks)} {text}" for ranks, text in grouped(texts)[:3]]
+    return f" while {together(parts)}" if parts else ""

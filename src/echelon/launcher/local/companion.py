@@ -1,0 +1,144 @@
+"""A rank's companion: a thread that answers the launcher, also while the program waits in a collective.
+
+It blocks on a socket and costs a step nothing. It answers as long as the interpreter runs: not in a process that is stopped, nor
+while code in C holds the interpreter's lock, and then that is what is known of the rank.
+
+The launcher sends one byte per question and reads a line of JSON: `Answer`. What a rank says is believed as little as a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from echelon.contracts.files import parse_object
+from echelon.launcher.local.flight import called, flight_record, waits_in, write_flight
+
+__all__ = ["FLIGHT", "HOW_FAR", "Answer", "Companions", "begin"]
+
+HOW_FAR, FLIGHT = b"h", b"f"
+_LONGEST = 4096
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank says of itself.
+
+    Args:
+        called: how many collectives have begun and ended.
+        pending: one has begun and not ended.
+        waits_in: the last that has not returned, as "all_reduce #118"; empty if none, and where it was not asked for.
+    """
+
+    called: int = 0
+    pending: bool = False
+    waits_in: str = ""
+
+    @classmethod
+    def of(cls, line: bytes) -> Answer | None:
+        said = parse_object(line)
+        kinds = {"called": int, "pending": bool, "waits_in": str}
+        if said is None or any(type(said.get(name)) is not kind for name, kind in kinds.items()):
+            return None
+        return cls(said["called"], said["pending"], said["waits_in"][:200])
+
+
+def begin(descriptor: int, flight: str | None) -> None:
+    """Answer on this socket from now on, in a thread that ends with the process.
+
+    Args:
+        flight: where to write the flight record when it is asked for.
+    """
+    threading.Thread(target=_answer, args=(descriptor, flight), name="echelon-companion", daemon=True).start()
+
+
+def _answer(descriptor: int, flight: str | None) -> None:
+    # Signals are the program's: one that came here would not wake its main thread. Those of a fault of its own stay.
+    faults = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - faults)
+    owner = os.getpid()
+    with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as questions:
+        while os.getpid() == owner and (asked := questions.recv(1)):
+            record = None
+            if asked == FLIGHT:
+                record = write_flight(Path(flight)) if flight else flight_record()
+            questions.sendall(json.dumps(asdict(Answer(*called(), waits_in(record)))).encode() + b"\n")
+
+
+class Companions:
+    """The launcher's ends of one attempt's companions. A rank that does not answer is not waited for a second time."""
+
+    def __init__(self) -> None:
+        self._sockets: dict[int, socket.socket] = {}
+        self._owed: dict[int, int] = {}
+        self._heard: dict[int, bytes] = {}
+
+    def make(self, rank: int) -> socket.socket:
+        """The rank's end, which the caller closes once the rank has it."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._sockets[rank], self._owed[rank], self._heard[rank] = ours, 0, b""
+        return theirs
+
+    def ask(self, ranks: Iterable[int], question: bytes, wait_s: float) -> dict[int, Answer]:
+        """Ask all of them at once; those that have answered within `wait_s`."""
+        asked = [rank for rank in ranks if rank in self._sockets and self._send(rank, question)]
+        answers: dict[int, Answer] = {}
+        until = time.monotonic() + wait_s
+        while waited_for := [rank for rank in asked if rank in self._sockets and self._owed[rank]]:
+            left_s = until - time.monotonic()
+            poll = select.poll()  # a launcher of many ranks has more descriptors than select() takes
+            for rank in waited_for:
+                poll.register(self._sockets[rank], select.POLLIN)
+            ready = {descriptor for descriptor, _ in poll.poll(max(0.0, left_s) * 1000)}
+            for rank in waited_for:
+                if self._sockets[rank].fileno() in ready and (answer := self._hear(rank)) is not None:
+                    answers[rank] = answer
+            if not ready or left_s <= 0:
+                break
+        return {rank: answer for rank, answer in answers.items() if not self._owed.get(rank)}
+
+    def _send(self, rank: int, question: bytes) -> bool:
+        if question == HOW_FAR and self._owed[rank]:  # its answer to the last one is as good
+            return True
+        try:
+            self._sockets[rank].send(question)
+        except BlockingIOError:  # so many questions are unanswered
+            return True
+        except OSError:
+            self._drop(rank)
+            return False
+        self._owed[rank] += 1
+        return True
+
+    def _hear(self, rank: int) -> Answer | None:
+        """The newest whole answer that has come."""
+        try:
+            chunk = self._sockets[rank].recv(65536)
+        except BlockingIOError:
+            return None
+        except OSError:
+            chunk = b""
+        lines = (self._heard[rank] + chunk).split(b"\n")
+        if not chunk or len(lines[-1]) > _LONGEST:
+            self._drop(rank)
+            return None
+        self._heard[rank] = lines.pop()
+        self._owed[rank] = max(0, self._owed[rank] - len(lines))
+        return Answer.of(lines[-1]) if lines else None
+
+    def _drop(self, rank: int) -> None:
+        self._sockets.pop(rank).close()
+
+    def close(self) -> None:
+        while self._sockets:
+            self._sockets.popitem()[1].close()

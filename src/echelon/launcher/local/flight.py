@@ -1,0 +1,140 @@
+"""Which collectives this rank has called: torch's own flight record, read through a private name.
+
+torch keeps the last collectives of every process group, on gloo and NCCL, without being asked to, and has no public way to read
+them: its debug server opens a port for everybody, and its analyser stumbles over gloo's. `torch._C._distributed_c10d` has
+`_dump_fr_trace_json` (torch 2.13.0) and, where torch was built with NCCL, `_dump_nccl_trace_json`. Gloo's does not say which
+ranks are in a group: `torch.distributed.distributed_c10d._world` does. This file is all that uses these names. Without them, or
+with another form, there is no record, and nothing else changes; tests/test_evidence.py notices.
+
+Imports no torch: a rank that has none loaded has called no collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts.files import private_folder, write_whole
+
+__all__ = ["called", "flight_record", "last_calls", "waits_in", "write_flight"]
+
+# What a reader compares is the end of it; of many groups less, so that the file stays below some megabytes.
+MOST_OF_A_GROUP, MOST = 200, 4000
+_MOST_GROUPS, _LARGEST_GROUP = 100, 4096  # of which the members are told
+_NAMES = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+
+
+def called() -> tuple[int, bool]:
+    """How many collectives have begun and ended here, over all groups, which grows as long as a rank talks to others; and
+    whether one has begun and not ended.
+    """
+    begun = ended = 0
+    pending = False
+    for record in _dumps(entries=False):
+        for status in _objects(record.get("pg_status")):
+            newest, done = (max(0, _number(status.get(f"last_{name}_collective"))) for name in ("enqueued", "completed"))
+            begun, ended, pending = begun + newest, ended + done, pending or newest > done
+    return begun + ended, pending
+
+
+def flight_record() -> dict[str, Any] | None:
+    """As torch gives it, cut to the last 200 entries of each process group; None where there is none."""
+    records = _dumps(entries=True)
+    if not records:
+        return None
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        of_nccl = set(groups)
+        for entry in record["entries"]:
+            name = group_of(entry)
+            if name in of_nccl:  # one group with two backends, each of which counts from 1
+                name = f"{name}/gloo"
+                entry["process_group"] = [name, *entry["process_group"][1:]]
+            groups.setdefault(name, []).append(entry)
+    most = min(MOST_OF_A_GROUP, max(20, MOST // max(1, len(groups))))
+    kept = [entry for entries in groups.values() for entry in entries[-most:]]
+    status = {name: each for record in reversed(records) for name, each in record.get("pg_status", {}).items()}
+    return {**records[0], "entries": kept, "pg_status": status, "groups": _members()}
+
+
+def _members() -> dict[str, dict[str, list[int]]]:
+    """The ranks of each group that this rank is in, but of the default one: {"1": {"ranks": [0, 2]}}."""
+    world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    found: dict[str, dict[str, list[int]]] = {}
+    try:  # the program may make a group at this very moment
+        for group, ranks in list(world.pg_group_ranks.items()):
+            name = world.pg_names.get(group)  # None of those that this rank is not in
+            if name not in (None, "0") and len(ranks) <= _LARGEST_GROUP and len(found) < _MOST_GROUPS:
+                found[str(name)] = {"ranks": sorted(map(int, ranks))}
+    except Exception:  # another torch's
+        return {}
+    return found
+
+
+def group_of(entry: Mapping[str, Any]) -> str:
+    group = entry.get("process_group")
+    return str(group[0]) if isinstance(group, list) and group else str(entry.get("pg_id", "0"))
+
+
+def last_calls(record: Mapping[str, Any] | None) -> dict[str, str]:
+    """By process group, the last that this rank called: {"0": "all_reduce #118"}."""
+    return {group_of(entry): _name(entry) for entry in (record or {}).get("entries", ())}
+
+
+def waits_in(record: Mapping[str, Any] | None) -> str:
+    """The last one that has not returned, such as "all_reduce #118"; empty if all have.
+
+    On gloo the very last may be said not to have, for good, although it has: that is to be seen from the rank's stack.
+    """
+    under_way = [entry for entry in (record or {}).get("entries", ()) if entry.get("retired") is False]
+    return _name(under_way[-1]) if under_way else ""
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    operation = str(entry.get("profiling_name", "")).rpartition(":")[2]
+    return f"{operation} #{entry.get('p2p_seq_id' if entry.get('is_p2p') else 'collective_seq_id')}"
+
+
+def write_flight(path: Path) -> dict[str, Any] | None:
+    """Leave the record of this rank in a file, whole or not at all; returns it. Without an entry there is no file."""
+    record = flight_record()
+    if record is not None and record["entries"]:
+        with contextlib.suppress(OSError):  # a full disk, a folder that has gone
+            private_folder(path.parent.parent)
+            private_folder(path.parent)
+            write_whole(path, json.dumps(record))
+    return record
+
+
+def _dumps(*, entries: bool) -> list[dict[str, Any]]:
+    c10d = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
+    found = []
+    for name in _NAMES:
+        dump = getattr(c10d, name, None)
+        if dump is None:
+            continue
+        try:
+            record = json.loads(dump(includeCollectives=entries, onlyActive=False))
+        except Exception:  # another torch's: any error of C++ may come
+            continue
+        if isinstance(record, dict):
+            listed = record.get("entries")
+            record["entries"] = [e for e in listed if isinstance(e, dict)] if isinstance(listed, list) else []
+            found.append(record)
+    full = [record for record in found if record["entries"]]
+    return full or found
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [each for each in value.values() if isinstance(each, dict)] if isinstance(value, dict) else []
+
+
+def _number(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return 0

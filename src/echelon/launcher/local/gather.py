@@ -1,0 +1,119 @@
+"""What is gathered of ranks before they are ended: where they are, and in the run's folder their stacks and flight records.
+
+A rank that waits in a collective, sleeps or computes in Python answers within milliseconds. One that holds the interpreter's lock
+in C gives its stack, but no flight record; one that is stopped gives its stack once it is continued, as it is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from echelon.contracts import terminal
+from echelon.contracts.errors import RankTimeoutError
+from echelon.contracts.files import private_folder, write_whole
+from echelon.launcher.local.attempt import Attempt
+from echelon.launcher.local.companion import FLIGHT, Companions
+from echelon.launcher.local.signs import Pulses, Seen, is_stopped, waits
+from echelon.launcher.local.worker import STACK_SIGNAL
+
+__all__ = ["Sight"]
+
+_ANSWER_WAIT_S, _WAKE_WAIT_S, _LOOK_S = 1.0, 0.3, 0.01
+
+
+class Sight:
+    """The ranks of the present attempt as their launcher sees them.
+
+    Args:
+        send: sends a rank a signal.
+    """
+
+    def __init__(self, send: Callable[[int, int], None]) -> None:
+        self._send = send
+        self.pulses, self.companions = Pulses(), Companions()
+
+    def ask_stack(self, rank: int) -> None:
+        self._send(rank, STACK_SIGNAL)
+
+    def look(self, attempt: Attempt, silent_s: Mapping[int, float]) -> dict[int, Seen]:
+        """What is seen of all ranks without asking any."""
+        running = attempt.running
+        return {
+            rank: Seen(self.pulses.read(rank), rank in running and is_stopped(pid), silent_s=silent_s.get(rank))
+            for rank, pid in attempt.pids.items()
+        }
+
+    def gather(
+        self, attempt: Attempt, silent_s: Mapping[int, float], others: Callable[[], None] = lambda: None
+    ) -> dict[int, Seen]:
+        """What is seen of all ranks, the running ones asked, their stacks and flight records in the run's folder.
+
+        Takes milliseconds, and a second where a rank does not answer. Afterwards the ranks are to be ended: those that were
+        stopped have been continued.
+
+        Args:
+            others: waits until other nodes have asked theirs.
+        """
+        seen = self.look(attempt, silent_s)
+        asked = [rank for rank in attempt.running if not seen[rank].stopped]
+        stopped = [rank for rank, s in seen.items() if s.stopped]
+        until = time.monotonic() + _ANSWER_WAIT_S
+        for rank in asked:
+            self.pulses.ask(rank, self.ask_stack)
+        answers = self.companions.ask(asked, FLIGHT, _ANSWER_WAIT_S)
+        self._stacks_come(asked, until)
+        others()
+        for rank in stopped:  # last, since it may make others go on; it writes its stack before anything else
+            self.pulses.ask(rank, self.ask_stack)
+            self._send(rank, signal.SIGCONT)
+        self._stacks_come(stopped, time.monotonic() + _WAKE_WAIT_S)
+        self._write_stacks(attempt, [*asked, *stopped])
+        for rank in (*asked, *stopped):
+            s, answer = seen[rank], answers.get(rank)
+            waiting = answer is not None and waits(self.pulses.main_stack(rank), pending=answer.pending)
+            said = answer.waits_in if answer is not None and waiting else ""
+            answers_now = None if s.stopped else answer is not None
+            seen[rank] = Seen(s.standing, s.stopped, self.pulses.where(rank), s.silent_s, said, answers_now)
+        return seen
+
+    def _stacks_come(self, ranks: Sequence[int], until: float) -> None:
+        """Wait until all have written: until nothing is added any more."""
+        before: dict[int, str] = {}
+        while ranks and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+            now = {rank: self.pulses.stack(rank) for rank in ranks}
+            if all(now.values()) and now == before:
+                return
+            before = now
+
+    def _write_stacks(self, attempt: Attempt, ranks: Sequence[int]) -> None:
+        with contextlib.suppress(OSError):  # a full disk: what was seen is in exit.json, if that can be written
+            private_folder(attempt.dumps.parent)
+            private_folder(attempt.dumps)
+            for rank in ranks:
+                if text := self.pulses.stack(rank):
+                    write_whole(attempt.dumps / f"stack.rank{rank}.txt", text + "\n")
+
+    def timeout_error(self, attempt: Attempt, timeout_s: float) -> RankTimeoutError:
+        """Shows the stacks of all ranks side by side."""
+        running = attempt.running
+        self.gather(attempt, {})
+        stacks = []
+        for rank in attempt.pids:
+            text = self.pulses.stack(rank)
+            state = "ended" if rank not in running else "still running"
+            stacks.append(f"--- rank {rank} ({state}) ---\n{terminal.printable(text) or '(no Python stack)'}")
+        return RankTimeoutError(
+            f"{len(running)} of {len(attempt.pids)} ranks had not finished after {timeout_s:g} s: "
+            f"rank {', '.join(map(str, running))}.\n" + "\n".join(stacks),
+            rank=running[0],
+            exit_code=124,
+            logs=str(attempt.folder),
+        )
+
+    def close(self) -> None:
+        self.pulses.close()
+        self.companions.close()

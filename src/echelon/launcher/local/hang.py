@@ -1,0 +1,216 @@
+"""Decides that an attempt hangs, and ends it: only where nothing moves any more, for far longer than it usually takes.
+
+A rank in a loop of echelon's has a position: it hangs when it keeps that for the time limit, or several times as long where it
+visibly works (its stack changes, it computes, reads or writes) or is in a phase that takes long by its nature. In a user's own
+code there is no position, and a long silence is no fault: the file of an hour ago may still be sorted. There an attempt hangs
+when every rank waits in a collective for another, or when one is stopped. A user who gives a limit of their own says more: that a
+rank which does nothing at all for so long, while others wait for it, hangs as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from echelon.contracts.machine import process_stat
+from echelon.contracts.pulse import Phase
+from echelon.launcher.job import parse_hang_timeout
+from echelon.launcher.local.attempt import Attempt
+from echelon.launcher.local.companion import HOW_FAR
+from echelon.launcher.local.gather import Sight
+from echelon.launcher.local.progress import PATIENT, Progress
+from echelon.launcher.local.signs import behind, is_debugged, waits
+
+__all__ = ["HANG_VARIABLE", "HangLimit", "hang_timeout"]
+
+HANG_VARIABLE = "ECHELON_HANG_TIMEOUT"
+_DEFAULT_S = 600.0
+_SAMPLE_S = 15.0  # between looks at stacks and processes, of ranks without progress
+_ANSWER_S = 0.05
+_CPU, _IO_BYTES = 0.05, 256 << 10  # of a core, and between two looks: from here on a process works
+_FEW_CALLS = 12  # collectives begun and ended: what comes before and between them may take long, as a first step does
+_BRIEF = (Phase.DATA, Phase.STEP)  # all other phases, evaluations too, have several times as long
+
+
+def hang_timeout(given_s: float | None) -> tuple[float, bool]:
+    """Seconds without progress after which an attempt is ended, and whether a person gave them: `given_s`, else the
+    variable's, else 600; 0 never ends one.
+    """
+    if given_s is not None:
+        return given_s, True
+    text = os.environ.get(HANG_VARIABLE)
+    return (parse_hang_timeout(text), True) if text else (_DEFAULT_S, False)
+
+
+@dataclass
+class _Rank:
+    """What was seen of one rank at the last looks.
+
+    Args:
+        acted_at: when it last made progress, or visibly worked.
+        answered_at: when its interpreter last ran.
+        pending: it has called a collective that has not ended.
+        stopped_at: since when its process is stopped; None if it runs.
+    """
+
+    acted_at: float
+    answered_at: float
+    looked_at: float
+    called: int = -1
+    pending: bool = False
+    stopped_at: float | None = None
+    asked: bool = False
+    stack: str = ""
+    used: tuple[float, int] | None = None
+
+    def shift(self, gap: float) -> None:
+        self.acted_at, self.answered_at, self.looked_at = self.acted_at + gap, self.answered_at + gap, self.looked_at + gap
+        if self.stopped_at is not None:
+            self.stopped_at += gap
+
+    @property
+    def waits(self) -> bool:
+        return waits(self.stack, pending=self.pending)
+
+
+@dataclass
+class HangLimit:
+    """Of the ranks of one node, of one attempt after another.
+
+    Args:
+        after_s: 0 is no limit.
+        strict: a person gave it.
+        progress: which has looked before.
+        sight: asks the ranks.
+    """
+
+    after_s: float
+    strict: bool
+    progress: Progress
+    sight: Sight
+    _begun: int = 0
+    _sampled_at: float = 0.0
+    _ranks: dict[int, _Rank] = field(default_factory=dict)
+
+    @property
+    def look_s(self) -> float:
+        """How often to look, so that a short limit is kept as well."""
+        return min(1.0, max(0.1, self.after_s / 10)) if self.after_s else 1.0
+
+    def look(self, attempt: Attempt) -> float | None:
+        """For how long nothing has moved, if that is too long; None where something may."""
+        at, now = self.progress, self.progress.now
+        if not self.after_s:
+            return None
+        if at.begun != self._begun:
+            self._begun, self._ranks, self._sampled_at = at.begun, {}, now
+        for known in self._ranks.values():
+            known.shift(at.gap)
+        for rank in at.seen:
+            self._ranks.setdefault(rank, _Rank(now, now, now))
+        self._note_stopped(attempt)
+        if now - self._sampled_at >= min(_SAMPLE_S, self.after_s / 8):
+            self._sampled_at = now
+            self._sample(attempt)
+        idle = {rank: now - max(at.since[rank], self._ranks[rank].acted_at) for rank in at.seen}
+        stopped = [now - r.stopped_at for rank in at.seen if (r := self._ranks[rank]).stopped_at is not None]
+        if any(stopped_s > self.after_s for stopped_s in stopped):
+            return max(stopped)
+        loops = {rank: s for rank, s in at.seen.items() if s.standing.phase not in (Phase.NONE, Phase.ENDED)}
+        others = [rank for rank in at.seen if rank not in loops]
+        if any(is_debugged(self._ranks[rank].stack) for rank in at.seen):
+            return None
+        last = behind(loops) or list(loops)
+        if not all(self._is_late(rank, idle[rank]) for rank in last):
+            return None
+        if not all(self._is_stuck(rank, idle[rank]) for rank in others):
+            return None
+        if not loops and not any(self._ranks[rank].waits for rank in others):
+            return None  # they all sleep, in code of their own, or none is left
+        return min(idle[rank] for rank in (*last, *others))
+
+    def silent_s(self) -> dict[int, float]:
+        """For how long each rank has made no progress, where that can be seen: by its position, or by its collectives."""
+        at, known = self.progress, self.progress.silent_s()
+        for rank, this in self._ranks.items() if at.begun == self._begun else ():
+            if this.stopped_at is not None:
+                known[rank] = max(known.get(rank, 0.0), at.now - this.stopped_at)
+            elif rank not in known and this.called >= 0 and rank in at.since:
+                known[rank] = at.now - max(at.since[rank], this.acted_at)
+        return known
+
+    def _is_late(self, rank: int, idle_s: float) -> bool:
+        at = self.progress
+        limit_s = max(at.limit_s(rank, self.after_s, _BRIEF), 2 * at.longest_s.get(rank, 0.0))
+        return idle_s > limit_s or at.now - at.since[rank] > PATIENT * limit_s
+
+    def _is_stuck(self, rank: int, idle_s: float) -> bool:
+        """Of a rank in a user's own code."""
+        this = self._ranks[rank]
+        if this.waits:
+            return idle_s > self.after_s
+        if not self.strict:
+            return False
+        limit_s = self.after_s * (PATIENT if this.called < _FEW_CALLS else 1)
+        return idle_s > limit_s or self.progress.now - this.answered_at > PATIENT * limit_s
+
+    def _note_stopped(self, attempt: Attempt) -> None:
+        now = self.progress.now
+        for rank, seen in self.progress.seen.items():
+            this = self._ranks[rank]
+            # One that a debugger holds is somebody's business.
+            is_so = seen.stopped and process_stat(attempt.pids[rank])[:1] == ["T"]
+            this.stopped_at = (now if this.stopped_at is None else this.stopped_at) if is_so else None
+
+    def _sample(self, attempt: Attempt) -> None:
+        """Of those that have no position, or have kept it for long: how many collectives, which stack, what the processes do."""
+        at, now = self.progress, self.progress.now
+        quiet = [r for r, s in at.seen.items() if not s.stopped and (not s.is_known or now - at.since[r] > self.after_s / 4)]
+        for rank in set(self._ranks) - set(quiet):
+            moves = self._ranks[rank]
+            moves.asked, moves.used, moves.called, moves.stack = False, None, -1, ""
+        answers = self.sight.companions.ask(quiet, HOW_FAR, _ANSWER_S)
+        for rank in quiet:
+            this, answer = self._ranks[rank], answers.get(rank)
+            this.pending = answer is not None and answer.pending
+            if answer is not None:
+                this.answered_at = now
+                if answer.called != this.called >= 0:
+                    this.acted_at = now
+                this.called = answer.called
+            still = now - max(at.since[rank], this.acted_at) > self.after_s / 4
+            stack = self.sight.pulses.main_stack(rank) if this.asked and still else ""
+            if this.stack and stack and stack != this.stack:
+                this.acted_at = this.looked_at
+            this.stack, this.asked = stack, still  # of a rank that has not answered nothing is known
+            if still:
+                self.sight.pulses.ask(rank, self.sight.ask_stack)
+                self._note_use(this, attempt.pids[rank])
+            else:
+                this.used = None
+            this.looked_at = now
+
+    def _note_use(self, this: _Rank, pid: int) -> None:
+        now, used = self.progress.now, _used(pid)
+        if this.used is not None and not this.waits:
+            cpu_s, io_bytes = used[0] - this.used[0], used[1] - this.used[1]
+            if cpu_s > _CPU * (now - this.looked_at) or io_bytes > _IO_BYTES:
+                this.acted_at = now
+        this.used = used
+
+
+def _used(pid: int) -> tuple[float, int]:
+    """By a process and all that it has started: seconds of computing, bytes read and written; 0 where Linux does not tell."""
+    cpu_s, io_bytes, found = 0.0, 0, [pid]
+    for each in found:
+        fields = process_stat(each)
+        if len(fields) > 14:  # with what its ended children took
+            cpu_s += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        with contextlib.suppress(OSError, ValueError):
+            io_bytes += sum(int(line.split()[1]) for line in Path(f"/proc/{each}/io").read_text().splitlines()[:2])
+        with contextlib.suppress(OSError, ValueError):
+            for thread in os.listdir(f"/proc/{each}/task"):
+                found += map(int, Path(f"/proc/{each}/task/{thread}/children").read_text().split())
+    return cpu_s, io_bytes

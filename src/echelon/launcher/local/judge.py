@@ -1,0 +1,92 @@
+"""The record of how an attempt ended, with who is to blame for it: the words and the verdict are those of `launcher.explain`.
+
+The launcher knows which rank failed first. If that one only waited for another, the one that it waited for is named in its place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from echelon.contracts.run_dir import RunDir
+from echelon.launcher.explain import Evidence, Verdict, explain
+from echelon.launcher.job import Failure
+from echelon.launcher.local.attempt import write_exit
+from echelon.launcher.local.nccl_dump import translate
+from echelon.launcher.local.signs import Seen
+
+__all__ = ["HANGS", "HUNG", "record_end"]
+
+logger = logging.getLogger(__name__)
+
+HUNG = 124  # the exit code, as `timeout` has it
+HANGS = "hang"  # the kind of a failure that only says that nothing moved
+
+
+def record_end(
+    here: RunDir,
+    code: int,
+    failures: Sequence[Failure] = (),
+    stopped: str | None = None,
+    *,
+    seen: Mapping[int, Seen] | None = None,
+    hang_s: float | None = None,
+    world_size: int | None = None,
+) -> Failure | None:
+    """Write an attempt's exit.json, as `write_exit` does, and return the failure from which the others follow.
+
+    Args:
+        code: if no rank failed.
+        failures: of all ranks that failed.
+        seen: how far each rank had come before the ranks were ended.
+    """
+    first = Failure.first(failures) if failures else None
+    where = {rank: s.as_json() for rank, s in seen.items()} if seen else None
+
+    def write(all_failed: Sequence[Failure], first: Failure | None, explained: str | None) -> None:
+        more = {"seen": where, "hang_s": hang_s, "world_size": world_size, "explained": explained}
+        write_exit(here.exit_json, first.exit_code if first else code, all_failed, first, stopped, **more)  # type: ignore[arg-type]
+
+    write(failures, first, None)
+    if first is None and stopped is None:
+        return None
+    translate(here.dump_path)
+    try:
+        verdict = explain(Evidence.of(here.path, here.attempt))
+    except Exception:  # whatever the folder holds: the end of a run does not depend on its explanation
+        logger.debug("the end of attempt %d cannot be explained", here.attempt, exc_info=True)
+        return first
+    if first is None:
+        write(failures, None, verdict.paragraph)
+        return None
+    named = _named(first, failures, verdict)
+    write([*failures, *([named] if all(f.rank != named.rank for f in failures) else [])], named, verdict.paragraph)
+    return named
+
+
+def _named(first: Failure, failures: Sequence[Failure], verdict: Verdict) -> Failure:
+    """The failure of a rank that the verdict names, if it does not name the first."""
+    only_waited = first.is_victim or first.kind == HANGS
+    if not verdict.guilty or not only_waited:
+        if first.kind == HANGS:
+            return replace(first, message=f"{verdict.paragraph}\n{first.message}")
+        if only_waited and first.waited:
+            headline = first.headline or f"rank {first.rank} gave up waiting for the others"
+            return replace(first, message=f"{first.message}\n({verdict.paragraph})", headline=headline)
+        return first
+    rank = verdict.guilty[0]
+    own = next((f for f in failures if f.rank == rank and not f.is_victim and f.kind != HANGS), None)
+    if own is not None:
+        return own
+    waited = next((f for f in failures if f.waited), None)
+    said = [verdict.paragraph]
+    if waited is not None:
+        said += [f"rank {waited.rank} waited and gave up: {waited.kind}: {waited.message}"]
+    elif first.kind == HANGS:
+        said += [first.message]
+    kind = "stopped" if verdict.cause == "stopped" else "behind"
+    log = first.log.with_name(f"rank{rank}.log") if first.log is not None else None
+    return Failure(
+        rank, first.exit_code, first.time_ns, kind, "\n".join(said), first.user_frames, log=log, headline=verdict.headline
+    )

@@ -1,0 +1,155 @@
+"""What is seen of a rank from outside: its position, the kernel's state of its process, its Python stack, what it waits in."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts import pulse
+from echelon.contracts.machine import process_stat
+from echelon.contracts.pulse import Phase, Standing
+from echelon.launcher.local.raised import in_library
+
+__all__ = ["Pulses", "Seen", "behind", "has_handler", "is_debugged", "is_stopped", "waits"]
+
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_DEBUGGER = re.compile(r"/(pdb|bdb)\.py\"|/(debugpy|pydevd[^/]*|IPython)/")
+_COLLECTIVES, _BACKWARD = "/torch/distributed/", "/torch/autograd/"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of a rank at one moment.
+
+    Args:
+        stopped: its process exists and does not run.
+        where: its innermost frame in the user's code, as "train.py:30 in load"; empty if it did not answer.
+        silent_s: since it was last seen to make progress; None where that cannot be seen.
+        waits_in: the collective in which it is, as "all_reduce #118"; empty if in none, or not known.
+        answers: whether its interpreter ran; None if it was not asked.
+    """
+
+    standing: Standing
+    stopped: bool = False
+    where: str = ""
+    silent_s: float | None = None
+    waits_in: str = ""
+    answers: bool | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        at = self.standing
+        return {
+            "at": [at.step, at.phase, at.evaluated, at.beats],
+            "stopped": self.stopped,
+            "where": self.where,
+            "silent_s": None if self.silent_s is None else round(self.silent_s, 3),
+            "waits_in": self.waits_in,
+            "answers": self.answers,
+        }
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Seen:
+        """From what `as_json` gave, as `records.exit_record` has checked it."""
+        step, phase, evaluated, beats = said["at"]
+        more = {name: said[name] for name in ("silent_s", "waits_in", "answers") if name in said}
+        return cls(Standing(step, Phase(phase), evaluated, beats), said["stopped"], said["where"], **more)
+
+    @property
+    def is_known(self) -> bool:
+        return self.standing.phase not in (Phase.NONE, Phase.ENDED)
+
+    def __str__(self) -> str:
+        parts = [str(self.standing)] if self.is_known else []
+        parts += [f"in {self.waits_in}"] if self.waits_in else []
+        return ", ".join([*parts, *([f"at {self.where}"] if self.where else [])])
+
+
+class Pulses:
+    """The pulses of one attempt's ranks."""
+
+    def __init__(self) -> None:
+        self._fds: dict[int, int] = {}
+
+    def make(self, rank: int) -> int:
+        self._fds[rank] = pulse.make()
+        return self._fds[rank]
+
+    def read(self, rank: int) -> Standing:
+        return pulse.read(self._fds[rank]) if rank in self._fds else Standing()
+
+    def ask(self, rank: int, send: Callable[[int], None]) -> None:
+        if rank in self._fds:
+            pulse.ask_stack(self._fds[rank])
+            send(rank)
+
+    def stack(self, rank: int) -> str:
+        return pulse.stack(self._fds[rank]) if rank in self._fds else ""
+
+    def main_stack(self, rank: int) -> str:
+        """Of the main thread, which comes last: its frames, the innermost first."""
+        return re.split(r"^(?:Current thread|Thread) .*\n", self.stack(rank), flags=re.MULTILINE)[-1]
+
+    def where(self, rank: int) -> str:
+        """Of the main thread: the innermost frame that is no library's."""
+        for line in self.main_stack(rank).splitlines():
+            if (frame := _FRAME.fullmatch(line.rstrip())) and not frame[1].startswith("<") and not in_library(frame[1]):
+                return f"{_short(frame[1])}:{frame[2]} in {frame[3]}"
+        return ""
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+
+def _short(path: str) -> str:
+    here = os.getcwd() + os.sep
+    return path.removeprefix(here)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process exists and does not run: the kernel's state T."""
+    return process_stat(pid)[:1] in (["T"], ["t"])
+
+
+def has_handler(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, which would else end it; where Linux does not tell, it is taken to."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return not os.path.exists("/proc/self/status")
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return caught is None or bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
+def is_debugged(main_stack: str) -> bool:
+    """Whether a person is at it, in a debugger of Python's."""
+    return _DEBUGGER.search(main_stack) is not None
+
+
+def waits(main_stack: str, *, pending: bool) -> bool:
+    """Whether the main thread waits for other ranks.
+
+    Args:
+        main_stack: as `Pulses.main_stack` gives it.
+        pending: torch says that a collective has begun and not ended; on gloo it may go on saying so after the last of all.
+    """
+    frame = _FRAME.match(main_stack)
+    if frame is None:
+        return False
+    if _COLLECTIVES in frame[1]:
+        return True
+    return pending and (_BACKWARD in frame[1] or ".wait(" in linecache.getline(frame[1], int(frame[2])))
+
+
+def behind(seen: Mapping[int, Seen]) -> list[int]:
+    """The ranks that have not come as far as others. None where all are equally far, or one's position is not known."""
+    at = {rank: (s.standing.step, s.standing.phase, s.standing.evaluated) for rank, s in seen.items()}
+    if not at or any(s.standing.phase is Phase.NONE for s in seen.values()):
+        return []
+    least = min(at.values())
+    return [rank for rank, position in at.items() if position == least] if max(at.values()) != least else []

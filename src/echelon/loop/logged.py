@@ -1,0 +1,245 @@
+"""What `state.log` was given: numbers of the user's own, over all ranks, by rule of truth 2.
+
+A mean weighs each value as its micro-batch is weighed in the loss, so that it is the mean over the samples of the global batch,
+and the same number however many ranks share them. Numbers of a training step are settled with its update; those of an evaluation,
+and of a training unit that has no updates of ours, at the epoch's end.
+
+Whether the ranks log the same is known from a few numbers in a message that an update sends only if somebody logs: of the hashes
+of their names, the sum and the sum of squares. With equal ones, R times the squares is the square of the sum. So an update in
+which nobody logs costs nothing, and one in which somebody does two small messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from echelon.contracts.errors import RanksDisagreeError, UsageError, require
+from echelon.world import agree
+
+__all__ = ["NOBODY", "Logged"]
+
+REDUCTIONS = ("mean", "sum", "min", "max")
+NOBODY = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+# What a record of metrics.jsonl holds by itself.
+_TAKEN = {"step", "update", "loss", "lr", "grad_norm", "time", "mfu", "eval_loss", "alloc_retries", "event"}
+_TAKEN_ENDS = ("_per_s", "_per_s_per_device", "memory_bytes", "peak_bytes", "reserved_bytes")
+_LONGEST = 100
+_REMEDY = "Log the same names on all ranks in the same steps; what counts nothing on one of them, with weight=0."
+
+
+class _Total:
+    """One number so far: a weighted sum and its weight, or the least or greatest."""
+
+    def __init__(self, reduce: str) -> None:
+        self.reduce = reduce
+        self.value: Any = None
+        self.weight: Any = 0.0
+
+    def add(self, value: Any, weight: Any) -> None:
+        if self.reduce == "mean":
+            if isinstance(weight, torch.Tensor):
+                value = torch.where(weight == 0, 0.0, value)  # of padding nothing counts, not even a nan
+            value, self.weight = value * weight, self.weight + weight
+        self.value = value if self.value is None else self._together(self.value, value)
+
+    def _together(self, a: Any, b: Any) -> Any:
+        if self.reduce in ("mean", "sum"):
+            return a + b
+        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+            device = a.device if isinstance(a, torch.Tensor) else b.device
+            a, b = (v if isinstance(v, torch.Tensor) else torch.full((), v, device=device).double() for v in (a, b))
+            return torch.minimum(a, b) if self.reduce == "min" else torch.maximum(a, b)
+        return min(a, b) if self.reduce == "min" else max(a, b)
+
+    def parts(self) -> tuple[list[Any], list[Any]]:
+        """What is summed up over the ranks, and what the greatest is taken of."""
+        if self.reduce in ("min", "max"):
+            least = -math.inf if self.value is None else self.value
+            return [], [-least if self.reduce == "min" and self.value is not None else least]
+        value = 0.0 if self.value is None else self.value
+        return ([value, self.weight] if self.reduce == "mean" else [value]), []
+
+    def result(self, sums: list[Any], greatest: list[Any]) -> Any:
+        """Of the parts of all ranks, which are taken off the lists."""
+        if self.reduce in ("min", "max"):
+            value = greatest.pop(0)
+            return -value if self.reduce == "min" else value
+        value = sums.pop(0)
+        if self.reduce == "sum":
+            return value
+        weight = sums.pop(0)
+        return value / weight if isinstance(weight, torch.Tensor) or weight else math.nan
+
+
+class Logged:
+    """The numbers of a run, on this rank."""
+
+    def __init__(self) -> None:
+        self._weight: Any = 1.0
+        self._takes_part = False  # in the update under way, by a loss
+        self._totals: dict[str, dict[str, _Total]] = {}  # by phase
+        self._metrics: dict[str, dict[str, Any]] = {}
+        self._settled: dict[str, Any] = {}
+
+    def begins(self, weight: Any) -> None:
+        """A micro-batch does, whose loss this rank computes: what a mean weighs a value by. A number, or a 0-dim tensor."""
+        self._weight, self._takes_part = weight, True
+
+    def add(self, phase: str, name: str, value: Any, weight: Any, reduce: str) -> None:
+        """
+        Raises:
+            UsageError: a name that a record has already, several numbers at once, or another reduction than before.
+        """
+        _check_name(name)
+        require(reduce in REDUCTIONS, "reduce", "'mean', 'sum', 'min' or 'max'", reduce)
+        if not isinstance(value, torch.Tensor) and callable(getattr(value, "compute", None)):
+            self._metrics.setdefault(phase, {})[name] = value
+            return
+        value, weight = _one_number(name, value), self._weight if weight is None else _one_number(name, weight)
+        total = self._totals.setdefault(phase, {}).setdefault(name, _Total(reduce))
+        if total.reduce != reduce:
+            raise UsageError(f"state.log({name!r}, reduce=...) must stay as it was, {total.reduce!r}, got {reduce!r}.")
+        if not isinstance(weight, torch.Tensor) and weight == 0:
+            return  # the name counts as logged
+        total.add(value, weight)
+
+    def signature(self) -> tuple[float, ...]:
+        """For the message of an update: whether this rank takes part, and the hashes of what it logs with their squares."""
+        names = sorted((name, total.reduce) for name, total in self._totals.get("train", {}).items())
+        if not names:
+            return NOBODY
+        digest = hashlib.sha256(repr(names).encode()).digest()
+        # Of 18 bits: the squares of 2 ** 14 ranks are whole numbers of float64 then.
+        a, b = (1 + int.from_bytes(digest[at : at + 4], "little") % ((1 << 18) - 1) for at in (0, 4))
+        return 1.0, float(a), float(a * a), float(b), float(b * b)
+
+    def end_window(self, told: Sequence[float] | None, device: torch.device | None = None) -> None:
+        """Settle what was logged since the latest update. Collective if the ranks told each other in its message that one did.
+
+        Args:
+            told: the sum of all ranks' signatures, and how many these are; None where no rank was asked.
+            device: where sums over ranks are made without waiting for it; None is host memory.
+        Raises:
+            RanksDisagreeError: on every rank, with the names that each has logged.
+        """
+        totals = self._totals.pop("train", {})
+        takes_part, self._takes_part = self._takes_part, False
+        if told is None:
+            self._settled = _settle(totals, None, None)
+            return
+        loggers, a, aa, b, bb, ranks = map(round, told)
+        if not loggers:
+            self._settled = {}
+        elif loggers == ranks and ranks * aa == a * a and ranks * bb == b * b:
+            group = agree.control_group() if device is None else dist.group.WORLD
+            self._settled = _settle(totals, group, device)
+        else:
+            self._settled = _from_some(totals, takes_part=takes_part)
+
+    def end_phase(self, phase: str, *, together: bool) -> dict[str, float]:
+        """Settle what is left of a phase, at an epoch's end: numbers by name. Collective if `together`, or if it has something.
+
+        Raises:
+            RanksDisagreeError: on every rank, with the names that each has logged.
+        """
+        totals, metrics = self._totals.pop(phase, {}), self._metrics.pop(phase, {})
+        together = together or bool(totals or metrics)  # an evaluation whose ranks need not meet: those that log do
+        if together and agree.is_joined():
+            agree.same_on_all(f"what was logged in the {phase} epoch", sorted([*totals, *metrics]), _REMEDY)
+        found = _gathered(totals) if together and totals else {}
+        for name, metric in metrics.items():
+            found[name] = float(metric.compute())
+            metric.reset()
+        return found
+
+    def settled(self) -> dict[str, Any]:
+        """The numbers of the latest update, once: numbers, or 0-dim tensors on a device."""
+        settled, self._settled = self._settled, {}
+        return settled
+
+    def discard(self) -> None:
+        """Forget what an unfinished update has logged."""
+        self._totals.pop("train", None)
+
+
+def _check_name(name: str) -> None:
+    require(isinstance(name, str) and 0 < len(name) <= _LONGEST and name.isprintable(), "name", "a name of one line", name)
+    if name in _TAKEN or name.endswith(_TAKEN_ENDS):
+        raise UsageError(f"state.log: the records of a run have a number {name!r} of their own. Choose another name.")
+
+
+def _one_number(name: str, value: Any) -> Any:
+    """In float64; a tensor on a device stays there, and nothing waits for it."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise UsageError(f"state.log({name!r}) must be given one number, got {value.numel()} of them. Log their mean or sum.")
+        value = value.detach().reshape(())
+        if value.device.type == "cpu":
+            return float(value)
+        return value.float() if value.device.type == "mps" else value.double()
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"state.log({name!r}) must be given a number or a metric, got a {type(value).__name__}.") from None
+
+
+def _settle(totals: Mapping[str, _Total], group: dist.ProcessGroup | None, device: torch.device | None) -> dict[str, Any]:
+    """Numbers by name, over the ranks of the group; of this rank alone without one."""
+    sums: list[Any] = []
+    greatest: list[Any] = []
+    for name in sorted(totals):
+        more, most = totals[name].parts()
+        sums += more
+        greatest += most
+    if group is not None:
+        sums, greatest = _over(sums, dist.ReduceOp.SUM, group, device), _over(greatest, dist.ReduceOp.MAX, group, device)
+    return {name: totals[name].result(sums, greatest) for name in sorted(totals)}
+
+
+def _over(values: list[Any], op: Any, group: dist.ProcessGroup, device: torch.device | None) -> list[Any]:
+    if not values:
+        return []
+    if device is None:
+        host = torch.tensor([float(v) for v in values], dtype=torch.float64)
+        dist.all_reduce(host, op=op, group=group)
+        found: list[Any] = host.tolist()
+        return found
+    # Filled in on the device: a copy from the host would wait for all kernels before.
+    made = torch.stack([v.double() if isinstance(v, torch.Tensor) else torch.full((), v, device=device).double() for v in values])
+    dist.all_reduce(made, op=op, group=group)
+    return list(made.unbind())
+
+
+def _from_some(totals: Mapping[str, _Total], *, takes_part: bool) -> dict[str, float]:
+    """Where not all log the same: that is an error, but of ranks that compute no loss, as of a pipeline's first stages."""
+    told = agree.gather([takes_part, sorted(totals)])
+    speaks = [names for part, names in told if part or names]
+    if any(names != speaks[0] for names in speaks):
+        shown = ", ".join(f"rank {rank}: {', '.join(names) or 'nothing'}" for rank, (_, names) in list(enumerate(told))[:16])
+        raise RanksDisagreeError(f"ranks disagree about what they log in an update: {shown}. {_REMEDY}")
+    return _gathered(totals)
+
+
+def _gathered(totals: Mapping[str, _Total]) -> dict[str, float]:
+    """As `_settle`, of ranks some of which have nothing. Collective."""
+    mine = {n: [t.reduce, None if t.value is None else float(t.value), float(t.weight)] for n, t in totals.items()}
+    told = agree.gather(mine)
+    found: dict[str, float] = {}
+    for name in sorted({name for each in told for name in each}):
+        shares = [each[name] for each in told if name in each]
+        reduce, values = shares[0][0], [share[1] for share in shares if share[1] is not None]
+        weight = sum(share[2] for share in shares)
+        if not values or (reduce == "mean" and not weight):
+            found[name] = math.nan
+        elif reduce in ("min", "max"):
+            found[name] = min(values) if reduce == "min" else max(values)
+        else:
+            found[name] = sum(values) / (weight if reduce == "mean" else 1.0)
+    return found

@@ -1,0 +1,173 @@
+"""What `echelon run --profile` and `--memory-snapshot` write: traces of chosen steps, and the history of a GPU's memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from echelon.contracts.files import private_folder, write_whole
+from echelon.contracts.profile import Profile, wants_memory_snapshot
+from echelon.contracts.run_dir import RunDir
+from echelon.loop.callback import Callback
+from echelon.loop.state import State
+from echelon.loop.unit import Unit
+from echelon.world import agree, memory_history
+
+__all__ = ["asked_for"]
+
+logger = logging.getLogger(__name__)
+
+_ROWS = 25  # of the summary table
+
+
+def asked_for() -> list[Callback]:
+    """The callbacks of a training run that does what its command asked for; as a rule none."""
+    wanted, found = Profile.from_env(), list[Callback]()
+    run = RunDir.current()
+    if run is None:
+        return found
+    if wanted is not None and (wanted.ranks is None or agree.rank() in wanted.ranks):
+        found.append(_Trace(wanted, run))
+    if wants_memory_snapshot():
+        found.append(_Memory(run))
+    return found
+
+
+class _Trace(Callback):
+    """Traces the steps of this rank, from the wait for the first one's data to the callbacks of the last."""
+
+    may_stop = False
+
+    def __init__(self, wanted: Profile, run: RunDir) -> None:
+        self._wanted, self._run = wanted, run
+        self._profile: profile | None = None
+        self._step: Any = None
+        self._done = False
+
+    def on_train_start(self, state: State, unit: Any) -> None:
+        steps = unit.train_progress.num_steps_completed
+        if steps >= self._wanted.first:
+            self._done = True
+            logger.warning("--profile %s: training begins after step %s, so nothing is traced", self._wanted, steps)
+        self._before(steps + 1)
+
+    def on_train_step_start(self, state: State, unit: Any) -> None:
+        if self._profile is not None:
+            self._step = record_function(f"step {unit.train_progress.num_steps_completed + 1}")
+            self._step.__enter__()
+
+    def on_train_step_end(self, state: State, unit: Any) -> None:
+        if self._done:
+            return
+        steps = unit.train_progress.num_steps_completed
+        self._after_step()
+        if self._profile is not None and steps >= self._wanted.last:
+            self._write(steps)
+        else:
+            self._before(steps + 1)
+
+    def on_train_end(self, state: State, unit: Any) -> None:
+        steps = unit.train_progress.num_steps_completed
+        self._after_step()
+        if self._profile is not None and steps >= self._wanted.first:
+            self._write(steps)
+        elif not self._done:
+            self._done = True
+            if self._profile is not None:  # it waited for the first step's data, and there was none
+                self._profile.stop()
+            logger.warning("--profile %s: training ended after step %s, so nothing is traced", self._wanted, steps)
+
+    def on_exception(self, state: State, unit: Unit, exc: BaseException) -> None:
+        if self._profile is not None:  # a step that failed is worth seeing, too
+            self._after_step()
+            self._write(unit.train_progress.num_steps_completed)  # type: ignore[attr-defined]
+
+    def _before(self, step: int) -> None:
+        if self._done or step < self._wanted.first:
+            return
+        if self._profile is None:
+            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+            self._profile = profile(activities=kinds, record_shapes=True, profile_memory=True)
+            self._profile.start()
+
+    def _after_step(self) -> None:
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+
+    def _write(self, last: int) -> None:
+        """The trace and its table. What goes wrong is said; the training goes on."""
+        found, self._profile, self._done = self._profile, None, True
+        assert found is not None
+        found.stop()
+        rank, first = agree.rank(), self._wanted.first
+        name = f"steps-{first}-{max(first, last)}.rank{rank}"
+        by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+
+        def write(folder: Path) -> None:
+            table = found.key_averages().table(sort_by=by, row_limit=_ROWS, max_name_column_width=80)
+            write_whole(folder / f"{name}.txt", f"rank {rank}, steps {first} to {max(first, last)}\n{table}\n")
+            _in_place(folder / f"{name}.json.gz", found.export_chrome_trace)
+
+        _write_into(self._run, write, "the trace")
+
+
+class _Memory(Callback):
+    """Records what the allocator does from the start of training; written at its end, and when memory runs out."""
+
+    may_stop = False
+
+    def __init__(self, run: RunDir) -> None:
+        self._run, self._records = run, False
+
+    def on_train_start(self, state: State, unit: Any) -> None:
+        self._records = torch.cuda.is_available()
+        if self._records:
+            memory_history.begin()
+        elif agree.is_rank0():
+            logger.warning(
+                "--memory-snapshot: the history is that of CUDA's allocator, and there is no GPU here: nothing is written. "
+                "--profile tells what each operation takes of a CPU's memory."
+            )
+
+    def on_train_end(self, state: State, unit: Any) -> None:
+        self._write()
+
+    def on_exception(self, state: State, unit: Unit, exc: BaseException) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        if self._records:
+            self._records = False
+            name = f"memory.rank{agree.rank()}.pickle"
+            _write_into(self._run, lambda folder: _in_place(folder / name, memory_history.write), "the memory's history")
+            memory_history.end()
+
+
+def _in_place(path: Path, write: Callable[[str], object]) -> None:
+    """Let a function of torch's write a file that appears whole, or not at all."""
+    temporary = path.with_name(f".{os.urandom(8).hex()}.{path.name}")
+    try:
+        write(str(temporary))
+        temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _write_into(run: RunDir, write: Callable[[Path], None], what: str) -> None:
+    """A run does not end since its disk is full, nor for a fault of the profiler's."""
+    folder = run.profiles / run.attempt_path.name
+    try:
+        private_folder(run.profiles)
+        private_folder(folder)
+        write(folder)
+    except Exception as error:
+        logger.warning("%s cannot be written to %s: %s. The run continues.", what, folder, error)

@@ -1,0 +1,263 @@
+"""Writes down where the time of this rank goes, every few seconds: `contracts/times.py` has the form, `clock.py` the marks.
+
+The loop's thread only adds up; a thread beside it looks where it is, makes the records and writes them, so that a slow disk or a
+full one holds nothing up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from echelon.contracts.events import EventLog
+from echelon.contracts.run_dir import RunDir
+from echelon.contracts.times import TimeRecord
+from echelon.world import clock
+from echelon.world.clock import Clock, Group, Part
+from echelon.world.whereabouts import Kind, Whereabouts
+
+__all__ = ["noted", "record_of"]
+
+logger = logging.getLogger(__name__)
+
+# On average: looks at equal intervals would always find a step of that length at the same place.
+_LOOK_S = 0.05
+_FADES = 0.5  # looks of the records before, which help where a part has few
+# The first record is of the first steps, which compile, and connect ranks; then there is one every so often, more seldom in a
+# long run.
+_WARM_STEPS, _LEAST_S, _MOST_S, _OF_RUN = 2, 2.0, 15.0, 0.02
+# While a run is young, after so many steps already, so that a slow rank is known within twenty.
+_EARLY_STEPS, _EARLY_S, _IS_YOUNG = 5, 0.12, 30
+
+_GROUPS = 64  # of a record, at most, among which is the usual step
+
+Seen = Mapping[tuple[int, int, Kind], float]
+
+
+@contextlib.contextmanager
+def noted(rank: int, ranks: int, step: int, role: str = "") -> Iterator[None]:
+    """Context of a loop whose times are written to the run's folder, if there is one.
+
+    Args:
+        step: training steps completed before it.
+        role: see TimeRecord.
+    """
+    run = RunDir.current()
+    running = clock.start(step) if run is not None else None
+    if run is None or running is None:
+        yield
+        return
+    try:
+        writer = _Writer(running, EventLog(run.times(rank)), ranks, role)
+    except OSError as error:
+        logger.warning("%s cannot be written: %s. Where the time goes is not known.", run.times(rank), error.strerror)
+        clock.stop()
+        yield
+        return
+    try:
+        yield
+    finally:
+        running.note()
+        clock.stop()
+        writer.close()
+
+
+class _Writer(threading.Thread):
+    """Beside the loop, until it ends."""
+
+    def __init__(self, running: Clock, log: EventLog, ranks: int, role: str) -> None:
+        super().__init__(name="echelon-times", daemon=True)
+        self._clock, self._log, self._role, self._host = running, log, role, socket.gethostname()[:300]
+        self._where = Whereabouts(running, waits_in_backward=ranks > 1)
+        self._alone = ranks == 1
+        self._seen: dict[tuple[int, int, Kind], float] = {}
+        self._ended, self._began = threading.Event(), time.perf_counter()
+        self._last, self._first_step = running.groups[0], running.step
+        self._garbage = _Garbage(running.thread)
+        self._wall_offset = time.time() - self._began
+        self._startup_s = _age_s() if log.path.stat().st_size == 0 else 0.0
+        self.start()
+
+    def run(self) -> None:
+        chance = random.Random()
+        while not self._ended.wait(_LOOK_S * chance.uniform(0.4, 1.6)):
+            try:
+                self._where.look()
+                if self._is_due(self._clock.groups[-1]):
+                    self._write()
+            except Exception:  # watching a run never ends it
+                logger.warning("where the time goes is not written down any more", exc_info=True)
+                return
+
+    def _is_due(self, newest: Group) -> bool:
+        steps, seconds = newest.step - self._last.step, newest.at - self._last.at
+        if self._last.step == self._first_step:
+            return steps >= _WARM_STEPS
+        young = newest.step - self._first_step <= _IS_YOUNG
+        if young and steps >= _EARLY_STEPS and seconds >= _EARLY_S:
+            return True
+        return seconds >= min(_MOST_S, max(_LEAST_S, _OF_RUN * (newest.at - self._began)))
+
+    def _write(self) -> None:
+        groups, self._clock.groups = self._clock.groups, self._clock.groups[-1:]
+        # What the loop adds between these two is in `groups`, and lost for the next record but for its totals.
+        seen, self._where.seen = self._where.seen, Counter()
+        self._seen = {at: seen[at] + _FADES * self._seen.get(at, 0.0) for at in {*seen, *self._seen}}
+        lines, self._where.lines = self._where.lines, Counter()
+        record = record_of([self._last, *groups], self._seen, alone=self._alone)
+        self._last = groups[-1]
+        about = {
+            "gc_s": self._garbage.take(),
+            "startup_s": self._startup_s,
+            "line": lines.most_common(1)[0][0][-300:] if lines else "",
+            "host": self._host,
+            "role": self._role,
+            "time": groups[-1].at + self._wall_offset,
+        }
+        self._startup_s = 0.0
+        self._log.write([TimeRecord(**{**record, **about}).to_json()])
+
+    def close(self) -> None:
+        """Write the rest. Not by waiting for a disk that hangs: the thread, which may, ends with the process."""
+        self._ended.set()
+        self._garbage.close()
+        self.join(10.0)
+        if not self.is_alive():
+            with contextlib.suppress(Exception):
+                self._write()
+            self._where.close()
+            self._log.close()
+
+
+def _age_s() -> float:
+    """How long this process has run; 0 where that is not known."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, AttributeError):  # not Linux
+        return 0.0
+
+
+class _Garbage:
+    """How long Python's collector holds up a thread."""
+
+    def __init__(self, thread: int) -> None:
+        self._thread, self._since, self._seconds = thread, 0.0, 0.0
+        gc.callbacks.append(self._tell)
+
+    def _tell(self, phase: str, info: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if phase == "start":
+            self._since = time.perf_counter()
+        elif self._since:
+            self._seconds += time.perf_counter() - self._since
+
+    def take(self) -> float:
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def close(self) -> None:
+        with contextlib.suppress(ValueError):
+            gc.callbacks.remove(self._tell)
+
+
+# --- what a record says, from totals and from what was seen
+
+_BY_PART = {Part.DATA: "data_s", Part.OTHER: "other_s", Part.OPTIMIZER: "optimizer_s"}
+_BY_PART |= {Part.FORWARD: "forward_s", Part.BACKWARD: "backward_s", Part.STEP: "forward_s"}
+_WITHOUT = (Part.WAIT, Part.CHECKPOINT, Part.EVAL)
+
+
+def record_of(groups: Sequence[Group], seen: Seen, *, alone: bool) -> dict[str, Any]:
+    """The fields of a record that come from the clock: a stretch from the first group to the last.
+
+    Within a part, the time in which the thread did not compute is exact. How much of it was a wait for other ranks is told by the
+    looks that found it waiting.
+
+    Args:
+        seen: see Whereabouts.
+        alone: there are no other ranks. Else the idle time of a part at which nobody looked is a wait for them, but for that
+            of its data: nobody is accused without having been seen.
+    """
+    first, last = groups[0], groups[-1]
+    waits = {part: _share(seen, part, "wait", 0.0 if alone or part == Part.DATA else 1.0) for part in _BY_PART}
+    fields = dict.fromkeys(("data_s", "forward_s", "backward_s", "optimizer_s", "other_s", "disk_s"), 0.0)
+    spent = _Spent.between(first, last)
+    fields["wait_s"] = spent.wall[Part.WAIT]
+    for part, name in _BY_PART.items():
+        waited = spent.idle(part) * waits[part]
+        fields["wait_s"] += waited
+        fields["disk_s"] += spent.idle(part) * _share(seen, part, "disk", 0.0)
+        for shown, share in _shown(seen, part).items():
+            fields[_BY_PART.get(Part(shown), name)] += (spent.wall[part] - waited) * share
+    own = []
+    for before, after in pairwise(groups[:: 1 + len(groups) // _GROUPS]):
+        if after.step > before.step:
+            each = _Spent.between(before, after)
+            own.append(each.own(waits) / (after.step - before.step))
+    return {
+        "steps": (first.step, last.step),
+        "wall_s": last.at - first.at,
+        **fields,
+        "checkpoint_s": spent.wall[Part.CHECKPOINT],
+        "eval_s": spent.wall[Part.EVAL],
+        "queue_s": spent.queued,
+        "own_s": median(own) if own else 0.0,
+    }
+
+
+class _Spent:
+    """Seconds between two groups, by part."""
+
+    def __init__(self, wall: Sequence[float], used: Sequence[float], queued: float) -> None:
+        self.wall, self.used = wall, used
+        # A thread waits for a core where it computes.
+        self.queued = min(queued, sum(max(0.0, w - u) for w, u in zip(wall, used, strict=True)))
+        self._queued_each = self.queued / (sum(used) or 1.0)
+
+    @classmethod
+    def between(cls, first: Group, last: Group) -> _Spent:
+        wall = [max(0.0, b - a) for a, b in zip(first.wall, last.wall, strict=True)]
+        used = [max(0.0, b - a) for a, b in zip(first.used, last.used, strict=True)]
+        return cls(wall, used, max(0.0, last.queued - first.queued))
+
+    def queue(self, part: int) -> float:
+        return min(self._queued_each * self.used[part], max(0.0, self.wall[part] - self.used[part]))
+
+    def idle(self, part: int) -> float:
+        """In which the thread slept."""
+        return max(0.0, self.wall[part] - self.used[part] - self.queue(part))
+
+    def own(self, waits: Mapping[Part, float]) -> float:
+        """Without waits for other ranks, and for a core."""
+        return sum(self.wall[p] - self.queue(p) - self.idle(p) * share for p, share in waits.items())
+
+
+def _share(seen: Seen, part: int, kind: Kind, unknown: float) -> float:
+    """Of the looks that found the thread asleep in a part, those of a kind."""
+    asleep = {k: sum(n for (p, _, what), n in seen.items() if p == part and what == k) for k in ("own", "wait", "disk")}
+    total = sum(asleep.values())
+    return asleep[kind] / total if total else unknown
+
+
+def _shown(seen: Seen, part: int) -> dict[int, float]:
+    """The parts that frames have shown while the clock was at one, waits left out: each with its share of the looks."""
+    found: dict[int, float] = {}
+    for (at, shown, kind), n in seen.items():
+        if at == part and kind != "wait":
+            found[shown] = found.get(shown, 0.0) + n
+    total = sum(found.values())
+    return {shown: n / total for shown, n in found.items()} if total else {int(part): 1.0}

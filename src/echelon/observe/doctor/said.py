@@ -1,0 +1,122 @@
+"""What ranks told of themselves, read from their lines. A line that is of another form than it should be is nobody's."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from echelon.contracts.files import is_deeper
+
+__all__ = ["Checkup", "RankSaid", "named"]
+
+MARK = "echelon-doctor "
+_LONGEST_LINE, _MOST_RANKS = 1 << 16, 1 << 20
+
+
+@dataclass
+class RankSaid:
+    """One rank: its host, what it told by name, and which parts failed, with the error."""
+
+    rank: int
+    host: str = "?"
+    told: dict[str, Any] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        value = self.told.get(name)
+        return value if isinstance(value, dict) else {}
+
+    def texts(self, name: str) -> Mapping[str, str]:
+        return {key: value for key, value in self.mapping(name).items() if isinstance(value, str)}
+
+    def numbers(self, name: str, least: int = 1) -> list[float]:
+        """A list of numbers; empty if it is none, or shorter than that."""
+        value = self.told.get(name)
+        good = isinstance(value, list) and len(value) >= least and all(is_number(each) for each in value)
+        return list(value) if good and isinstance(value, list) else []
+
+    def number(self, name: str, key: str) -> float | None:
+        value = self.mapping(name).get(key)
+        return float(value) if is_number(value) else None  # type: ignore[arg-type]
+
+
+def is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+@dataclass
+class Checkup:
+    """What is known when all have ended, or time was up.
+
+    Args:
+        size: how many ranks were started.
+        hosts: the nodes that were asked, in order; empty for this machine.
+        ranks: by number, those that told anything.
+        silent: by node that did not answer, why.
+        ended: a sentence about an end before its time; empty if there was none.
+        quick: what was measured is too little to compare speeds.
+    """
+
+    size: int
+    hosts: Sequence[str] = ()
+    ranks: dict[int, RankSaid] = field(default_factory=dict)
+    silent: dict[str, str] = field(default_factory=dict)
+    ended: str = ""
+    quick: bool = False
+
+    def read(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            if line.startswith(MARK) and len(line) <= _LONGEST_LINE:
+                self._take(line.removeprefix(MARK))
+
+    def _take(self, text: str) -> None:
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return
+        if not isinstance(value, list) or len(value) != 3 or is_deeper(value, 6):
+            return
+        rank, name, told = value
+        if type(rank) is not int or not 0 <= rank < min(self.size, _MOST_RANKS) or not isinstance(name, str):
+            return
+        said = self.ranks.setdefault(rank, RankSaid(rank))
+        if name == "here" and isinstance(told, dict) and isinstance(told.get("host"), str):
+            said.host = told["host"][:64]
+        if name == "error" and isinstance(told, list) and len(told) == 2 and all(isinstance(each, str) for each in told):
+            said.errors[told[0][:64]] = told[1]
+        elif len(said.told) < 64:
+            said.told[name] = told
+
+    @property
+    def in_order(self) -> list[RankSaid]:
+        return [self.ranks[rank] for rank in sorted(self.ranks)]
+
+    @property
+    def several_hosts(self) -> bool:
+        return len({said.host for said in self.ranks.values()}) > 1
+
+    def who(self, ranks: Iterable[int]) -> str:
+        """Ranks as a person looks for them: by host, where there are several."""
+        found = sorted(ranks)
+        if not self.several_hosts:
+            return named(found)
+        of_host: dict[str, list[int]] = {}
+        for rank in found:
+            of_host.setdefault(self.ranks[rank].host if rank in self.ranks else "?", []).append(rank)
+        shown = [f"{host} ({named(members)})" for host, members in list(of_host.items())[:8]]
+        return ", ".join(shown) + (f" and {len(of_host) - 8} more hosts" if len(of_host) > 8 else "")
+
+
+def named(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(shown[:12]) + (", ..." if len(shown) > 12 else "")

@@ -1,0 +1,151 @@
+"""Goodput: how much of a run's wall time went into steps that count, and what the rest was lost to, over all its restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from echelon.contracts.run_dir import RunDir, read_json
+from echelon.contracts.times import TimeRecord, read_times
+from echelon.observe.facts import get, number
+
+__all__ = ["LOST", "Goodput", "goodput"]
+
+# What time is lost to, as it is shown.
+LOST = {
+    "startup": "from the start of an attempt to its training loop",
+    "redone": "steps after the checkpoint from which a later attempt went on",
+    "data": "waiting for batches",
+    "evaluation": "evaluations",
+    "checkpoint": "for which the training stopped for a checkpoint",
+    "hang": "from the last step to the end of an attempt that hung",
+    "ending": "from the last step that was written down to the end of another attempt",
+    "down": "between two attempts",
+    "outside": "between two training loops of an attempt",
+}
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds of a run; `wall_s` is `productive_s` and all that is in `lost` together.
+
+    Args:
+        wall_s: from its first start to its end, or to its last sign.
+        productive_s: in steps that were not trained again, without their wait for data.
+        wait_s: of these, in which the rank that waited least waited for others: the price of training in parallel, not lost.
+        lost: by the words of `LOST`, the most first; without what is zero.
+    """
+
+    wall_s: float
+    productive_s: float
+    wait_s: float = 0.0
+    lost: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1."""
+        return self.productive_s / self.wall_s if self.wall_s > 0 else 0.0
+
+    def __str__(self) -> str:
+        lost = ", ".join(f"{cause} {seconds / self.wall_s:.0%}" for cause, seconds in self.lost.items())
+        return f"{self.share:.0%} productive{f'; lost: {lost}' if lost else ''}"
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What one attempt left, of the rank that held up the others: its data is what all of them waited for."""
+
+    started: float
+    ended: float
+    hung: bool
+    records: Sequence[TimeRecord]
+
+    @classmethod
+    def read(cls, run: RunDir, commanded: float | None) -> _Attempt | None:
+        """None if nothing says when it was.
+
+        Args:
+            commanded: when the run was last commanded to start, which may be of this attempt or of another.
+        """
+        exit_json, records = read_json(run.exit_json), _critical(read_times(run))
+        began = records[0].time - records[0].wall_s - records[0].startup_s if records else None
+        started, ended = number(get(exit_json, "started")), number(get(exit_json, "ended"))
+        started = started if started is not None else began if began is not None else commanded
+        last = records[-1].time if records else started
+        ended = ended if ended is not None else last
+        if started is None or ended is None or not 0 <= started <= ended < 1e12:
+            return None
+        return cls(started, ended, isinstance(get(exit_json, "hang"), Mapping), records)
+
+
+def _critical(times: Mapping[int, Sequence[TimeRecord]]) -> Sequence[TimeRecord]:
+    """Of the rank that came furthest; among equals, of the one that waited least."""
+    ranks = [records for records in times.values() if records]
+    return min(ranks, key=lambda records: (-records[-1].steps[1], sum(r.wait_s for r in records)), default=[])
+
+
+def goodput(run: RunDir) -> Goodput | None:
+    """Of all attempts in a run's folder; None where nothing says when they were. Never an error.
+
+    An attempt's start and end are by its launcher's clock, what its loop did by the clock of its ranks; only durations are added.
+    """
+    commanded = number(get(read_json(run.run_json), "started"))
+    found = (_Attempt.read(RunDir(run.path, int(p.name)), commanded) for p in run.attempts())
+    attempts = _from_command([each for each in found if each is not None], commanded)
+    if not attempts:
+        return None
+    lost = dict.fromkeys(LOST, 0.0)
+    productive = wait = 0.0
+    for i, attempt in enumerate(attempts):
+        if i and attempt.started > attempts[i - 1].ended:
+            lost["down"] += attempt.started - attempts[i - 1].ended
+        begun = [later.records[0].steps[0] for later in attempts[i + 1 :] if later.records]
+        done, waited = _of_loop(attempt.records, min(begun, default=None), lost)
+        productive, wait = productive + done, wait + waited
+        _around_loop(attempt, lost)
+    wall = productive + sum(lost.values())
+    ordered = sorted(((cause, seconds) for cause, seconds in lost.items() if seconds > 0), key=lambda item: -item[1])
+    return Goodput(wall, productive, wait, dict(ordered))
+
+
+def _from_command(attempts: list[_Attempt], commanded: float | None) -> list[_Attempt]:
+    """The attempt that the latest command started begins with that, and not with its first rank."""
+    before = 0.0
+    for i, attempt in enumerate(attempts):
+        if commanded is not None and before <= commanded < attempt.started:
+            attempts[i] = replace(attempt, started=commanded)
+            break
+        before = attempt.ended
+    return attempts
+
+
+def _of_loop(records: Sequence[TimeRecord], kept: int | None, lost: dict[str, float]) -> tuple[float, float]:
+    """Productive seconds and waits of a loop, of which steps up to `kept` count; adds to `lost`."""
+    productive = wait = 0.0
+    for record in records:
+        first, last = record.steps
+        if kept is None or last <= kept:
+            counts = 1.0
+        else:
+            counts = max(0, kept - first) / (last - first) if last > first else 0.0
+        lost["redone"] += record.wall_s * (1 - counts)
+        lost["data"] += record.data_s * counts
+        lost["evaluation"] += record.eval_s * counts
+        lost["checkpoint"] += record.checkpoint_s * counts
+        productive += max(0.0, record.wall_s - record.data_s - record.eval_s - record.checkpoint_s) * counts
+        wait += record.wait_s * counts
+    return productive, wait
+
+
+def _around_loop(attempt: _Attempt, lost: dict[str, float]) -> None:
+    """What of an attempt is outside its records."""
+    records, span = attempt.records, attempt.ended - attempt.started
+    if not records:
+        lost["hang" if attempt.hung else "startup"] += span
+        return
+    rest = max(0.0, span - sum(record.wall_s for record in records))
+    startup = min(rest, max(0.0, records[0].time - records[0].wall_s - attempt.started))
+    ending = min(rest - startup, max(0.0, attempt.ended - records[-1].time))
+    lost["startup"] += startup
+    lost["hang" if attempt.hung else "ending"] += ending
+    lost["outside"] += rest - startup - ending

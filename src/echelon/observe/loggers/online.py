@@ -1,0 +1,200 @@
+"""Loggers to the trackers that people look at in a browser: Weights & Biases, MLflow, trackio.
+
+Rank 0 logs; on the other ranks every method does nothing. A logger begins at its first number, so that one that was made and
+never used leaves no empty run behind. Each tracker reads its own variables: `WANDB_MODE`, `MLFLOW_TRACKING_URI`, `TRACKIO_DIR`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import inspect
+import logging
+import math
+import os
+import re
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts.arguments import is_path
+from echelon.contracts.errors import UsageError, require
+from echelon.observe.loggers.logger import Scalar, hold, rank, scalar_to_float
+
+__all__ = ["MLflowLogger", "OnlineLogger", "TrackioLogger", "WandbLogger"]
+
+logger = logging.getLogger(__name__)
+
+# Steps that are held in memory, and for how long: numbers on a GPU are read when they are given on, all at once.
+_PORTION = 100
+_PORTION_S = 5.0
+
+
+class OnlineLogger(ABC):
+    """Collects the numbers of a step, and gives the tracker many steps at once.
+
+    Args:
+        project: under what the tracker lists its runs.
+        name: of the run there.
+        folder: where the tracker may keep files.
+        config: settings to show beside the numbers, as plain values.
+    """
+
+    package = ""
+
+    def __init__(
+        self, project: str, name: str | None = None, folder: str | Path = ".", config: Mapping[str, Any] | None = None
+    ) -> None:
+        require(isinstance(project, str) and bool(project), "project", "a name", project)
+        require(is_path(folder), "folder", "a folder", folder)
+        self.project, self.name, self.folder, self.config = project, name, Path(folder), dict(config or {})
+        self._rows: dict[int, dict[str, Scalar]] = {}
+        self._flushed_at, self._begun = time.monotonic(), False
+        self._tracker: Any = self._import() if rank() == 0 else None
+
+    def _import(self) -> Any:
+        """
+        Raises:
+            UsageError: it is not installed.
+        """
+        try:
+            return importlib.import_module(self.package)
+        except ImportError as error:
+            raise UsageError(
+                f"{type(self).__name__} needs {self.package}: pip install 'echelon[{self.package}]' ({error})."
+            ) from None
+
+    def log(self, name: str, data: Scalar, step: int) -> None:
+        """One number."""
+        self.log_dict({name: data}, step)
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        """Several numbers of a step."""
+        if self._tracker is None:
+            return
+        if not self._begun:
+            self._begin()
+            self._begun = True
+            atexit.register(self.close)
+        row = self._rows.get(step)
+        if row is None:
+            if len(self._rows) >= _PORTION or time.monotonic() - self._flushed_at >= _PORTION_S:
+                self.flush()
+            row = self._rows[step] = {}
+        row |= {name: hold(data) for name, data in payload.items()}
+
+    def flush(self) -> None:
+        """Give the tracker what is held."""
+        rows, self._rows, self._flushed_at = self._rows, {}, time.monotonic()
+        if rows:
+            self._send({step: {name: scalar_to_float(value) for name, value in row.items()} for step, row in rows.items()})
+
+    def close(self) -> None:
+        """Give on what is held, and end the run there. Also done when the process ends in an orderly way."""
+        if self._begun:
+            self.flush()
+            self._end()
+            self._begun = False
+            atexit.unregister(self.close)
+
+    @abstractmethod
+    def _begin(self) -> None: ...
+
+    @abstractmethod
+    def _send(self, rows: Mapping[int, Mapping[str, float]]) -> None: ...
+
+    @abstractmethod
+    def _end(self) -> None: ...
+
+
+class WandbLogger(OnlineLogger):
+    """To Weights & Biases. Without a login, or with `WANDB_MODE=offline`, into a folder that `wandb sync` uploads later."""
+
+    package = "wandb"
+
+    def _begin(self) -> None:
+        options: dict[str, Any] = {}
+        if "WANDB_MODE" not in os.environ and not self._has_login():
+            options["mode"] = "offline"
+            logger.warning("no login for Weights & Biases was found: the run is kept offline in %s/wandb", self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        settings = self._tracker.Settings(console="off", silent=True)  # the ranks' output is in the run's folder
+        self._run = self._tracker.init(
+            project=self.project, name=self.name, dir=str(self.folder), config=self.config, settings=settings, **options
+        )
+        # By a number of their own: wandb's steps may only grow, and a run that resumed repeats some.
+        self._run.define_metric("*", step_metric="step")
+
+    def _has_login(self) -> bool:
+        if os.environ.get("WANDB_API_KEY"):
+            return True
+        login = self._tracker.login
+        if "prompt" in inspect.signature(login).parameters:
+            return bool(login(prompt=False, verify=False))
+        return bool(self._tracker.api.api_key)  # before wandb 0.24
+
+    def _send(self, rows: Mapping[int, Mapping[str, float]]) -> None:
+        for step, row in rows.items():
+            self._run.log({**row, "step": step})
+
+    def _end(self) -> None:
+        self._run.finish()
+
+
+class MLflowLogger(OnlineLogger):
+    """To MLflow, where `MLFLOW_TRACKING_URI` says, else where MLflow keeps runs by itself. The project is the experiment."""
+
+    package = "mlflow"
+
+    def _begin(self) -> None:
+        try:
+            self._client = self._tracker.MlflowClient()
+            known = self._client.get_experiment_by_name(self.project)
+            experiment = known.experiment_id if known is not None else self._client.create_experiment(self.project)
+            self._id = self._client.create_run(experiment, run_name=self.name).info.run_id
+        except self._tracker.exceptions.MlflowException as error:
+            raise UsageError(
+                f"MLflow cannot begin a run: {str(error)[:300]}. Set MLFLOW_TRACKING_URI to your server, or install mlflow as a "
+                "whole for a database in a file."
+            ) from error
+        params = [self._tracker.entities.Param(_mlflow_name(k), str(v)[:6000]) for k, v in list(self.config.items())[:100]]
+        if params:
+            self._client.log_batch(self._id, params=params)
+
+    def _send(self, rows: Mapping[int, Mapping[str, float]]) -> None:
+        now = int(1000 * time.time())
+        metric = self._tracker.entities.Metric
+        found = [metric(_mlflow_name(name), value, now, step) for step, row in rows.items() for name, value in row.items()]
+        for at in range(0, len(found), 1000):  # as many as MLflow takes
+            self._client.log_batch(self._id, metrics=found[at : at + 1000])
+
+    def _end(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _mlflow_name(name: str) -> str:
+    return re.sub(r"[^\w\-. /]", "_", name)[:250]
+
+
+class TrackioLogger(OnlineLogger):
+    """To trackio, which keeps runs on this machine and shows them with `trackio show`."""
+
+    package = "trackio"
+
+    def _begin(self) -> None:
+        with contextlib.redirect_stdout(sys.stderr):  # what it has to say is not the script's output
+            self._run = self._tracker.init(
+                project=re.sub(r"[^\w\-]", "_", self.project), name=self.name, config=self.config, resume="allow"
+            )
+
+    def _send(self, rows: Mapping[int, Mapping[str, float]]) -> None:
+        for step, row in rows.items():
+            self._run.log({k: v if math.isfinite(v) else str(v) for k, v in row.items()}, step=step)
+
+    def _end(self) -> None:
+        with contextlib.redirect_stdout(sys.stderr):
+            self._run.finish()

@@ -1,0 +1,103 @@
+"""What was run, where and with what; of several runs, what differs between them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from echelon.contracts.redact import redacted_words
+from echelon.contracts.run_dir import RunDir
+from echelon.observe.columns import number
+from echelon.observe.facts import get, word
+from echelon.observe.page.shown import Shown
+from echelon.observe.page.text import NONE, safe, table, when
+
+__all__ = ["differences", "run_table"]
+
+_MOST = 200  # rows of settings, at most
+_DEEPEST = 4
+# Of every run another, whatever it does.
+_NO_SETTING = {"name", "started", "command"}
+
+
+def run_table(run: RunDir, about: Mapping[str, object]) -> str:
+    """The facts of run.json."""
+    words = _words(about.get("command"))
+    versions, commit, dirty = about.get("versions"), word(get(about, "git", "commit")), get(about, "git", "dirty")
+    state = {True: ", with uncommitted changes", False: ", clean"}.get(dirty, "") if isinstance(dirty, bool) else ""
+    facts: list[tuple[str, str | None]] = [
+        ("command", shlex.join(words) if words else word(about.get("command"))),
+        ("script", word(about.get("script"))),
+        ("host", word(about.get("host"))),
+        *((str(name), word(version)) for name, version in list(versions.items() if isinstance(versions, dict) else ())[:20]),
+        ("git", f"{commit}{state}" if commit else None),
+        ("launcher", word(about.get("launcher"))),
+        ("ranks", word(about.get("ranks"))),
+        ("started", when(number(about.get("started")))),
+        ("folder", str(run.path)),
+    ]
+    return table("Run", [], [[name, "unknown" if value is None else value] for name, value in facts], "")
+
+
+def differences(runs: Sequence[Shown]) -> str:
+    """The settings and the environment in which the runs differ: a row for each, with the value of each run."""
+    settings = [_flat(each.facts.about) for each in runs]
+    names = list(dict.fromkeys(name for of_run in settings for name in of_run))
+    differ = [name for name in names if len({of_run.get(name) for of_run in settings}) > 1]
+    if not differ:
+        return '<section><h2>Differences</h2><p class="none">Command, versions and code of these runs are the same.</p></section>'
+    head = "".join(f'<th class="run r{each.number % 8}">{safe(each.label, 60)}</th>' for each in runs)
+    rows = [
+        f'<tr><th scope="row">{safe(name, 60)}</th>'
+        + "".join(f"<td>{safe(of_run.get(name, NONE), 300)}</td>" for of_run in settings)
+        + "</tr>"
+        for name in differ[:_MOST]
+    ]
+    cut = "" if len(differ) <= _MOST else f"; {_MOST} of {len(differ)} shown"
+    under = f'<p class="none">{len(names) - len(differ)} other settings are the same{cut}.</p>'
+    made = f'<table class="rows"><thead><tr><th></th>{head}</tr></thead>{"".join(rows)}</table>'
+    return f'<section><h2>Differences</h2><div class="scroll" tabindex="0">{made}</div>{under}</section>'
+
+
+def _words(command: object) -> list[str] | None:
+    # Once more: an earlier version may have written the file.
+    return redacted_words([word(part) or "?" for part in command]) if isinstance(command, list) else None
+
+
+def _flat(about: Mapping[str, object]) -> dict[str, str]:
+    """Settings by a name of one line: versions.torch, and options of the script by their own names."""
+    found: dict[str, str] = {}
+    for name, value in about.items():
+        if name == "args":
+            found |= _options(_words(value) or [])
+        elif name not in _NO_SETTING:
+            _flatten(str(name), value, found, _DEEPEST)
+    return found
+
+
+def _flatten(name: str, value: object, found: dict[str, str], levels: int) -> None:
+    if isinstance(value, Mapping) and levels:
+        for key, each in value.items():
+            _flatten(f"{name}.{key}", each, found, levels - 1)
+    elif len(found) < 10 * _MOST:
+        found[name] = "none" if value is None else str(value)
+
+
+def _options(words: Sequence[str]) -> dict[str, str]:
+    """--lr 0.1 --fast a.txt: an option by its name, what is no option by its place."""
+    found: dict[str, str] = {}
+    place, at = 0, 0
+    while at < len(words):
+        name, sign, value = words[at].partition("=")
+        at += 1
+        if not name.startswith("-") or not name.strip("-"):
+            place += 1
+            found[f"argument {place}"] = words[at - 1]
+        elif sign:
+            found[name] = value
+        elif at < len(words) and not words[at].startswith("--"):
+            found[name] = words[at]
+            at += 1
+        else:
+            found[name] = "given"
+    return found

@@ -1,0 +1,117 @@
+"""The key numbers of a run, as a row of cards; of several runs, as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import takewhile
+from statistics import median
+
+from echelon.observe.columns import Line
+from echelon.observe.facts import Facts, word
+from echelon.observe.page.shown import Shown
+from echelon.observe.page.text import BINARY, NONE, duration, quantity, safe
+
+__all__ = ["compared", "figures", "unit"]
+
+_TAIL = 10  # records in the final loss
+
+Card = tuple[str, object, str]
+
+
+def unit(key: str) -> str:
+    """What a key of throughput counts: tokens/s."""
+    return f"{key.removesuffix('_per_s')[:40]}/s"
+
+
+def figures(shown: Shown) -> str:
+    """The row of key numbers: name, number, and what it is the number of."""
+    items = (f'<div><dt>{n}</dt><dd>{safe(v, 40)}</dd><dd class="under">{safe(u, 60)}</dd></div>' for n, v, u in _cards(shown))
+    return f'<dl class="figures">{"".join(items)}</dl>'
+
+
+def compared(runs: Sequence[Shown]) -> str:
+    """The same numbers of several runs, a row each."""
+    rows = []
+    cards = [_cards(each) for each in runs]
+    names = list(dict.fromkeys(name for of_run in cards for name, _, _ in of_run))
+    for each, of_run in zip(runs, cards, strict=True):
+        status, found = each.facts.status(), {name: (value, under) for name, value, under in of_run}
+        choice = (
+            f'<label class="run r{each.number % 8}"><input type="checkbox" checked data-run="{each.number}"> '
+            f"{safe(each.label, 60)}</label>"
+        )
+        cells = [f'<th scope="row">{choice}</th><td class="status {status.kind}">{safe(status.text, 60)}</td>']
+        for name in names:
+            value, under = found.get(name, (NONE, ""))
+            cells.append(f"<td>{safe(value, 40)}<small>{safe(under, 60)}</small></td>")
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    head = "".join(f"<th>{name}</th>" for name in ("Run", "Ended", *names))
+    made = f'<table class="rows compared"><thead><tr>{head}</tr></thead>{"".join(rows)}</table>'
+    return f'<div class="scroll" tabindex="0">{made}</div>'
+
+
+def _cards(shown: Shown) -> list[Card]:
+    facts = shown.facts
+    updates = facts.points("update").finite()
+    spans = [attempt.seconds() for attempt in facts.attempts]
+    known = [seconds for seconds in spans if seconds is not None]
+    failed = sum(attempt.status().kind == "failed" for attempt in facts.attempts)
+    steps = facts.steps()
+    cards: list[Card] = [
+        _train_figure(facts.points("loss")),
+        _eval_figure(facts.points("eval_loss")),
+        ("Steps", f"{steps[1]:,.12g}" if steps else NONE, f"{max(updates):,.12g} updates" if updates else "no updates"),
+    ]
+    for key in facts.rates()[:1]:
+        values = facts.points(key).finite()
+        cards.append(("Throughput", quantity(median(values)) if values else NONE, f"{unit(key)}, median"))
+    cards += _device_figures(facts)
+    ranks, launcher = word(facts.about.get("ranks")), word(facts.about.get("launcher"))
+    partly = "of the attempts that are known" if len(known) < len(spans) else ""
+    return [
+        *cards,
+        ("Wall time", duration(sum(known)) if known else NONE, partly),
+        *([("Goodput", f"{shown.goodput.share:.0%}", "of the wall time")] if shown.goodput is not None else []),
+        ("Ranks", ranks or NONE, launcher or ""),
+        ("Attempts", len(facts.attempts), f"{failed} failed" if failed else ""),
+    ]
+
+
+def _device_figures(facts: Facts) -> list[Card]:
+    """What rank 0 said of its device; of a CPU, the memory of its process."""
+    cards: list[Card] = []
+    if mfu := facts.points("mfu").finite():
+        cards.append(("MFU", f"{median(mfu):.1%}", "of the device's peak, median"))
+    if peak := facts.points("memory_peak_bytes").finite():
+        reserved = max(facts.points("memory_reserved_bytes").finite(), default=0.0)
+        retries = max(facts.points("alloc_retries").finite(), default=0.0)
+        under = "peak on rank 0" + (f"; {quantity(reserved, 1024, BINARY)} reserved" if reserved else "")
+        cards.append(("Memory", quantity(max(peak), 1024, BINARY), f"{under}, {retries:.0f} retries" if retries else under))
+    elif host := facts.points("host_memory_bytes").finite():
+        cards.append(("Memory", quantity(max(host), 1024, BINARY), "most of rank 0's process"))
+    return cards
+
+
+def _at(point: tuple[float, float]) -> str:
+    return f"{point[1]:.4g} at step {point[0]:,.12g}"
+
+
+def _train_figure(loss: Line) -> Card:
+    if not loss:
+        return "Train loss", NONE, "no record"
+    last = loss[-1][1]
+    if not math.isfinite(last):
+        finite = [point for point in loss if math.isfinite(point[1])]
+        return "Train loss", f"{last:.4g}", f"last finite: {_at(finite[-1])}" if finite else "never finite"
+    # Back to the last nan or inf at most: the mean is of records that follow each other.
+    tail = list(takewhile(math.isfinite, (value for _, value in loss[: -_TAIL - 1 : -1])))
+    mean = sum(value / len(tail) for value in tail)
+    return "Train loss", f"{mean:.4g}", f"mean of the last {len(tail)}" if len(tail) > 1 else "last record"
+
+
+def _eval_figure(evals: Line) -> Card:
+    if not evals:
+        return "Eval loss", NONE, "no evaluation"
+    best = min((point for point in evals if math.isfinite(point[1])), key=lambda point: point[1], default=None)
+    return "Eval loss", f"{evals[-1][1]:.4g}", f"best: {_at(best)}" if best else "never finite"

@@ -1,0 +1,187 @@
+"""Where the time of each rank went: a bar for each, and a map of ranks over steps that the page's script paints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from echelon.contracts.run_dir import RunDir
+from echelon.contracts.times import PARTS, TimeRecord, read_times
+from echelon.observe.chart import script_json
+from echelon.observe.page.text import safe
+from echelon.observe.stragglers import stragglers
+
+__all__ = ["Spent", "ranks", "spent_of", "times_of"]
+
+_CELLS = 4096  # of the map, at most
+_COLUMNS = 120
+_ROWS = 64  # of ranks; more are shown in groups, each by its slowest
+_BARS = 16
+_NAMED = 5  # ranks that held up the others at the end
+_NAMES = {
+    "data_s": "data",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "optimizer_s": "optimizer",
+    "wait_s": "waiting for other ranks",
+    "checkpoint_s": "checkpoint",
+    "eval_s": "evaluation",
+    "other_s": "other",
+}
+
+
+# What a step of a rank does not take by itself.
+_NOT_OWN = ("wait_s", "checkpoint_s", "eval_s")
+
+
+@dataclass
+class Spent:
+    """The time of one rank: of all its steps, and in each column of the map.
+
+    Attributes:
+        parts: seconds by part, of the steps that counted in the end.
+        steps: how many these are.
+        cells: (steps, seconds by part) of each column.
+        line: of the user's code, where it spent most of its own time, in its latest record that says so.
+    """
+
+    rank: int
+    cells: list[tuple[float, list[float]]]
+    line: str = ""
+    host: str = ""
+    parts: list[float] = field(default_factory=lambda: [0.0] * len(PARTS))
+    steps: float = 0.0
+
+    def settle(self) -> None:
+        for steps, parts in self.cells:
+            self.steps += steps
+            self.parts = [a + b for a, b in zip(self.parts, parts, strict=True)]
+
+    def own_s(self) -> float:
+        """Of a step: neither waiting for others nor checkpoints and evaluations."""
+        total = sum(spent for part, spent in zip(PARTS, self.parts, strict=True) if part not in _NOT_OWN)
+        return total / self.steps if self.steps else 0.0
+
+
+Times = Sequence[Mapping[int, Sequence[TimeRecord]]]
+
+
+def times_of(run: RunDir) -> Times:
+    """The records of each attempt, by rank."""
+    return [read_times(RunDir(run.path, int(path.name))) for path in run.attempts()]
+
+
+def spent_of(found: Times) -> tuple[list[Spent], tuple[int, int]]:
+    """The ranks' times over all attempts, and the steps that the columns go over; steps that were done again count once."""
+    records = [record for of_attempt in found for of_rank in of_attempt.values() for record in of_rank]
+    if not records:
+        return [], (0, 0)
+    low, high = min(r.steps[0] for r in records), max(r.steps[1] for r in records)
+    everyone = sorted({rank for of_attempt in found for rank in of_attempt})
+    columns = max(1, min(_COLUMNS, high - low, _CELLS // min(len(everyone), _ROWS)))
+    spent = {rank: Spent(rank, [(0.0, [0.0] * len(PARTS)) for _ in range(columns)]) for rank in everyone}
+    for of_attempt in found:
+        if began := [of_rank[0].steps[0] for of_rank in of_attempt.values()]:
+            _forget(spent.values(), _column(min(began), low, high, columns))
+        for rank, of_rank in of_attempt.items():
+            for record in of_rank:
+                _spread(spent[rank], record, low, high)
+    for each in spent.values():
+        each.settle()
+    return list(spent.values()), (low, high)
+
+
+def _forget(spent: Iterable[Spent], column: int) -> None:
+    """A later attempt goes on from here: what was done beyond is done again."""
+    for each in spent:
+        each.cells[column + 1 :] = [(0.0, [0.0] * len(PARTS)) for _ in each.cells[column + 1 :]]
+
+
+def _column(step: float, low: int, high: int, columns: int) -> int:
+    return min(columns - 1, int(columns * (step - low) / max(1, high - low)))
+
+
+def _spread(spent: Spent, record: TimeRecord, low: int, high: int) -> None:
+    """A record's time over the columns of its steps, evenly."""
+    columns = len(spent.cells)
+    first, last = (_column(step, low, high, columns) for step in (record.steps[0], max(record.steps[0], record.steps[1] - 1)))
+    share = 1.0 / (last - first + 1)
+    parts = [getattr(record, part) * share for part in PARTS]
+    for at in range(first, last + 1):
+        steps, known = spent.cells[at]
+        spent.cells[at] = (steps + record.count * share, [a + b for a, b in zip(known, parts, strict=True)])
+    spent.line, spent.host = record.line or spent.line, record.host or spent.host
+
+
+def ranks(run: RunDir) -> str:
+    """The section; empty for a run that left no times."""
+    times = times_of(run)
+    spent, (low, high) = spent_of(times)
+    if not spent:
+        return ""
+    slow = "".join(f"<p>{safe(str(each)[:1].upper() + str(each)[1:], 400)}.</p>" for each in stragglers(times[-1])[:_NAMED])
+    keys = "".join(f'<span class="key p{n}">{_NAMES[part]}</span>' for n, part in enumerate(PARTS))
+    return (
+        f'<section class="ranks"><h2>Where the time goes</h2><span class="legend">{keys}</span>{slow}{_bars(spent)}'
+        f"{_map(spent, low, high)}</section>"
+    )
+
+
+def _bars(spent: Sequence[Spent]) -> str:
+    """A step of each rank, in milliseconds; of many ranks the slowest by their own time."""
+    slowest = sorted(spent, key=lambda each: -each.own_s())
+    shown = sorted(slowest[:_BARS], key=lambda each: each.rank)
+    whole = max((sum(each.parts) / max(each.steps, 1e-9) for each in shown if each.steps), default=0.0) or 1.0
+    rows = []
+    for each in shown:
+        x, bars, steps = 0.0, [], each.steps or float("inf")
+        for n, part in enumerate(PARTS):
+            width = 100 * each.parts[n] / steps / whole
+            if width > 0.05:
+                told = f"{_NAMES[part]}: {_ms(each.parts[n] / steps)}"
+                bars.append(f'<rect class="p{n}" x="{x:.2f}%" width="{width:.2f}%" height="100%"><title>{told}</title></rect>')
+            x += width
+        words = ", ".join(f"{_NAMES[part]} {_ms(each.parts[n] / steps)}" for n, part in enumerate(PARTS) if each.parts[n])
+        bar = f'<svg class="bar" role="img" aria-label="{words}">{"".join(bars)}</svg>'
+        cells = f"<td>{_ms(sum(each.parts) / steps)}</td><td>{_ms(each.own_s())}</td>"
+        rows.append(f'<tr><th scope="row">{each.rank}</th>{cells}<td>{bar}</td><td>{safe(each.line or "", 120)}</td></tr>')
+    head = "".join(f"<th>{name}</th>" for name in ("rank", "a step", "its own", "", "its slowest line"))
+    more = f'<p class="none">The {_BARS} slowest of {len(spent)} ranks.</p>' if len(spent) > _BARS else ""
+    made = f'<table class="rows bars"><thead><tr>{head}</tr></thead>{"".join(rows)}</table>'
+    return f'<div class="scroll" tabindex="0">{made}</div>{more}'
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _map(spent: Sequence[Spent], low: int, high: int) -> str:
+    size = -(-len(spent) // _ROWS)
+    groups = [spent[at : at + size] for at in range(0, len(spent), size)]
+    labels = [str(g[0].rank) if len(g) == 1 else f"{g[0].rank} to {g[-1].rank}" for g in groups]
+    views = {"its own time": [p for p in PARTS if p not in _NOT_OWN], "everything": list(PARTS)}
+    views |= {name: [part] for part, name in _NAMES.items() if any(each.parts[PARTS.index(part)] for each in spent)}
+    layers = {name: [_row(group, parts) for group in groups] for name, parts in views.items()}
+    grouped = " of the slowest rank of each group" if size > 1 else ""
+    data = script_json({"steps": [low, high], "ranks": labels, "layers": layers})
+    choices = "".join(f"<option>{name}</option>" for name in layers)
+    return (
+        f'<div class="heat" hidden><label>Milliseconds a step{grouped}: <select>{choices}</select></label>'
+        '<span class="scale"><span></span><i></i><span></span></span>'
+        f'<div class="grid"><div class="names"></div><div class="cells" tabindex="0" role="application" '
+        f'aria-label="map of ranks over steps; arrow keys move"><canvas></canvas><b></b>'
+        f'<div class="tip" role="status"></div></div></div>'
+        f'<p class="ends"><span>step {low:,}</span><span>step {high:,}</span></p>'
+        f'<script type="application/json">{data}</script></div>'
+    )
+
+
+def _row(group: Sequence[Spent], parts: Sequence[str]) -> list[float | None]:
+    """Milliseconds a step in each column, of the slowest of the group; None where no step ended."""
+    at = [PARTS.index(part) for part in parts]
+    row: list[float | None] = []
+    for column in range(len(group[0].cells)):
+        cells = [each.cells[column] for each in group]
+        values = [1e3 * sum(spent[n] for n in at) / steps for steps, spent in cells if steps]
+        row.append(float(f"{max(values):.3g}") if values else None)
+    return row

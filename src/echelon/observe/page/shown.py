@@ -1,0 +1,44 @@
+"""A run on the page: its folder, its facts, and what it is called there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from echelon.contracts.run_dir import RunDir
+from echelon.observe.facts import Facts, read
+from echelon.observe.goodput import Goodput, goodput
+from echelon.observe.page.text import clean
+
+__all__ = ["Shown", "shown_of"]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One of the runs of a page.
+
+    Args:
+        number: its place among them, which decides its colour.
+        label: its name; of several with the same name, with the folder that it is in.
+        goodput: None for a run that left no times.
+    """
+
+    number: int
+    run: RunDir
+    facts: Facts
+    label: str
+    goodput: Goodput | None = None
+
+
+def shown_of(runs: Sequence[RunDir]) -> list[Shown]:
+    """Read the runs' folders."""
+    facts = [read(run) for run in runs]
+    names = [clean(each.name, 60) for each in facts]
+    folders = [clean(run.path.absolute(), 60) for run in runs]
+    labels = [folder if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)]
+    return [Shown(n, *each, _goodput(each[0])) for n, each in enumerate(zip(runs, facts, labels, strict=True))]
+
+
+def _goodput(run: RunDir) -> Goodput | None:
+    found = goodput(run)
+    return found if found is not None and found.productive_s > 0 else None  # without times nothing tells a step from a wait

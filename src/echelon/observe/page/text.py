@@ -1,0 +1,78 @@
+"""Texts and numbers as the page shows them, and its tables."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Sequence
+from html import escape
+
+__all__ = ["BINARY", "NONE", "clean", "duration", "quantity", "safe", "table", "when"]
+
+NONE = "\N{EN DASH}"
+BINARY = (" B", " KiB", " MiB", " GiB", " TiB")
+_ROWS = 50  # rows of a table, at most
+
+# Also what would turn the direction of the text around it.
+_UNPRINTABLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def clean(value: object, limit: int = 500) -> str:
+    """Text without control characters, not escaped; only the end of it if it is longer than `limit`."""
+    text = _UNPRINTABLE.sub("", str(value))
+    return text if len(text) <= limit else f"… {text[-limit:]}"
+
+
+def safe(value: object, limit: int = 500) -> str:
+    """`clean` text, escaped: for an element, or a quoted attribute."""
+    return escape(clean(value, limit))
+
+
+def when(seconds: float | None) -> str:
+    try:
+        return "unknown" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    except (ValueError, OverflowError, OSError):  # not a time that any clock has shown
+        return "unknown"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None or not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+
+
+def quantity(value: float, base: int = 1000, units: Sequence[str] = ("", "k", "M", "G", "T")) -> str:
+    """Four digits and a unit: 12.35k."""
+    power = 0
+    while abs(value) >= base and power < len(units) - 1:
+        value, power = value / base, power + 1
+    return f"{value:.4g}{units[power]}"
+
+
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]], empty: str, *, folded: bool = False) -> str:
+    """A table of texts; without `head`, the first cell of each row is its heading.
+
+    Args:
+        head: any text.
+        empty: said in place of a table without rows.
+        folded: shown when it is asked for.
+    """
+    if not rows:
+        return f'<section><h2>{title}</h2><p class="none">{empty}</p></section>'
+    lines = [f"<thead><tr>{''.join(f'<th>{safe(name, 60)}</th>' for name in head)}</tr></thead>"] if head else []
+    for row in rows[-_ROWS:]:
+        cells = [f"<td>{safe(cell, 2000)}</td>" for cell in row]
+        if not head:
+            cells[0] = f"<th>{safe(row[0], 60)}</th>"
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    made = f'<div class="scroll" tabindex="0"><table class="{"rows" if head else "facts"}">{"".join(lines)}</table></div>'
+    more = f'<p class="none">The last {_ROWS} of {len(rows)}.</p>' if len(rows) > _ROWS else ""
+    if folded:
+        return f"<section><details><summary><h2>{title}</h2></summary>{made}{more}</details></section>"
+    return f"<section><h2>{title}</h2>{made}{more}</section>"

@@ -1,0 +1,147 @@
+"""What is known of a run's progress: from the lines of metrics.jsonl and its events, as one line of text."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import Any
+
+from echelon.contracts.terminal import printable
+
+__all__ = ["ProgressModel", "plain_number"]
+
+
+class ProgressModel:
+    """The latest of everything worth showing, and the time left."""
+
+    def __init__(self) -> None:
+        self.phase = ""
+        self.step = 0
+        self.total_steps: int | None = None
+        self.loss: float | None = None
+        self.lr: float | None = None
+        self.rate: float | None = None
+        self.rate_unit = self._rate_key = ""
+        self.eval_loss: float | None = None
+        self.mfu: float | None = None
+        self.memory: float | None = None  # bytes of rank 0's GPU, at most so far
+        self.slowest = ""
+        self._origin: tuple[float, int] | None = None
+        self._seconds_per_step: float | None = None
+        self._shown_step = -1
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Take in one line of metrics.jsonl."""
+        if "eval_loss" in record:
+            self.eval_loss = plain_number(record["eval_loss"])
+            return
+        step, now = _step(record, self.step), plain_number(record.get("time"))
+        now = now if now is not None and abs(now) < 1e12 else time.time()
+        if self._origin is not None and step > self._origin[1]:
+            # The mean since the phase began: compile and warm-up steps fade, a short stall does not swing the estimate.
+            self._seconds_per_step = (now - self._origin[0]) / (step - self._origin[1])
+        elif self._origin is None:
+            self._origin = (now, step)
+        self.step = step
+        loss = plain_number(record.get("loss"))
+        if loss is not None:
+            self.loss = loss if self.loss is None or loss != loss else 0.9 * self.loss + 0.1 * loss
+        self.lr = plain_number(record.get("lr"))
+        if self._rate_key not in record:
+            self._rate_key = next((k for k in record if k.endswith("_per_s")), "")
+            self.rate_unit = printable(self._rate_key.removesuffix("_per_s")[:40])
+        mfu = plain_number(record.get("mfu"))
+        if mfu is not None:
+            self.mfu = mfu if self.mfu is None else 0.9 * self.mfu + 0.1 * mfu
+        memory = plain_number(record.get("memory_peak_bytes"))
+        self.memory = self.memory if memory is None else memory
+        rate = plain_number(record.get(self._rate_key))
+        if rate is not None:
+            self.rate = rate if self.rate is None else 0.9 * self.rate + 0.1 * rate
+
+    def event(self, event: dict[str, Any]) -> str | None:
+        """Take in one event; returns a line if it is worth one."""
+        name = event.get("event", "")
+        if name == "train_start":
+            self.phase, self.total_steps = "train", _step(event, 0, "total_steps") or None
+            self.step = _step(event, 0)
+            self._origin, self._seconds_per_step = None, None
+            total = f" of {self.total_steps}" if self.total_steps else ""
+            return f"training from step {self.step}{total}"
+        if name == "eval_start":
+            self.phase = "evaluate"
+        elif name == "eval_end":
+            self.phase = "train" if event.get("within_fit") else ""
+            loss = plain_number(event.get("eval_loss"))
+            return f"step {_step(event, self.step)}  eval loss {loss:.4f}" if loss is not None else None
+        elif name == "train_end":
+            self.phase = ""
+        elif name == "checkpoint_saved":
+            return printable(f"checkpoint {_short(str(event.get('path', '')))}")
+        return None
+
+    @property
+    def left_s(self) -> float | None:
+        if self._seconds_per_step is None or not self.total_steps:
+            return None
+        return max(0, self.total_steps - self.step) * self._seconds_per_step
+
+    def line(self) -> str:
+        """One line of plain text, the same for both kinds of output."""
+        parts = [f"step {self.step}" + (f"/{self.total_steps}" if self.total_steps else "")]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4f}")
+        if self.lr is not None:
+            parts.append(f"lr {self.lr:.3g}")
+        if self.rate is not None:
+            parts.append(f"{_count(self.rate)} {self.rate_unit}/s")
+        if self.mfu is not None:
+            parts.append(f"MFU {self.mfu:.0%}")
+        if self.memory is not None and 0 < self.memory < 1e18:
+            parts.append(f"{self.memory / (1 << 30):.3g} GiB")
+        if self.slowest:
+            parts.append(self.slowest)
+        if self.left_s is not None:
+            parts.append(f"{_duration(self.left_s)} left")
+        if self.phase == "evaluate":
+            parts.append("evaluating")
+        return "  ".join(parts)
+
+    @property
+    def fraction(self) -> float | None:
+        return min(1.0, self.step / self.total_steps) if self.total_steps else None
+
+
+def plain_number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _step(record: dict[str, Any], otherwise: int, name: str = "step") -> int:
+    """A number of steps, of files that may hold anything."""
+    value = record.get(name)
+    return value if type(value) is int and 0 <= value < 1 << 62 else otherwise
+
+
+def _count(value: float) -> str:
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= limit:
+            return f"{value / (1e3 if unit == 'k' else limit):.1f}{unit}"
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+    return f"{whole // 60}:{whole % 60:02d}"
+
+
+def _short(path: str) -> str:
+    with contextlib.suppress(ValueError):
+        relative = os.path.relpath(path)
+        return relative if len(relative) < len(path) else path
+    return path

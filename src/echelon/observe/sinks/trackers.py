@@ -1,0 +1,108 @@
+"""Trackers by name: the numbers of metrics.jsonl, also to TensorBoard, Weights & Biases, MLflow, trackio or a CSV file.
+
+`echelon run --track wandb,csv` names them for every script; it reaches the ranks by `ECHELON_TRACK`. A tracker that fails, as
+when its server is away, is said once and left out: the run goes on, and metrics.jsonl has its numbers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from echelon.contracts.errors import UsageError
+from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir, read_json
+from echelon.observe.loggers import CSVLogger, MetricLogger, MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
+
+__all__ = ["TRACKERS", "TrackerSink", "names_of", "trackers"]
+
+logger = logging.getLogger(__name__)
+
+Make = Callable[[RunDir, Mapping[str, Any]], MetricLogger]
+
+TRACKERS: Mapping[str, Make] = {
+    "csv": lambda run, config: CSVLogger(run.path / "metrics.csv"),
+    "mlflow": lambda run, config: MLflowLogger(_project(), run.name, run.path, config),
+    "tensorboard": lambda run, config: TensorBoardLogger(run.path / "tensorboard"),
+    "trackio": lambda run, config: TrackioLogger(_project(), run.name, run.path, config),
+    "wandb": lambda run, config: WandbLogger(_project(), run.name, run.path, config),
+}
+# What a record says of itself.
+_NO_NUMBERS = ("step", "time", "update")
+
+
+def _project() -> str:
+    return os.environ.get("ECHELON_PROJECT") or "echelon"
+
+
+def names_of(text: str) -> list[str]:
+    """The trackers of `tensorboard,wandb`.
+
+    Raises:
+        UsageError: one that is not known, or not installed here.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in TRACKERS:
+            raise UsageError(f"--track must be names of {', '.join(TRACKERS)}, with commas between them, got {name!r}.")
+        if name != "csv" and importlib.util.find_spec(name) is None:
+            raise UsageError(f"--track {name} needs a package that is not installed: pip install 'echelon[{name}]'.")
+    return list(dict.fromkeys(names))
+
+
+class TrackerSink:
+    """Gives a logger the numbers of records."""
+
+    def __init__(self, name: str, made: MetricLogger) -> None:
+        self._name, self._logger = name, made
+        self._failed = False
+
+    def records(self, records: list[dict[str, Any]]) -> None:
+        for record in records:
+            numbers = {k: v for k, v in record.items() if k not in _NO_NUMBERS and type(v) in (int, float)}
+            if numbers:
+                self._try(partial(self._logger.log_dict, numbers, record["step"]))
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Events are the run folder's."""
+
+    def close(self) -> None:
+        self._try(self._logger.close)
+
+    def _try(self, do: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            do()
+        except UsageError:
+            raise
+        except Exception as error:  # whatever a library of others, or the network, comes up with
+            self._failed = True
+            logger.warning(
+                "%s gets no more numbers: %s. The run continues; metrics.jsonl has them.", self._name, repr(error)[:500]
+            )
+
+
+def trackers(run: RunDir) -> list[TrackerSink]:
+    """Those that the environment asks for.
+
+    Raises:
+        UsageError: one is not known, or not installed.
+    """
+    names = names_of(os.environ.get(TRACK_VARIABLE, ""))
+    config = _config(run) if names else {}
+    return [TrackerSink(name, TRACKERS[name](run, config)) for name in names]
+
+
+def _config(run: RunDir) -> dict[str, Any]:
+    """What run.json says of the run, as names of one level."""
+    found: dict[str, Any] = {}
+    for name, value in (read_json(run.run_json) or {}).items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{key}": each for key, each in value.items()}
+        else:
+            found[name] = " ".join(map(str, value)) if isinstance(value, list) else value
+    return found

@@ -1,0 +1,173 @@
+"""Stragglers: ranks for which the others wait, and why. From the time that each spends by itself, outside of collectives.
+
+Ranks that train together take equally long for a step, as they wait for the slowest; what differs is how much of it each of them
+computes, and how much it waits. Only durations are compared, never the clocks of two machines.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from echelon.contracts.times import TimeRecord
+
+__all__ = ["Straggler", "stragglers"]
+
+# A rank is slow if its own time of a step is so many times that of the others' median, and so much more,
+_FACTOR = 1.5
+_LEAST_S = 0.002
+# and so much of the step, in which the others do wait.
+_LEAST_OF_STEP = 0.1
+# It is judged by its latest records, of so many steps and so long; fewer than the second pair say nothing.
+_STEPS, _SECONDS = 20, 1.0
+_FEWEST_STEPS, _FEWEST_SECONDS = 10, 0.3
+_MOST_RECORDS = 30
+# One thing is the cause if it explains so much of what a rank takes longer. The kernel computes while it reads and writes.
+_EXPLAINS = {"gc": 0.5, "disk": 0.3, "data": 0.5}
+
+Cause = Literal["data", "compute", "gc", "disk"]
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that holds up the others.
+
+    Args:
+        factor: its own time of a step over the median of the other ranks'.
+        cause: "data": it waits for batches; "gc": it collects garbage; "disk": it waits for a file system; "compute": all else.
+        line: of the user's code, where it spends most of its own time; empty if unknown.
+    """
+
+    rank: int
+    host: str
+    factor: float
+    cause: Cause
+    line: str = ""
+
+    def __str__(self) -> str:
+        what = {"data": "its data", "compute": "its own computation", "gc": "collecting garbage", "disk": "its disk"}[self.cause]
+        where = f" on {self.host}" if self.host else ""
+        return (
+            f"rank {self.rank}{where} takes {self.factor:.1f} x as long as the others: {what}{f', {self.line}' * bool(self.line)}"
+        )
+
+
+def stragglers(times: Mapping[int, Sequence[TimeRecord]]) -> list[Straggler]:
+    """The stragglers now, the slowest first; none in a healthy run, nor before there is enough to judge by.
+
+    Args:
+        times: the records of an attempt by rank, as `contracts.times.read_times` gives them; the latest suffice.
+    """
+    alike: dict[str, list[_Usual]] = defaultdict(list)
+    for rank, records in times.items():
+        if (usual := _Usual.of(rank, records)) is not None:
+            alike[usual.latest.role].append(usual)
+    found = [s for ranks in alike.values() if len(ranks) > 1 for s in _among(ranks)]
+    return sorted(found, key=lambda s: (-s.factor, s.rank))
+
+
+@dataclass(frozen=True)
+class _Usual:
+    """What a step of a rank takes now, in seconds: each number is the median over its latest records."""
+
+    rank: int
+    latest: TimeRecord
+    line: str
+    own: float  # of the usual step
+    mean: float  # own time of a step, with what comes only now and then
+    data: float
+    gc: float
+    disk: float
+    wait: float
+    wall: float
+
+    @classmethod
+    def of(cls, rank: int, records: Sequence[TimeRecord]) -> _Usual | None:
+        """None if there is not enough yet. The first record of a loop is left out: it is of its first steps, which compile."""
+        taken: list[TimeRecord] = []
+        steps, seconds = 0, 0.0
+        for record in reversed(records[1:]):
+            if record.count:
+                taken.append(record)
+                steps, seconds = steps + record.count, seconds + record.wall_s
+            if (steps >= _STEPS and seconds >= _SECONDS) or len(taken) == _MOST_RECORDS:
+                break
+        if steps < _FEWEST_STEPS or seconds < _FEWEST_SECONDS:
+            return None
+
+        def usual(values: Sequence[float]) -> float:
+            return median(v for v, record in zip(values, taken, strict=True) for _ in range(max(1, 20 * record.count // steps)))
+
+        def of_step(name: str) -> float:
+            return usual([getattr(r, name) / r.count for r in taken])
+
+        return cls(
+            rank,
+            taken[0],
+            _line(taken),
+            own=usual([r.own_s or _own(r) for r in taken]),
+            mean=usual([_own(r) for r in taken]),
+            data=of_step("data_s"),
+            gc=of_step("gc_s"),
+            disk=sum(r.disk_s for r in taken) / steps,  # by looks, of which a record has few
+            wait=of_step("wait_s"),
+            wall=usual([_wall(r) for r in taken]),
+        )
+
+
+def _own(record: TimeRecord) -> float:
+    own = record.data_s + record.forward_s + record.backward_s + record.optimizer_s + record.other_s
+    return max(0.0, own - record.queue_s) / record.count
+
+
+def _wall(record: TimeRecord) -> float:
+    return (record.wall_s - record.checkpoint_s - record.eval_s) / record.count
+
+
+def _line(records: Sequence[TimeRecord]) -> str:
+    """The line of most of the time."""
+    lines: dict[str, float] = defaultdict(float)
+    for record in records:
+        lines[record.line] += record.wall_s
+    lines.pop("", None)
+    return max(lines, key=lambda line: lines[line], default="")
+
+
+def _among(ranks: Sequence[_Usual]) -> list[Straggler]:
+    """Of ranks that do the same."""
+    found = []
+    others = {
+        name: _median_of_others([getattr(r, name) for r in ranks]) for name in ("own", "mean", "data", "gc", "disk", "wait")
+    }
+    for i, rank in enumerate(ranks):
+
+        def more(name: str, rank: _Usual = rank, i: int = i) -> float:
+            return float(getattr(rank, name)) - others[name][i]
+
+        if rank.wait >= others["wait"][i]:
+            continue
+        for own in ("own", "mean"):
+            excess, usual = more(own), others[own][i]
+            if excess < max(_LEAST_S, _LEAST_OF_STEP * rank.wall) or getattr(rank, own) < _FACTOR * usual:
+                continue
+            cause = next((c for c, share in _EXPLAINS.items() if more(c) >= share * excess), "compute")
+            if own == "mean" and cause == "compute":  # a slow step now and then: not by looking 20 times a second
+                continue
+            factor = getattr(rank, own) / max(usual, 1e-6)
+            found.append(Straggler(rank.rank, rank.latest.host, factor, cause, rank.line))  # type: ignore[arg-type]
+            break
+    return found
+
+
+def _median_of_others(values: Sequence[float]) -> list[float]:
+    """For each value the median of all the others."""
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    inner, found = [values[i] for i in order], [0.0] * len(values)
+    size = len(values) - 1
+    for at, i in enumerate(order):
+        low, high = (size - 1) // 2, size // 2
+        found[i] = (inner[low + (low >= at)] + inner[high + (high >= at)]) / 2
+    return found

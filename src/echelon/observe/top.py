@@ -1,0 +1,304 @@
+"""A run as it is now, from its folder alone: where each rank is, who is slow, what was said last. For `echelon top`.
+
+`Watch` reads what came since it last looked; `lines` makes text of it. Nothing asks the ranks, so watching costs them nothing.
+A run on a cluster is watched from wherever its folder is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts.events import LineReader
+from echelon.contracts.files import read_end
+from echelon.contracts.run_dir import RunDir, read_json
+from echelon.contracts.terminal import columns, one_line
+from echelon.contracts.times import PARTS, TimeRecord
+from echelon.observe.columns import number
+from echelon.observe.facts import Attempt, get, word
+from echelon.observe.recent import Recent
+from echelon.observe.sinks.model import ProgressModel
+from echelon.observe.stragglers import stragglers
+
+__all__ = ["Now", "Watch", "lines"]
+
+_TAIL_BYTES = 1 << 16
+_SILENT_S = 60.0  # after which a run that has not ended is said to be silent
+_EVENTS = 3
+_LOG_LINES = 5
+_SHOWN = (
+    "loss",
+    "eval_loss",
+    "lr",
+    "grad_norm",
+    "tokens_per_s",
+    "samples_per_s",
+    "mfu",
+    "memory_peak_bytes",
+    "host_memory_bytes",
+)
+_NOTED = {"train_start", "checkpoint_saved", "checkpoint_failed", "eval_end", "exception", "stopped", "train_end"}
+
+
+@dataclass(frozen=True)
+class Now:
+    """What is known of a run at one moment.
+
+    Args:
+        name, ranks: as run.json has them.
+        attempt: the newest one; None before the first.
+        ended: how earlier attempts ended, by number.
+        progress: the line of progress, and how much of the run is done, from 0 to 1.
+        since_s: since the run last wrote anything.
+        step, total_steps: completed, and of the whole run as far as it is known.
+        latest: numbers of the latest records of metrics.jsonl, by name.
+        times: the latest record of each rank.
+        slow: a sentence on each rank that holds up the others.
+        said: the latest events, a line each.
+        output: the last lines of a rank's output, and whose they are.
+    """
+
+    name: str
+    ranks: str
+    attempt: Attempt | None
+    ended: Sequence[Attempt]
+    progress: str
+    fraction: float | None
+    since_s: float | None
+    running_s: float | None
+    step: int
+    total_steps: int | None
+    latest: Mapping[str, float]
+    times: Mapping[int, TimeRecord]
+    slow: Sequence[str]
+    said: Sequence[str]
+    output: tuple[int, Sequence[str]]
+
+
+class Watch:
+    """Follows a run, through all of its attempts.
+
+    Args:
+        rank: whose output is shown; None is the first rank that failed, else rank 0.
+    """
+
+    def __init__(self, run: RunDir, rank: int | None = None) -> None:
+        self._run, self._rank = run, rank
+        self._attempt = -1
+        self._model, self._metrics = ProgressModel(), _from_near_end(run.metrics)
+        self._events: LineReader | None = None
+        self._seen: list[dict[str, Any]] = []
+        self._numbers: dict[str, float] = {}
+        self._times: Recent | None = None
+        self._ended: dict[int, Attempt] = {}
+
+    def look(self) -> Now:
+        """What there is now. Never an error: what cannot be read is not shown."""
+        numbers = [int(path.name) for path in self._run.attempts()]
+        if numbers and numbers[-1] != self._attempt:
+            self._begin(numbers)
+        there = RunDir(self._run.path, max(self._attempt, 0))
+        fresh = self._events.read() if self._events is not None else []
+        self._seen = [*self._seen, *fresh][-10_000:]
+        for said in sorted([*self._metrics.read(), *fresh], key=lambda each: number(each.get("time")) or 0.0):
+            if "event" in said:
+                self._model.event(said)
+            else:
+                self._model.record(said)
+                self._numbers |= {name: value for name in _SHOWN if (value := number(said.get(name))) is not None}
+        times = self._times.look() if self._times is not None else {}
+        about = read_json(self._run.run_json)
+        attempt = Attempt(self._attempt, read_json(there.exit_json), self._seen) if self._attempt >= 0 else None
+        return Now(
+            name=word(get(about, "name")) or self._run.name,
+            ranks=word(get(about, "ranks")) or "?",
+            attempt=attempt,
+            ended=list(self._ended.values()),
+            progress=self._model.line() if self._model.step or self._model.loss is not None else "",
+            fraction=self._model.fraction,
+            since_s=_since(there),
+            running_s=_running(attempt),
+            step=self._model.step,
+            total_steps=self._model.total_steps,
+            latest=dict(self._numbers),
+            times={rank: records[-1] for rank, records in times.items()},
+            slow=[str(each) for each in stragglers(times)[:3]],
+            said=[line for event in self._seen if (line := _event_line(event))][-_EVENTS:],
+            output=self._output(there, attempt),
+        )
+
+    def _begin(self, numbers: Sequence[int]) -> None:
+        """A new attempt: the others have ended."""
+        for n in numbers[:-1]:
+            if n not in self._ended:
+                self._ended[n] = Attempt(n, read_json(RunDir(self._run.path, n).exit_json), [])
+        self._attempt = numbers[-1]
+        there = RunDir(self._run.path, self._attempt)
+        self._events, self._times = LineReader(there.events(0)), Recent(there)
+        self._seen = []
+
+    def _output(self, there: RunDir, attempt: Attempt | None) -> tuple[int, Sequence[str]]:
+        failure = attempt.failure() if attempt is not None else None
+        said = (failure.rank if failure is not None else None) or "0"
+        failed = int(said) if said.isdecimal() and len(said) < 8 else 0
+        rank = failed if self._rank is None else self._rank
+        try:
+            text = read_end(there.log(rank), 8192).decode("utf-8", "replace")
+        except OSError:
+            return rank, []
+        return rank, [line for line in text.replace("\r", "\n").splitlines() if line.strip()][-_LOG_LINES:]
+
+
+def _from_near_end(path: Path) -> LineReader:
+    reader = LineReader(path)
+    with contextlib.suppress(OSError):  # not there yet
+        reader.start_at(max(0, path.lstat().st_size - _TAIL_BYTES))
+    return reader
+
+
+def _since(there: RunDir) -> float | None:
+    """Seconds since anything of the attempt was written; None before that."""
+    times = []
+    for path in [there.metrics, there.events(0), there.log(0), *_some(there.attempt_path)]:
+        try:
+            times.append(path.lstat().st_mtime)
+        except OSError:
+            continue
+    return max(0.0, time.time() - max(times)) if times else None
+
+
+def _some(folder: Path) -> Iterator[Path]:
+    try:
+        yield from sorted(folder.glob("times.rank*.jsonl"))[:8]
+    except OSError:
+        return
+
+
+def _running(attempt: Attempt | None) -> float | None:
+    if attempt is None:
+        return None
+    began, ended = attempt.span()
+    if began is None:
+        return None
+    return max(0.0, (ended if attempt.exit is not None and ended is not None else time.time()) - began)
+
+
+def _event_line(event: Mapping[str, Any]) -> str:
+    """An event in a line; empty for one that is not worth it."""
+    name, at = event.get("event"), number(event.get("time"))
+    if name not in _NOTED:
+        return ""
+    clock = time.strftime("%H:%M:%S", time.localtime(at)) if at is not None and 0 < at < 4e9 else "--:--:--"
+    step, loss = number(event.get("step")), number(event.get("eval_loss"))
+    words = {
+        "train_start": "training begins",
+        "checkpoint_saved": "checkpoint",
+        "checkpoint_failed": f"checkpoint failed: {event.get('error')}",
+        "eval_end": f"evaluation {loss:.4f}" if loss is not None else "evaluation",
+        "exception": f"{event.get('kind')}: {event.get('message')}",
+        "stopped": f"stopped by {event.get('signal')}",
+        "train_end": "training ends",
+    }[str(name)]
+    return f"{clock}  {words}{f' at step {step:.0f}' if step is not None else ''}"
+
+
+# --- as text
+
+
+def lines(now: Now, *, width: int = 100, height: int = 40, job: str = "") -> list[str]:
+    """A screen of text: at most `height` lines of at most `width` characters, safe for a terminal.
+
+    Args:
+        job: what the scheduler says of the job.
+    """
+    head = [_state(now, job)]
+    if now.progress:
+        head.append(_bar(now.fraction) + now.progress)
+    head += [f"attempt {each.number}: {_ended(each)}" for each in now.ended[-3:]]
+    if now.attempt is not None and (explained := now.attempt.explained()):
+        head += ["", *_wrapped(explained, width)]
+    head += [f"slow: {each}" for each in now.slow]
+    foot = ["", *now.said] if now.said else []
+    rank, output = now.output
+    if output:
+        foot += ["", f"rank {rank}:", *(f"  {line}" for line in output)]
+    table = _table(now.times, room=max(4, height - len(head) - len(foot) - 1))
+    made = [*head, *(["", *table] if table else []), *foot]
+    return [_cut(one_line(line), width) for line in made[:height]]
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else f"{line[: width - 1]}…"
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(one_line(text), max(20, width))[:6]
+
+
+def _state(now: Now, job: str) -> str:
+    attempt = now.attempt
+    if attempt is None:
+        said = job or "has not begun"
+    elif attempt.exit is not None:
+        said = _ended(attempt)
+    else:
+        silent = now.since_s is not None and now.since_s > _SILENT_S
+        said = f"has written nothing for {_duration(now.since_s or 0.0)}" if silent else "running"
+        said += f" ({job})" if job else ""
+    parts = [now.name, said, f"{now.ranks} ranks"]
+    if attempt is not None and attempt.number:
+        parts.append(f"attempt {attempt.number}")
+    if now.running_s is not None:
+        parts.append(_duration(now.running_s))
+    return "  ".join(parts)
+
+
+def _ended(attempt: Attempt) -> str:
+    status, failure = attempt.status(), attempt.failure()
+    return f"{status.text}, {failure.one_line()}" if failure is not None else " ".join((status.text, status.detail)).strip()
+
+
+def _bar(fraction: float | None, wide: int = 24) -> str:
+    if fraction is None:
+        return ""
+    full = round(wide * fraction)
+    return f"[{'#' * full}{'.' * (wide - full)}] {fraction:4.0%}  "
+
+
+def _table(times: Mapping[int, TimeRecord], room: int) -> list[str]:
+    """A row for each rank; of more than there is room for, the slowest."""
+    if not times:
+        return []
+    slowest = sorted(times, key=lambda rank: -times[rank].own_s)
+    shown = sorted(slowest[: max(1, room - 2)])
+    rows = [["rank", "host", "step", "a step", "its own", "mostly", "waits", "slowest line"]]
+    for rank in shown:
+        record = times[rank]
+        wall = record.wall_s or 1.0
+        part = max(PARTS, key=lambda name: getattr(record, name))
+        mostly = f"{_PARTS[part]} {getattr(record, part) / wall:.0%}"
+        step = _ms(record.wall_s / record.count) if record.count else "-"
+        own = _ms(record.own_s) if record.own_s else "-"
+        cells = [str(rank), record.host, str(record.steps[1]), step, own, mostly, f"{record.wait_s / wall:.0%}", record.line]
+        rows.append([_cut(one_line(cell), 60) for cell in cells])
+    made = columns(rows)
+    return made if len(shown) == len(times) else [*made, f"the {len(shown)} slowest of {len(times)} ranks"]
+
+
+_PARTS = {name: name.removesuffix("_s") for name in PARTS} | {"wait_s": "waiting", "eval_s": "evaluation"}
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    hours = f"{whole // 3600}:{whole % 3600 // 60:02d}" if whole >= 3600 else f"{whole // 60}"
+    return f"{hours}:{whole % 60:02d}"

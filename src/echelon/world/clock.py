@@ -1,0 +1,168 @@
+"""The clock of this rank's loop: marks around the parts of its steps, between which wall and processor time are added up.
+
+A mark costs about a third of a microsecond, and next to nothing where nobody writes the times down. `loop/times.py` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from time import perf_counter, thread_time
+
+from echelon.contracts import pulse
+
+__all__ = ["Clock", "Group", "Part", "during", "enter", "in_checkpoint", "start", "step_ended", "stop"]
+
+
+class Part(IntEnum):
+    """What the loop is at."""
+
+    OTHER = 0  # hooks, callbacks, a loop's own code between its steps
+    DATA = 1
+    STEP = 2  # code of the user's own: forward, backward and optimizer
+    FORWARD = 3
+    BACKWARD = 4
+    OPTIMIZER = 5
+    WAIT = 6  # for a message of the loop's own
+    CHECKPOINT = 7
+    EVAL = 8
+
+
+_PARTS = len(Part)
+_GROUP_S = 0.01  # steps are noted one by one if they take longer, else so many at once
+
+
+@dataclass(frozen=True)
+class Group:
+    """Totals at the end of a step.
+
+    Args:
+        step: training steps completed.
+        at: `perf_counter`.
+        wall, used: seconds in each part so far, and the thread's processor time in it.
+        queued: seconds so far for which the thread could have run, and others had the cores.
+    """
+
+    step: int
+    at: float
+    wall: tuple[float, ...]
+    used: tuple[float, ...]
+    queued: float
+
+
+class Clock:
+    """Adds up the time of the thread that makes it.
+
+    Attributes:
+        part: which it is in.
+        thread, native: that thread, as Python and as the kernel number it.
+        groups: totals since they were last taken; the newest is last.
+    """
+
+    __slots__ = ("_queue", "_since", "_spent", "_used", "groups", "native", "noted_at", "part", "step", "thread")
+
+    def __init__(self, step: int) -> None:
+        self.thread, self.native = threading.get_ident(), threading.get_native_id()
+        self.part, self.step = int(Part.OTHER), step
+        self._spent = [0.0] * (2 * _PARTS)
+        self._since, self._used = perf_counter(), thread_time()
+        self.noted_at = self._since
+        self._queue = _open(f"/proc/self/task/{self.native}/schedstat")
+        self.groups: list[Group] = []
+        self.note()
+
+    def enter(self, part: int) -> int:
+        now, used = perf_counter(), thread_time()
+        spent, before = self._spent, self.part
+        spent[before] += now - self._since
+        spent[before + _PARTS] += used - self._used
+        self._since, self._used, self.part = now, used, part
+        return before
+
+    def step_ended(self, step: int) -> None:
+        self.enter(Part.OTHER)
+        self.step = step
+        if self._since - self.noted_at >= _GROUP_S:
+            self.note()
+
+    def note(self) -> None:
+        """Keep the totals as they are now."""
+        self.enter(self.part)
+        self.noted_at = self._since
+        queued = 0.0
+        if self._queue is not None:
+            try:
+                queued = int(os.pread(self._queue, 64, 0).split()[1]) * 1e-9
+            except (OSError, ValueError, IndexError):  # a kernel that counts nothing
+                queued = 0.0
+        self.groups.append(Group(self.step, self._since, tuple(self._spent[:_PARTS]), tuple(self._spent[_PARTS:]), queued))
+
+    def close(self) -> None:
+        if self._queue is not None:
+            os.close(self._queue)
+            self._queue = None
+
+
+def _open(path: str) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _off(part: int) -> int:
+    return part
+
+
+# Of the loop that is written down, if there is one.
+_clock: Clock | None = None
+_enter: Callable[[int], int] = _off
+
+
+def start(step: int) -> Clock | None:
+    """Begin to add up, in this thread; None if a loop around this one does, or a thread beside it."""
+    global _clock, _enter
+    if _clock is not None:
+        return None
+    _clock = Clock(step)
+    _enter = _clock.enter
+    return _clock
+
+
+def stop() -> None:
+    global _clock, _enter
+    clock, _clock, _enter = _clock, None, _off
+    if clock is not None:
+        clock.close()
+
+
+def enter(part: int) -> int:
+    """From now on the loop is in `part`; returns the one it was in."""
+    return _enter(part)
+
+
+@contextlib.contextmanager
+def during(part: int) -> Iterator[None]:
+    """Context of a part, after which the loop is in the one before."""
+    before = _enter(part)
+    try:
+        yield
+    finally:
+        _enter(before)
+
+
+@contextlib.contextmanager
+def in_checkpoint() -> Iterator[None]:
+    """Context in which the loop stops for a checkpoint, also for the launcher."""
+    with pulse.during(pulse.Phase.CHECKPOINT), during(Part.CHECKPOINT):
+        yield
+
+
+def step_ended(step: int) -> None:
+    """A step ended, of which so many are complete; what follows is OTHER. One of an evaluation is part of that."""
+    if _clock is not None and _clock.part != Part.EVAL:
+        _clock.step_ended(step)

@@ -1,0 +1,227 @@
+"""Ranks that run different code, versions or settings are refused before they compute: on all of them, with what differs.
+
+Every rank tells a digest of its `program` (32 digits); who compares sees in one pass whether all have the same. Only where they
+differ, one rank of each kind tells the whole of it. Ranks that join by `init_from_env` compare through the store, before there
+is a group (`meeting`); of a group that was made otherwise, the first `train` or `prepare` does, by one small collective.
+
+ECHELON_HANDSHAKE is "all"; "versions", where ranks run different scripts or arguments on purpose; or "none".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import socket
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from echelon.contracts.errors import RanksDisagreeError, require
+from echelon.contracts.files import parse_object
+from echelon.contracts.rank import RankInfo
+from echelon.contracts.terminal import one_line
+from echelon.world import agree
+from echelon.world.program import MODULE, SETTINGS, build, program
+
+__all__ = ["VARIABLE", "Said", "differences", "greet", "greeted", "named", "refusal_of", "tellers_of", "warn_of"]
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "ECHELON_HANDSHAKE"
+MODES = ("all", "versions", "none")
+# Kinds of ranks of which the whole is told, lines of a refusal, characters of a value, entries and bytes that are read.
+_MOST_KINDS, _MOST_LINES, _LONGEST, _MOST_ENTRIES, _MOST_BYTES = 8, 20, 80, 4000, 1 << 20
+
+# Groups whose ranks have compared themselves.
+_greeted: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a rank says of its program.
+
+    Args:
+        mode: how much of it is compared.
+        values: what must be the same, by name.
+        may_differ: what may not, by name.
+        host: where it runs.
+    """
+
+    mode: str
+    values: Mapping[str, str]
+    may_differ: Mapping[str, str]
+    host: str = ""
+
+    @classmethod
+    def here(cls, info: RankInfo, device: torch.device, backend: str = "gloo") -> Said:
+        """Of this rank, which computes there, in a group of that backend.
+
+        Raises:
+            UsageError: the variable says something else than one of `MODES`.
+        """
+        mode = os.environ.get(VARIABLE) or "all"
+        require(mode in MODES, VARIABLE, "'all', 'versions' or 'none'", mode)
+        values = program(info, nccl="nccl" in backend) if mode != "none" else {}
+        if mode == "versions":
+            values = {name: value for name, value in values.items() if not name.startswith(SETTINGS)}
+        return cls(mode, values, build(device) if mode != "none" else {}, socket.gethostname())
+
+    def to_json(self) -> str:
+        return json.dumps({"mode": self.mode, "values": self.values, "may_differ": self.may_differ, "host": self.host})
+
+    @classmethod
+    def read(cls, text: bytes | str) -> Said:
+        """Of another rank. Anyone can write into a store: what is of another kind than it should be is left out."""
+        said = (parse_object(text) if len(text) <= _MOST_BYTES else None) or {}
+        mode, host = said.get("mode"), said.get("host")
+        return cls(
+            mode if isinstance(mode, str) and mode in MODES else "all",
+            _texts(said.get("values")),
+            _texts(said.get("may_differ")),
+            host if isinstance(host, str) else "",
+        )
+
+    @property
+    def digest(self) -> str:
+        return _digest(self.values)
+
+    @property
+    def other_digest(self) -> str:
+        """Of what may differ."""
+        return _digest(self.may_differ)
+
+
+def _texts(value: object) -> dict[str, str]:
+    if not isinstance(value, dict):
+        return {}
+    return {k: v for k, v in list(value.items())[:_MOST_ENTRIES] if isinstance(k, str) and isinstance(v, str)}
+
+
+def _digest(values: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(sorted(values.items())).encode()).hexdigest()[:32]
+
+
+def tellers_of(digests: Sequence[object]) -> dict[int, list[int]]:
+    """Of the digests by rank: the first rank of each kind, and who is of this kind. The largest kinds, and at most eight."""
+    kinds: dict[object, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        kinds.setdefault(digest, []).append(rank)
+    largest = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks[0]))[:_MOST_KINDS]
+    return {ranks[0]: ranks for ranks in sorted(largest)}
+
+
+def differences(told: Mapping[int, Mapping[str, str]], kinds: Mapping[int, Sequence[int]], hosts: Mapping[int, str]) -> list[str]:
+    """A line for each name that has several values: who has which.
+
+    Args:
+        told: by teller, what its kind says.
+        kinds: by teller, the ranks of its kind.
+        hosts: of the tellers.
+    """
+    lines = []
+    for name in sorted(
+        {name for values in told.values() for name in values}, key=lambda n: (n.startswith(MODULE), n.startswith(SETTINGS), n)
+    ):
+        having: dict[str, list[int]] = {}
+        for teller, values in told.items():
+            if name in values or not name.startswith(MODULE):  # a module that some have not imported is no other code
+                having.setdefault(values.get(name, "none"), []).extend(kinds[teller])
+        if len(having) < 2:
+            continue
+        groups = sorted(having.items(), key=lambda item: (len(item[1]), item[1][0]))
+        rest = len(groups[-1][1]) > len(groups[-2][1])  # the largest group, if there is one, is "the others"
+        shown = [f"{_who(ranks, hosts)}: {_value(value)}" for value, ranks in (groups[:-1] if rest else groups)[:_MOST_KINDS]]
+        lines.append(f"{_value(name)}: {'; '.join(shown)}" + (f"; the others: {_value(groups[-1][0])}" if rest else ""))
+    return lines
+
+
+def refusal_of(told: Mapping[int, Said], kinds: Mapping[int, Sequence[int]]) -> str:
+    """What to say to all ranks; empty if they may go on: they differ in what was not to be compared."""
+    least = max((said.mode for said in told.values()), key=MODES.index)
+    if least == "none":
+        return ""
+    compared = {
+        teller: {n: v for n, v in said.values.items() if least == "all" or not n.startswith(SETTINGS)}
+        for teller, said in told.items()
+    }
+    lines = differences(compared, kinds, {teller: said.host for teller, said in told.items()})
+    if not lines:
+        return ""
+    more = [f"and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+    listed = "".join(f"\n  {line}" for line in [*lines[1:_MOST_LINES], *more])  # the first line is what summaries show
+    settings = any(line.startswith(SETTINGS) for line in lines)
+    remedy = "Start all ranks from the same installation and code, with the same arguments." + (
+        f" If they differ on purpose, set {VARIABLE}=versions for every rank, and only versions are compared." if settings else ""
+    )
+    return f"ranks must run the same program, got {lines[0]}{listed}\n{remedy}"
+
+
+def named(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 0-2, 5"."""
+    every = sorted(ranks)
+    runs: list[list[int]] = []
+    for rank in every:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ("rank " if len(every) == 1 else "ranks ") + ", ".join(shown[:16]) + (", ..." if len(shown) > 16 else "")
+
+
+def _who(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
+    host = one_line(hosts.get(ranks[0], ""))[:_LONGEST] if len(ranks) == 1 else ""
+    return f"{named(ranks)}{f' ({host})' if host else ''}"
+
+
+def _value(text: str) -> str:
+    text = one_line(text)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def warn_of(told: Mapping[int, Said], kinds: Mapping[int, Sequence[int]]) -> None:
+    """Say what may differ and does."""
+    lines = differences({t: s.may_differ for t, s in told.items()}, kinds, {t: s.host for t, s in told.items()})
+    if lines and agree.is_rank0():
+        logger.warning("ranks differ, which costs speed or the last digits: %s", "; ".join(lines[:_MOST_LINES]))
+
+
+def greeted() -> None:
+    """The ranks of the default group have compared themselves as they joined."""
+    if dist.group.WORLD is not None:
+        _greeted[dist.group.WORLD] = True
+
+
+def greet(device: torch.device | None = None) -> None:
+    """Compare this rank with the others of the default group, once for each group; collective over it.
+
+    Args:
+        device: on which this rank computes; by default the GPU that is its current one, if it uses any.
+    Raises:
+        RanksDisagreeError: on all ranks, with what differs.
+    """
+    if not agree.is_joined() or dist.group.WORLD in _greeted:
+        return
+    info = RankInfo(rank=dist.get_rank(), world_size=dist.get_world_size())
+    here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+    said = Said.here(info, device or here, str(dist.get_backend_config()))
+    mine = [said.digest, said.other_digest]
+    if agree.is_same(mine):
+        greeted()
+        return
+    digests = [each if isinstance(each, list) and len(each) == 2 else ["", ""] for each in agree.gather(mine)]
+    for which, judge in ((0, _refuse), (1, warn_of)):
+        kinds = tellers_of([str(each[which]) for each in digests])
+        if len(kinds) > 1:
+            judge({teller: Said.read(agree.from_one(teller, said.to_json)) for teller in kinds}, kinds)
+    greeted()
+
+
+def _refuse(told: Mapping[int, Said], kinds: Mapping[int, Sequence[int]]) -> None:
+    if problem := refusal_of(told, kinds):
+        raise RanksDisagreeError(problem)

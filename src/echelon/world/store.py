@@ -1,0 +1,112 @@
+"""The store at MASTER_ADDR and MASTER_PORT, which rank 0 serves and the others reach. A port that is taken is named."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Literal
+
+import torch.distributed as dist
+
+from echelon.contracts.errors import LauncherEnvironmentError
+from echelon.contracts.rank import RankInfo
+
+__all__ = ["store_of"]
+
+logger = logging.getLogger(__name__)
+
+# Who is not connected after so long is looked after: rank 0 may not be there yet, or another program has its port. That one is
+# given half a minute from when it was first seen: rank 0 may be busy with thousands of others.
+_LOOK_S, _SILENT_S = 5.0, 30.0
+
+
+def store_of(info: RankInfo, timeout: timedelta) -> dist.Store:
+    """As torch's env:// has it, but for rank 0's wait for all others, of whom torch would not say which are missing.
+
+    Raises:
+        LauncherEnvironmentError: another process has rank 0's port.
+        dist.DistError: the store is not there within `timeout`.
+    """
+    if info.rank == 0:
+        _check_port(info)
+        return _connected(info, timeout)
+    found: list[dist.Store | BaseException] = []
+
+    def connect() -> None:
+        try:
+            found.append(_connected(info, timeout))
+        except BaseException as error:
+            found.append(error)
+
+    # In a thread: torch 2.13 waits without an end for the first word of a program that accepts connections and says nothing.
+    thread = threading.Thread(target=connect, name="echelon store", daemon=True)
+    thread.start()
+    thread.join(_LOOK_S)
+    _watch(thread, info, timeout)
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+def _watch(thread: threading.Thread, info: RankInfo, timeout: timedelta) -> None:
+    """Until the thread has connected, or failed to.
+
+    Raises:
+        LauncherEnvironmentError: it never will.
+    """
+    at, since, warned = f"MASTER_ADDR={info.master_addr} MASTER_PORT={info.master_port}", time.monotonic(), False
+    before = None
+    while thread.is_alive():
+        state = _look(info)
+        if state != before:
+            before, since = state, time.monotonic()
+        long = time.monotonic() - since > min(_SILENT_S, timeout.total_seconds())
+        if long and state == "listens":
+            raise LauncherEnvironmentError(
+                f"rank {info.rank} of {info.world_size}: what listens at {at} does not answer as rank 0 would. Another program "
+                "seems to have that port: set MASTER_PORT to a free one on all ranks, or start with `echelon run`, which finds "
+                "one itself."
+            )
+        if long and state == "unknown":
+            raise LauncherEnvironmentError(
+                f"rank {info.rank} of {info.world_size}: {socket.gethostname()} knows no address for {at.split()[0]}. Set it to "
+                "rank 0's host as this host calls it, or to its address."
+            )
+        if long and not warned:
+            warned = True
+            logger.warning("rank %s waits for rank 0 at %s, where nothing listens yet. Does it run?", info.rank, at)
+        thread.join(_LOOK_S)
+
+
+def _connected(info: RankInfo, timeout: timedelta) -> dist.Store:
+    is_master = info.rank == 0
+    return dist.TCPStore(
+        info.master_addr, info.master_port, is_master=is_master, wait_for_workers=False, timeout=timeout, multi_tenant=True
+    )
+
+
+def _look(info: RankInfo) -> Literal["listens", "nothing", "unknown"]:
+    """What is at rank 0's address."""
+    try:
+        socket.create_connection((info.master_addr, info.master_port), timeout=_LOOK_S).close()
+    except socket.gaierror:
+        return "unknown"
+    except OSError:
+        return "nothing"
+    return "listens"
+
+
+def _check_port(info: RankInfo) -> None:
+    """Rank 0 serves the store: a port that another process holds is named now, before the others wait for it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", info.master_port))
+        except OSError as error:
+            raise LauncherEnvironmentError(
+                f"rank 0 cannot serve on MASTER_PORT={info.master_port}: {error.strerror}. Set MASTER_PORT to a free port "
+                "on all ranks, or start with `echelon run`, which finds one itself."
+            ) from error

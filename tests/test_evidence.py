@@ -1,0 +1,295 @@
+"""What a run leaves in its folder when it fails or hangs: positions, stacks, flight records, last collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import echelon as ech
+from echelon.contracts.errors import RankFailedError
+from echelon.contracts.run_dir import RunDir
+from echelon.launcher.functions.run import launch
+from echelon.launcher.job import JobSpec
+from echelon.launcher.local import flight, nccl_dump
+from echelon.launcher.local import run as local
+from echelon.launcher.local.attempt import Attempt
+from echelon.launcher.local.companion import FLIGHT, HOW_FAR, Answer, Companions
+from echelon.launcher.local.memory import OomCount
+from echelon.launcher.records import exit_record, flight_record, rank_record
+from tests.conftest import clean_environment
+
+
+def _folders(runs: Path) -> tuple[Path, Path]:
+    """Of the only run there: its first attempt, and what was gathered of it."""
+    (run,) = runs.iterdir()
+    return run / "attempts" / "000", run / "dumps" / "000"
+
+
+def _raises() -> None:
+    ech.init_from_env()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(4))
+    if dist.get_rank() == 1:
+        raise ValueError("bad")
+    dist.all_reduce(torch.ones(4))
+    os.kill(os.getpid(), signal.SIGKILL)  # never: it has lost its peer
+
+
+def test_a_rank_that_raises_leaves_its_flight_record_and_so_do_those_that_lose_it(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="ValueError: bad"):
+        launch(_raises, ranks=2, run_dir=tmp_path)
+    attempt, dumps = _folders(tmp_path)
+    records = [flight_record(dumps / f"flight.rank{rank}.json") for rank in (0, 1)]
+    assert all(records)
+    calls = [[(e["profiling_name"], e["collective_seq_id"], e["input_sizes"]) for e in r["entries"]] for r in records if r]
+    assert calls[1] == [("gloo:all_reduce", n, [[4]]) for n in (1, 2, 3)]
+    assert calls[0] == [*calls[1], ("gloo:all_reduce", 4, [[4]])]
+    said = rank_record(attempt / "exit.rank1.json") or {}
+    assert said["collectives"] == {"0": "all_reduce #3"}
+    ended = exit_record(attempt / "exit.json") or {}
+    assert ended["world_size"] == 2 and ended["hang"] is None and set(ended["seen"]) == {"0", "1"}
+
+
+def _keeps_a_thread() -> None:
+    ech.init_from_env()
+    dist.all_reduce(torch.ones(4))
+    if dist.get_rank() == 1:
+        threading.Thread(target=time.sleep, args=(1000,)).start()  # which Python would wait for
+        raise ValueError("bad")
+    time.sleep(1000)
+
+
+def test_of_a_rank_that_still_runs_the_stack_and_the_flight_record_are_kept(tmp_path: Path) -> None:
+    """The other one raises, although it has a thread that goes on."""
+    with pytest.raises(RankFailedError, match="ValueError: bad"):
+        launch(_keeps_a_thread, ranks=2, run_dir=tmp_path)
+    attempt, dumps = _folders(tmp_path)
+    assert "in _keeps_a_thread" in (dumps / "stack.rank0.txt").read_text() and not (dumps / "stack.rank1.txt").exists()
+    record = flight_record(dumps / "flight.rank0.json") or {}
+    assert [e["collective_seq_id"] for e in record["entries"]] == [1]
+    seen = (exit_record(attempt / "exit.json") or {})["seen"]["0"]
+    assert seen["answers"] is True and seen["waits_in"] == "" and seen["where"].endswith("in _keeps_a_thread")
+
+
+def _holds_the_interpreter() -> None:
+    ech.init_from_env()
+    dist.all_reduce(torch.ones(4))
+    if dist.get_rank() == 1:
+        raise ValueError("bad")
+    sys.setswitchinterval(1000.0)  # no other thread gets the interpreter: as in code in C that computes
+    while True:
+        pass
+
+
+def test_of_a_rank_that_holds_the_interpreters_lock_the_stack_is_kept_and_that_it_does_not_answer(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="ValueError: bad"):
+        launch(_holds_the_interpreter, ranks=2, run_dir=tmp_path)
+    attempt, dumps = _folders(tmp_path)
+    assert "in _holds_the_interpreter" in (dumps / "stack.rank0.txt").read_text()
+    assert (exit_record(attempt / "exit.json") or {})["seen"]["0"]["answers"] is False
+
+
+def test_torchs_private_record_is_as_it_was_when_it_was_first_read(ranks: Any) -> None:
+    """If this fails after an upgrade of torch, read launcher/local/flight.py again with its new FlightRecorder beside it."""
+    before, during, after, record = ranks(2, _records)[0]
+    assert before == (0, False) or before[0] > 0
+    assert during[1] and after[0] > during[0]
+    entry = record["entries"][-1]
+    assert entry["process_group"][0] == "0" and entry["profiling_name"] == "gloo:all_reduce"
+    assert entry["input_sizes"] == [[4]] and entry["input_dtypes"] == ["Float"]
+    assert flight.waits_in(record) == f"all_reduce #{entry['collective_seq_id']}" == flight.last_calls(record)["0"]
+
+
+def _records() -> Any:
+    before = flight.called()
+    if dist.get_rank() == 1:
+        dist.recv(torch.ones(1), 0)
+        dist.all_reduce(torch.ones(4))
+        return None
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    during, record = flight.called(), flight.flight_record()
+    dist.send(torch.ones(1), 1)  # only now does the other one come
+    work.wait()
+    return before, during, flight.called(), record
+
+
+def test_a_record_is_cut_to_the_last_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept(calls: int, groups: int) -> list[int]:
+        given = [{"process_group": [str(n % groups), "pg"], "collective_seq_id": n} for n in range(calls)]
+        monkeypatch.setattr(flight, "_dumps", lambda *, entries: [{"entries": given, "pg_status": {}}])
+        return [entry["collective_seq_id"] for entry in (flight.flight_record() or {})["entries"]]
+
+    assert kept(1000, groups=2) == [*range(600, 1000, 2), *range(601, 1001, 2)]
+    assert len(kept(30000, groups=300)) == 300 * 20
+
+
+def test_what_a_rank_answers_is_believed_as_little_as_a_file() -> None:
+    for line in (b"", b"{}", b"[" * 10000, b'{"called": 1e400, "pending": false, "waits_in": ""}', b'{"called": "1"}', b"\xff"):
+        assert Answer.of(line) is None
+    asked = Companions()
+    try:
+        with asked.make(0) as rank, asked.make(1) as silent:
+            rank.sendall(b'{"called": 3, "pending": true, "waits_in": ""}\n')
+            assert asked.ask([0, 1, 2], HOW_FAR, 0.05) == {0: Answer(3, pending=True)}
+            assert rank.recv(10) == silent.recv(10) == HOW_FAR
+            rank.sendall(b"x" * 100000)  # a line without an end: it is not heard any more
+            assert asked.ask([0], FLIGHT, 0.05) == {} == asked.ask([0], FLIGHT, 0.05)
+    finally:
+        asked.close()
+
+
+def _group(folder: Path, kills: int, limit: str = "max") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.events").write_text(f"low 0\nhigh 0\nmax 9\noom 2\noom_kill {kills}\n")
+    (folder / "memory.max").write_text(f"{limit}\n")
+
+
+def test_an_end_by_the_oom_killer_is_told_from_others(tmp_path: Path) -> None:
+    groups, own, vmstat = tmp_path / "groups", tmp_path / "cgroup", tmp_path / "vmstat"
+    own.write_text("0::/job/step\n")
+    _group(groups / "job", 7, str(4 << 30))
+    _group(groups / "job" / "step", 3)
+    attempt = Attempt(0, tmp_path / "attempts" / "000")
+    attempt._oom = OomCount(groups, own, vmstat)
+    attempt.pids, attempt.peaks = {0: 10, 1: 11}, {0: 1 << 20, 1: 3 << 30}
+    attempt.ended = {1: (signal.SIGKILL, 5), 0: (signal.SIGKILL, 6)}
+    failure = attempt.failure(1)
+    assert failure is not None and not failure.oom and "by a person or a program" in failure.message
+    _group(groups / "job" / "step", 4)
+    killed, followed = attempt.failure(1), attempt.failure(0)
+    assert killed is not None and killed.oom and followed is not None and not followed.oom  # the first was it
+    assert killed.message == (
+        "killed by SIGKILL: no memory was left (OOM killer); this rank had 3.0 GiB at most, of 4.0 GiB for all processes here"
+    )
+    vmstat.write_text("nr_free_pages 8\noom_kill 2\n")
+    assert OomCount(tmp_path / "none", own, vmstat).known and not OomCount(tmp_path / "none", own, tmp_path / "no").known
+
+
+def _memory_groups() -> Path | None:
+    """Where this machine lets us make a group with a limit of memory."""
+    for folder, name in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
+        probe = folder / f"echelon-probe-{os.getpid()}"
+        with contextlib.suppress(OSError):
+            probe.mkdir()
+            has = (probe / name).exists()
+            probe.rmdir()
+            if has:
+                return folder
+    return None
+
+
+@contextlib.contextmanager
+def _limited(groups: Path, limit: int) -> Iterator[Path]:
+    group = groups / f"echelon-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / ("memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes")).write_text(str(limit))
+        yield group
+    finally:
+        for _ in range(100):
+            with contextlib.suppress(OSError):  # until its last process has gone
+                group.rmdir()
+                break
+            time.sleep(0.05)
+
+
+GREEDY = """
+import os, time, torch, echelon as ech
+ech.init_from_env()
+kept = []
+while os.environ["RANK"] == "1":
+    kept.append(torch.ones(4 << 20))
+time.sleep(1000)
+"""
+
+if (GROUPS := _memory_groups()) is not None:
+
+    @pytest.mark.full
+    def test_a_rank_that_the_kernel_kills_for_want_of_memory_is_named_so(tmp_path: Path) -> None:
+        (tmp_path / "greedy.py").write_text(GREEDY)
+        assert GROUPS is not None
+        with _limited(GROUPS, 1 << 30) as group:
+            ended = subprocess.run(
+                ["sh", "-c", 'echo $$ > "$0/cgroup.procs"; exec "$@"', str(group)]
+                + [sys.executable, "-m", "echelon", "run", "--ranks", "2", "--name", "greedy", "greedy.py"],
+                cwd=tmp_path,
+                env=clean_environment(),
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+        assert ended.returncode == 137 and "rank 1 failed first" in ended.stderr, ended.stderr
+        assert "killed by SIGKILL: no memory was left (OOM killer); this rank had" in ended.stderr, ended.stderr
+        said = exit_record(tmp_path / "runs" / "greedy" / "attempts" / "000" / "exit.json") or {}
+        assert said["first_failure"]["oom"] is True and said["first_failure"]["rank"] == 1
+
+
+def _pickled() -> bytes:
+    """What torch's watchdog writes, of this rank's own calls on gloo, whose recorder has the same form."""
+    dist.all_reduce(torch.ones(4))
+    dist.all_reduce(torch.ones(2, 3, dtype=torch.float64))
+    c10d: Any = torch._C._distributed_c10d
+    return bytes(c10d._dump_fr_trace(includeCollectives=True, includeStackTraces=True, onlyActive=False))
+
+
+def test_what_nccls_watchdog_leaves_becomes_a_flight_record(ranks: Any, tmp_path: Path) -> None:
+    """Its files end in the rank's number. No GPU is here, so this is all that was run of it."""
+    for rank, content in enumerate(ranks(2, _pickled)):
+        (tmp_path / f"nccl.rank{rank}").write_bytes(content)
+    (tmp_path / "flight.rank1.json").write_text("{}")  # that rank could still answer
+    nccl_dump.translate(tmp_path)
+    record = flight_record(tmp_path / "flight.rank0.json")
+    assert record is not None and (tmp_path / "flight.rank1.json").read_text() == "{}"
+    assert [(e["input_sizes"], e["input_dtypes"]) for e in record["entries"][-2:]] == [([[4]], ["Float"]), ([[2, 3]], ["Double"])]
+    assert flight.last_calls(record)["0"].startswith("all_reduce #")
+
+
+class _Touches:
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self._path),)
+
+
+def test_a_pickle_of_anything_else_is_no_record_and_runs_nothing(tmp_path: Path) -> None:
+    path, touched = tmp_path / "nccl.rank0", tmp_path / "touched"
+    loop: list[Any] = []
+    loop.append(loop)
+    wide = {"process_group": ("0",), "profiling_name": "x" * 10**6, "input_sizes": [[1]] * 10**5}
+    nonsense: list[Any] = [_Touches(touched), {"entries": [_Touches(touched)]}, {"entries": loop}, {"entries": [wide]}, []]
+    for said in nonsense:
+        path.write_bytes(pickle.dumps(said))
+        assert nccl_dump.read_dump(path) is None, said
+    many = b"\x80\x02}r\xff\xff\xff\x7f."  # would number an object so high that the list of them fills the memory
+    for content in (b"", b"cos\nsystem\n(S'true'\ntR.", b"\x80\x04" + b"(" * 100000, b"\x80\x04\x95" + b"\xff" * 8, many):
+        path.write_bytes(content)
+        assert nccl_dump.read_dump(path) is None
+    path.unlink()
+    path.symlink_to(tmp_path)
+    nccl_dump.translate(tmp_path)
+    assert not touched.exists() and not (tmp_path / "flight.rank0.json").exists()
+
+
+def test_where_there_are_gpus_torch_is_pointed_at_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "visible_devices", lambda env: ["0"])
+    here, job = RunDir(tmp_path).at_attempt(3), JobSpec("train.py")
+    env = local.rank_environment(job, here, {}, 1, restart=False)
+    assert (
+        env["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "dumps" / "003" / "nccl.rank") and (tmp_path / "dumps" / "003").is_dir()
+    )
+    mine = local.rank_environment(job, here, {"TORCH_FR_DUMP_TEMP_FILE": "/data/mine"}, 1, restart=False)
+    assert mine["TORCH_FR_DUMP_TEMP_FILE"] == "/data/mine" and mine["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"

@@ -1,0 +1,536 @@
+"""Why a run stopped, concluded from records: whoever is named must be guilty, and what an enemy wrote must do no harm."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.contracts.pulse import Phase, Standing
+from echelon.launcher.explain import Evidence, RankEvidence, Verdict, explain, show
+from echelon.launcher.explain.flight import Call, expected, first_mismatch, parse, waits
+from echelon.launcher.explain.stacks import crash_stack, main_thread, of_traceback, user_frame, waits_in
+from echelon.launcher.explain.words import is_victim, who
+from echelon.launcher.job import Failure
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+CLOSED = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5766"
+TIMED_OUT = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete"
+
+# ---- records, as ranks and launchers leave them -------------------------------------------------------------------------------
+
+
+def entry(seq: int, op: str = "all_reduce", size: Sequence[int] = (4,), kind: str = "Float", **more: Any) -> dict[str, Any]:
+    tensors = {"sizes": [list(size)], "dtypes": [kind]} if op != "barrier" else {"sizes": [], "dtypes": []}
+    return {
+        "collective_seq_id": seq,
+        "p2p_seq_id": 0,
+        "is_p2p": False,
+        "op_id": seq,
+        "process_group": ["0", "default_pg"],
+        "profiling_name": f"gloo:{op}",
+        **{f"{way}_{name}": value for way in ("input", "output") for name, value in tensors.items()},
+        "state": "scheduled",
+        "retired": True,
+        "time_created_ns": seq,
+        **more,
+    }
+
+
+def record(*entries: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"version": "2.10", "entries": list(entries), "pg_config": {}, "pg_status": {}, **more}
+
+
+def failed(rank: int, text: str = "ValueError: bad label", time_s: float = 0.0, **more: Any) -> dict[str, Any]:
+    kind, _, message = text.partition(": ")
+    frame = 'File "/home/me/train.py", line 41, in load'
+    said = {"rank": rank, "exit_code": 1, "kind": kind, "message": message, "user_frames": [frame], "time": 1e9 + time_s}
+    return {**said, "traceback": f"Traceback (most recent call last):\n  {frame}\n    x()\n{text}\n", "log": None, **more}
+
+
+def killed(rank: int, name: str = "SIGKILL", **more: Any) -> dict[str, Any]:
+    said = {"rank": rank, "exit_code": 137, "kind": name, "message": f"killed by {name}", "traceback": "", "reported": False}
+    return {**said, "time": 1e9, **more}
+
+
+def seen(step: int = 0, phase: Phase = Phase.NONE, **more: Any) -> dict[str, Any]:
+    return {"at": [step, int(phase), 0, step], "stopped": False, "where": "", **more}
+
+
+class Left:
+    """A run's folder that a test fills."""
+
+    def __init__(self, path: Path, attempt: int = 0) -> None:
+        self.path, self.here, self.dumps = path, path / f"attempts/{attempt:03d}", path / f"dumps/{attempt:03d}"
+        self.here.mkdir(parents=True)
+        self.dumps.mkdir(parents=True)
+        self.attempt = attempt
+
+    def end(self, code: int, *failures: dict[str, Any], **more: Any) -> Left:
+        first = failures[0] if failures else None
+        said = {
+            "exit_code": code,
+            "stopped": None,
+            "first_failure": first,
+            "ranks": {str(f["rank"]): f for f in failures},
+            **more,
+        }
+        (self.here / "exit.json").write_text(json.dumps(said))
+        return self
+
+    def rank(self, rank: int, code: int, **more: Any) -> Left:
+        (self.here / f"exit.rank{rank}.json").write_text(json.dumps({"exit_code": code, "time_ns": 1, **more}))
+        return self
+
+    def flight(self, rank: int, *entries: dict[str, Any], **more: Any) -> Left:
+        (self.dumps / f"flight.rank{rank}.json").write_text(json.dumps(record(*entries, **more)))
+        return self
+
+    def stack(self, rank: int, *frames: tuple[str, int, str]) -> Left:
+        lines = [f'  File "{file}", line {line} in {name}' for file, line, name in frames]
+        text = 'Thread 0x00007f (most recent call first):\n  File "/x/threading.py", line 1 in wait\n\n'
+        (self.dumps / f"stack.rank{rank}.txt").write_text(
+            text + "\n".join(["Current thread 0x1 (most recent call first):", *lines])
+        )
+        return self
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence.of(self.path, self.attempt)
+
+    @property
+    def verdict(self) -> Verdict:
+        return explain(self.evidence)
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Left:
+    return Left(tmp_path / "run")
+
+
+TORCH = "/x/site-packages/torch/distributed/distributed_c10d.py"
+
+
+# ---- who did it ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_raised_is_named_with_its_line_and_what_the_others_waited_in(left: Left) -> None:
+    left.end(1, failed(0, f"RuntimeError: {CLOSED}", -1.0), failed(2), failed(3, f"RuntimeError: {CLOSED}", -1.0), world_size=4)
+    for rank in (0, 3):
+        left.flight(rank, *map(entry, range(1, 119)))
+    left.flight(1, *map(entry, range(1, 118)), entry(118, retired=False)).flight(2, *map(entry, range(1, 118)))
+    verdict = left.verdict
+    assert verdict.guilty == (2,) and verdict.cause == "exception"
+    assert verdict.paragraph == (
+        "Rank 2 raised ValueError at train.py:41 in load while ranks 0, 1, 3 waited in all_reduce #118: bad label."
+    )
+
+
+def test_one_that_called_something_else_than_the_others(left: Left) -> None:
+    for rank in range(4):
+        last = entry(3, "all_gather", [8], retired=False) if rank == 1 else entry(3, retired=False)
+        left.flight(rank, entry(1), entry(2), last)
+    left.end(1, failed(0, f"RuntimeError: {TIMED_OUT}"), world_size=4, seen={str(r): seen() for r in range(4)})
+    verdict = left.verdict
+    assert verdict.guilty == (1,) and verdict.cause == "mismatched order"
+    assert verdict.headline == "rank 1 called all_gather (f32[8]) where the others called all_reduce (f32[4])"
+
+
+@pytest.mark.parametrize(("guilty", "others"), [(0, 1), (1, 0)])
+def test_of_two_the_one_whose_call_is_not_as_before(left: Left, guilty: int, others: int) -> None:
+    before = [entry(1), entry(2, "broadcast"), entry(3), entry(4, "broadcast")]
+    left.flight(guilty, *before, entry(5, "broadcast", retired=False)).flight(others, *before, entry(5, retired=False))
+    left.end(1, failed(others, f"RuntimeError: {TIMED_OUT}"), world_size=2, hang={"after_s": 12.0})
+    verdict = left.verdict
+    assert verdict.guilty == (guilty,) and f"rank {guilty} called broadcast" in verdict.headline
+    assert "By the calls before, all_reduce (f32[4]) was due." in verdict.paragraph
+
+
+def test_of_two_that_are_one_call_apart_at_the_end_of_a_loop_nobody_knows_which(left: Left) -> None:
+    """One step too many on one rank leaves the same records as one too few on the other."""
+    before = list(map(entry, range(1, 11)))
+    left.flight(0, *before, entry(11, retired=False)).flight(1, *before, entry(11, "barrier", retired=False))
+    left.end(1, failed(0, f"RuntimeError: {TIMED_OUT}"), world_size=2)
+    verdict = left.verdict
+    assert verdict.guilty == (0, 1) and "nothing tells which" in verdict.paragraph
+
+
+def test_a_rank_that_is_stopped(left: Left) -> None:
+    waits = {str(r): seen(silent_s=12.4) for r in range(4)}
+    waits["3"] = seen(6, Phase.STEP, stopped=True, silent_s=12.4)
+    left.end(1, failed(0, f"RuntimeError: {TIMED_OUT}"), seen=waits, world_size=4).stack(3, ("/home/me/train.py", 7, "load"))
+    verdict = left.verdict
+    assert verdict.guilty == (3,) and verdict.cause == "stopped"
+    assert verdict.headline == "rank 3 stopped (no heartbeat for 12 s), in step 7 at train.py:7 in load"
+
+
+def test_a_rank_that_did_not_come_is_named_with_its_line_and_its_step(left: Left) -> None:
+    for rank in range(4):
+        left.flight(rank, *map(entry, range(1, 9)), *([] if rank == 2 else [entry(9, retired=False)]))
+    at = {str(r): seen(6 if r == 2 else 7, Phase.DATA if r == 2 else Phase.STEP) for r in range(4)}
+    left.end(1, failed(0, f"RuntimeError: {TIMED_OUT}"), world_size=4, seen=at).stack(2, ("/home/me/train.py", 5, "load"))
+    verdict = left.verdict
+    assert verdict.guilty == (2,) and verdict.cause == "slow data"
+    assert verdict.headline == "rank 2 did not come to all_reduce #9"
+    assert "waiting for the data of step 7 at train.py:5 in load" in verdict.paragraph and "1 fewer" in verdict.paragraph
+
+
+def test_the_root_of_a_chain_of_waits_is_named(left: Left) -> None:
+    """Rank 0 waits for rank 1 in one group, which waits for rank 2 in another."""
+    groups = {"groups": {"5": {"ranks": [0, 1]}, "6": {"ranks": [1, 2]}}}
+    left.flight(0, entry(1), entry(1, process_group=["5", "a"], retired=False), **groups)
+    left.flight(1, entry(1), entry(1, process_group=["6", "b"], retired=False), **groups)
+    left.flight(2, entry(1), **groups).end(1, hang={"after_s": 5.0}, world_size=3)
+    assert left.verdict.guilty == (2,) and "all_reduce #1 of group '6'" in left.verdict.headline
+
+
+def test_ranks_that_wait_for_one_another_in_two_groups(left: Left) -> None:
+    for rank, group in ((0, "5"), (1, "6")):
+        groups = {name: {"ranks": [0, 1]} for name in ("5", "6")}
+        left.flight(rank, entry(1), entry(1, process_group=[group, ""], retired=False), groups=groups)
+    left.end(1, failed(0, f"RuntimeError: {TIMED_OUT}"), world_size=2)
+    assert left.verdict.guilty == (0, 1) and left.verdict.cause == "mismatched order"
+    assert "waited for one another" in left.verdict.headline
+
+
+def test_a_rank_that_left_as_if_done(left: Left) -> None:
+    left.flight(0, *map(entry, range(1, 10))).rank(1, 0, collectives={"0": "all_reduce #8"}).rank(0, 1, time_ns=5)
+    left.end(1, failed(0, f"RuntimeError: {CLOSED}"), world_size=2)
+    assert left.verdict.guilty == (1,) and left.verdict.cause == "left early"
+    assert "rank 1 left with exit code 0 before the others" in left.verdict.headline
+
+
+def test_one_that_ended_after_the_failure_because_it_was_asked_to_is_not_accused(left: Left) -> None:
+    left.rank(1, 0, time_ns=9).rank(0, 1, time_ns=5).end(1, failed(0, f"RuntimeError: {CLOSED}"), world_size=2)
+    assert left.verdict.guilty == () and left.verdict.cause == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause", "says"),
+    [
+        (killed(1, oom=True), "host out of memory", "out-of-memory killer"),
+        (killed(1), "killed", "killed by SIGKILL"),
+        (killed(1, "SIGSEGV"), "crash", "crashed: SIGSEGV"),
+        (killed(1, "SIGTERM"), "killed", "ended by SIGTERM"),
+        (killed(1, "SIGXCPU"), "CPU limit", "processor time"),
+        (failed(1, "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"), "device out of memory", "micro-batches"),
+        (failed(1, "RuntimeError: [enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried"),
+         "host out of memory", "ulimit -v"),
+        (failed(1, "MemoryError: "), "host out of memory", "MemoryError"),
+        (failed(1, "OSError: [Errno 28] No space left on device: 'x'"), "disk full", "Make room"),
+        (failed(1, "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed."), "data worker", "num_workers=0"),
+        (failed(1, "DataError: sample 17 could not be read", ours=True), "data", "sample 17"),
+        (failed(1, "DistNetworkError: The server socket has failed to listen. EADDRINUSE"), "port in use", "MASTER_PORT"),
+        (failed(1, "ModuleNotFoundError: No module named 'x'"), "import", "No module"),
+        (failed(1, "exit: exit code 7", kind="exit", exit_code=7), "exit", "ended with exit code 7"),
+        (failed(1, "ConnectionResetError: [Errno 104] Connection reset by peer"), "exception", "ConnectionResetError"),
+    ],
+)  # fmt: skip
+def test_the_kinds_of_a_rank_s_own_end(left: Left, failure: dict[str, Any], cause: str, says: str) -> None:
+    left.end(1, failed(0, f"RuntimeError: {CLOSED}", -9.0), failure, world_size=2)
+    verdict = left.verdict
+    assert (verdict.guilty, verdict.cause) == ((1,), cause) and says in verdict.paragraph, verdict
+
+
+@pytest.mark.parametrize(
+    ("message", "guilty"),
+    [
+        ("the loss was not finite in 10 updates in a row, the first of them at step 5 (rank 1: nan). Look", (1,)),
+        ("the loss was not finite in 10 updates in a row, the first of them at step 5 (of no rank by itself, but)", (0, 1, 2)),
+        ("ranks disagree about the world: rank 0: 4, rank 1: 4, rank 2: 5. Start", (2,)),
+        (
+            "ranks must run the same program, got\n  torch: rank 2 (h): 2.12; the others: 2.13\n  --lr: rank 1: 1; the others: 2",
+            (1, 2),
+        ),
+        ("the world size must be the same on all ranks, got rank 2: 4; ranks 0-1: 3. Start", (2,)),
+        (
+            "ranks disagree about the end of the train epoch: rank 0: has batch 9, rank 1: has batch 9, rank 2: ended after 8",
+            (2,),
+        ),
+        ("rank 1, 2 of 3 did not come within 30 s. Does every rank run?", (1, 2)),
+    ],
+)
+def test_an_error_that_all_ranks_raise_accuses_those_that_it_names(left: Left, message: str, guilty: tuple[int, ...]) -> None:
+    left.end(1, *(failed(r, f"NonFiniteError: {message}", ours=True) for r in range(3)), world_size=3)
+    assert left.verdict.guilty == guilty
+
+
+def test_ranks_that_fail_alike_are_guilty_together_and_later_ones_are_not(left: Left) -> None:
+    left.end(1, failed(0), failed(1), failed(2, "KeyError: 'x'", 5.0, user_frames=[]), world_size=3)
+    verdict = left.verdict
+    assert verdict.guilty == (0, 1) and verdict.headline.startswith("ranks 0, 1 raised ValueError")
+    assert "rank 2 failed, too (KeyError)" in verdict.paragraph
+
+
+def test_what_is_raised_from_a_lost_connection_is_a_victim_s(left: Left) -> None:
+    chained = f"RuntimeError: {CLOSED}\n\nThe above exception was the direct cause of the following exception:\n\nKeyError: 'x'\n"
+    left.end(1, failed(0, "KeyError: 'x'", -5.0, traceback=chained), killed(1), world_size=2)
+    assert left.verdict.guilty == (1,)
+
+
+def test_a_refused_collective_is_the_fault_of_the_rank_whose_call_is_not_as_before(left: Left) -> None:
+    """Gloo kills the process that receives too much, and that one leaves no record."""
+    said = "killed by SIGABRT\n[enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes. 32 vs 16."
+    left.end(134, killed(0, "SIGABRT", message=said), world_size=2)
+    left.flight(1, *map(entry, range(1, 6)), entry(6, kind="Double", retired=False))
+    assert left.verdict.guilty == (1,) and "all_reduce (f64[4])" in left.verdict.headline
+
+
+def test_without_records_nobody_is_accused_of_a_refused_collective(left: Left) -> None:
+    left.end(1, failed(0, "RuntimeError: [enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes. 32 vs 16."))
+    assert left.verdict.guilty == () and "--check-collectives" in left.verdict.paragraph
+
+
+# ---- nothing wrong, or nothing known ------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_ended_well_was_asked_to_stop_or_was_interrupted(tmp_path: Path) -> None:
+    for code, cause in ((0, "fine"), (75, "asked to stop"), (130, "interrupted"), (143, "interrupted")):
+        verdict = Left(tmp_path / str(code)).end(code).verdict
+        assert verdict.guilty == () and verdict.cause == cause and verdict.is_known
+
+
+def test_what_the_launcher_said_is_passed_on(left: Left) -> None:
+    left.end(1, stopped="the launcher on node7 ended without a word: was the node lost, or out of memory?")
+    assert left.verdict.cause == "launcher" and "node7" in left.verdict.paragraph and left.verdict.guilty == ()
+
+
+def test_a_launcher_that_was_killed_and_an_attempt_without_a_trace(left: Left) -> None:
+    assert left.verdict.cause == "unknown"
+    left.flight(0, entry(1))
+    assert left.verdict.cause == "launcher killed" and left.verdict.guilty == ()
+
+
+def test_ranks_that_stand_alike_are_not_accused(left: Left) -> None:
+    for rank in range(4):
+        left.flight(rank, entry(1), entry(2, retired=False))
+    left.end(1, hang={"after_s": 60.0}, seen={str(r): seen(5, Phase.STEP) for r in range(4)}, world_size=4)
+    verdict = left.verdict
+    assert verdict.guilty == () and verdict.cause == "unknown" and "60 s" in verdict.paragraph
+
+
+def test_a_group_of_which_the_members_are_not_known_accuses_nobody(left: Left) -> None:
+    left.flight(0, entry(1), entry(1, process_group=["7", ""], retired=False)).flight(1, entry(1)).flight(2, entry(1))
+    left.end(1, hang={"after_s": 60.0}, world_size=3)
+    assert left.verdict.guilty == ()
+
+
+def test_a_scatter_whose_root_alone_gives_tensors_is_no_mismatch() -> None:
+    root, other = entry(1, "scatter"), entry(1, "scatter", input_sizes=[], input_dtypes=[])
+    gather, of_other = entry(2, "gather"), entry(2, "gather", output_sizes=[], output_dtypes=[])
+    flights = {
+        0: parse(record(root, gather, entry(3, "all_to_all", [7]))),
+        1: parse(record(other, of_other, entry(3, "all_to_all"))),
+    }
+    assert first_mismatch(flights) == []
+
+
+def test_a_group_made_anew_counts_from_one() -> None:
+    flight = parse(record(entry(1, "broadcast"), entry(2), entry(1), entry(2, retired=False)))
+    assert [call.op for call in flight["0"].calls.values()] == ["all_reduce"] * 2
+    assert flight["0"].open == Call(2, "all_reduce", ("f32[4]",), False, 2, (("f32", 4),))
+
+
+def test_a_number_and_a_word_for_many_ranks() -> None:
+    assert who([2]) == "rank 2" and who([0, 1, 3]) == "ranks 0, 1, 3" and who(range(16384)) == "ranks 0-16383"
+    assert who([5, *range(8)]) == "ranks 0-7" and len(who(range(0, 1000, 2))) < 120
+
+
+def test_stacks_tell_who_waits_and_where() -> None:
+    user = ("/home/me/train.py", 7, "step")
+    text = "\n".join(
+        f'  File "{f}", line {n} in {name}' for f, n, name in ((TORCH, 3, "all_reduce"), (TORCH, 1, "wrapper"), user)
+    )
+    assert waits_in(main_thread(text)) == "all_reduce" and str(user_frame(main_thread(text))) == "train.py:7 in step"
+    assert waits_in(of_traceback('Traceback (most recent call last):\n  File "/home/me/a.py", line 1, in f')) == ""
+    crash = "x\nFatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
+    assert [f.line for f in crash_stack(crash + '  File "/a.py", line 4 in f\n\nThread 0x2 (most recent call first):\n')] == [4]
+
+
+def test_a_broken_connection_to_a_server_of_data_is_a_rank_s_own_failure() -> None:
+    own = failed(0, "ConnectionResetError: [Errno 104] Connection reset by peer")
+    assert not is_victim(Failure.from_json(own)) and is_victim(Failure.from_json(failed(0, f"RuntimeError: {CLOSED}")))
+
+
+# ---- properties ---------------------------------------------------------------------------------------------------------------
+
+OPS = st.sampled_from([("all_reduce", 4), ("all_reduce", 8), ("broadcast", 4), ("all_gather", 2), ("barrier", 0)])
+PROGRAM = st.lists(OPS, min_size=1, max_size=6)
+
+
+def _flights(program: Sequence[tuple[str, int]], ranks: int, upto: Mapping[int, int]) -> dict[int, Any]:
+    """Of ranks that repeat a program: each has called so many, and waits in the last, but who has called fewest."""
+    least = min(upto.values())
+    found = {}
+    for rank in range(ranks):
+        calls = [program[n % len(program)] for n in range(upto[rank])]
+        entries = [
+            entry(n + 1, op, [size], retired=not (n + 1 == upto[rank] and upto[rank] > least))
+            for n, (op, size) in enumerate(calls)
+        ]
+        found[rank] = parse(record(*entries))
+    return found
+
+
+def _hung(flights: Mapping[int, Any], **more: Any) -> Evidence:
+    return Evidence(len(flights), 0, {r: RankEvidence(r, flight=f, **more) for r, f in flights.items()}, 1, hang_after_s=9.0)
+
+
+@given(PROGRAM, st.integers(2, 6), st.integers(1, 30), st.data())
+def test_whoever_lacks_in_a_collective_is_named_and_only_they(program: Any, ranks: int, calls: int, data: Any) -> None:
+    absent = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=ranks - 1))
+    verdict = explain(_hung(_flights(program, ranks, {r: calls - (r in absent) for r in range(ranks)})))
+    assert set(verdict.guilty) == absent and verdict.cause == "did not come"
+
+
+@given(PROGRAM, st.integers(3, 6), st.integers(0, 30), st.data())
+def test_whoever_calls_something_else_than_most_is_named(program: Any, ranks: int, calls: int, data: Any) -> None:
+    odd = data.draw(st.integers(0, ranks - 1))
+    due = program[calls % len(program)]
+    other = data.draw(OPS.filter(lambda op: op != due))
+    flights = {}
+    for rank in range(ranks):
+        made = [program[n % len(program)] for n in range(calls)] + [other if rank == odd else due]
+        flights[rank] = parse(record(*(entry(n + 1, op, [size], retired=n < calls) for n, (op, size) in enumerate(made))))
+    verdict = explain(_hung(flights))
+    assert verdict.guilty == (odd,) and verdict.cause.startswith("mismatched")
+
+
+@given(PROGRAM, st.integers(1, 6), st.integers(0, 30), st.sampled_from(list(Phase)))
+def test_equal_ranks_are_never_accused(program: Any, ranks: int, calls: int, phase: Phase) -> None:
+    flights = _flights(program, ranks, dict.fromkeys(range(ranks), calls))
+    assert explain(_hung(flights, standing=Standing(3, phase))).guilty == ()
+
+
+@given(st.lists(OPS, min_size=2, max_size=8), st.integers(2, 5))
+def test_what_is_due_is_what_the_program_does_next(program: Any, times: int) -> None:
+    calls = program * times
+    trace = parse(record(*(entry(n + 1, op, [size]) for n, (op, size) in enumerate(calls)))).get("0")
+    due = expected(trace, len(calls) + 1)
+    assert due is None or due[0][0] == program[0][0] or calls.count(program[0]) > times  # a program that repeats itself within
+
+
+# ---- what an enemy wrote ------------------------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def _changed(value: Any, data: Any) -> Any:
+    """A record with something in it replaced by anything."""
+    if isinstance(value, dict) and value and data.draw(st.booleans()):
+        key = data.draw(st.sampled_from(sorted(value)))
+        return {**value, key: _changed(value[key], data)}
+    if isinstance(value, list) and value and data.draw(st.booleans()):
+        at = data.draw(st.integers(0, len(value) - 1))
+        return [*value[:at], _changed(value[at], data), *value[at + 1 :]]
+    return data.draw(JSON)
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_no_record_makes_it_fail_or_show_more_than_text(data: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    left = Left(tmp_path_factory.mktemp("hostile") / "run")
+    left.flight(0, entry(1), entry(2, retired=False)).flight(1, entry(1)).stack(1, ("a.py", 1, "f")).rank(1, 0)
+    left.end(1, failed(0, f"RuntimeError: {TIMED_OUT}"), seen={"0": seen(), "1": seen()}, hang={"after_s": 1.0}, world_size=2)
+    (left.path / "run.json").write_text('{"ranks": 2}')
+    for path in sorted(left.path.rglob("*.json")):
+        if data.draw(st.booleans()):
+            path.write_text(json.dumps(_changed(json.loads(path.read_text()), data)))
+    (left.dumps / "stack.rank1.txt").write_text(data.draw(st.text()), encoding="utf-8", errors="surrogatepass")
+    evidence = left.evidence
+    verdict = explain(evidence)
+    assert all(0 <= rank < max(evidence.world_size, 1) for rank in verdict.guilty)
+    shown = show.text([(evidence, verdict)])
+    assert all(character.isprintable() or character == "\n" for character in shown.replace("\xad", "")) or shown.isascii()
+    json.dumps(show.as_json([(evidence, verdict)]), allow_nan=False)
+
+
+def test_hostile_files_are_left_out_and_nothing_is_read_through_a_link(left: Left, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.json"
+    secret.write_text(json.dumps(record(entry(1, "secret_operation", retired=False))))
+    left.flight(0, entry(1), entry(2, "\x1b[2Jall_reduce\x07", retired=False, process_group=["0", "\x1b]0;x"])).end(
+        1, failed(1, "Value\x1bError: \x1b[31mred\x00 \u202e"), world_size=9
+    )
+    (left.dumps / "flight.rank1.json").symlink_to(secret)
+    os.mkfifo(left.dumps / "flight.rank2.json")
+    with (left.dumps / "flight.rank3.json").open("wb") as file:
+        file.truncate(1 << 30)
+    (left.dumps / "flight.rank4.json").write_text('{"entries": ' + "[" * 500_000 + "]" * 500_000 + "}")
+    (left.dumps / "flight.rank5.json").write_text(json.dumps(record(entry(-1), entry(1 << 70), entry(1, size=[-4, 1 << 80]))))
+    (left.dumps / "flight.rank-6.json").write_text("{}")
+    (left.dumps / "flight.rank99999999.json").write_text("{}")
+    (left.dumps / "flight.rank7.json").mkdir()
+    (left.dumps / "stack.rank8.txt").write_bytes(b'  File "' + b"\xff\x1b" * 4000 + b'", line 99999999999 in f\n' * 3)
+    (left.here / "exit.rank1.json").symlink_to("/dev/zero")
+    evidence = left.evidence
+    text = show.text([(evidence, explain(evidence))])
+    assert evidence.world_size == 9 and set(evidence.flights) == {0, 5} and "secret" not in text
+    assert "\x1b" not in text and "\x07" not in text and "\u202e" not in text
+    assert sum("flight.rank" in note for note in evidence.notes) >= 4
+
+
+def test_folders_that_are_links_are_not_followed(tmp_path: Path) -> None:
+    elsewhere = Left(tmp_path / "elsewhere").end(1, failed(0)).flight(0, entry(1))
+    run = tmp_path / "run"
+    (run / "attempts").mkdir(parents=True)
+    (run / "attempts/000").symlink_to(elsewhere.here)
+    (run / "dumps").symlink_to(elsewhere.dumps.parent)
+    assert Evidence.of(run, 0).ranks == {}
+
+
+def test_a_record_that_claims_a_billion_ranks_costs_nothing(left: Left) -> None:
+    left.end(1, failed(1 << 40), world_size=1 << 30)
+    assert left.evidence.world_size <= 1 << 20 and left.verdict is not None
+
+
+def test_many_ranks_are_explained_in_few_lines(left: Left) -> None:
+    ranks = {}
+    for rank in range(4096):
+        flight = parse(record(entry(1), *([] if rank == 77 else [entry(2, retired=False)])))
+        ranks[rank] = RankEvidence(rank, flight=flight, stack=main_thread(f'  File "/me/{rank % 3}.py", line 1 in f'))
+    verdict = explain(Evidence(4096, 0, ranks, 1, hang_after_s=5.0))
+    assert verdict.guilty == (77,) and len(verdict.paragraph) < 1000 and len(verdict.seen) < 10
+    assert len(waits({r: e.flight for r, e in ranks.items() if e.flight is not None}, range(4096))) == 1
+
+
+# ---- the command --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_tells_each_attempt_the_last_in_full(tmp_path: Path, echelon_command: Command) -> None:
+    path = tmp_path / "runs/x"
+    Left(path, 0).end(137, killed(1), world_size=2)
+    Left(path, 1).end(1, failed(0), world_size=2)
+    done = echelon_command("explain", "runs/x")
+    assert done.returncode == 0 and done.stdout.splitlines() == [
+        "attempt 0: rank 1 was killed by SIGKILL.",
+        "attempt 1: Rank 0 raised ValueError at train.py:41 in load: bad label.",
+        "  rank 0 failed, too (ValueError)",
+    ], done
+    told = json.loads(echelon_command("explain", "runs/x", "--json").stdout)["attempts"]
+    assert [(each["attempt"], each["guilty"], each["cause"]) for each in told] == [(0, [1], "killed"), (1, [0], "exception")]
+    assert echelon_command("explain", "runs/x", "--attempt", "0").stdout.startswith("Rank 1 was killed by SIGKILL.")
+
+
+def test_the_command_ends_with_1_if_nothing_tells_and_with_2_if_there_is_no_run(tmp_path: Path, echelon_command: Command) -> None:
+    Left(tmp_path / "runs/x").end(1, failed(0, f"RuntimeError: {CLOSED}"), world_size=2)
+    done = echelon_command("explain", "runs/x")
+    assert done.returncode == 1 and "No rank ended before it that would explain this" in done.stdout
+    for words, says in (
+        (["runs"], "has no attempts"),
+        (["none"], "is not a run folder"),
+        (["runs/x", "--attempt", "5"], "0 to 0"),
+    ):
+        refused = echelon_command("explain", *words)
+        assert refused.returncode == 2 and says in refused.stderr and "Traceback" not in refused.stderr

@@ -1,0 +1,397 @@
+"""When a run is ended because nothing moves, and above all when not: a slow run is none that hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import echelon as ech
+from echelon.contracts.errors import RankFailedError, UsageError
+from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.run_dir import RunDir
+from echelon.launcher.cluster.conclude import conclude
+from echelon.launcher.functions.run import launch
+from echelon.launcher.job import JobSpec, parse_hang_timeout
+from echelon.launcher.local import hang
+from echelon.launcher.local.attempt import Attempt
+from echelon.launcher.local.companion import Answer
+from echelon.launcher.local.gather import Sight
+from echelon.launcher.local.hang import HangLimit
+from echelon.launcher.local.progress import Progress
+from echelon.launcher.local.signs import has_handler
+from echelon.launcher.local.worker import STACK_SIGNAL
+from echelon.launcher.protocol import write_spec
+from echelon.launcher.records import exit_record, flight_record
+from tests.conftest import clean_environment, ends_of
+
+OWN, COLLECTIVE = (
+    '  File "/home/me/train.py", line 7 in clean',
+    '  File "/lib/torch/distributed/distributed_c10d.py", line 3252 in wait',
+)
+
+
+class _Ranks:
+    """Two ranks that a test moves, in place of `Sight`: positions, answers of their companions, stacks."""
+
+    def __init__(self) -> None:
+        self.pulses = self.companions = self
+        self.at = {0: Standing(), 1: Standing()}
+        self.answers: dict[int, Answer | None] = {0: Answer(20), 1: Answer(20)}
+        self.stacks: dict[int, str | Callable[[], str]] = {0: OWN, 1: OWN}
+
+    def read(self, rank: int) -> Standing:
+        return self.at[rank]
+
+    def main_stack(self, rank: int) -> str:
+        stack = self.stacks[rank]
+        return stack if isinstance(stack, str) else stack()
+
+    def ask(self, ranks: Any, question: Any, wait_s: float = 0.0) -> dict[int, Answer]:
+        return (
+            {} if isinstance(ranks, int) else {rank: said for rank in cast(Iterable[int], ranks) if (said := self.answers[rank])}
+        )
+
+    def ask_stack(self, rank: int) -> None: ...
+
+
+class _Scene:
+    """A limit of ten minutes over two ranks, and a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, strict: bool = False) -> None:
+        self.ranks, self.now, self.cpu_s = _Ranks(), 0.0, 0.0
+        self.progress, self.attempt = Progress(), Attempt(0, Path("runs/a/attempts/000"))
+        self.attempt.pids = {0: os.getpid(), 1: os.getpid()}
+        self.limit = HangLimit(600.0, strict, self.progress, cast(Sight, self.ranks))
+        monkeypatch.setattr(hang, "_used", lambda pid: (self.cpu_s, 0))
+
+    def until_ended(self, most_s: float = 12000.0) -> float:
+        """How long it takes until the attempt is ended; infinite if it is not."""
+        began = self.now
+        while self.now < began + most_s:
+            self.now += 2.0
+            self.progress.look(self.attempt.pids, [0, 1], self.ranks, self.now)  # type: ignore[arg-type]
+            if self.limit.look(self.attempt) is not None:
+                return self.now - began
+        return float("inf")
+
+    def steps(self, seconds_each: float = 2.0) -> None:
+        for step in range(6):
+            self.put(*[Standing(step, Phase.STEP, 0, 3 * step)] * 2)
+            assert self.until_ended(seconds_each) == float("inf")
+
+    def put(self, *standings: Standing) -> None:
+        self.ranks.at = dict(enumerate(standings))
+
+
+NEVER = float("inf")
+STEP = Standing(6, Phase.STEP, 0, 20)
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> _Scene:
+    return _Scene(monkeypatch)
+
+
+def test_a_loop_in_which_nothing_moves_is_ended_after_the_limit(scene: _Scene) -> None:
+    scene.steps()
+    scene.put(STEP, STEP)
+    assert 600 < scene.until_ended() <= 604
+
+
+def test_one_rank_that_stays_behind_is_enough(scene: _Scene) -> None:
+    scene.steps()
+    scene.put(STEP, Standing(6, Phase.DATA, 0, 19))
+    assert 600 < scene.until_ended() <= 604
+
+
+@pytest.mark.parametrize(
+    "standing",
+    [
+        Standing(6, Phase.CHECKPOINT, 0, 20),
+        Standing(6, Phase.BETWEEN, 0, 20),
+        Standing(6, Phase.AFTER, 0, 20),
+        Standing(6, Phase.EVAL_STEP, 40, 90),
+        Standing(6, Phase.EVAL_DATA, 40, 90),
+        Standing(6, Phase.DATA, 0, 1),
+        Standing(6, Phase.STEP, 0, 4),
+    ],
+)
+def test_what_takes_long_by_its_nature_has_five_times_as_long(scene: _Scene, standing: Standing) -> None:
+    """Checkpoints, evaluations, hooks; the first data of an epoch, whose workers start, and its first steps, which compile."""
+    scene.steps()
+    scene.put(standing, Standing(7, Phase.STEP, 0, 30))
+    assert 3000 < scene.until_ended() <= 3004
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_rank_that_visibly_works_has_five_times_as_long(scene: _Scene, *, computes: bool) -> None:
+    def stack() -> str:
+        if computes:
+            scene.cpu_s = scene.now / 2
+        return OWN if computes else f"{OWN} {scene.now}"
+
+    scene.steps()
+    scene.put(STEP, STEP)
+    scene.ranks.stacks = {0: stack, 1: stack}
+    assert 3000 < scene.until_ended() <= 3004
+
+
+def test_who_waits_in_a_collective_does_not_work_however_busily_it_waits(scene: _Scene) -> None:
+    def spins() -> str:
+        scene.cpu_s = scene.now
+        return COLLECTIVE
+
+    scene.steps()
+    scene.put(STEP, STEP)
+    scene.ranks.stacks = {0: spins, 1: spins}
+    assert scene.until_ended() < 620
+
+
+def test_nobody_is_ended_under_a_debuggers_hands(scene: _Scene) -> None:
+    scene.steps()
+    scene.put(STEP, STEP)
+    scene.ranks.stacks = {
+        0: '  File "/usr/lib/python3.12/cmd.py", line 126 in cmdloop\n  File "/usr/lib/python3.12/pdb.py", line 9 in f'
+    }
+    scene.ranks.stacks[1] = COLLECTIVE
+    assert scene.until_ended() == NEVER
+
+
+def test_a_rank_that_has_become_another_program_is_not_asked_for_its_stack() -> None:
+    """The signal would end it."""
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        assert not has_handler(other.pid, STACK_SIGNAL)
+        other.kill()
+    assert has_handler(os.getpid(), signal.SIGINT)
+
+
+def test_slow_steps_have_longer(scene: _Scene) -> None:
+    scene.steps(seconds_each=200)
+    scene.put(STEP, STEP)
+    assert 2000 < scene.until_ended() <= 2004
+
+
+def test_twice_the_longest_silence_so_far_is_no_hang(scene: _Scene) -> None:
+    scene.steps()
+    scene.put(*[Standing(5, Phase.DATA, 0, 19)] * 2)
+    assert scene.until_ended(550) == NEVER  # such as each tenth file
+    scene.put(*[Standing(5, Phase.STEP, 0, 20)] * 2)
+    assert 1100 <= scene.until_ended() <= 1104
+
+
+@pytest.mark.parametrize("other", [Standing(), Standing(6, Phase.ENDED, 0, 20), STEP])
+def test_a_rank_in_code_of_its_own_may_take_as_long_as_it_likes_while_the_others_wait(scene: _Scene, other: Standing) -> None:
+    """It prepares the data, say, or writes the model: even one that sleeps may wait for something outside."""
+    scene.steps()
+    for mine in (Standing(), Standing(6, Phase.ENDED, 0, 20)):
+        scene.put(mine, other)
+        scene.ranks.stacks = {0: OWN, 1: COLLECTIVE}
+        scene.ranks.answers[1] = Answer(21, pending=True)
+        assert scene.until_ended() == NEVER
+
+
+def test_ranks_that_all_wait_for_one_another_hang_in_code_of_their_own_too(scene: _Scene) -> None:
+    scene.ranks.answers = {0: Answer(21, pending=True), 1: Answer(21, pending=True)}  # as gloo says, also when they have ended
+    assert scene.until_ended() == NEVER
+    scene.ranks.stacks = {0: COLLECTIVE, 1: COLLECTIVE.replace("distributed", "autograd")}
+    assert scene.until_ended() < 780  # a stack is asked for once nothing has moved for a while
+
+
+def test_ranks_of_a_loop_of_their_own_that_call_collectives_go_on(scene: _Scene) -> None:
+    for calls in range(20, 30):
+        scene.ranks.answers = {0: Answer(calls, pending=True), 1: Answer(calls, pending=True)}
+        assert scene.until_ended(500) == NEVER
+
+
+def test_a_limit_that_a_person_gave_also_holds_for_a_rank_that_does_nothing_while_others_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = _Scene(monkeypatch, strict=True)
+    scene.ranks.stacks[1] = COLLECTIVE
+    assert 600 < scene.until_ended() < 780
+    scene = _Scene(monkeypatch, strict=True)
+    scene.ranks.stacks[1], scene.ranks.answers[0] = COLLECTIVE, Answer(1)  # before the first collectives
+    assert 3000 < scene.until_ended() <= 3004
+    scene = _Scene(monkeypatch, strict=True)  # nobody waits
+    assert scene.until_ended() == NEVER
+    scene = _Scene(monkeypatch, strict=True)
+    scene.ranks.stacks = {0: lambda: f"{OWN} {scene.now}", 1: COLLECTIVE}
+    assert scene.until_ended() == NEVER  # it works, and answers
+    scene.ranks.answers[0] = None  # it computes in C, and holds the interpreter's lock
+    assert scene.until_ended() < 3100
+
+
+def test_a_machine_that_slept_and_the_next_attempt_begin_anew(scene: _Scene) -> None:
+    scene.steps()
+    scene.put(STEP, STEP)
+    assert scene.until_ended(500) == NEVER
+    scene.now += 36000
+    assert scene.until_ended(90) == NEVER
+    scene.attempt = Attempt(1, Path("runs/a/attempts/001"))
+    scene.attempt.pids = {0: os.getpid(), 1: os.getpid()}
+    assert scene.until_ended(590) == NEVER
+
+
+def test_none_turns_it_off_and_nonsense_is_refused(scene: _Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(hang.HANG_VARIABLE, raising=False)
+    assert hang.hang_timeout(None) == (600.0, False) and hang.hang_timeout(5.0) == (5.0, True)
+    monkeypatch.setenv(hang.HANG_VARIABLE, "none")
+    assert hang.hang_timeout(None) == (0.0, True) and parse_hang_timeout("2m") == 120.0
+    with pytest.raises(UsageError, match="a hang timeout must be 'none', or a number of seconds above 0"):
+        parse_hang_timeout("soon")
+    scene.limit.after_s = 0.0
+    scene.steps()
+    assert scene.until_ended() == NEVER
+
+
+class _Unit(ech.TrainUnit[Any]):
+    def train_step(self, state: ech.State, data: Any) -> None:
+        if self.train_progress.num_steps_completed == 6 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(1))
+
+
+def _hangs(how: str) -> None:
+    ech.init_from_env()
+    if how == "stopped":
+        ech.train(_Unit(), [torch.ones(1)] * 20, max_epochs=1)
+    for _ in range(8):
+        dist.all_reduce(torch.ones(4))
+    if how == "in different collectives" and dist.get_rank() == 1:
+        dist.barrier()
+    if how == "asleep" and dist.get_rank() == 1:
+        time.sleep(1000)
+    dist.all_reduce(torch.ones(4))
+    dist.all_reduce(torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("how", "headline", "waits"),
+    [
+        ("stopped", "rank 1 stopped (no heartbeat for ", ["all_reduce #18", ""]),
+        pytest.param(
+            "asleep",
+            "rank 1 did not come to ",
+            ["all_reduce #9", ""],
+            marks=pytest.mark.full,
+        ),
+        ("in different collectives", "rank ", ["all_reduce #9", "barrier #9"]),
+    ],
+)
+def test_a_run_that_hangs_is_ended_with_the_evidence_in_its_folder(
+    how: str, headline: str, waits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ECHELON_HANG_TIMEOUT", "1")
+    with pytest.raises(RankFailedError) as caught:
+        launch(_hangs, ranks=2, args=(how,), run_dir=tmp_path, timeout_s=60)
+    assert f"echelon: {headline}" in str(caught.value) and caught.value.exit_code == 124, str(caught.value)
+    (run,) = tmp_path.iterdir()
+    ended = exit_record(run / "attempts" / "000" / "exit.json") or {}
+    assert ended["hang"]["after_s"] > 1 and ended["exit_code"] == 124
+    assert [ended["seen"][rank]["waits_in"] for rank in "01"] == waits
+    assert [ended["seen"][rank]["stopped"] for rank in "01"] == [False, how == "stopped"]
+    for rank in (0, 1):  # also of the one that was stopped
+        assert "in _hangs" in (run / "dumps" / "000" / f"stack.rank{rank}.txt").read_text()
+    record = flight_record(run / "dumps" / "000" / "flight.rank0.json") or {}
+    assert f"gloo:{waits[0]}" == f"{record['entries'][-1]['profiling_name']} #{record['entries'][-1]['collective_seq_id']}"
+
+
+def _is_slow(how: str) -> None:
+    ech.init_from_env()
+    for _ in range(20):
+        dist.all_reduce(torch.ones(4))
+    if how == "all sleep" or dist.get_rank() == 1:
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            time.sleep(2.0) if how == "all sleep" else sum(range(20000))
+    dist.all_reduce(torch.ones(4))
+
+
+@pytest.mark.parametrize("how", [pytest.param("all sleep", marks=pytest.mark.full), "one works"])
+def test_slow_ranks_in_a_loop_of_their_own_go_on(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHELON_HANG_TIMEOUT", "0.5")
+    launch(_is_slow, ranks=2, args=(how,), timeout_s=60)
+
+
+HANGS_ON_NODE_1 = """
+import os, signal, sys, torch, torch.distributed as dist, echelon as ech
+ech.init_from_env()
+for _ in range(8):
+    dist.all_reduce(torch.ones(4))
+if dist.get_rank() == 1 and sys.argv[1] == "stopped":
+    os.kill(os.getpid(), signal.SIGSTOP)
+if dist.get_rank() == 1 and sys.argv[1] == "in another":
+    dist.barrier()
+dist.all_reduce(torch.ones(4))
+dist.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        pytest.param("stopped", "rank 1 stopped", marks=pytest.mark.full),
+        ("in another", "rank 1 called barrier where rank 0 called"),
+    ],
+)
+def test_on_several_nodes_the_evidence_of_all_is_one(
+    how: str, said: str, tmp_path: Path, forked_programs: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(HANGS_ON_NODE_1)
+    run = RunDir.create(tmp_path / "runs", "two", begin=False)
+    spec = JobSpec(str(tmp_path / "train.py"), args=(how,), ranks=1, nodes=2, hang_timeout_s=1.0, grace_s=1.0)
+    write_spec(run, spec, launcher="slurm", id="7")
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost,127.0.0.1"}
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "echelon.launcher.cluster.node", str(run.path)],
+            env={**clean_environment(), **step, "SLURM_NODEID": str(node)},
+            cwd=tmp_path,
+        )
+        for node in (0, 1)
+    ]
+    assert ends_of(nodes, 60) == [124, 124]
+    assert conclude(run, 124, "7.0") == 124
+    assert f"echelon: {said}" in capfd.readouterr().err
+    ended = exit_record(run.path / "attempts" / "000" / "exit.json") or {}
+    assert ended["first_failure"]["rank"] == 1 or how != "stopped"
+    assert ended["hang"]["after_s"] > 1 and ended["world_size"] == 2 and set(ended["seen"]) == {"0", "1"}
+    dumps = {path.name for path in (run.path / "dumps" / "000").iterdir()} | {"flight.rank1.json"}  # not of one that is stopped
+    assert dumps == {f"{kind}.rank{rank}.{end}" for kind, end in (("stack", "txt"), ("flight", "json")) for rank in (0, 1)}
+
+
+HANGS_ONCE = """
+import os, time, torch, torch.distributed as dist, echelon as ech
+ech.init_from_env()
+for _ in range(8):
+    dist.all_reduce(torch.ones(4))
+if ech.RankInfo().restart_count == 0 and dist.get_rank() == 1:
+    time.sleep(1000)
+dist.all_reduce(torch.ones(4))
+print("done")
+"""
+
+
+@pytest.mark.full
+def test_after_a_hang_the_ranks_are_started_again_and_each_attempt_has_its_evidence(tmp_path: Path, echelon_command: Any) -> None:
+    (tmp_path / "train.py").write_text(HANGS_ONCE)
+    ended = echelon_command("run", "--ranks", "2", "--max-restarts", "1", "--hang-timeout", "1s", "--name", "a", "train.py")
+    assert ended.returncode == 0 and "done" in ended.stdout, ended.stderr
+    assert "echelon: rank 1 did not come to all_reduce #9" in ended.stderr and "restart 1 of 1" in ended.stderr
+    attempts = tmp_path / "runs" / "a" / "attempts"
+    first, second = (exit_record(attempts / number / "exit.json") or {} for number in ("000", "001"))
+    assert first["hang"] and first["first_failure"]["rank"] == 1 and "did not come to all_reduce #9" in first["explained"]
+    assert (second["exit_code"], second["hang"], second["explained"], second["world_size"]) == (0, None, None, 2)
+    assert [path.name for path in (tmp_path / "runs" / "a" / "dumps").iterdir()] == ["000"]
+    bad = echelon_command("run", "--hang-timeout", "soon", "train.py")
+    assert bad.returncode == 2 and "a hang timeout must be 'none', or" in bad.stderr

@@ -1,0 +1,214 @@
+"""Trackers by name, with the real packages: what is in their files is what metrics.jsonl has."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from echelon.contracts.events import read_lines
+from echelon.contracts.run_dir import RunDir, write_json
+from echelon.observe.loggers import MLflowLogger, TrackioLogger, WandbLogger
+from echelon.observe.sinks import trackers
+from echelon.observe.sinks.folder import FolderSink, default_sinks
+from tests.conftest import clean_environment
+from tests.models import batch
+from tests.units import Regression
+
+RECORDS = [
+    {"step": s, "update": s, "loss": 1 / s, "lr": 0.1, "grad_norm": None, "tokens_per_s": 5.0, "time": 1e9 + s} for s in (1, 2, 3)
+]
+RECORDS += [{"step": 3, "eval_loss": 0.5, "time": 1e9 + 4}, {"step": 4, "loss": "nan", "time": 1e9 + 5}]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    made = ech.RunDir.create(tmp_path / "runs", "mine")
+    write_json(made.run_json, {"name": "mine", "ranks": 2, "versions": {"torch": "2"}, "args": ["--lr", "1"]})
+    for name, value in made.to_env().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return made
+
+
+def track(names: str, records: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rank does: the records come in portions."""
+    monkeypatch.setenv("ECHELON_TRACK", names)
+    sinks = default_sinks()
+    for sink in sinks:
+        sink.records(records[:2])
+        sink.event({"event": "train_start", "time": 1.0})
+        sink.records(records[2:])
+        sink.close()
+
+
+WANDB = """
+from echelon.contracts.run_dir import RunDir
+from echelon.observe.sinks.folder import default_sinks
+from tests.test_trackers import RECORDS
+
+for sink in default_sinks():
+    sink.records(RECORDS)
+    sink.close()
+"""
+
+
+def wandb_rows(path: Path) -> list[dict[str, Any]]:
+    """The history of a run that was kept offline: records of protobuf in the form of LevelDB's log."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, part, rows = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # the end of a block has no room for a header
+            at += 32768 - at % 32768
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        part += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = wandb_internal_pb2.Record.FromString(part)
+            part = b""
+            if record.HasField("history"):
+                rows.append({".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item})
+    return rows
+
+
+@pytest.mark.full
+def test_wandb_keeps_a_run_offline_where_nobody_is_logged_in(run: RunDir, tmp_path: Path) -> None:
+    """In a process of its own: wandb leaves threads and a process until the end of the one that used it."""
+    env = {**clean_environment(), **run.to_env(), "HOME": str(tmp_path), "ECHELON_TRACK": "wandb", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", WANDB], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "kept offline in" in done.stderr, done.stderr
+    (path,) = run.path.glob("wandb/offline-run-*/run-*.wandb")
+    rows = wandb_rows(path)
+    assert [(r["step"], r["loss"]) for r in rows if "loss" in r] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert [r["eval_loss"] for r in rows if "eval_loss" in r] == [0.5] and rows[0]["tokens_per_s"] == 5.0
+
+
+@pytest.mark.full
+def test_mlflow_gets_numbers_and_settings(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("ECHELON_PROJECT", "of mine")
+    track("mlflow", RECORDS, monkeypatch)
+    import mlflow
+
+    client = mlflow.MlflowClient()
+    (found,) = client.search_runs([client.get_experiment_by_name("of mine").experiment_id])
+    assert [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, "loss")] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert found.data.params["versions.torch"] == "2" and found.data.params["args"] == "--lr 1"
+    assert (found.info.run_name, found.info.status) == ("mine", "FINISHED")
+
+
+@pytest.mark.full
+def test_trackio_gets_numbers(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio", raising=False)
+    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio", raising=False)
+    track("trackio", RECORDS, monkeypatch)
+    (database,) = (tmp_path / "trackio").glob("*.db")
+    with sqlite3.connect(database) as opened:
+        rows = [(step, json.loads(text)) for step, text in opened.execute("SELECT step, metrics FROM metrics ORDER BY id")]
+    assert [(step, row["loss"]) for step, row in rows if "loss" in row] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert capsys.readouterr().out == ""
+
+
+def test_tensorboard_and_csv_get_numbers(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    track("tensorboard, csv", RECORDS, monkeypatch)
+    events = EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, float(e.tensor_proto.float_val[0])) for e in events.Tensors("loss")][:2] == [(1, 1.0), (2, 0.5)]
+    with open(run.path / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["step"], row["loss"], row["eval_loss"]) for row in rows][2] == ("3", str(1 / 3), "0.5")
+
+
+def test_a_training_run_is_tracked_with_what_it_logs(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Logs(Regression):
+        def compute_loss(self, state: Any, data: Any) -> Any:
+            state.log("rows", float(len(data[0])))
+            return super().compute_loss(state, data)
+
+    monkeypatch.setenv("ECHELON_TRACK", "csv")
+    ech.fit(Logs(), [batch(4, 0), batch(2, 1)], [batch(5, 3)], max_epochs=1)
+    with open(run.path / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    written = [r for r in read_lines(run.metrics) if "rows" in r]
+    assert [float(row["rows"]) for row in rows] == [r["rows"] for r in written] == [4.0, 2.0]
+    assert rows[-1]["eval_rows"] == "5.0"
+
+
+class Broken:
+    """A tracker whose server went away."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def log(self, name: str, data: Any, step: int) -> None: ...
+
+    def log_dict(self, payload: Any, step: int) -> None:
+        self.calls += 1
+        raise ConnectionError("gone")
+
+    def close(self) -> None:
+        self.calls += 1
+
+
+def test_a_tracker_that_fails_is_said_once_and_the_run_goes_on(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    broken = Broken()
+    sinks = [FolderSink(run), trackers.TrackerSink("wandb", broken)]
+    for sink in sinks:
+        sink.records(RECORDS)
+        sink.close()
+    assert broken.calls == 1 and len(read_lines(run.metrics)) == len(RECORDS)
+    assert [r.getMessage() for r in caplog.records] == [
+        "wandb gets no more numbers: ConnectionError('gone'). The run continues; metrics.jsonl has them."
+    ]
+
+
+def test_only_known_trackers_that_are_installed_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trackers.names_of(" csv,tensorboard,,csv") == ["csv", "tensorboard"]
+    with pytest.raises(UsageError, match=r"--track must be names of csv, mlflow, tensorboard, trackio, wandb, .* got 'neptune'"):
+        trackers.names_of("csv,neptune")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'echelon\[wandb\]'"):
+        trackers.names_of("wandb")
+
+
+@pytest.mark.parametrize("kind", [WandbLogger, MLflowLogger, TrackioLogger])
+def test_each_says_how_to_install_its_package(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, kind.package, None)
+    with pytest.raises(UsageError, match=rf"needs {kind.package}: pip install 'echelon\[{kind.package}\]'"):
+        kind("p")
+
+
+def test_another_rank_logs_nothing_and_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    made = WandbLogger("p")
+    made.log("a", 1.0, 1)
+    made.close()
+    assert not os.path.exists("wandb")
+
+
+Command = Callable[..., Any]
+
+
+def test_the_command_refuses_a_tracker_before_it_starts_anything(echelon_command: Command, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    done = echelon_command("run", "--track", "neptune", "train.py")
+    assert done.returncode == 2 and "got 'neptune'" in done.stderr and not (tmp_path / "runs").exists()
