@@ -21,6 +21,7 @@ from echelon.contracts.hostlist import expand_hostlist
 from echelon.contracts.machine import boot_id, usable_cores, visible_devices
 from echelon.contracts.redact import redacted_fields
 from echelon.contracts.version import __version__
+from echelon.world.device import in_thread
 
 __all__ = ["PARTS", "code_of", "in_time", "name"]
 
@@ -49,7 +50,7 @@ def in_time(find: Callable[[], Any]) -> Any:
         except BaseException as error:
             found.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=in_thread(run), daemon=True)
     thread.start()
     thread.join(_PATIENCE_S)
     if not found:
@@ -96,7 +97,8 @@ def _driver() -> str:
 def _disks() -> dict[str, Any]:
     """By what it is for: free MiB and files, whether a file can be made there, and the folder's own number on its disk."""
     return {
-        what: _place(path) for what, path in {"working folder": os.getcwd(), "temporary folder": tempfile.gettempdir()}.items()
+        what: _place(path)
+        for what, path in {"working folder": os.getcwd(), "temporary folder": os.environ.get("TMPDIR") or "/tmp"}.items()
     }
 
 
