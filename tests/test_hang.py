@@ -208,6 +208,19 @@ def test_ranks_that_all_wait_for_one_another_hang_in_code_of_their_own_too(scene
     assert scene.until_ended() < 780  # a stack is asked for once nothing has moved for a while
 
 
+def test_ranks_whose_threads_compute_while_they_wait_go_on(scene: _Scene) -> None:
+    def computes() -> str:
+        scene.cpu_s = scene.now / 2
+        return COLLECTIVE
+
+    scene.ranks.answers = {0: Answer(21, pending=True), 1: Answer(21, pending=True)}
+    scene.ranks.stacks = {0: computes, 1: computes}
+    assert scene.until_ended() == NEVER
+    remote = COLLECTIVE.replace("distributed_c10d", "rpc/api")
+    scene.ranks.stacks = {0: remote, 1: remote}
+    assert scene.until_ended() == NEVER
+
+
 def test_in_a_loop_of_ones_own_it_is_said_for_whom_others_wait(scene: _Scene) -> None:
     def lines_of(seconds: int) -> list[str]:
         lines = []

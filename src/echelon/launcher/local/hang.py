@@ -226,14 +226,15 @@ class HangLimit:
             if this.asked:
                 self.sight.pulses.ask(rank, self.sight.ask_stack)
             if still:
-                self._note_use(this, attempt.pids[rank])
+                # NCCL waits busily; but in code of the user's own a thread may compute while the main one waits, as with RPC.
+                self._note_use(this, attempt.pids[rank], counts=not (is_known and this.waits))
             else:
                 this.used = None
             this.looked_at = now
 
-    def _note_use(self, this: _Rank, pid: int) -> None:
+    def _note_use(self, this: _Rank, pid: int, *, counts: bool) -> None:
         now, used = self.progress.now, _used(pid)
-        if this.used is not None and not this.waits:
+        if this.used is not None and counts:
             cpu_s, io_bytes = used[0] - this.used[0], used[1] - this.used[1]
             if cpu_s > _CPU * (now - this.looked_at) or io_bytes > _IO_BYTES:
                 this.acted_at = now

@@ -19,7 +19,7 @@ __all__ = ["Pulses", "Seen", "behind", "has_handler", "is_debugged", "is_stopped
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _DEBUGGER = re.compile(r"/(pdb|bdb)\.py\"|/(debugpy|pydevd[^/]*|IPython)/")
-_COLLECTIVES, _BACKWARD = "/torch/distributed/", "/torch/autograd/"
+_COLLECTIVES, _CALLS, _BACKWARD = "/torch/distributed/", "/torch/distributed/rpc/", "/torch/autograd/"
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def waits(main_stack: str, *, pending: bool) -> bool:
     if frame is None:
         return False
     if _COLLECTIVES in frame[1]:
-        return True
+        return _CALLS not in frame[1]  # which a thread may be serving
     return pending and (_BACKWARD in frame[1] or ".wait(" in linecache.getline(frame[1], int(frame[2])))
 
 
