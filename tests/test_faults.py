@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from echelon.contracts.errors import RankFailedError
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.explain import Evidence, Verdict, explain
-from echelon.launcher.functions.run import launch
+from echelon.launcher.functions.run import launch, running_server
 from echelon.launcher.local import elastic
 from tests.planted import faults, faults_of_loops
+from tests.started import Started, wait_until
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -131,8 +133,12 @@ def _judge(planted: Planted, rank: int, ranks: int, verdict: Verdict, error: str
 
 
 @pytest.fixture(autouse=True)
-def little_grace(monkeypatch: pytest.MonkeyPatch, launched_ranks_are_loaded: None) -> None:
+def little_grace(monkeypatch: pytest.MonkeyPatch, launched_ranks_are_loaded: None) -> Iterator[None]:
     monkeypatch.setattr(elastic, "_FAILURE_GRACE_S", 0.5)  # for which ranks that stand are asked to end
+    yield
+    server = running_server()
+    if server is not None:  # workers that load data see within seconds that their rank has gone
+        wait_until(lambda: not psutil.Process(server.pid).children(recursive=True), "what the ranks have started has ended")
 
 
 @pytest.mark.parametrize("planted", _params(PLANTED))
@@ -217,3 +223,25 @@ def test_check_collectives_finds_it_at_the_call(fault: str, tmp_path: Path, eche
     run = echelon_command("run", "--check-collectives", "--ranks", "3", "--name", "x", "faults.py", fault, "1", "5", "20")
     verdict = explain(Evidence.of(tmp_path / "runs/x", 0))
     assert run.returncode == 1 and verdict.guilty == (1,), (verdict, run.stderr)
+
+
+@pytest.mark.full
+def test_a_run_that_goes_on_and_one_whose_launcher_was_killed(started: Started) -> None:
+    """F6 and F8: nobody wrote down how it ended."""
+    run = started.run("--ranks", "2", "--name", "x", started.script("import time; print('ready', flush=True); time.sleep(600)"))
+    log = started.folder / "runs/x/attempts/000/rank1.log"
+    wait_until(lambda: log.exists() and "ready" in log.read_text(), "the ranks run")
+    assert explain(Evidence.of(started.folder / "runs/x", 0)).cause == "running"
+    run.kill()
+    run.wait()
+    started.all_gone()
+    verdict = explain(Evidence.of(started.folder / "runs/x", 0))
+    assert (verdict.guilty, verdict.cause) == ((), "launcher killed"), verdict
+
+
+@pytest.mark.full
+def test_a_run_that_was_asked_to_stop(started: Started) -> None:
+    """F7."""
+    run = started.run("--ranks", "2", "--name", "x", "--stop-after", "2", started.script("import time; time.sleep(600)"))
+    assert run.wait(60) == 75
+    assert explain(Evidence.of(started.folder / "runs/x", 0)).cause == "asked to stop"
