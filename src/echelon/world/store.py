@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from echelon.contracts.errors import LauncherEnvironmentError
 from echelon.contracts.rank import RankInfo
+from echelon.world.device import in_thread
 
 __all__ = ["store_of"]
 
@@ -42,7 +43,7 @@ def store_of(info: RankInfo, timeout: timedelta) -> dist.Store:
             found.append(error)
 
     # In a thread: torch 2.13 waits without an end for the first word of a program that accepts connections and says nothing.
-    thread = threading.Thread(target=connect, name="echelon store", daemon=True)
+    thread = threading.Thread(target=in_thread(connect), name="echelon store", daemon=True)
     thread.start()
     thread.join(_LOOK_S)
     _watch(thread, info, timeout)
