@@ -305,6 +305,8 @@ def test_what_the_launcher_said_is_passed_on(left: Left) -> None:
 
 def test_a_launcher_that_was_killed_and_an_attempt_without_a_trace(left: Left) -> None:
     assert left.verdict.cause == "unknown"
+    (left.path / "run.json").write_text('{"ranks": 2}')
+    assert left.verdict.cause == "launcher killed" and left.verdict.guilty == ()
     left.flight(0, entry(1))
     assert left.verdict.cause == "launcher killed" and left.verdict.guilty == ()
 

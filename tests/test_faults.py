@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from echelon.contracts.errors import RankFailedError
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.explain import Evidence, Verdict, explain
-from echelon.launcher.functions.run import launch
+from echelon.launcher.functions.run import launch, running_server
 from echelon.launcher.local import elastic
 from tests.planted import faults, faults_of_loops
+from tests.started import Started, wait_until
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -46,7 +48,7 @@ class Planted:
 # The numbers are those of the catalogue of faults: F1 a killed rank, F2 an exception, F3 one that a thread keeps alive, F4 a rank
 # that leaves, F5 one that stands, F11 a full disk, F17 another order, F18 other shapes and types, F19 workers that load data.
 PLANTED = [
-    Planted("killed", "killed", "was killed by SIGKILL while", wait_s=30, often=True),  # F1
+    Planted("killed", "killed", "was killed by SIGKILL while", wait_s=30),  # F1
     Planted("terminated", "killed", "was ended by SIGTERM", wait_s=30),
     Planted("crashes", "crash", "crashed: SIGSEGV at", wait_s=30),
     Planted("aborts", "crash", "crashed: SIGABRT at", wait_s=30),
@@ -131,8 +133,12 @@ def _judge(planted: Planted, rank: int, ranks: int, verdict: Verdict, error: str
 
 
 @pytest.fixture(autouse=True)
-def little_grace(monkeypatch: pytest.MonkeyPatch, launched_ranks_are_loaded: None) -> None:
+def little_grace(monkeypatch: pytest.MonkeyPatch, launched_ranks_are_loaded: None) -> Iterator[None]:
     monkeypatch.setattr(elastic, "_FAILURE_GRACE_S", 0.5)  # for which ranks that stand are asked to end
+    yield
+    server = running_server()
+    if server is not None:  # workers that load data see within seconds that their rank has gone
+        wait_until(lambda: not psutil.Process(server.pid).children(recursive=True), "what the ranks have started has ended")
 
 
 @pytest.mark.parametrize("planted", _params(PLANTED))
@@ -148,7 +154,7 @@ def test_of_four_ranks_the_guilty_one_is_named_with_the_cause(planted: Planted, 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("planted", [pytest.param(p, id=p.fault) for p in PLANTED if p.often])
+@pytest.mark.parametrize("planted", [pytest.param(p, id=p.fault) for p in PLANTED if p.often or p.fault == "killed"])
 def test_nine_more_times_at_random_ranks(planted: Planted, ranks: int, tmp_path: Path) -> None:
     for time in range(9):
         (folder := tmp_path / str(time)).mkdir()
@@ -202,7 +208,7 @@ def test_echelon_run_says_why_and_echelon_explain_repeats_it(tmp_path: Path, ech
     (tmp_path / "train.py").write_text(EXPLAINED)
     run = echelon_command("run", "--ranks", "2", "--name", "x", "train.py")
     line = (
-        "Rank 1 raised ValueError at faults.py:48 in raises while rank 0 waited in all_reduce #6: the labels of this shard are "
+        "Rank 1 raised ValueError at faults.py:49 in raises while rank 0 waited in all_reduce #6: the labels of this shard are "
     )
     line += "missing."
     assert run.returncode == 1 and f"why: {line}" in run.stderr.splitlines(), run.stderr
@@ -217,3 +223,25 @@ def test_check_collectives_finds_it_at_the_call(fault: str, tmp_path: Path, eche
     run = echelon_command("run", "--check-collectives", "--ranks", "3", "--name", "x", "faults.py", fault, "1", "5", "20")
     verdict = explain(Evidence.of(tmp_path / "runs/x", 0))
     assert run.returncode == 1 and verdict.guilty == (1,), (verdict, run.stderr)
+
+
+@pytest.mark.full
+def test_a_run_that_goes_on_and_one_whose_launcher_was_killed(started: Started) -> None:
+    """F6 and F8: nobody wrote down how it ended."""
+    run = started.run("--ranks", "2", "--name", "x", started.script("import time; print('ready', flush=True); time.sleep(600)"))
+    log = started.folder / "runs/x/attempts/000/rank1.log"
+    wait_until(lambda: log.exists() and "ready" in log.read_text(), "the ranks run")
+    assert explain(Evidence.of(started.folder / "runs/x", 0)).cause == "running"
+    run.kill()
+    run.wait()
+    started.all_gone()
+    verdict = explain(Evidence.of(started.folder / "runs/x", 0))
+    assert (verdict.guilty, verdict.cause) == ((), "launcher killed"), verdict
+
+
+@pytest.mark.full
+def test_a_run_that_was_asked_to_stop(started: Started) -> None:
+    """F7."""
+    run = started.run("--ranks", "2", "--name", "x", "--stop-after", "2", started.script("import time; time.sleep(600)"))
+    assert run.wait(60) == 75
+    assert explain(Evidence.of(started.folder / "runs/x", 0)).cause == "asked to stop"

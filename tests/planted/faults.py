@@ -12,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -104,7 +105,7 @@ def no_memory() -> None:
 
 def file_too_large() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    with open(f"big{os.environ['RANK']}", "wb") as file:
+    with tempfile.TemporaryFile() as file:
         file.write(bytes(2 << 20))
 
 

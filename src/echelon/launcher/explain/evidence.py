@@ -187,9 +187,13 @@ class _Reader:
             code,
             str(ended.get("stopped") or ""),
             next((_seconds(r["hang"].get("after_s")) for r in records if isinstance(r.get("hang"), dict)), None),
-            code is None and is_held(self.run.path / ".lock"),
+            code is None and self._is_last() and is_held(self.run.path / ".lock"),
             (*self.notes[:_MOST_NOTES], *([f"and {more} more"] if (more := len(self.notes) - _MOST_NOTES) > 0 else [])),
         )
+
+    def _is_last(self) -> bool:
+        attempts = self.run.attempts()
+        return not attempts or attempts[-1].name == self.run.attempt_path.name
 
     def _exit_records(self) -> list[dict[str, Any]]:
         """The attempt's own first, then its nodes'."""

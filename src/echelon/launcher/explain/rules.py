@@ -114,7 +114,7 @@ def _by_launcher(evidence: Evidence) -> Verdict | None:
 def _unknown(evidence: Evidence) -> Verdict:
     failures = evidence.failures
     if not failures and evidence.exit_code is None:
-        if not evidence.ranks:
+        if not evidence.ranks and not evidence.world_size:
             return Verdict((), UNKNOWN, "nothing is known of it", "Nothing is known of it: the attempt left no record.")
         text = (
             "Its launcher ended without a word: it was killed, or its machine was lost. The ranks end with it. The same command "
