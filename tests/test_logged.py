@@ -199,3 +199,33 @@ def test_a_number_keeps_its_reduction() -> None:
     logged.add("train", "a", 1.0, None, "sum")
     with pytest.raises(UsageError, match="must stay as it was, 'sum'"):
         logged.add("train", "a", 1.0, None, "mean")
+
+
+def _loop(folder: str) -> None:
+    ranks = torch.distributed.get_world_size()
+    run = ech.RunDir(Path(folder) / f"loop-{ranks}")
+    with pytest.MonkeyPatch.context() as patch:
+        run.at_attempt(0)
+        for key, value in run.to_env().items():
+            patch.setenv(key, value)
+        model = torch.nn.Linear(3, 1)
+        rows = torch.utils.data.TensorDataset(torch.arange(30.0).reshape(10, 3), torch.zeros(10, 1))
+        model, optimizer, loader = ech.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.0), ech.Loader(rows, global_batch=4, shuffle=False), strategy="ddp"
+        )
+        for x, y in loader:
+            with ech.window(model) as window:
+                window.log("x", x.mean())
+                window.log("most", x.max(), reduce="max")
+                optimizer.zero_grad()
+                window.backward(((model(x) - y) ** 2).mean())
+                optimizer.step()
+
+
+def test_a_loop_of_ones_own_logs_in_its_windows(ranks: Ranks, tmp_path: Path) -> None:
+    """Ten rows in batches of four: the last has two."""
+    ranks(2, _loop, str(tmp_path))
+    records = [r for r in read_lines(tmp_path / "loop-2" / "metrics.jsonl") if "x" in r]
+    rows = torch.arange(30.0).reshape(10, 3)
+    assert [r["x"] for r in records] == [float(part.mean()) for part in rows.split(4)]
+    assert [r["most"] for r in records] == [float(part.max()) for part in rows.split(4)]

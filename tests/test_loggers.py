@@ -309,3 +309,40 @@ def test_a_logger_that_was_sent_to_other_ranks_writes_there_and_once(tmp_path: P
     ech.launch(_logs, ranks=2, args=(log,))
     log.close()
     assert (tmp_path / "a.csv").read_text().count("\n") == 4
+
+
+# Python's own logging, by ranks
+
+
+def _says(folder: str) -> None:
+    import logging
+
+    log = ech.get_logger("tests.by.rank")
+    handler = logging.FileHandler(f"{folder}/{torch.distributed.get_rank()}.log")
+    handler.setFormatter(logging.Formatter("%(levelname)s %(rank)d %(filename)s %(funcName)s: %(message)s"))
+    log.logger.addHandler(handler)
+    try:
+        log.warning("once: %d", 5)
+        log.warning("all: %d", 6, ranks="all")
+        log.error("one: %d", 7, ranks=[1])
+        log.debug("never", ranks="all")
+    finally:
+        log.logger.removeHandler(handler)
+        handler.close()
+
+
+def test_each_rank_says_what_it_is_to_say(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _says, str(tmp_path))
+    where = "test_loggers.py _says:"
+    assert (tmp_path / "0.log").read_text().splitlines() == [f"WARNING 0 {where} once: 5", f"WARNING 0 {where} [rank 0] all: 6"]
+    assert (tmp_path / "1.log").read_text().splitlines() == [
+        f"WARNING 1 {where} [rank 1] all: 6",
+        f"ERROR 1 {where} [rank 1] one: 7",
+    ]
+
+
+def test_a_word_that_is_no_rank_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UsageError, match="ranks must be a rank, several, or 'all', got 'every'"):
+        ech.get_logger("tests").warning("a", ranks="every")
+    with caplog.at_level("ERROR"):
+        ech.get_logger("tests").warning("a", ranks="every")  # a level that is not heard costs nothing

@@ -38,6 +38,14 @@ def test_the_line_holds_loss_rate_learning_rate_and_time_left() -> None:
     assert model.line() == "step 40/100  loss 2.0000  lr 0.001  10.0k tokens/s  1:00 left"
 
 
+def test_numbers_of_an_evaluation_leave_the_line_as_it_is() -> None:
+    model = ProgressModel()
+    model.record(_record(1))
+    before = model.line()
+    model.record({"step": 1, "eval_accuracy": 0.5, "time": 101.0})
+    assert model.line() == before and "tokens/s" in before
+
+
 def test_the_line_holds_memory_and_the_slowest_rank() -> None:
     model = ProgressModel()
     model.record(_record(1, memory_peak_bytes=3 << 30, mfu=0.4))

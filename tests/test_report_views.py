@@ -96,6 +96,14 @@ def test_the_reason_that_was_found_is_told_first(tmp_path: Path) -> None:
     assert "hf_abc" not in page.text()
 
 
+def test_what_the_reason_says_is_not_said_again(tmp_path: Path) -> None:
+    for message, is_told in (("bad batch", False), ("another", True)):
+        failure = {"rank": 2, "kind": "ValueError", "message": message, "traceback": "T"}
+        end = {"exit_code": 1, "first_failure": failure, "explained": "Rank 2 raised ValueError: bad batch."}
+        page = page_of(make_run(tmp_path / message, ends=[end]))
+        assert (("p", message) in page.texts) == is_told and ("p", end["explained"]) in page.texts
+
+
 def test_the_clock_shows_what_was_lost_between_attempts(tmp_path: Path) -> None:
     ends = [
         {"exit_code": 1, "started": START, "ended": START + 50},
@@ -147,6 +155,14 @@ def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
     (spent,), steps = spent_of(times_of(run))
     assert steps == (0, 100) and spent.steps == pytest.approx(100, abs=2)
     assert spent.cells[-1][1][1] / spent.cells[-1][0] == pytest.approx(0.02)
+
+
+def test_a_start_that_took_no_step_hides_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ends=[{"exit_code": 1}, {"exit_code": 1}])
+    times(run, 0, 0, stretch(0, 60, forward=0.01))
+    times(run, 1, 0, {"steps": [0, 0], "wall_s": 1.0, "other_s": 1.0})
+    (spent,), _ = spent_of(times_of(run))
+    assert spent.steps == pytest.approx(60)
 
 
 def test_a_thousand_ranks_are_shown_in_groups_by_their_slowest(tmp_path: Path) -> None:

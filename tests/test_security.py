@@ -73,7 +73,7 @@ from echelon.launcher.protocol import JobState, note_submitted, read_spec, write
 from echelon.loop.checkpointing.changes import facts
 from echelon.loop.unit import Unit
 from echelon.observe import report
-from echelon.observe.sinks.progress import ProgressModel
+from echelon.observe.sinks.model import ProgressModel
 from tests import forked
 from tests.conftest import clean_environment
 

@@ -17,7 +17,7 @@ from echelon.loop.record import Recorder
 from echelon.loop.utilization import LanguageModel, Utilization
 from echelon.observe.facts import read
 from echelon.observe.report import render
-from echelon.observe.sinks.progress import ProgressModel
+from echelon.observe.sinks.model import ProgressModel
 from tests.conftest import Ranks
 
 pytestmark = pytest.mark.standing_ranks

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from echelon.loop.state import ActivePhase, EntryPoint, PhaseState, State
     from echelon.loop.trainer import Trainer
     from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
+    from echelon.observe.loggers.ranks import get_logger
     from echelon.parallel.activation import ActivationCheckpointParams, checkpoint_wrapper
     from echelon.parallel.axes import data_axes
     from echelon.parallel.composed import Parallel
@@ -141,6 +142,7 @@ __all__ = [
     "evaluating",
     "expert_loads",
     "fit",
+    "get_logger",
     "init_from_env",
     "launch",
     "linear_cross_entropy",
@@ -198,6 +200,7 @@ _NAMES = {
     "loop.state": ["ActivePhase", "EntryPoint", "PhaseState", "State"],
     "loop.trainer": ["Trainer"],
     "loop.unit": ["EvalUnit", "PredictUnit", "TestUnit", "TrainUnit"],
+    "observe.loggers.ranks": ["get_logger"],
     "parallel.activation": ["ActivationCheckpointParams", "checkpoint_wrapper"],
     "parallel.axes": ["data_axes"],
     "parallel.context_active": ["positions", "whole_sequence"],

@@ -4,7 +4,8 @@ Two kinds of files use the form. `events.rankN.jsonl` holds what happened (`{"ev
 `metrics.jsonl` holds numbers: training records `{"step", "update", "loss", "lr", "grad_norm", "<unit>_per_s", "time"}` and
 evaluation records `{"step", "eval_loss", "time"}`. `time` is seconds since the epoch. A training record also has
 `"<unit>_per_s_per_device"` with several ranks, `"mfu"` from 0 to 1 where the device's peak and the model's FLOPs are known, and
-on a GPU once a second `"memory_peak_bytes", "memory_reserved_bytes", "alloc_retries"` of rank 0.
+once a second `"memory_peak_bytes", "memory_reserved_bytes", "alloc_retries"` of rank 0's GPU, or `"host_memory_bytes"` of its
+process on a CPU. What `state.log` was given stands in the same records by its name, that of an evaluation with `eval_` before it.
 """
 
 from __future__ import annotations

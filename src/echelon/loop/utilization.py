@@ -11,6 +11,7 @@ without tables that are only that; a frozen parameter costs 4, as its own gradie
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,13 +65,21 @@ class Utilization:
         return found if found <= 1 else None
 
     def memory(self) -> dict[str, int]:
-        """Of this rank's GPU, as torch's allocator counts on the host; {} on a CPU."""
+        """Of this rank's GPU, as torch's allocator counts on the host; on a CPU, of this process."""
         if self.device.type != "cuda":
-            return {}
+            return _of_process()
         counted = torch.cuda.memory_stats(self.device)
         names = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries")
         shown = ("memory_peak_bytes", "memory_reserved_bytes", "alloc_retries")
         return {name: int(counted.get(key, 0)) for name, key in zip(shown, names, strict=True)}
+
+
+def _of_process() -> dict[str, int]:
+    try:
+        with open("/proc/self/statm") as file:
+            return {"host_memory_bytes": int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")}
+    except (OSError, ValueError, IndexError):  # not Linux
+        return {}
 
 
 def peak_of(unit: Any) -> float | None:

@@ -177,7 +177,7 @@ def figure(
     name = f"{axis} (log scale)" if axes.is_log else axis
     parts = [
         f'<figure class="chart{" wide" if wide else ""}"><figcaption><b>{escape(title)}</b>',
-        f"{_legend(series, marks, legend)}</figcaption>",
+        f"{_legend(series, marks if wide else (), legend)}</figcaption>",
         f'<div class="plot"><svg class="axes" role="img" aria-label="{escape(_summary(title, series))}">',
         f'<text class="name" x="0" y="0" dy="-14">{escape(name)}</text><g class="values">{_values_axis(axes.shown)}</g>',
         *_steps_axis(steps, 8 if wide else 5),

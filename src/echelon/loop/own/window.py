@@ -69,6 +69,7 @@ class OwnWindow:
         weight = unit.weight(session.batch) if self._weight is None else self._weight
         self._micro_batch = unit.open(session.state, session.batch, weight)
         self.is_last = self._micro_batch.is_last
+        session.state.logged.begins(0 if unit.prepared.is_replica else self._micro_batch.weight)
         accumulates = unit.prepared.accumulate(unit.reduces(self._micro_batch))
         self._contexts = (accumulates,) if unit.computes.dtype is None else (unit.autocast(), accumulates)
         for context in self._contexts:
@@ -120,6 +121,14 @@ class OwnWindow:
             self.loss = unit.update_loss if self.is_last else loss.detach()
         enter(Part.OTHER)
         self._session.went_back()
+
+    def log(self, name: str, value: Any, weight: Any = None, *, reduce: str = "mean") -> None:
+        """As `State.log`: a number of your own, which stands in the update's record over all ranks. Before `backward`; what is
+        logged after it stands with the next update.
+        """
+        self._check_open("log")
+        if self._session.unit.plain is None:
+            self._session.state.log(name, value, weight, reduce=reduce)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor | None:
         """In place of `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: over all ranks, before the step.

@@ -24,7 +24,9 @@ def failure(attempt: Attempt) -> str:
         body = said or f"<p>No rank reported why. The output of the ranks is in attempts/{attempt.number:03d}/.</p>"
     else:
         heading = f"Failure on {told.where()}: {told.kind or 'unknown kind'}"
-        body = f"{said}<p>{safe(redacted(told.message or 'no message'), 4000)}</p>"
+        message = redacted(told.message or "no message")
+        repeats = bool(explained) and " ".join(message.split()) in " ".join(redacted(explained).split())
+        body = said if repeats else f"{said}<p>{safe(message, 4000)}</p>"
         body += f'<pre tabindex="0">{safe(redacted(told.traceback or "no traceback"), 20_000)}</pre>'
     return f'<section class="failure" id="failure"><h2>{safe(heading, 200)}</h2>{body}</section>'
 

@@ -81,7 +81,8 @@ def spent_of(found: Times) -> tuple[list[Spent], tuple[int, int]]:
     columns = max(1, min(_COLUMNS, high - low, _CELLS // min(len(everyone), _ROWS)))
     spent = {rank: Spent(rank, [(0.0, [0.0] * len(PARTS)) for _ in range(columns)]) for rank in everyone}
     for of_attempt in found:
-        if began := [of_rank[0].steps[0] for of_rank in of_attempt.values()]:
+        # One that took no step has nothing done again, wherever it began.
+        if began := [each[0].steps[0] for each in of_attempt.values() if each[-1].steps[1] > each[0].steps[0]]:
             _forget(spent.values(), _column(min(began), low, high, columns))
         for rank, of_rank in of_attempt.items():
             for record in of_rank:

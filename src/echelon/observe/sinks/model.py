@@ -36,6 +36,8 @@ class ProgressModel:
         if "eval_loss" in record:
             self.eval_loss = plain_number(record["eval_loss"])
             return
+        if "loss" not in record:  # numbers of an epoch or an evaluation, by themselves
+            return
         step, now = _step(record, self.step), plain_number(record.get("time"))
         now = now if now is not None and abs(now) < 1e12 else time.time()
         if self._origin is not None and step > self._origin[1]:
