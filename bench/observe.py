@@ -197,7 +197,7 @@ def main() -> None:
     rows.insert(0, ["bare loop", f"{median(bare):.0f}", spread(bare), f"{min(bare):.0f}", "", ""])
     facts: dict[str, Any] = {"machine": before, "versions": versions("torch", "echelon"), "step_us": found}
     notes = [
-        "us a step by the wall clock: median, smallest and largest of the rounds' differences; least: between the fastest passes,",
+        "us a step, wall clock: median, smallest and largest of the rounds' differences; least: between the fastest passes,",
         "which other programs have disturbed least; CPU: of all threads of the process.",
     ]
     if arguments.report_steps:
