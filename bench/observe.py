@@ -197,8 +197,8 @@ def main() -> None:
     rows.insert(0, ["bare loop", f"{median(bare):.0f}", spread(bare), f"{min(bare):.0f}", "", ""])
     facts: dict[str, Any] = {"machine": before, "versions": versions("torch", "echelon"), "step_us": found}
     notes = [
-        "us a step by the wall clock: median, smallest and largest of the rounds' differences; least: between the fastest passes",
-        "of each, which other programs have disturbed least; CPU: of all threads of the process.",
+        "us a step, wall clock: median, smallest and largest of the rounds' differences; least: between the fastest passes,",
+        "which other programs have disturbed least; CPU: of all threads of the process.",
     ]
     if arguments.report_steps:
         facts["report_s"] = report_s(arguments.report_steps)
