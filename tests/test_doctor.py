@@ -29,13 +29,17 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 WELL: Mapping[str, Any] = {
     "machine": {"cores": 8, "GPUs": 0, "InfiniBand": False, "boot": "a"},
     "versions": {"python": "3.11.7", "echelon": "0.1.0", "echelon's code": "abc", "driver": ""},
-    "disks": {"working folder": ["/run", 100_000], "temporary folder": ["/tmp", 100_000]},
+    "disks": {
+        "working folder": {"path": "/run", "free_mib": 100_000, "free_files": None, "writable": True, "number": 7},
+        "temporary folder": {"path": "/tmp", "free_mib": 100_000, "free_files": 10**6, "writable": True, "number": 8},
+    },
     "shared memory": [8000, 8000],
     "limits": {"open files": 65536, "processes": None, "locked memory": None},
     "memory": [64_000, 64_000],
-    "resolution": ["10.0.0.1"],
+    "resolution": {"own": ["10.0.0.1"], "unknown": []},
     "interfaces": ["lo", "eth0"],
     "settings": {"NCCL_DEBUG": "WARN"},
+    "script": "aaa",
     "torch": {"torch": "2.13.0", "CUDA of torch": ""},
     "joined": {"s": 0.2, "device": "cpu", "connect_ms": 0.1},
     "clocks": [1000.0, 1001.0, 1002.0],
@@ -78,6 +82,10 @@ def test_a_healthy_cluster_is_well() -> None:
     assert table(rows)[-1] == "all is well"
 
 
+def _place(**planted: Any) -> dict[str, Any]:
+    return {**WELL["disks"]["working folder"], **planted}
+
+
 # What rank 2, alone on node2, has of its own; the row that says so, its state, words in it, words of the remedy.
 FAULTS: list[tuple[Mapping[str, Any], str, str, str, str]] = [
     ({"torch": {"torch": "2.12.1"}}, "torch", "fail", "2.13.0, but node2 (rank 2): 2.12.1", "same version everywhere"),
@@ -85,8 +93,11 @@ FAULTS: list[tuple[Mapping[str, Any], str, str, str, str]] = [
     ({"versions": {"echelon's code": "def"}}, "echelon's code", "fail", "abc, but node2 (rank 2): def", "shared folder"),
     ({"clocks": [1031.0, 1032.5, 1033.0]}, "clocks", "fail", "node2 is +31.0 s from rank 0's host", "Have node2 ask"),
     ({"clocks": [998.0, 999.0, 1000.0]}, "clocks", "warn", "node2 is -2.0 s", "time server"),
-    ({"disks": {"working folder": ["/run", 500]}}, "working folder", "fail", "0.5 GiB free in /run on node2", "--runs"),
-    ({"disks": {"temporary folder": ["/tmp", 5000]}}, "temporary folder", "warn", "4.9 GiB free in /tmp on node2", "TMPDIR"),
+    ({"disks": {"working folder": _place(free_mib=500)}}, "working folder", "fail", "0.5 GiB free in /run on node2", "another"),
+    ({"disks": {"working folder": _place(writable=False)}}, "working folder", "fail", "node2 (rank 2): /run cannot be", "folder"),
+    ({"disks": {"working folder": _place(free_files=3)}}, "working folder", "fail", "only 3 more files in /run on node2", "df"),
+    ({"disks": {"working folder": _place(number=9)}}, "shared folder", "fail", "node2 (rank 2): the working", "shared"),
+    ({"disks": {"temporary folder": _place(free_mib=5000)}}, "temporary folder", "warn", "4.9 GiB free in /run on", "TMPDIR"),
     ({"shared memory": [64, 64]}, "shared memory", "fail", "64 MiB free in /dev/shm on node2", "--shm-size"),
     ({"limits": {"open files": 256}}, "open files", "fail", "at most 256 on node2", "ulimit -n"),
     (
@@ -94,7 +105,9 @@ FAULTS: list[tuple[Mapping[str, Any], str, str, str, str]] = [
         "locked memory", "fail", "at most 8 MiB of locked memory on node2", "ulimit -l unlimited",
     ),
     ({"memory": [200, 64_000]}, "memory", "warn", "0.2 GiB available on node2, for 1 rank", "fewer ranks"),
-    ({"resolution": ["127.0.1.1"]}, "names", "warn", "node2: its own name means 127.x", "/etc/hosts"),
+    ({"resolution": {"unknown": ["node3"]}}, "names", "fail", "node2 (rank 2): no address for the name node3", "/etc/hosts"),
+    ({"limits": {"processes": 100}}, "processes", "warn", "at most 100 processes and threads on node2", "ulimit -u"),
+    ({"resolution": {"own": ["127.0.1.1"]}}, "names", "warn", "node2: its own name means 127.x", "/etc/hosts"),
     (
         {"settings": {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "ib0"}},
         "interface", "fail", "node2 (rank 2): NCCL_SOCKET_IFNAME=ib0, but there is only lo, eth0", "ip link",
@@ -109,6 +122,8 @@ FAULTS: list[tuple[Mapping[str, Any], str, str, str, str]] = [
     ({"pairs": [[3, 100.0, 9]]}, "bandwidth", "fail", "bytes arrive changed between ranks 2 and 3", "Do not train"),
     ({"products": {"gflop_s": 40.0, "device": "cpu"}}, "matmul", "fail", "Slow: rank 2 (node2): 40.0", "nvidia-smi"),
     ({"products": {"gflop_s": 100.0, "device": "cpu", "wrong": 1}}, "matmul", "fail", "products on node2 (rank 2)", "memtest"),
+    ({"script": "fff"}, "script", "fail", "aaa, but node2 (rank 2): fff", "Copy it"),
+    ({"error": ["script", "OSError: train.py"]}, "script", "fail", "node2 (rank 2): OSError: train.py", "Copy"),
     ({"error": ["torch", "ImportError: libcudart.so"]}, "torch", "fail", "node2 (rank 2): ImportError: libcudart.so", "again"),
 ]  # fmt: skip
 
@@ -234,12 +249,13 @@ def test_two_ranks_of_this_machine(echelon_command: Command, tmp_path: Path) -> 
     (tmp_path / "t").mkdir()
     env = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "nope", "TMPDIR": str(tmp_path / "t")}
     env |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "nowhere[1-2]"}
-    done = echelon_command("doctor", "--here", "--ranks", "2", "--quick", "--json", env=env)
+    done = echelon_command("doctor", "--here", "--ranks", "2", "--quick", "--json", "--script", "random.py", env=env)
     said = json.loads(done.stdout)
     rows = {row["name"]: row for row in said["rows"]}
     assert done.returncode == 1 and said["ok"] is False, "an interface that there is not"
     assert "NCCL_SOCKET_IFNAME=nope, but there is only lo" in rows["interface"]["said"]
     assert rows["all-reduce"]["said"].startswith("gloo: exact on 2 ranks") and rows["ranks"]["state"] == "ok"
+    assert len(said["ranks"]["1"]["script"]) == 12 and rows["script"]["state"] == "ok"
     (partner, speed, wrong), = said["ranks"]["0"]["pairs"]  # fmt: skip
     assert (partner, wrong) == (1, 0) and speed > 0 and said["ranks"]["1"]["products"]["wrong"] == 0
     assert sorted(os.listdir(tmp_path)) == ["random.py", "t"] and os.listdir(tmp_path / "t") == []

@@ -267,7 +267,7 @@ def test_ranks_that_fail_alike_are_guilty_together_and_later_ones_are_not(left: 
     left.end(1, failed(0), failed(1), failed(2, "KeyError: 'x'", 5.0, user_frames=[]), world_size=3)
     verdict = left.verdict
     assert verdict.guilty == (0, 1) and verdict.headline.startswith("ranks 0, 1 raised ValueError")
-    assert "rank 2 failed, too (KeyError)" in verdict.paragraph
+    assert "rank 2 failed with KeyError" in verdict.paragraph
 
 
 def test_what_is_raised_from_a_lost_connection_is_a_victim_s(left: Left) -> None:
@@ -481,6 +481,13 @@ def test_hostile_files_are_left_out_and_nothing_is_read_through_a_link(left: Lef
     assert sum("flight.rank" in note for note in evidence.notes) >= 4
 
 
+def test_who_left_a_record_that_cannot_be_read_is_not_accused_of_having_called_nothing(left: Left) -> None:
+    left.flight(0, entry(1), entry(2, retired=False)).end(1, hang={"after_s": 9.0}, world_size=2, seen={"1": seen(answers=True)})
+    assert left.verdict.guilty == (1,)
+    (left.dumps / "flight.rank1.json").write_text("{")
+    assert left.verdict.guilty == ()
+
+
 def test_folders_that_are_links_are_not_followed(tmp_path: Path) -> None:
     elsewhere = Left(tmp_path / "elsewhere").end(1, failed(0)).flight(0, entry(1))
     run = tmp_path / "run"
@@ -516,7 +523,7 @@ def test_the_command_tells_each_attempt_the_last_in_full(tmp_path: Path, echelon
     assert done.returncode == 0 and done.stdout.splitlines() == [
         "attempt 0: rank 1 was killed by SIGKILL.",
         "attempt 1: Rank 0 raised ValueError at train.py:41 in load: bad label.",
-        "  rank 0 failed, too (ValueError)",
+        "  rank 0 failed with ValueError",
     ], done
     told = json.loads(echelon_command("explain", "runs/x", "--json").stdout)["attempts"]
     assert [(each["attempt"], each["guilty"], each["cause"]) for each in told] == [(0, [1], "killed"), (1, [0], "exception")]

@@ -15,7 +15,7 @@ from echelon.contracts.run_dir import RunDir
 from echelon.launcher.explain import Evidence, Verdict, explain
 from echelon.launcher.functions.run import launch
 from echelon.launcher.local import elastic
-from tests.planted import faults
+from tests.planted import faults, faults_of_loops
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -82,17 +82,51 @@ PLANTED = [
 ]
 
 
-def _run(folder: Path, planted: Planted, rank: int, ranks: int) -> tuple[Verdict, str]:
+# In a loop of echelon's: F11 and F12 a save that fails, F16 a NaN on one rank, F19 data.
+OF_LOOPS = [
+    Planted("step_raises", "exception", "raised ValueError at", wait_s=30),
+    Planted("step_stands", "did not come", "in step 7", wait_s=4),
+    Planted("step_stops", "stopped", "in step 7", wait_s=4),
+    Planted("further_collective", "mismatched shape", "faults_of_loops.py", wait_s=4),
+    Planted("nan", "not finite", "nan", wait_s=30, often=True),
+    Planted("data_stands", "slow data", "waiting for the data of step 7", wait_s=4),
+    Planted("data_raises", "data", "Input/output error", wait_s=30),
+    Planted("worker_killed", "data worker", "worker", wait_s=30),
+    Planted("save", "disk full", "File too large", wait_s=30),
+    Planted("async_save", "disk full", "File too large", wait_s=30),
+    Planted("fewer_batches", "ranks disagree", ": 6", "all", wait_s=30),
+]
+SLOW = ["slow_data", "slow_step", "slow_between_epochs"]
+
+
+def _params(planted: list[Planted]) -> list[object]:
+    return [pytest.param(p, id=p.fault, marks=() if p.often else pytest.mark.full) for p in planted]
+
+
+def _run(folder: Path, program: Callable[..., None], ranks: int, *args: object) -> tuple[Verdict, str]:
     """What is concluded from the folder that the run left, and the error that the caller got."""
-    with pytest.raises(RankFailedError) as caught:
-        launch(faults.main, ranks=ranks, args=(planted.fault, rank, 5, planted.wait_s), run_dir=folder, timeout_s=60)
+    error = ""
+    try:
+        launch(program, ranks=ranks, args=args, run_dir=folder, timeout_s=60)
+    except RankFailedError as failed:
+        error = str(failed)
     (path,) = (p for p in folder.iterdir() if (p / "attempts").is_dir())
-    return explain(Evidence.of(path, RunDir(path).attempt)), str(caught.value)
+    return explain(Evidence.of(path, RunDir(path).attempt)), error
 
 
 def _check(folder: Path, planted: Planted, rank: int, ranks: int) -> None:
-    verdict, error = _run(folder, planted, rank, ranks)
-    assert (verdict.guilty, verdict.cause) == (planted.guilty(rank, ranks), planted.cause), f"{verdict}\n{error}"
+    args = (planted.fault, rank, 5, planted.wait_s)
+    _judge(planted, rank, ranks, *_run(folder, faults.main, ranks, *args))
+
+
+def _check_loop(folder: Path, planted: Planted, rank: int, ranks: int) -> None:
+    strategy = "fsdp" if "save" in planted.fault else "ddp"
+    args = (planted.fault, rank, str(folder), strategy, planted.wait_s)
+    _judge(planted, rank, ranks, *_run(folder, faults_of_loops.train, ranks, *args))
+
+
+def _judge(planted: Planted, rank: int, ranks: int, verdict: Verdict, error: str) -> None:
+    assert (verdict.guilty, verdict.cause) == (planted.guilty(rank, ranks), planted.cause), f"rank {rank}: {verdict}\n{error}"
     assert planted.says in verdict.paragraph, verdict
 
 
@@ -101,7 +135,7 @@ def little_grace(monkeypatch: pytest.MonkeyPatch, launched_ranks_are_loaded: Non
     monkeypatch.setattr(elastic, "_FAILURE_GRACE_S", 0.5)  # for which ranks that stand are asked to end
 
 
-@pytest.mark.parametrize("planted", [pytest.param(p, id=p.fault, marks=() if p.often else pytest.mark.full) for p in PLANTED])
+@pytest.mark.parametrize("planted", _params(PLANTED))
 def test_of_two_ranks_the_guilty_one_is_named_with_the_cause(planted: Planted, tmp_path: Path) -> None:
     _check(tmp_path, planted, random.randrange(2), 2)
 
@@ -119,3 +153,67 @@ def test_nine_more_times_at_random_ranks(planted: Planted, ranks: int, tmp_path:
     for time in range(9):
         (folder := tmp_path / str(time)).mkdir()
         _check(folder, planted, random.randrange(ranks), ranks)
+
+
+@pytest.mark.parametrize("planted", _params(OF_LOOPS))
+def test_in_a_loop_of_ours_the_guilty_one_of_two_is_named(planted: Planted, tmp_path: Path) -> None:
+    _check_loop(tmp_path, planted, random.randrange(2), 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("planted", [pytest.param(p, id=p.fault) for p in OF_LOOPS])
+def test_in_a_loop_of_ours_the_guilty_one_of_four_is_named(planted: Planted, tmp_path: Path) -> None:
+    _check_loop(tmp_path, planted, random.randrange(4), 4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", SLOW)
+def test_who_is_slow_is_not_accused(fault: str, tmp_path: Path) -> None:
+    verdict, error = _run(tmp_path, faults_of_loops.train, 2, fault, random.randrange(2), str(tmp_path))
+    assert (verdict.guilty, verdict.cause, error) == ((), "fine", "")
+
+
+def test_who_is_slow_in_a_loop_of_its_own_is_not_accused(tmp_path: Path) -> None:
+    verdict, error = _run(tmp_path, faults.main, 2, "slow", random.randrange(2), 5, 30.0)
+    assert (verdict.guilty, verdict.cause, error) == ((), "fine", "")
+
+
+HANGING = ("sleeps", "stops", "keeps_the_interpreter", "another_operation", "group_first", "no_message")
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [pytest.param(p, id=p.fault, marks=() if p.fault == "sleeps" else pytest.mark.full) for p in PLANTED if p.fault in HANGING],
+)
+def test_a_hang_is_ended_and_explained_long_before_gloo_gives_up(
+    planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ECHELON_HANG_TIMEOUT", "2")
+    ranks = 2 if planted.often or planted.fault == "sleeps" else 3
+    rank = random.randrange(ranks)
+    _judge(planted, rank, ranks, *_run(tmp_path, faults.main, ranks, planted.fault, rank, 5, 600.0))
+
+
+EXPLAINED = "import faults\nfaults.main('raises', 1, 5, 30.0)\n"
+
+
+def test_echelon_run_says_why_and_echelon_explain_repeats_it(tmp_path: Path, echelon_command: Command) -> None:
+    (tmp_path / "faults.py").write_text(Path(faults.__file__).read_text())
+    (tmp_path / "train.py").write_text(EXPLAINED)
+    run = echelon_command("run", "--ranks", "2", "--name", "x", "train.py")
+    line = (
+        "Rank 1 raised ValueError at faults.py:48 in raises while rank 0 waited in all_reduce #6: the labels of this shard are "
+    )
+    line += "missing."
+    assert run.returncode == 1 and f"why: {line}" in run.stderr.splitlines(), run.stderr
+    told = echelon_command("explain", "runs/x")
+    assert told.returncode == 0 and " ".join(told.stdout.split()).startswith(line), told
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["another_operation", "another_shape", "another_type", "skips", "sleeps"])
+def test_check_collectives_finds_it_at_the_call(fault: str, tmp_path: Path, echelon_command: Command) -> None:
+    (tmp_path / "faults.py").write_text(Path(faults.__file__).read_text())
+    run = echelon_command("run", "--check-collectives", "--ranks", "3", "--name", "x", "faults.py", fault, "1", "5", "20")
+    verdict = explain(Evidence.of(tmp_path / "runs/x", 0))
+    assert run.returncode == 1 and verdict.guilty == (1,), (verdict, run.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,7 +72,7 @@ class _Scene:
         self.ranks, self.now, self.cpu_s = _Ranks(), 0.0, 0.0
         self.progress, self.attempt = Progress(), Attempt(0, Path("runs/a/attempts/000"))
         self.attempt.pids = {0: os.getpid(), 1: os.getpid()}
-        self.limit = HangLimit(600.0, strict, self.progress, cast(Sight, self.ranks))
+        self.limit = HangLimit(600.0, strict, self.progress, cast(Sight, self.ranks), 60.0)
         monkeypatch.setattr(hang, "_used", lambda pid: (self.cpu_s, 0))
 
     def until_ended(self, most_s: float = 12000.0) -> float:
@@ -205,6 +206,29 @@ def test_ranks_that_all_wait_for_one_another_hang_in_code_of_their_own_too(scene
     assert scene.until_ended() == NEVER
     scene.ranks.stacks = {0: COLLECTIVE, 1: COLLECTIVE.replace("distributed", "autograd")}
     assert scene.until_ended() < 780  # a stack is asked for once nothing has moved for a while
+
+
+def test_in_a_loop_of_ones_own_it_is_said_for_whom_others_wait(scene: _Scene) -> None:
+    def lines_of(seconds: int) -> list[str]:
+        lines = []
+        for _ in range(seconds // 2):
+            assert scene.until_ended(2) == NEVER
+            lines += [line] if (line := scene.limit.quiet()) is not None else []
+        return lines
+
+    scene.ranks.stacks, scene.ranks.answers[1] = {0: OWN, 1: COLLECTIVE}, Answer(20, pending=True)
+    first, second = lines_of(200)
+    assert re.match(r"no collective for 6\d s: rank 0 is behind, at /home/me/train\.py:7 in clean; rank 1 waits, at ", first)
+    assert re.match(r"no collective for 1[23]\d s: rank 0 is behind", second)
+    scene.ranks.stacks[0] = lambda: f"{OWN} {scene.now}"  # it works, which its stack shows
+    assert lines_of(600) == []
+    scene.ranks.stacks = {0: OWN, 1: OWN}  # nobody waits
+    assert lines_of(600) == []
+    scene.ranks.stacks, scene.ranks.answers = (
+        {0: OWN, 1: COLLECTIVE},
+        {0: Answer(0), 1: Answer(1, pending=True)},
+    )  # it prepares the data
+    assert lines_of(300) == []
 
 
 def test_ranks_of_a_loop_of_their_own_that_call_collectives_go_on(scene: _Scene) -> None:
@@ -395,3 +419,31 @@ def test_after_a_hang_the_ranks_are_started_again_and_each_attempt_has_its_evide
     assert [path.name for path in (tmp_path / "runs" / "a" / "dumps").iterdir()] == ["000"]
     bad = echelon_command("run", "--hang-timeout", "soon", "train.py")
     assert bad.returncode == 2 and "a hang timeout must be 'none', or" in bad.stderr
+
+
+ALONE = """
+import sys, time, torch, echelon as ech
+
+class Unit(ech.TrainUnit):
+    def train_step(self, state, data):
+        if sys.argv[1] == "hangs" and self.train_progress.num_steps_completed == 6:
+            time.sleep(1000)
+
+if sys.argv[1] == "own":
+    time.sleep(2)
+ech.train(Unit(), [torch.ones(1)] * 20, max_epochs=1)
+print("done")
+"""
+
+
+@pytest.mark.full
+def test_a_single_rank_in_the_launchers_process_is_ended_if_a_person_gave_a_limit(tmp_path: Path, echelon_command: Any) -> None:
+    (tmp_path / "train.py").write_text(ALONE)
+    ended = echelon_command("run", "--ranks", "1", "--hang-timeout", "0.5s", "--name", "a", "train.py", "hangs")
+    assert ended.returncode == 124 and "rank 0 made no progress for" in ended.stderr, ended.stderr
+    run = tmp_path / "runs" / "a"
+    said = exit_record(run / "attempts" / "000" / "exit.json") or {}
+    assert said["hang"] and said["seen"]["0"]["where"] == "train.py:7 in train_step"
+    assert "in train_step" in (run / "dumps" / "000" / "stack.rank0.txt").read_text()
+    ended = echelon_command("run", "--ranks", "1", "--hang-timeout", "0.5s", "--name", "b", "train.py", "own")
+    assert ended.returncode == 0 and "done" in ended.stdout, ended.stderr

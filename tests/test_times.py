@@ -219,6 +219,13 @@ def test_time_for_which_others_had_the_cores_is_nobodys() -> None:
     assert (record["queue_s"], record["own_s"]) == (pytest.approx(1.0), pytest.approx(0.1))
 
 
+def test_a_run_that_was_rolled_back_goes_on_from_its_older_step() -> None:
+    groups = [_group(20, 0.0), _group(30, 1.0, FORWARD=(1.0, 1.0)), _group(5, 2.0, FORWARD=(2.0, 2.0))]
+    record = record_of(groups, {}, alone=True)
+    assert (record["steps"], record["wall_s"], record["own_s"]) == ((5, 5), 2.0, pytest.approx(0.1))
+    assert parse({**TimeRecord(**record).to_json(), "steps": list(record["steps"])}) is not None
+
+
 def test_a_step_of_the_users_own_is_divided_by_looking() -> None:
     seen = {(Part.STEP, Part.FORWARD, "busy"): 2, (Part.STEP, Part.BACKWARD, "busy"): 5, (Part.STEP, Part.OPTIMIZER, "busy"): 1}
     record = record_of([_group(0, 0.0), _group(4, 8.0, STEP=(8.0, 8.0))], seen, alone=False)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -22,7 +23,7 @@ from echelon.contracts.run_dir import RunDir
 from echelon.launcher.failure import render
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import Failure
-from echelon.launcher.local import elastic, watch
+from echelon.launcher.local import elastic, progress, watch
 from echelon.launcher.local.judge import record_end
 from echelon.launcher.local.signs import Pulses, Seen
 from echelon.launcher.local.watch import Watch
@@ -225,6 +226,20 @@ def test_a_launcher_that_was_stopped_itself_concludes_nothing_from_the_time() ->
     scene.steps(0, 5)
     scene.now += 3600
     assert scene.pass_time(50) == []
+
+
+def test_a_rank_that_was_stopped_for_a_moment_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a loop of its own it has had no step for hours."""
+    scene = _Scene()
+    assert scene.pass_time(4000) == []
+    stopped = [False]
+    monkeypatch.setattr(progress, "is_stopped", lambda pid: stopped[0])
+    stopped[0] = True
+    assert scene.pass_time(50) == []
+    stopped[0] = False
+    assert scene.pass_time(50) == []
+    stopped[0] = True
+    assert re.match(r"no step for 6\d s: rank 0, 1 is stopped", scene.pass_time(70)[0])
 
 
 def _gave_up(rank: int) -> Failure:

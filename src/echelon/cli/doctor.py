@@ -6,7 +6,9 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 
+from echelon.cli.script import check_script
 from echelon.contracts.terminal import printable, say
 from echelon.launcher.job import parse_duration, parse_ranks
 
@@ -24,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="small messages and matrices: is it right, not how fast it is")
     parser.add_argument("--time-limit", default="3m", metavar="TIME", help="of all together (default: 3m)")
     parser.add_argument("--here", action="store_true", help="this machine alone, also in a Slurm allocation")
+    parser.add_argument("--script", metavar="FILE", help="is this script, with the sources beside it, the same on all hosts?")
     parser.add_argument("--json", action="store_true", help="what every rank found, for programs")
 
 
@@ -38,6 +41,9 @@ def execute(arguments: argparse.Namespace) -> int:
     each = _ranks(arguments.ranks, nodes)
     env = {"ECHELON_DEVICE": arguments.device} if arguments.device else {}
     words = ["--wait", f"{max(1.0, min(30.0, limit_s / 4)):g}", *(["--quick"] if arguments.quick else [])]
+    if arguments.script:
+        check_script(arguments.script)
+        words += ["--script", str(Path(arguments.script).absolute())]
     checkup = Checkup(each * max(1, len(nodes)), nodes, quick=arguments.quick)
     if nodes:
         say(f"looking at {len(nodes)} nodes, {each} rank{'s' if each > 1 else ''} on each")

@@ -115,7 +115,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         "--check-collectives",
         action="store_true",
         help="before every collective, compare what the ranks call: a mismatch that would hang, or give wrong numbers silently, "
-        "is an error that names the ranks; several times slower (TORCH_DISTRIBUTED_DEBUG=DETAIL)",
+        "is an error that names the ranks; a collective then takes some ten times as long (TORCH_DISTRIBUTED_DEBUG=DETAIL)",
     )
     parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")

@@ -39,7 +39,8 @@ class TimeRecord:
     """A stretch of a rank's loop.
 
     Args:
-        steps: training steps completed before it and after it: [10, 30] is 20 steps. Equal where none ended in it.
+        steps: training steps completed before it and after it: [10, 30] is 20 steps. Equal where none ended in it, or where the
+            run was rolled back to an older step.
         wall_s: its duration: the sum of the eight of `PARTS`.
         data_s: waiting for batches, and moving them to the device.
         forward_s, backward_s, optimizer_s: of steps, without waits for other ranks in them. In a step that is code of the user's

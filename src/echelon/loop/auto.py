@@ -165,7 +165,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         steps = self._bitwise.accumulation if self._bitwise is not None else overrides().accumulation or given
         self.gradient_accumulation_steps = steps
         self.window = Window(steps, fixed=self._bitwise is not None)
-        self._routers = Routers.of(self.prepared.unwrapped, self.prepared.data_groups)
+        self._routers = Routers.of(self.prepared.unwrapped, [*self.prepared.data_groups, *self.prepared.stages])
         self.clip_grad_norm, self.clip_grad_value = options.clip_grad_norm, options.clip_grad_value
         self.retain_graph = options.loss_backward_retain_graph
         self.zero_grad_at_train_step_start = options.zero_grad_at_train_step_start

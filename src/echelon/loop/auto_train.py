@@ -237,6 +237,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         return outputs
 
     def _forward(self, state: State, micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:
+        self._routers.begin_forward(micro_batch.weight)
         state.logged.begins(0 if self.prepared.is_replica else micro_batch.weight)
         if self.computes.dtype is None:
             made = self.compute_loss(state, micro_batch.data)
@@ -256,7 +257,6 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         window.add(loss.detach(), 0 if prepared.is_replica else weight)
         if micro_batch.is_last and self._reduces and not prepared.takes_windows:  # whose last backward pass may be another
             window.start_reduction(state.stop_requested, state.logged.signature())
-        self._routers.begin_backward(weight)
         if not prepared.takes_windows:
             enter(Part.BACKWARD)
         assert window.reference is not None

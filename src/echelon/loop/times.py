@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from echelon.contracts.events import EventLog
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.times import TimeRecord
@@ -80,7 +82,8 @@ class _Writer(threading.Thread):
     def __init__(self, running: Clock, log: EventLog, ranks: int, role: str) -> None:
         super().__init__(name="echelon-times", daemon=True)
         self._clock, self._log, self._role, self._host = running, log, role, socket.gethostname()[:300]
-        self._where = Whereabouts(running, waits_in_backward=ranks > 1)
+        # On a GPU this thread sleeps there while another one, of autograd's, works.
+        self._where = Whereabouts(running, waits_in_backward=ranks > 1 and not torch.cuda.is_initialized())
         self._alone = ranks == 1
         self._seen: dict[tuple[int, int, Kind], float] = {}
         self._ended, self._began = threading.Event(), time.perf_counter()
@@ -209,7 +212,7 @@ def record_of(groups: Sequence[Group], seen: Seen, *, alone: bool) -> dict[str, 
             each = _Spent.between(before, after)
             own.append(each.own(waits) / (after.step - before.step))
     return {
-        "steps": (first.step, last.step),
+        "steps": (min(first.step, last.step), last.step),  # a rollback goes back to older ones
         "wall_s": last.at - first.at,
         **fields,
         "checkpoint_s": spent.wall[Part.CHECKPOINT],

@@ -24,6 +24,8 @@ LOST = {
     "outside": "between two training loops of an attempt",
 }
 
+_SHOWN = 0.005  # of the wall time: less is not worth a word
+
 
 @dataclass(frozen=True)
 class Goodput:
@@ -47,7 +49,8 @@ class Goodput:
         return self.productive_s / self.wall_s if self.wall_s > 0 else 0.0
 
     def __str__(self) -> str:
-        lost = ", ".join(f"{cause} {seconds / self.wall_s:.0%}" for cause, seconds in self.lost.items())
+        shares = {cause: seconds / self.wall_s for cause, seconds in self.lost.items()}
+        lost = ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share >= _SHOWN)
         return f"{self.share:.0%} productive{f'; lost: {lost}' if lost else ''}"
 
 

@@ -6,31 +6,30 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import signal
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.files import open_file, parse_object, read_end
+from echelon.contracts.files import open_file, read_end
 from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.explain import flight as flights
 from echelon.launcher.explain.flight import Flight
+from echelon.launcher.explain.folder import is_file, is_folder, is_held, object_in
 from echelon.launcher.explain.stacks import Frame, crash_stack, crash_words, main_thread, of_traceback, waits_in
 from echelon.launcher.job import Failure
 from echelon.launcher.records import exit_record, rank_record
 
 __all__ = ["Evidence", "RankEvidence"]
 
-_MOST_RANKS = 1 << 20
+_MOST_RANKS, _MOST_NOTES = 1 << 20, 20
 _STACK_BYTES, _FLIGHT_BYTES = 1 << 20, 16 << 20
-_ALL_BYTES = 512 << 20  # of all dumps of an attempt together
+_ALL_BYTES = 256 << 20  # of all dumps of an attempt together
 _FILE = re.compile(r"(exit\.rank|stack\.rank|flight\.rank|exit\.node)(\d{1,7})\.(json|txt)")
 # What waits for others, and is not in a flight record.
 _NO_COLLECTIVES = frozenset(
@@ -60,6 +59,7 @@ class RankEvidence:
         where: its innermost frame in the user's code, if no stack is there.
         stack: of its main thread, innermost first, at the time when it was asked, or of its crash.
         flight: its collectives; None if it left no record.
+        unread: it left one that could not be read.
     """
 
     rank: int
@@ -74,6 +74,7 @@ class RankEvidence:
     where: str = ""
     stack: tuple[Frame, ...] = ()
     flight: Flight | None = None
+    unread: bool = False
 
     @property
     def exit_code(self) -> int | None:
@@ -138,14 +139,14 @@ class Evidence:
 class _Reader:
     def __init__(self, run: RunDir) -> None:
         self.run, self.notes, self._left = run, list[str](), _ALL_BYTES
-        self.here = run.attempt_path if _is_folder(run.attempt_path.parent) and _is_folder(run.attempt_path) else None
+        self.here = run.attempt_path if is_folder(run.attempt_path.parent) and is_folder(run.attempt_path) else None
         dumps = run.dumps / run.attempt_path.name
-        self.dumps = dumps if _is_folder(run.dumps) and _is_folder(dumps) else None
+        self.dumps = dumps if is_folder(run.dumps) and is_folder(dumps) else None
 
     def read(self) -> Evidence:
         records = self._exit_records()
         ended = records[0] if records else {}
-        whole = self.here is not None and _is_file(self.here / "exit.json")
+        whole = self.here is not None and is_file(self.here / "exit.json")
         ranks: dict[int, RankEvidence] = {}
         for record in records:
             _add_record(ranks, record, self.run)
@@ -158,15 +159,15 @@ class _Reader:
             text = self._text(path, _STACK_BYTES)
             ranks[number] = replace(ranks.get(number) or RankEvidence(number), stack=main_thread(text))
         for number, path in self._files(self.dumps, "flight.rank"):
-            dump = parse_object(self._text(path, _FLIGHT_BYTES))
+            dump = object_in(self._text(path, _FLIGHT_BYTES))
             if dump is None:
                 self.notes.append(f"{path.name} is no flight record, or too large")
-            else:
-                ranks[number] = replace(ranks.get(number) or RankEvidence(number), flight=flights.parse(dump))
+            found_flight = flights.parse(dump) if dump is not None else None
+            ranks[number] = replace(ranks.get(number) or RankEvidence(number), flight=found_flight, unread=dump is None)
         for number, rank in list(ranks.items()):
             # Without a call there is no file; and of a rank that ended well only the last calls are known.
             last = own.get(number, {}).get("collectives")
-            if rank.flight is None and (rank.answers or isinstance(last, dict)):
+            if rank.flight is None and not rank.unread and (rank.answers or isinstance(last, dict)):
                 ranks[number] = rank = replace(rank, flight=flights.of_last_calls(last or {}))
             ranks[number] = rank = replace(rank, later=_later_failure(number, own.get(number, {}), self.run.log(number)))
             failure = rank.failure or rank.later
@@ -186,8 +187,8 @@ class _Reader:
             code,
             str(ended.get("stopped") or ""),
             next((_seconds(r["hang"].get("after_s")) for r in records if isinstance(r.get("hang"), dict)), None),
-            code is None and _is_held(self.run.path / ".lock"),
-            tuple(self.notes),
+            code is None and is_held(self.run.path / ".lock"),
+            (*self.notes[:_MOST_NOTES], *([f"and {more} more"] if (more := len(self.notes) - _MOST_NOTES) > 0 else [])),
         )
 
     def _exit_records(self) -> list[dict[str, Any]]:
@@ -195,7 +196,7 @@ class _Reader:
         if self.here is None:
             return []
         paths = [self.here / "exit.json", *(path for _, path in self._files(self.here, "exit.node"))]
-        found = {path: exit_record(path) for path in paths if _is_file(path)}
+        found = {path: exit_record(path) for path in paths if is_file(path)}
         self.notes += [f"{path.name} is no record of an end" for path, record in found.items() if record is None]
         return [record for record in found.values() if record is not None]
 
@@ -307,32 +308,3 @@ def _last_failure_ns(ranks: Mapping[int, RankEvidence], own: Mapping[int, Mappin
 
 def _seconds(value: Any) -> float | None:
     return float(value) if type(value) in (int, float) and 0 <= value < 1e9 else None
-
-
-def _is_folder(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    return False
-
-
-def _is_file(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return stat.S_ISREG(os.lstat(path).st_mode)
-    return False
-
-
-def _is_held(lock: Path) -> bool:
-    """Whether a launcher has the run."""
-    try:
-        file = open_file(lock)
-    except OSError:
-        return False
-    try:
-        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(file)
-    return False

@@ -158,6 +158,9 @@ def _signalled(evidence: Evidence, first: Failure, failures: Sequence[Failure], 
 
 
 def raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping[int, tuple[Wait, str]]) -> Verdict:
+    """Of one that failed first, and those that failed in the same way."""
+    if first.kind.startswith("SIG"):
+        return _signalled(evidence, first, [first], waits)
     kind = next((k for k in _KINDS if re.search(k.pattern, _said(first)[:20_000], re.DOTALL)), None)
     cause = kind.cause if kind is not None else "exception"
     named = _named(first, evidence.world_size) if first.ours else ()
@@ -199,7 +202,7 @@ def _where(failure: Failure, rank: RankEvidence) -> str:
 
 _SPANS = r"\branks? ((?:\d{1,7}(?:-\d{1,7})?, ){0,1000}\d{1,7}(?:-\d{1,7})?)"
 _RANKS = re.compile(rf"{_SPANS}\b")
-_SAID_BY_RANKS = re.compile(rf"{_SPANS}(?: \([^()]{{0,100}}\))?: ([^,;)\n]{{1,200}})")
+_SAID_BY_RANKS = re.compile(rf"{_SPANS}(?: \([^()]{{0,100}}\))?: ([^,;)\n]{{1,200}}?)(?=[,;)\n]|\. |\.?$)")
 
 
 def _named(failure: Failure, world_size: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ default one's; the key "groups" is ours and says these.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ __all__ = [
 DEFAULT_GROUP = "0"
 _MOST_CALLS = 20_000
 _MOST_SEQ = 1 << 53
+_OF_TENSORS = ("input_sizes", "input_dtypes", "output_sizes", "output_dtypes")
 # So many calls that came once before, in the same order, are no chance; fewer of one kind must have come more often.
 _TELLING, _LONGEST_REPEAT = 3, 64
 _TYPES = {
@@ -204,26 +206,36 @@ def _call(entry: Any) -> Call | None:
     seq, name = entry.get("collective_seq_id"), entry.get("profiling_name")
     if type(seq) is not int or not 0 <= seq < _MOST_SEQ or not isinstance(name, str):
         return None
-    op = one_line(name[:80].rpartition(":")[2]).strip() or "a collective"
     done = entry.get("retired") is True or entry.get("state") == "completed"
-    given, taken = (_tensors(entry, kind) for kind in ("input", "output"))
-    alike = taken if _BY_OUTPUT.search(op) else given if _BY_INPUT.search(op) else ()
-    shown = alike or given
     time_ns = entry.get("time_created_ns")
     time_ns = time_ns if type(time_ns) is int and 0 <= time_ns < 1 << 63 else 0
-    return Call(seq, op, tuple(text for text, _, _ in shown), done, time_ns, tuple((kind, size) for _, kind, size in alike))
+    try:
+        op, shown, alike = _what(name[:80], *(_hashable(entry.get(key)) for key in _OF_TENSORS))
+    except TypeError:  # lists within lists
+        op, shown, alike = _what(name[:80], (), (), (), ())
+    return Call(seq, op, shown, done, time_ns, alike)
 
 
-def _tensors(entry: Mapping[str, Any], which: str) -> list[tuple[str, str, int]]:
+def _hashable(value: Any) -> tuple[Any, ...]:
+    return tuple(tuple(v[:16]) if isinstance(v, list) else v for v in value[:64]) if isinstance(value, list) else ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _what(name: str, *given: tuple[Any, ...]) -> tuple[str, tuple[str, ...], tuple[tuple[str, int], ...]]:
+    """The operation, its tensors as shown, and what must be alike. Programs repeat their calls, on all ranks."""
+    op = one_line(name.rpartition(":")[2]).strip() or "a collective"
+    inputs, outputs = _tensors(*given[:2]), _tensors(*given[2:])
+    alike = outputs if _BY_OUTPUT.search(op) else inputs if _BY_INPUT.search(op) else []
+    return op, tuple(text for text, _, _ in alike or inputs), tuple((kind, size) for _, kind, size in alike)
+
+
+def _tensors(sizes: Sequence[Any], kinds: Sequence[Any]) -> list[tuple[str, str, int]]:
     """(as shown, kind, number of elements) of each."""
-    sizes, kinds = entry.get(f"{which}_sizes"), entry.get(f"{which}_dtypes")
-    if not isinstance(sizes, list) or not isinstance(kinds, list):
-        return []
-    found = []
-    for size, kind in list(zip(sizes, kinds, strict=False))[:64]:
-        if isinstance(size, list) and isinstance(kind, str) and all(type(n) is int and 0 <= n < 1 << 62 for n in size[:16]):
-            found.append(tensor(kind, size))
-    return found
+    return [
+        tensor(kind, size)
+        for size, kind in zip(sizes, kinds, strict=False)
+        if isinstance(size, tuple) and isinstance(kind, str) and all(type(n) is int and 0 <= n < 1 << 62 for n in size)
+    ]
 
 
 def tensor(kind: str, size: Sequence[int]) -> tuple[str, str, int]:

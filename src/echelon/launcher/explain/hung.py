@@ -11,7 +11,18 @@ from echelon.launcher.explain.failed import raised
 from echelon.launcher.explain.flight import Wait
 from echelon.launcher.explain.stacks import waits_in
 from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import doing, grouped, place, ranks_are, sentence, stack_of, together, while_others, who
+from echelon.launcher.explain.words import (
+    doing,
+    grouped,
+    is_check,
+    place,
+    ranks_are,
+    sentence,
+    stack_of,
+    together,
+    while_others,
+    who,
+)
 from echelon.launcher.job import Failure
 
 __all__ = [
@@ -80,6 +91,7 @@ def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
     guilty = sorted(wanted - waiting)
     if not guilty:
         unknown = sorted({rank for wait, _ in waits.values() for rank in wait.unknown} - waiting)
+        unknown = [rank for rank in unknown if not evidence.rank(rank).unread and not _refused(evidence.rank(rank))]
         # A record of everybody else, and none of these: they could not even answer.
         if not unknown or wanted or len(unknown) > len(evidence.flights):
             return None
@@ -97,6 +109,10 @@ def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
     others = others or while_others(evidence, guilty, waits)
     text = f"{headline}{others}. {_stood(evidence, guilty)}{_fewer_steps(evidence, guilty)}"
     return Verdict(tuple(guilty), _kind_of_absence(rank), headline, sentence(text.strip()))
+
+
+def _refused(rank: RankEvidence) -> bool:
+    return rank.failure is not None and is_check(rank.failure)
 
 
 def _waits_for_others(rank: RankEvidence) -> bool:

@@ -115,25 +115,38 @@ def _odd_ones(evidence: Evidence, found: Mismatch) -> tuple[tuple[int, ...], lis
 
 
 def departs(evidence: Evidence, waits: Waits) -> Verdict | None:
-    """A collective refused what it was given, and only some of the records are there: a rank whose last call is not as before."""
-    if not any(is_check(failure) for failure in evidence.failures):
+    """A collective refused what it was given, and only some of the records are there: the rank whose call is not as before.
+
+    Gloo ends the process of a rank that receives too much, without a record: if all others did what was due, it did not.
+    """
+    refused = [f for f in evidence.failures if is_check(f)]
+    if not refused:
         return None
-    guilty, texts = [], []
+    texts: dict[int, str] = {}
+    as_due = set[int]()
     for rank, flight in sorted(evidence.flights.items()):
         for trace in flight.values():
-            call = trace.calls.get(trace.last)
-            due = expected(trace, trace.last)
-            before = trace.calls.get(trace.last - 1)
-            if call is None or due is None or before is None or due[0] == call.key or due[0][0] != call.op:
+            call, due, before = trace.calls.get(trace.last), expected(trace, trace.last), trace.calls.get(trace.last - 1)
+            if call is None or due is None or before is None:
                 continue
-            guilty.append(rank)
-            texts.append(f"{who([rank])} called {call.what} as collective #{call.seq}, where its calls before were {before.what}")
-    if len(guilty) != 1:
-        return None
-    first = Failure.first([f for f in evidence.failures if is_check(f)])
+            if due[0] == call.key:
+                as_due.add(rank)
+            elif due[0][0] == call.op:
+                texts[rank] = (
+                    f"{who([rank])} called {call.what} as collective #{call.seq}, where its calls before were {before.what}"
+                )
+    first = Failure.first(refused)
     said = short(first.message.splitlines()[-1] if first.message else first.kind)
-    text = f"{texts[0]}{place(evidence.rank(guilty[0]))}. {sentence(who([first.rank]))} got it, and failed: {said}"
-    return Verdict(tuple(guilty), "mismatched shape", texts[0], sentence(text))
+    if len(texts) == 1:
+        [(rank, headline)] = texts.items()
+        text = f"{headline}{place(evidence.rank(rank))}. {sentence(who([first.rank]))} got it, and failed: {said}"
+        return Verdict((rank,), "mismatched shape", headline, sentence(text))
+    if texts or not as_due or len(refused) > 1 or as_due != set(evidence.all_ranks) - {first.rank}:
+        return None
+    headline = f"{who([first.rank])} called a collective with other shapes or types than the others"
+    where = place(evidence.rank(first.rank))
+    text = f"{headline}{where}: what these called was due by their calls before, and it refused that: {said}"
+    return Verdict((first.rank,), "mismatched shape", headline, sentence(text))
 
 
 def _where_each(evidence: Evidence, found: Mismatch) -> str:

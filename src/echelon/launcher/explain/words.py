@@ -87,9 +87,9 @@ def is_victim(failure: Failure) -> bool:
 
 
 def stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
-    """Where it stood, or else where its failure was raised; innermost first."""
+    """Where its failure was raised, or else where it stood; innermost first."""
     failure = rank.failure or rank.later
-    return rank.stack or (of_traceback(failure.traceback) if failure is not None else ())
+    return (of_traceback(failure.traceback) if failure is not None else ()) or rank.stack
 
 
 def place(rank: RankEvidence) -> str:
@@ -108,7 +108,7 @@ def doing(rank: RankEvidence, waits: Mapping[int, tuple[Wait, str]]) -> str:
     if rank.stopped:
         return "was stopped"
     if rank.failure is not None and not is_victim(rank.failure) and not is_check(rank.failure):
-        return f"failed, too ({short(rank.failure.kind, 60)})"
+        return f"failed with {short(rank.failure.kind, 60)}"
     if rank.rank in waits:
         return f"waited in {waits[rank.rank][1]}"
     name = waits_in(stack_of(rank))

@@ -110,8 +110,9 @@ class ForkAgent(SimpleElasticAgent):
         self.sight = Sight(self._signal)
         self.seen: dict[int, Seen] = {}
         self.hang_s: float | None = None
-        self._watch = Watch(stall_after(job.stall_after_s), say or terminal.say, self.sight.ask_stack)
-        self._hang = HangLimit(*hang_timeout(job.hang_timeout_s), self._watch.progress, self.sight)
+        self._say, stall_s = say or terminal.say, stall_after(job.stall_after_s)
+        self._watch = Watch(stall_s, self._say, self.sight.ask_stack)
+        self._hang = HangLimit(*hang_timeout(job.hang_timeout_s), self._watch.progress, self.sight, stall_s)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.restarts += self.attempt is not None
@@ -183,6 +184,8 @@ class ForkAgent(SimpleElasticAgent):
 
     def _hangs(self, attempt: Attempt) -> float | None:
         idle_s = self._hang.look(attempt)
+        if (line := self._hang.quiet()) is not None:
+            self._say(line)
         # A node whose ranks have all ended hears of the others' end by itself.
         all_late = self._meetings.all_late(idle_s is not None or (self._hang.after_s > 0 and not attempt.running))
         return idle_s if all_late else None

@@ -10,8 +10,9 @@ rank which does nothing at all for so long, while others wait for it, hangs as w
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from echelon.contracts.machine import process_stat
@@ -21,7 +22,8 @@ from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import HOW_FAR
 from echelon.launcher.local.gather import Sight
 from echelon.launcher.local.progress import PATIENT, Progress
-from echelon.launcher.local.signs import behind, is_debugged, waits
+from echelon.launcher.local.signs import behind, is_debugged, user_frame, waits
+from echelon.launcher.local.watch import positions
 
 __all__ = ["HANG_VARIABLE", "HangLimit", "hang_timeout"]
 
@@ -30,6 +32,7 @@ _DEFAULT_S = 600.0
 _SAMPLE_S = 15.0  # between looks at stacks and processes, of ranks without progress
 _ANSWER_S = 0.05
 _CPU, _IO_BYTES = 0.05, 256 << 10  # of a core, and between two looks: from here on a process works
+_LATE = 0.8  # of the limit
 _FEW_CALLS = 12  # collectives begun and ended: what comes before and between them may take long, as a first step does
 _BRIEF = (Phase.DATA, Phase.STEP)  # all other phases, evaluations too, have several times as long
 
@@ -84,12 +87,15 @@ class HangLimit:
         strict: a person gave it.
         progress: which has looked before.
         sight: asks the ranks.
+        say_after_s: after so long without a collective in loops of their own a line is said.
     """
 
     after_s: float
     strict: bool
     progress: Progress
     sight: Sight
+    say_after_s: float
+    _said_s: float = 0.0
     _begun: int = 0
     _sampled_at: float = 0.0
     _ranks: dict[int, _Rank] = field(default_factory=dict)
@@ -101,20 +107,28 @@ class HangLimit:
 
     def look(self, attempt: Attempt) -> float | None:
         """For how long nothing has moved, if that is too long; None where something may."""
+        self._see(attempt)
+        return self._hangs() if self.after_s else None
+
+    def _see(self, attempt: Attempt) -> None:
         at, now = self.progress, self.progress.now
-        if not self.after_s:
-            return None
         if at.begun != self._begun:
-            self._begun, self._ranks, self._sampled_at = at.begun, {}, now
+            self._begun, self._ranks, self._sampled_at, self._said_s = at.begun, {}, now, 0.0
         for known in self._ranks.values():
             known.shift(at.gap)
         for rank in at.seen:
             self._ranks.setdefault(rank, _Rank(now, now, now))
         self._note_stopped(attempt)
-        if now - self._sampled_at >= min(_SAMPLE_S, self.after_s / 8):
+        if now - self._sampled_at >= min(_SAMPLE_S, self.after_s / 8 or _SAMPLE_S, self.say_after_s / 4):
             self._sampled_at = now
             self._sample(attempt)
-        idle = {rank: now - max(at.since[rank], self._ranks[rank].acted_at) for rank in at.seen}
+
+    def _idle_s(self) -> dict[int, float]:
+        at = self.progress
+        return {rank: at.now - max(at.since[rank], self._ranks[rank].acted_at) for rank in at.seen}
+
+    def _hangs(self) -> float | None:
+        at, now, idle = self.progress, self.progress.now, self._idle_s()
         stopped = [now - r.stopped_at for rank in at.seen if (r := self._ranks[rank]).stopped_at is not None]
         if any(stopped_s > self.after_s for stopped_s in stopped):
             return max(stopped)
@@ -130,6 +144,25 @@ class HangLimit:
         if not loops and not any(self._ranks[rank].waits for rank in others):
             return None  # they all sleep, in code of their own, or none is left
         return min(idle[rank] for rank in (*last, *others))
+
+    def quiet(self) -> str | None:
+        """A line for people, when ranks in loops of their own have called no collective for long and one waits: once, and again
+        when that time has doubled.
+        """
+        at, idle = self.progress, self._idle_s()
+        idle_s = min(idle.values(), default=0.0)
+        few = any(self._ranks[rank].called < _FEW_CALLS for rank in at.seen)
+        if idle_s < self.say_after_s:
+            self._said_s = 0.0
+        if idle_s <= max(self.say_after_s * (PATIENT if few else 1), 2 * self._said_s):
+            return None
+        waiting = [rank for rank in at.seen if self._ranks[rank].waits]
+        if not waiting or any(s.standing.phase is not Phase.NONE or s.stopped for s in at.seen.values()):
+            return None
+        self._said_s = idle_s
+        seen = {rank: replace(s, where=user_frame(self._ranks[rank].stack)) for rank, s in at.seen.items()}
+        late = [rank for rank in seen if rank not in waiting] or waiting
+        return f"no collective for {idle_s:.0f} s: {positions(seen, late)}"
 
     def silent_s(self) -> dict[int, float]:
         """For how long each rank has made no progress, where that can be seen: by its position, or by its collectives."""
@@ -166,27 +199,33 @@ class HangLimit:
 
     def _sample(self, attempt: Attempt) -> None:
         """Of those that have no position, or have kept it for long: how many collectives, which stack, what the processes do."""
-        at, now = self.progress, self.progress.now
-        quiet = [r for r, s in at.seen.items() if not s.stopped and (not s.is_known or now - at.since[r] > self.after_s / 4)]
+        at, now, long_s = self.progress, self.progress.now, self.after_s / 4 or math.inf
+        quiet = [r for r, s in at.seen.items() if not s.stopped and (not s.is_known or now - at.since[r] > long_s)]
         for rank in set(self._ranks) - set(quiet):
             moves = self._ranks[rank]
             moves.asked, moves.used, moves.called, moves.stack = False, None, -1, ""
         answers = self.sight.companions.ask(quiet, HOW_FAR, _ANSWER_S)
+        # A signal is not for nothing in a program that is well: while none seems to wait for another, no stack is asked for
+        # until it would matter.
+        calls = any(rank not in answers or answers[rank].pending for rank in quiet)
         for rank in quiet:
-            this, answer = self._ranks[rank], answers.get(rank)
+            this, answer, is_known = self._ranks[rank], answers.get(rank), at.seen[rank].is_known
             this.pending = answer is not None and answer.pending
             if answer is not None:
                 this.answered_at = now
                 if answer.called != this.called >= 0:
                     this.acted_at = now
                 this.called = answer.called
-            still = now - max(at.since[rank], this.acted_at) > self.after_s / 4
+            idle_s = now - max(at.since[rank], this.acted_at)
+            still = idle_s > (long_s if is_known else min(long_s, self.say_after_s / 4))
             stack = self.sight.pulses.main_stack(rank) if this.asked and still else ""
             if this.stack and stack and stack != this.stack:
                 this.acted_at = this.looked_at
-            this.stack, this.asked = stack, still  # of a rank that has not answered nothing is known
-            if still:
+            # Of one that has not answered nothing is known.
+            this.stack, this.asked = stack, still and (calls or is_known or idle_s > _LATE * self.after_s > 0)
+            if this.asked:
                 self.sight.pulses.ask(rank, self.sight.ask_stack)
+            if still:
                 self._note_use(this, attempt.pids[rank])
             else:
                 this.used = None

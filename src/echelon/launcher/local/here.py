@@ -16,8 +16,11 @@ from typing import Any
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE, SIGNALS
+from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local.attempt import write_exit
+from echelon.launcher.local.hang import hang_timeout
+from echelon.launcher.local.here_hang import HangHere
 from echelon.launcher.local.judge import record_end
 from echelon.launcher.local.nodes import free_port
 from echelon.launcher.local.output import output_to
@@ -55,6 +58,8 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
     pid, before = os.getpid(), {number: signal.getsignal(number) for number in SIGNALS}
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # until `run_program` has a handler
     limit = _TimeLimit(job.stop_after_s, job.grace_s, lambda: write_exit(run.exit_json, REQUEUE)) if job.stop_after_s else None
+    hang_s, given = hang_timeout(job.hang_timeout_s)
+    hang = HangHere(run, hang_s, _show) if given and hang_s else None
     with output_to(log) as copy:
         out, err = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = _Tee(out, copy), _Tee(err, copy)
@@ -64,13 +69,18 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
                 sys.exit(code)
         finally:
             sys.stdout, sys.stderr = out, err
-    if limit is not None:
-        limit.lift()
+    for each in (limit, hang):
+        if each is not None:
+            each.lift()
     for number, handler in before.items():
         signal.signal(number, handler)
     failure = Failure.from_record(0, code, 0, rank_record(record) or {}, log) if code not in (0, REQUEUE) else None
     record_end(run, code, [failure] if failure else [], world_size=1)
     return Outcome(code, failure)
+
+
+def _show(failure: Failure) -> None:
+    os.write(2, (b"\x1b[?25h" if os.isatty(2) else b"") + f"{render(failure, 1)}\n".encode(errors="replace"))
 
 
 class _TimeLimit(threading.Thread):
@@ -98,7 +108,7 @@ class _TimeLimit(threading.Thread):
                 return
         with self._lock:
             if not self._lifted.is_set():
-                self._stop()  # the lock stays held: nobody gets past `lift`
+                self._end_process()  # the lock stays held: nobody gets past `lift`
 
     def _ask(self, number: signal.Signals, text: str) -> None:
         with self._lock:
@@ -107,7 +117,7 @@ class _TimeLimit(threading.Thread):
                     os.write(2, f"echelon: {text}\n".encode())
                 signal.pthread_kill(threading.main_thread().ident or 0, number)
 
-    def _stop(self) -> None:
+    def _end_process(self) -> None:
         with contextlib.suppress(OSError):
             self._end()
         with contextlib.suppress(OSError):

@@ -79,14 +79,13 @@ def _named(first: Failure, failures: Sequence[Failure], verdict: Verdict) -> Fai
     own = next((f for f in failures if f.rank == rank and not f.is_victim and f.kind != HANGS), None)
     if own is not None:
         return own
-    waited = next((f for f in failures if f.waited), None)
+    other = next((f for f in failures if f.waited), first)
     said = [verdict.paragraph]
-    if waited is not None:
-        said += [f"rank {waited.rank} waited and gave up: {waited.kind}: {waited.message}"]
-    elif first.kind == HANGS:
-        said += [first.message]
+    if other.kind == HANGS:
+        said += [other.message]
+    else:
+        said += [f"rank {other.rank} {'waited and gave up' if other.waited else 'then failed'}:", *other.user_frames[-1:]]
+        said += [f"{other.kind}: {other.message}"]
     kind = "stopped" if verdict.cause == "stopped" else "behind"
     log = first.log.with_name(f"rank{rank}.log") if first.log is not None else None
-    return Failure(
-        rank, first.exit_code, first.time_ns, kind, "\n".join(said), first.user_frames, log=log, headline=verdict.headline
-    )
+    return Failure(rank, first.exit_code, first.time_ns, kind, "\n".join(said), log=log, headline=verdict.headline)

@@ -26,6 +26,7 @@ class Progress:
         gap: seconds of it in which this process did not run itself, else 0.
         seen: the ranks that run, without their stacks.
         since: when each came to where it is.
+        stopped_at: since when each is stopped that is.
         longest_s: the longest time for which each stood and then went on.
         begun: how many attempts there were.
     """
@@ -42,6 +43,7 @@ class Progress:
         self.known: dict[int, Standing] = {}
         self.since: dict[int, float] = {}
         self.longest_s: dict[int, float] = {}
+        self.stopped_at: dict[int, float] = {}
         self._evaluates: dict[int, bool] = {}
         self._stepped: dict[int, tuple[int, float]] = {}
         self._usual_s: dict[int, float] = {}
@@ -55,7 +57,9 @@ class Progress:
         self.gap = gap if gap > _GAP_S else 0.0
         if self.gap:
             self.since = {rank: since + gap for rank, since in self.since.items()}
+            self.stopped_at = {rank: since + gap for rank, since in self.stopped_at.items()}
         self.seen = {rank: Seen(self._note(rank, pulses.read(rank)), is_stopped(pids[rank])) for rank in running}
+        self.stopped_at = {rank: self.stopped_at.get(rank, now) for rank, s in self.seen.items() if s.stopped}
 
     def silent_s(self) -> dict[int, float]:
         """For how long the ranks that have a position have kept it."""
@@ -88,7 +92,7 @@ class Progress:
 
     def late(self, after_s: float) -> list[int]:
         """The ranks that hold up the rest, for too long: those that are stopped; those behind; or all of them."""
-        stopped = [rank for rank, s in self.seen.items() if s.stopped and self.now - self.since[rank] > after_s]
+        stopped = [rank for rank, at in self.stopped_at.items() if self.now - max(at, self.since[rank]) > after_s]
         if stopped:
             return stopped
         looping = {rank: s for rank, s in self.seen.items() if s.standing.phase is not Phase.ENDED}

@@ -15,7 +15,7 @@ from echelon.contracts.machine import process_stat
 from echelon.contracts.pulse import Phase, Standing
 from echelon.launcher.local.raised import in_library
 
-__all__ = ["Pulses", "Seen", "behind", "has_handler", "is_debugged", "is_stopped", "waits"]
+__all__ = ["Pulses", "Seen", "behind", "has_handler", "is_debugged", "is_stopped", "user_frame", "waits"]
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _DEBUGGER = re.compile(r"/(pdb|bdb)\.py\"|/(debugpy|pydevd[^/]*|IPython)/")
@@ -96,14 +96,19 @@ class Pulses:
 
     def where(self, rank: int) -> str:
         """Of the main thread: the innermost frame that is no library's."""
-        for line in self.main_stack(rank).splitlines():
-            if (frame := _FRAME.fullmatch(line.rstrip())) and not frame[1].startswith("<") and not in_library(frame[1]):
-                return f"{_short(frame[1])}:{frame[2]} in {frame[3]}"
-        return ""
+        return user_frame(self.main_stack(rank))
 
     def close(self) -> None:
         while self._fds:
             os.close(self._fds.popitem()[1])
+
+
+def user_frame(main_stack: str) -> str:
+    """As "train.py:30 in load"; empty if there is none."""
+    for line in main_stack.splitlines():
+        if (frame := _FRAME.fullmatch(line.rstrip())) and not frame[1].startswith("<") and not in_library(frame[1]):
+            return f"{_short(frame[1])}:{frame[2]} in {frame[3]}"
+    return ""
 
 
 def _short(path: str) -> str:

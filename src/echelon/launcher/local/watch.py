@@ -60,7 +60,7 @@ class Watch:
                 self._said_s = 0.0
             self._asked = False
             return
-        self._late_since = max(at.since[rank] for rank in late)
+        self._late_since = max(max(at.since[rank], at.stopped_at.get(rank, 0.0)) for rank in late)
         idle_s = at.now - self._late_since
         if idle_s < 2 * self._said_s:
             return

@@ -140,6 +140,8 @@ def _fresh_state() -> None:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit():
         set_threads(int(threads))
+    if "torch" in sys.modules and os.environ.get("TORCH_DISTRIBUTED_DEBUG"):  # read as torch was imported, before it was set
+        sys.modules["torch"].distributed.set_debug_level_from_env()
 
 
 def set_threads(count: int) -> None:

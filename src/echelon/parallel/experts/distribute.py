@@ -27,13 +27,15 @@ def check_experts(module: nn.Module, ep: int, pp: int = 1) -> None:
     """Before any collective.
 
     Raises:
-        UsageError: there are no experts, or `ep` ranks do not divide them; or they would lie in the stages of a pipeline.
+        UsageError: there are no experts, or `ep` ranks do not divide them; or stages of a pipeline would lose auxiliary losses.
     """
     layers = moe_layers(module)
-    if layers and pp > 1:
+    added = [name for name, layer in layers.items() if layer.router.balance == "auxiliary"]
+    if added and pp > 1:
         raise UsageError(
-            f"pp must be 1 for {type(module).__name__}, whose {next(iter(layers))} is an echelon.MoE, got {pp}: all ranks add up "
-            "the loads of all experts, and a stage has some of them only. Give the ranks to ep, dp_shard or tp."
+            f"pp must be 1 for {type(module).__name__}, whose {added[0]} is an echelon.MoE with balance='auxiliary', got {pp}: "
+            "only the last stage computes the loss, to which the losses of all stages' routers would be added. Use "
+            "balance='loss_free', or give the ranks to ep, dp_shard or tp."
         )
     if ep == 1:
         return
@@ -81,7 +83,7 @@ def distribute_experts(module: nn.Module, ep_mesh: DeviceMesh, ep_data_mesh: Dev
 
 
 def divided_experts(module: nn.Module) -> Iterator[tuple[str, Experts]]:
-    """Experts that `distribute_experts` has divided, by name."""
+    """Experts that `distribute_experts` has divided, by name; of a pipeline's stage, its own."""
     for name, part in module.named_modules():
-        if isinstance(part, Experts) and part.dispatch is not None:
+        if isinstance(part, Experts) and part.dispatch is not None and any(True for _ in part.parameters()):
             yield name, part

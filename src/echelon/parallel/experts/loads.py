@@ -78,7 +78,7 @@ class Routers:
     """All routers of a module: they are told what counts, and act after each update.
 
     Args:
-        groups: the axes of ranks with other samples.
+        groups: the axes of ranks with other samples, and of stages with other routers.
     """
 
     def __init__(self, routers: Mapping[str, Router], groups: Sequence[dist.ProcessGroup | None]) -> None:
@@ -89,8 +89,8 @@ class Routers:
     def of(cls, module: nn.Module, groups: Sequence[dist.ProcessGroup | None]) -> Routers:
         return cls(routers_of(module), groups)
 
-    def begin_backward(self, weight: Any) -> None:
-        """The backward pass of a micro-batch of this weight follows."""
+    def begin_forward(self, weight: Any) -> None:
+        """The forward pass of a micro-batch of this weight follows."""
         for router in self._routers.values():
             router.seen.counts = weight
 
@@ -146,6 +146,8 @@ def _check_added(name: str, router: Router) -> None:
 
 
 def _balance(router: Router, choices: torch.Tensor) -> None:
+    if not any(True for _ in router.buffers(recurse=False)):
+        return  # another stage has them
     if router.expert_bias is not None:
         # An update without tokens has even loads, and moves nothing.
         router.expert_bias += router.bias_update_rate * torch.sign(choices.mean() - choices).to(router.expert_bias.dtype)

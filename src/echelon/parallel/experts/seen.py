@@ -15,7 +15,8 @@ class Seen:
     Attributes:
         counted: of the update under way: choices of each expert, the sum of entropies, tokens. None if there are none.
         latest: the same of the latest update, over all ranks.
-        counts: whether the micro-batch counts whose backward pass runs: a number or a tensor, 0 for no.
+        counts: whether the micro-batch counts whose forward pass runs: a number or a tensor, 0 for no. Its backward pass may come
+            after the forward passes of others.
         auxiliary: the loss of the latest forward pass that has a gradient, until it is taken.
         was_added: whether the update's losses had it.
     """
@@ -28,10 +29,10 @@ class Seen:
         self.auxiliary: torch.Tensor | None = None
         self.was_added = False
 
-    def add(self, counted: torch.Tensor) -> None:
-        if isinstance(self.counts, torch.Tensor):
-            counted = counted * (self.counts != 0)
-        elif not self.counts:
+    def add(self, counted: torch.Tensor, counts: Any) -> None:
+        if isinstance(counts, torch.Tensor):
+            counted = counted * (counts != 0)
+        elif not counts:
             counted = torch.zeros_like(counted)
         self.counted = counted if self.counted is None else self.counted + counted
 
@@ -47,12 +48,12 @@ class Counted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, seen: Seen, counted: torch.Tensor) -> torch.Tensor:
-        ctx.seen, ctx.counted = seen, counted
+        ctx.seen, ctx.counted, ctx.counts = seen, counted, seen.counts
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.seen.add(ctx.counted)
+        ctx.seen.add(ctx.counted, ctx.counts)
         return grads[0], None, None
 
 

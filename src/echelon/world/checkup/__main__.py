@@ -61,12 +61,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--to", metavar="FOLDER", help="where each rank's lines go; by default to standard output")
     parser.add_argument("--wait", type=float, default=30.0, metavar="S", help="for other ranks, at each step")
     parser.add_argument("--quick", action="store_true", help="small messages and matrices")
+    parser.add_argument("--script", metavar="FILE", help="of which each host tells a checksum")
     arguments = parser.parse_args(argv)
     info = RankInfo.from_env()
     tell = Teller(info.rank, arguments.to)
     tell("here", {"host": host.name(), "node": info.node_rank, "size": info.world_size})
     for name, find in host.PARTS.items():
         tell.attempt(name, find)
+    if arguments.script:
+        tell.attempt("script", lambda: host.code_of(arguments.script))
 
     from echelon.world.checkup import ranks  # torch, whose import may fail
 

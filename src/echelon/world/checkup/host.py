@@ -17,15 +17,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from echelon.contracts.hostlist import expand_hostlist
 from echelon.contracts.machine import boot_id, usable_cores, visible_devices
 from echelon.contracts.redact import redacted_fields
 from echelon.contracts.version import __version__
 
-__all__ = ["PARTS", "in_time", "name"]
+__all__ = ["PARTS", "code_of", "in_time", "name"]
 
 # A disk that hangs, a name server that is gone: named, and not waited for.
 _PATIENCE_S = 10.0
 _MiB = 1 << 20
+_MOST_SOURCES = 1000
 _SETTINGS = re.compile(r"(?:NCCL|GLOO|TORCH_NCCL|TORCH_DISTRIBUTED|UCX|FI)_\w+|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES")
 
 
@@ -70,6 +72,19 @@ def _own_code() -> str:
     return found.hexdigest()[:12]
 
 
+def code_of(script: str) -> str:
+    """A checksum of a script and of the other sources in its folder, as far as this host sees them.
+
+    Raises:
+        OSError: the script is not there.
+    """
+    path = Path(script)
+    found = hashlib.sha256(path.read_bytes())
+    for other in sorted(path.parent.glob("*.py"))[:_MOST_SOURCES]:
+        found.update(f"{other.name}\0".encode() + hashlib.sha256(other.read_bytes()).digest())
+    return found.hexdigest()[:12]
+
+
 def _driver() -> str:
     """NVIDIA's, as its kernel module says; empty without one."""
     with contextlib.suppress(OSError):
@@ -79,9 +94,27 @@ def _driver() -> str:
 
 
 def _disks() -> dict[str, Any]:
-    """Free MiB, by what it is for."""
-    places = {"working folder": os.getcwd(), "temporary folder": tempfile.gettempdir()}
-    return {what: [path, shutil.disk_usage(path).free // _MiB] for what, path in places.items()}
+    """By what it is for: free MiB and files, whether a file can be made there, and the folder's own number on its disk."""
+    return {
+        what: _place(path) for what, path in {"working folder": os.getcwd(), "temporary folder": tempfile.gettempdir()}.items()
+    }
+
+
+def _place(path: str) -> dict[str, Any]:
+    found = os.statvfs(path)
+    writable = True
+    try:
+        with tempfile.TemporaryFile(dir=path):  # it has no name, so that nothing is left
+            pass
+    except OSError:
+        writable = False
+    return {
+        "path": path,
+        "free_mib": found.f_bavail * found.f_frsize // _MiB,
+        "free_files": found.f_favail if found.f_files else None,
+        "writable": writable,
+        "number": os.stat(path).st_ino,
+    }
 
 
 def _shared_memory() -> list[int]:
@@ -108,9 +141,21 @@ def _memory() -> list[int]:
     return [memory.available // _MiB, memory.total // _MiB]
 
 
-def _resolution() -> list[str]:
-    """The addresses that this host has for its own name."""
-    return sorted({str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)})
+def _resolution() -> dict[str, list[str]]:
+    """Addresses for this host's own name; and of Slurm's step, which of the first host and the next one have none here."""
+    nodes = expand_hostlist(os.environ.get("SLURM_STEP_NODELIST", ""))
+    mine = os.environ.get("SLURMD_NODENAME", "")
+    asked = {nodes[0], nodes[(nodes.index(mine) + 1) % len(nodes)]} if mine in nodes else set()
+    unknown = [each for each in sorted(asked) if not _addresses(each)]
+    own = _addresses(socket.gethostname())
+    return {"own": own, "unknown": unknown + ([] if own else [socket.gethostname()])}
+
+
+def _addresses(host: str) -> list[str]:
+    try:
+        return sorted({str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
+    except OSError:
+        return []
 
 
 def _interfaces() -> list[str]:
