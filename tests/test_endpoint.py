@@ -16,7 +16,7 @@ import pytest
 from echelon.contracts.errors import UsageError
 from echelon.contracts.run_dir import RunDir
 from echelon.observe import endpoint
-from echelon.observe.endpoint import Endpoint, Server, text_of
+from echelon.observe.endpoint import Server, text_of
 from echelon.observe.top import Watch
 from tests.started import Started, wait_until
 from tests.test_report import PAYLOADS, evaluation, make_run, training
@@ -80,7 +80,7 @@ def test_hostile_names_stay_in_their_label(tmp_path: Path, payload: str) -> None
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[str, int]]:
     run = make_run(tmp_path, [training(1, 1.0)])
-    server = Server(endpoint._listening(0, "127.0.0.1"), run)
+    server = Server(endpoint.listen(0), run)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -136,17 +136,17 @@ def answers(served: tuple[str, int]) -> bool:
 @pytest.mark.parametrize(
     ("port", "bind", "said"), [(70_000, "127.0.0.1", "--metrics-port 70000"), (0, "example", "must be an address")]
 )
-def test_an_address_that_cannot_be_listened_at_is_refused(tmp_path: Path, port: int, bind: str, said: str) -> None:
+def test_an_address_that_cannot_be_listened_at_is_refused(port: int, bind: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        Endpoint(RunDir(tmp_path), port, bind)
+        endpoint.listen(port, bind)
 
 
-def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_said() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(UsageError, match=r"cannot be listened at .* 0 for a free one"),
     ):
-        Endpoint(RunDir(tmp_path), taken.getsockname()[1])
+        endpoint.listen(taken.getsockname()[1])
 
 
 RUN = "import time\nfrom pathlib import Path\nwhile not Path('go').exists(): time.sleep(0.02)\n"

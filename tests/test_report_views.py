@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -380,3 +381,21 @@ def test_logarithmic_ticks_cover_the_range(a: float, b: float) -> None:
     marks = chart._log_ticks(min(a, b), max(a, b))
     assert marks[0] <= min(a, b) * (1 + 1e-9) and max(a, b) <= marks[-1] * (1 + 1e-9) and 2 <= len(marks) <= 9
     assert len({chart._log_label(mark) for mark in marks}) == len(marks)
+
+
+@needs_browser
+@pytest.mark.full
+def test_a_million_steps_are_one_small_page(chromium: browser.Browser, tmp_path: Path) -> None:
+    """Ten seconds to write and two to open are what was measured; ten times as much says that something is wrong."""
+    run = make_run(tmp_path)
+    with open(run.metrics, "w") as file:
+        for s in range(1, 1_000_001):
+            loss = 2.0 + s * 7919 % 101 / 100 + (50.0 if s == 345_678 else 0.0)
+            file.write(f'{{"step":{s},"loss":{loss},"lr":0.001,"grad_norm":{loss / 2},"tokens_per_s":5e4,"time":1e9}}\n')
+    began = time.process_time()
+    page = report.write(run)
+    assert time.process_time() - began < 100 and page.stat().st_size < 500_000
+    assert max(Page(page.read_text()).charts()[0]["series"][0]["y"]) == pytest.approx(52.0 + 345_678 * 7919 % 101 / 100)
+    seen = chromium.open(f"file://{page}", width=1200, dark=False)
+    assert seen.errors == [] and press(chromium, ".plot", "End").startswith("visible: step 1000000 ")
+    assert chromium.run("return performance.getEntriesByType('navigation')[0].loadEventEnd") < 20_000

@@ -143,6 +143,7 @@ def execute(arguments: argparse.Namespace) -> int:
     over_its_head = decided(arguments, ranks if least is not None else None)
     if over_its_head != Overrides():
         os.environ.update(over_its_head.to_env())
+    listening = _listening(arguments)
     run = RunDir.create(arguments.runs, arguments.name, stem=stem_of(arguments), begin=False)
     run.hold()
     run = run.next_attempt()
@@ -150,7 +151,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     from echelon.launcher.failure import render
 
-    with _endpoint(arguments, run):
+    with _endpoint(listening, run):
         outcome = _outcome(job, run)
     if outcome.failure is not None:
         shown = render(outcome.failure, ranks)
@@ -164,15 +165,24 @@ def execute(arguments: argparse.Namespace) -> int:
     return outcome.exit_code
 
 
-@contextlib.contextmanager
-def _endpoint(arguments: argparse.Namespace, run: RunDir) -> Iterator[None]:
-    """The run's numbers for Prometheus, while it runs."""
+def _listening(arguments: argparse.Namespace) -> socket.socket | None:
+    """Where the endpoint will answer: known before there is a folder, so that a port that is taken leaves none behind."""
     if arguments.metrics_port is None:
+        return None
+    from echelon.observe.endpoint import listen
+
+    return listen(arguments.metrics_port, arguments.metrics_bind)
+
+
+@contextlib.contextmanager
+def _endpoint(listening: socket.socket | None, run: RunDir) -> Iterator[None]:
+    """The run's numbers for Prometheus, while it runs."""
+    if listening is None:
         yield
         return
     from echelon.observe.endpoint import Endpoint
 
-    endpoint = Endpoint(run, arguments.metrics_port, arguments.metrics_bind)
+    endpoint = Endpoint(run, listening)
     _say(f"echelon: metrics at {endpoint.address}")
     try:
         yield

@@ -24,7 +24,7 @@ from echelon.contracts.times import PARTS
 from echelon.contracts.version import __version__
 from echelon.observe.top import Now, Watch
 
-__all__ = ["Endpoint", "Server", "text_of"]
+__all__ = ["Endpoint", "Server", "listen", "text_of"]
 
 _FRESH_S = 1.0
 _PATIENCE_S = 5.0
@@ -103,16 +103,13 @@ class Endpoint:
 
     Args:
         run: at whatever attempt it is when asked.
-        port: 0 takes a free one.
-        bind: the address to listen at; others than this machine's own are for networks that one trusts: anybody may read.
+        listening: as `listen` gives it; closed here.
     Attributes:
         address: where it answers.
-    Raises:
-        UsageError: the address cannot be listened at.
     """
 
-    def __init__(self, run: RunDir, port: int, bind: str = "127.0.0.1") -> None:
-        with _listening(port, bind) as listening:
+    def __init__(self, run: RunDir, listening: socket.socket) -> None:
+        with listening:
             host, port = listening.getsockname()[:2]
             self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
             words = [str(listening.fileno()), str(os.getpid()), str(run.path.absolute())]
@@ -128,7 +125,15 @@ class Endpoint:
         self._process.wait()
 
 
-def _listening(port: int, bind: str) -> socket.socket:
+def listen(port: int, bind: str = "127.0.0.1") -> socket.socket:
+    """A socket that listens.
+
+    Args:
+        port: 0 takes a free one.
+        bind: the address; others than this machine's own are for networks that one trusts: anybody may read.
+    Raises:
+        UsageError: the address cannot be listened at.
+    """
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(bind).version == 6 else socket.AF_INET
     except ValueError:
