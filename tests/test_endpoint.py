@@ -18,10 +18,8 @@ from echelon.contracts.run_dir import RunDir
 from echelon.observe import endpoint
 from echelon.observe.endpoint import Server, text_of
 from echelon.observe.top import Watch
+from tests.run_folders import PAYLOADS, begun, evaluation, make_run, stretch, times, training
 from tests.started import Started, wait_until
-from tests.test_report import PAYLOADS, evaluation, make_run, training
-from tests.test_report_views import stretch, times
-from tests.test_top import begun
 
 _SAMPLE = re.compile(r'(echelon_[a-z_]+)\{([a-z]+="(?:[^"\\\n]|\\["\\n])*"(?:,[a-z]+="(?:[^"\\\n]|\\["\\n])*")*)\} (\S+)')
 
@@ -110,8 +108,7 @@ def test_only_the_metrics_are_there_and_only_to_be_read(served: tuple[str, int])
 
 
 def test_clients_that_say_nothing_or_nonsense_keep_nobody_out(served: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint._Handler, "timeout", 0.2)
-    monkeypatch.setattr(endpoint, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(endpoint, "PATIENCE_S", 0.2)
     silent = [socket.create_connection(served) for _ in range(50)]
     for n, each in enumerate(silent):
         words = [b"", b"\x16\x03\x01\x00\xff" * 9, b"GET /" + b"a" * 100_000, b"GET /metrics HTTP/1.1\r\nX: " + b"b" * 70_000][

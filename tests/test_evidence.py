@@ -163,7 +163,7 @@ def test_an_end_by_the_oom_killer_is_told_from_others(tmp_path: Path) -> None:
     _group(groups / "job", 7, str(4 << 30))
     _group(groups / "job" / "step", 3)
     attempt = Attempt(0, tmp_path / "attempts" / "000")
-    attempt._oom = OomCount(groups, own, vmstat)
+    attempt.oom = OomCount(groups, own, vmstat)
     attempt.pids, attempt.peaks = {0: 10, 1: 11}, {0: 1 << 20, 1: 3 << 30}
     attempt.ended = {1: (signal.SIGKILL, 5), 0: (signal.SIGKILL, 6)}
     failure = attempt.failure(1)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.contracts.errors import UsageError
-from echelon.contracts.events import _record, encode
+from echelon.contracts.events import record_of
 from echelon.contracts.files import parse_object
 from echelon.contracts.run_dir import RunDir
 from echelon.observe import chart, report
@@ -23,7 +23,7 @@ from echelon.observe.columns import Columns, number
 from echelon.observe.page.ranks import spent_of, times_of
 from echelon.observe.thinning import calm
 from tests import browser
-from tests.test_report import PAYLOADS, START, Page, evaluation, make_run, page_of, training
+from tests.run_folders import PAYLOADS, START, Page, evaluation, make_run, page_of, stretch, times, training
 
 # Reading
 
@@ -51,7 +51,7 @@ LINES = st.binary(max_size=12) | st.recursive(
 @given(LINES, st.sampled_from([b"", b" ", b"\xef\xbb\xbf", b"{}", b"[" * 70]))
 def test_a_line_is_read_quickly_as_it_is_read_slowly(line: bytes, around: bytes) -> None:
     for each in (line, around + line, line + around, b'{"a":' + around + line + b"}"):
-        assert repr(_record(each)) == repr(parse_object(each))
+        assert repr(record_of(each)) == repr(parse_object(each))
 
 
 def test_a_file_of_many_names_is_read_up_to_a_thousand(tmp_path: Path) -> None:
@@ -115,16 +115,6 @@ def test_the_clock_shows_what_was_lost_between_attempts(tmp_path: Path) -> None:
 
 
 # Ranks
-
-
-def times(run: RunDir, attempt: int, rank: int, *records: dict[str, Any]) -> None:
-    run.at_attempt(attempt).times(rank).write_text("".join(encode(r) + "\n" for r in records))
-
-
-def stretch(first: int, last: int, **parts: float) -> dict[str, Any]:
-    """A record of steps that take so many seconds each."""
-    spent = {f"{name}_s": (last - first) * each for name, each in parts.items()}
-    return {"steps": [first, last], "wall_s": sum(spent.values()), **spent, "line": "train.py:41 in load", "host": "node1"}
 
 
 def heat(page: Page) -> dict[str, Any]:
@@ -373,14 +363,14 @@ def test_the_trend_passes_over_what_is_not_finite() -> None:
     ("low", "high", "labels"), [(2, 40, ["2", "5", "10", "20", "50"]), (1, 1e4, ["1", "10", "100", "1000", "1e4"])]
 )
 def test_a_logarithmic_axis_has_ticks_that_fit(low: float, high: float, labels: list[str]) -> None:
-    assert [chart._log_label(mark) for mark in chart._log_ticks(low, high)] == labels
+    assert [chart.log_label(mark) for mark in chart.log_ticks(low, high)] == labels
 
 
 @given(st.floats(1e-290, 1e300), st.floats(1e-290, 1e300))
 def test_logarithmic_ticks_cover_the_range(a: float, b: float) -> None:
-    marks = chart._log_ticks(min(a, b), max(a, b))
+    marks = chart.log_ticks(min(a, b), max(a, b))
     assert marks[0] <= min(a, b) * (1 + 1e-9) and max(a, b) <= marks[-1] * (1 + 1e-9) and 2 <= len(marks) <= 9
-    assert len({chart._log_label(mark) for mark in marks}) == len(marks)
+    assert len({chart.log_label(mark) for mark in marks}) == len(marks)
 
 
 @needs_browser

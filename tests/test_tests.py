@@ -31,6 +31,7 @@ STILL_PRIVATE = {
 # Of torch and accelerate, on objects that the library made.
 OF_OTHERS = {
     "_compiled_call_impl",
+    "_dump_fr_trace",
     "_flatten",
     "_forward_hooks",
     "_forward_pre_hooks",

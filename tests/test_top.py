@@ -11,22 +11,16 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from echelon.contracts.events import encode
 from echelon.contracts.run_dir import RunDir
 from echelon.observe.top import Watch, lines
+from tests.run_folders import PAYLOADS, begun, make_run, stretch, times, training
 from tests.started import Started, wait_until
-from tests.test_report import PAYLOADS, START, make_run, training
-from tests.test_report_views import stretch, times
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
-
-
-def begun(total: int, step: int = 0) -> dict[str, Any]:
-    return {"event": "train_start", "total_steps": total, "step": step, "time": START}
 
 
 def test_a_run_under_way_is_told_with_its_ranks(tmp_path: Path) -> None:

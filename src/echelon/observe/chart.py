@@ -19,7 +19,7 @@ from typing import Literal
 from echelon.observe.columns import Line
 from echelon.observe.thinning import calm, smooth, thin, typical
 
-__all__ = ["Mark", "Scale", "Series", "figure", "script_json", "smooth", "thin", "tick_labels", "ticks"]
+__all__ = ["Mark", "Scale", "Series", "figure", "log_label", "log_ticks", "script_json", "smooth", "thin", "tick_labels", "ticks"]
 
 Point = tuple[float, float]
 
@@ -102,7 +102,7 @@ def ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> li
     return [float(n * step) for n in range(first, last + 1)]
 
 
-def _log_ticks(low: float, high: float) -> list[float]:
+def log_ticks(low: float, high: float) -> list[float]:
     """Powers of ten that cover [low, high], 0 < low <= high; over less than two of them also twice and five times each."""
     if high < 100 * low and len(finer := _one_two_five(low, high)) <= 7:
         return finer
@@ -134,7 +134,7 @@ def _one_two_five(low: float, high: float) -> list[float]:
     return marks[first : last + 1]
 
 
-def _log_label(value: float) -> str:
+def log_label(value: float) -> str:
     exponent = math.floor(math.log10(value) + 1e-9)
     return f"{value:g}" if -3 <= exponent <= 3 else f"{value / 10.0**exponent:.0f}e{exponent}"
 
@@ -225,8 +225,8 @@ def _linear(low: float, high: float) -> Axis:
 
 
 def _powers(low: float, high: float) -> Axis:
-    marks = _log_ticks(low, high)
-    return Axis(Scale(marks[0], marks[-1], log=True), [(mark, _log_label(mark)) for mark in marks])
+    marks = log_ticks(low, high)
+    return Axis(Scale(marks[0], marks[-1], log=True), [(mark, log_label(mark)) for mark in marks])
 
 
 def _run_class(series: Series) -> str:

@@ -24,10 +24,10 @@ from echelon.contracts.times import PARTS
 from echelon.contracts.version import __version__
 from echelon.observe.top import Now, Watch
 
-__all__ = ["Endpoint", "Server", "listen", "text_of"]
+__all__ = ["PATIENCE_S", "Endpoint", "Server", "listen", "text_of"]
 
 _FRESH_S = 1.0
-_PATIENCE_S = 5.0
+PATIENCE_S = 5.0
 _AT_ONCE = 16  # connections that are answered at the same time; more are closed
 _MOST_RANKS = 1024  # with series of their own
 
@@ -198,13 +198,13 @@ class Server(http.server.ThreadingHTTPServer):
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: Server
     server_version = sys_version = ""
-    timeout = _PATIENCE_S  # of one reading
     protocol_version = "HTTP/1.0"
 
     def setup(self) -> None:
+        self.timeout = PATIENCE_S  # of one reading
         super().setup()
         # A byte every few seconds would else be read for hours.
-        self._end = threading.Timer(_PATIENCE_S, self._hang_up)
+        self._end = threading.Timer(PATIENCE_S, self._hang_up)
         self._end.daemon = True
         self._end.start()
 

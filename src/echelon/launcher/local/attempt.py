@@ -50,6 +50,7 @@ class Attempt:
         ended: ranks that have ended: (wait status, when, in ns of the monotonic clock).
         forgiven: ranks whose end is no failure, however they ended.
         peaks: of ranks that have ended: the most memory that the process had at once, in bytes.
+        oom: what the OOM killer has done since the start.
     """
 
     def __init__(self, number: int, folder: Path) -> None:
@@ -58,7 +59,7 @@ class Attempt:
         self.ended: dict[int, tuple[int, int]] = {}
         self.forgiven: set[int] = set()
         self.peaks: dict[int, int] = {}
-        self._oom = OomCount()
+        self.oom = OomCount()
 
     @property
     def running(self) -> list[int]:
@@ -98,19 +99,19 @@ class Attempt:
             said, log = f"killed by {name}{how}", self.log_path(rank)
             return Failure(rank, 128 - code, time_ns, name, said, log=log, reported=False, oom=oom)
         failure = Failure.from_record(rank, code, time_ns, record, self.log_path(rank))
-        if "killed by signal: Killed" in failure.message and self._oom.since():  # a data worker's end, in torch's words
+        if "killed by signal: Killed" in failure.message and self.oom.since():  # a data worker's end, in torch's words
             failure = replace(failure, message=f"{failure.message}\n(the kernel had no memory left, and killed it)")
         return failure
 
     def _killed(self, rank: int) -> tuple[bool, str]:
         """Whether the kernel has killed it for want of memory, and how that is said. It kills the first; others follow."""
-        if not self._oom.known:
+        if not self.oom.known:
             return False, " (the OOM killer? `dmesg` tells)"
         killed = [r for r, (status, _) in self.ended.items() if status == signal.SIGKILL]
         killed.sort(key=lambda r: self.ended[r][1])
-        if rank not in killed[: self._oom.since()]:
+        if rank not in killed[: self.oom.since()]:
             return False, ", by a person or a program: the kernel has killed nothing here for want of memory"
-        peak, limit = self.peaks.get(rank), self._oom.limit_bytes()
+        peak, limit = self.peaks.get(rank), self.oom.limit_bytes()
         had = f"; this rank had {gib(peak)} at most" if peak else ""
         return True, f": no memory was left (OOM killer){had}{f', of {gib(limit)} for all processes here' if limit else ''}"
 
