@@ -201,8 +201,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.0"
 
     def setup(self) -> None:
-        self.timeout = PATIENCE_S  # of one reading
         super().setup()
+        self.connection.settimeout(PATIENCE_S)  # for one reading
         # A byte every few seconds would else be read for hours.
         self._end = threading.Timer(PATIENCE_S, self._hang_up)
         self._end.daemon = True
