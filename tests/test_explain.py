@@ -142,6 +142,7 @@ def test_one_that_called_something_else_than_the_others(left: Left) -> None:
     verdict = left.verdict
     assert verdict.guilty == (1,) and verdict.cause == "mismatched order"
     assert verdict.headline == "rank 1 called all_gather (f32[8]) where the others called all_reduce (f32[4])"
+    assert {line.split(" at ")[0] for line in verdict.seen} >= {"rank 1 waited in all_gather #3"}
 
 
 @pytest.mark.parametrize(("guilty", "others"), [(0, 1), (1, 0)])
@@ -276,12 +277,26 @@ def test_what_is_raised_from_a_lost_connection_is_a_victim_s(left: Left) -> None
     assert left.verdict.guilty == (1,)
 
 
+@pytest.mark.parametrize(
+    "said", ["ConnectionResetError: [Errno 104] Connection reset by peer", "EOFError", "FileNotFoundError: x"]
+)
+@pytest.mark.parametrize(
+    ("through", "cause"), [("torch/utils/data/dataloader.py", "data worker"), ("h5py/files.py", "exception")]
+)
+def test_what_reading_from_a_dead_worker_raises_is_about_the_worker(left: Left, said: str, through: str, cause: str) -> None:
+    frames = ["/w/train.py", f"/p/site-packages/{through}", "/p/lib/python3.11/multiprocessing/connection.py"]
+    traceback = "Traceback (most recent call last):\n" + "".join(f'  File "{file}", line 3, in f\n' for file in frames)
+    left.end(1, failed(0, f"RuntimeError: {CLOSED}", -9.0), failed(1, said, traceback=f"{traceback}{said}\n"), world_size=2)
+    assert (left.verdict.guilty, left.verdict.cause) == ((1,), cause)
+
+
 def test_a_refused_collective_is_the_fault_of_the_rank_whose_call_is_not_as_before(left: Left) -> None:
     """Gloo kills the process that receives too much, and that one leaves no record."""
     said = "killed by SIGABRT\n[enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes. 32 vs 16."
     left.end(134, killed(0, "SIGABRT", message=said), world_size=2)
     left.flight(1, *map(entry, range(1, 6)), entry(6, kind="Double", retired=False))
     assert left.verdict.guilty == (1,) and "all_reduce (f64[4])" in left.verdict.headline
+    assert "failed: op.preamble.length" in left.verdict.paragraph
 
 
 def test_without_records_nobody_is_accused_of_a_refused_collective(left: Left) -> None:

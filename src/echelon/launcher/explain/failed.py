@@ -10,7 +10,7 @@ from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.flight import Wait
 from echelon.launcher.explain.stacks import of_traceback, user_frame
 from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import is_check, is_victim, place, sentence, short, while_others, who
+from echelon.launcher.explain.words import is_check, is_victim, lost_data_worker, place, sentence, short, while_others, who
 from echelon.launcher.job import Failure
 
 __all__ = [
@@ -30,6 +30,13 @@ class _Kind:
     remedy: str
 
 
+_DATA_WORKER = _Kind(
+    r"(DataLoader|data) worker\b.*(exited|killed|died|ended|did not|gave no)|worker .* (was killed|died|exited)|"
+    r"DataLoader timed out|Too many open files",
+    "data worker",
+    "A process that loads data died or stood still: its log lines say more. /dev/shm or memory may be full; "
+    "num_workers=0 shows the error itself.",
+)
 # The first that fits. Patterns are over "Class: message", where the message is the exception's own.
 _KINDS = (
     _Kind(
@@ -48,13 +55,7 @@ _KINDS = (
         "disk full",
         "Make room, or write elsewhere; older checkpoints are as they were, and the same command goes on from the newest.",
     ),
-    _Kind(
-        r"(DataLoader|data) worker\b.*(exited|killed|died|ended|did not|gave no)|worker .* (was killed|died|exited)|"
-        r"DataLoader timed out|Too many open files",
-        "data worker",
-        "A process that loads data died or stood still: its log lines say more. /dev/shm or memory may be full; "
-        "num_workers=0 shows the error itself.",
-    ),
+    _DATA_WORKER,
     _Kind(r"^DataError\b", "data", "The text names the sample."),
     _Kind(
         r"^NonFiniteError\b|^DivergedError\b|\bnon-?finite\b|is not finite|\bnan\b.*\bloss\b|\bloss\b.*\bnan\b",
@@ -62,7 +63,7 @@ _KINDS = (
         "Look at that rank's batch, lower the learning rate, or clip.",
     ),
     _Kind(
-        r"EADDRINUSE|[Aa]ddress already in use",
+        r"EADDRINUSE|[Aa]ddress already in use|seems to have that port|port another job's",
         "port in use",
         "Another process has the port, perhaps an earlier run's. End it, or choose another MASTER_PORT.",
     ),
@@ -162,6 +163,8 @@ def raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping[
     if first.kind.startswith("SIG"):
         return _signalled(evidence, first, [first], waits)
     kind = next((k for k in _KINDS if re.search(k.pattern, _said(first)[:20_000], re.DOTALL)), None)
+    if lost_data_worker(first):
+        kind = _DATA_WORKER
     cause = kind.cause if kind is not None else "exception"
     named = _named(first, evidence.world_size) if first.ours else ()
     guilty = tuple(named or alike)

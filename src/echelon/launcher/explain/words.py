@@ -17,6 +17,7 @@ __all__ = [
     "in_call",
     "is_check",
     "is_victim",
+    "lost_data_worker",
     "place",
     "ranks_are",
     "sentence",
@@ -29,6 +30,9 @@ __all__ = [
 
 _MOST_RANGES = 6
 _CONNECTIONS = ("BrokenPipeError", "ConnectionAbortedError", "ConnectionError", "ConnectionRefusedError", "ConnectionResetError")
+# What reading from a process that has died raises, besides: torch's loader hands tensors on through sockets and files.
+_ENDS_OF_PIPES = (*_CONNECTIONS, "EOFError", "FileNotFoundError", "UnpicklingError")
+_BUILT_AT = re.compile(r"\[enforce fail at [^\]\n]{1,300}\] ")
 
 # A collective's own check of what ranks gave: not a rank's fault by itself.
 _OF_COLLECTIVES = re.compile(
@@ -60,8 +64,8 @@ def ranks_are(ranks: Collection[int], one: str, many: str) -> str:
 
 
 def short(text: str, most: int = 300) -> str:
-    """The first line, on one line."""
-    lines = text.strip().splitlines()
+    """The first line, on one line, and without the place where torch was built."""
+    lines = _BUILT_AT.sub("", text.strip()).splitlines()
     line = one_line(lines[0].strip()) if lines else ""
     return line if len(line) <= most else f"{line[:most]}..."
 
@@ -79,11 +83,20 @@ def is_check(failure: Failure) -> bool:
 def is_victim(failure: Failure) -> bool:
     """Whether a rank failed only because another was gone or did not come.
 
-    A connection to somewhere else, such as a server of data, breaks with an error of Python's own, and none of torch's frames.
+    A connection to somewhere else, such as a server of data, breaks with an error of Python's own, and none of torch's frames;
+    one to a data worker in torch's loader.
     """
-    if failure.kind in _CONNECTIONS and "torch" not in failure.traceback:
+    if (failure.kind in _CONNECTIONS and "torch" not in failure.traceback) or lost_data_worker(failure):
         return False
     return failure.is_victim
+
+
+def lost_data_worker(failure: Failure) -> bool:
+    """Whether the process at the other end of what broke was one that loads data, whatever the error's own words are."""
+    if failure.kind not in _ENDS_OF_PIPES and "DataLoader worker" not in failure.message:
+        return False
+    files = [frame.file.replace("\\", "/") for frame in of_traceback(failure.traceback)]
+    return any("/torch/utils/data/" in file for file in files) and not any("/torch/distributed/" in file for file in files)
 
 
 def stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
@@ -110,7 +123,10 @@ def doing(rank: RankEvidence, waits: Mapping[int, tuple[Wait, str]]) -> str:
     if rank.failure is not None and not is_victim(rank.failure) and not is_check(rank.failure):
         return f"failed with {short(rank.failure.kind, 60)}"
     if rank.rank in waits:
-        return f"waited in {waits[rank.rank][1]}"
+        wait, call = waits[rank.rank]
+        own = rank.flight.get(wait.group) if rank.flight is not None else None
+        mine = own.calls.get(wait.call.seq) if own is not None else None
+        return f"waited in {call if mine is None or mine.op == wait.call.op else in_call(mine, wait.group)}"
     name = waits_in(stack_of(rank))
     if name == "a DataLoader":
         return "waited for a DataLoader"
