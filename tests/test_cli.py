@@ -26,6 +26,7 @@ import echelon
 from echelon.cli.main import VERBS
 from echelon.contracts.errors import UsageError
 from echelon.contracts.traces import shortened
+from echelon.launcher.explain import Evidence, explain
 from tests import forked
 from tests.conftest import clean_environment
 from tests.started import Started, wait_until
@@ -528,6 +529,9 @@ def test_sigterm_stops_the_ranks_and_all_that_they_started(started: Started) -> 
     assert launcher.returncode == 143, err.decode()
     assert b"Traceback" not in err
     started.all_gone()
+    (run,) = (started.folder / "runs").iterdir()
+    verdict = explain(Evidence.of(run, 0))  # as of one that seems to hang
+    assert verdict.cause == "interrupted" and re.fullmatch(r"ranks 0, 1 stood at script\.py:1[34]", *verdict.seen), verdict
 
 
 def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_time(started: Started) -> None:

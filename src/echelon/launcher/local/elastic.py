@@ -218,6 +218,7 @@ class ForkAgent(SimpleElasticAgent):
             self.cut_short = True
             terminal.say(f"rank {', '.join(map(str, attempt.running))} did not end within {grace_s:g} s and is stopped")
             late = attempt.running
+            self._gather(attempt)
             self._end(signal.SIGTERM, min(_FAILURE_GRACE_S, grace_s))
             attempt.forgiven.update(rank for rank, code in attempt.exit_codes().items() if rank in late and code < 0)
 
@@ -295,6 +296,8 @@ class ForkAgent(SimpleElasticAgent):
             worker_group.spec.local_world_size = self.plan.ranks
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if self.attempt is not None and self.attempt.running and not self.seen:
+            self._gather(self.attempt)  # who ends a run that seems to hang wants to know where it stood
         self._end(death_sig, self._job.grace_s)  # torch's is in whole seconds
         self._worker_group.spec.rdzv_handler.shutdown()
 

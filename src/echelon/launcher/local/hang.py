@@ -53,12 +53,14 @@ class _Rank:
 
     Args:
         acted_at: when it last made progress, or visibly worked.
+        called_at: when it last called a collective, in a loop of its own.
         answered_at: when its interpreter last ran.
         pending: it has called a collective that has not ended.
         stopped_at: since when its process is stopped; None if it runs.
     """
 
     acted_at: float
+    called_at: float
     answered_at: float
     looked_at: float
     called: int = -1
@@ -69,7 +71,8 @@ class _Rank:
     used: tuple[float, int] | None = None
 
     def shift(self, gap: float) -> None:
-        self.acted_at, self.answered_at, self.looked_at = self.acted_at + gap, self.answered_at + gap, self.looked_at + gap
+        self.acted_at, self.called_at = self.acted_at + gap, self.called_at + gap
+        self.answered_at, self.looked_at = self.answered_at + gap, self.looked_at + gap
         if self.stopped_at is not None:
             self.stopped_at += gap
 
@@ -117,7 +120,7 @@ class HangLimit:
         for known in self._ranks.values():
             known.shift(at.gap)
         for rank in at.seen:
-            self._ranks.setdefault(rank, _Rank(now, now, now))
+            self._ranks.setdefault(rank, _Rank(now, now, now, now))
         self._note_stopped(attempt)
         if now - self._sampled_at >= min(_SAMPLE_S, self.after_s / 8 or _SAMPLE_S, self.say_after_s / 4):
             self._sampled_at = now
@@ -147,14 +150,15 @@ class HangLimit:
 
     def quiet(self) -> str | None:
         """A line for people, when ranks in loops of their own have called no collective for long and one waits: once, and again
-        when that time has doubled.
+        when that time has doubled. Where a rank visibly works, it comes later.
         """
         at, idle = self.progress, self._idle_s()
-        idle_s = min(idle.values(), default=0.0)
+        idle_s = min((at.now - self._ranks[rank].called_at for rank in at.seen), default=0.0)
+        works = min(idle.values(), default=0.0) < idle_s / 2
         few = any(self._ranks[rank].called < _FEW_CALLS for rank in at.seen)
         if idle_s < self.say_after_s:
             self._said_s = 0.0
-        if idle_s <= max(self.say_after_s * (PATIENT if few else 1), 2 * self._said_s):
+        if idle_s <= max(self.say_after_s * (PATIENT if few or works else 1), 2 * self._said_s):
             return None
         waiting = [rank for rank in at.seen if self._ranks[rank].waits]
         if not waiting or any(s.standing.phase is not Phase.NONE or s.stopped for s in at.seen.values()):
@@ -162,7 +166,7 @@ class HangLimit:
         self._said_s = idle_s
         seen = {rank: replace(s, where=user_frame(self._ranks[rank].stack)) for rank, s in at.seen.items()}
         late = [rank for rank in seen if rank not in waiting] or waiting
-        return f"no collective for {idle_s:.0f} s: {positions(seen, late)}"
+        return f"no collective for {idle_s:.0f} s: {positions(seen, late, works=works)}"
 
     def silent_s(self) -> dict[int, float]:
         """For how long each rank has made no progress, where that can be seen: by its position, or by its collectives."""
@@ -213,8 +217,9 @@ class HangLimit:
             this.pending = answer is not None and answer.pending
             if answer is not None:
                 this.answered_at = now
-                if answer.called != this.called >= 0:
-                    this.acted_at = now
+                if answer.called != this.called:
+                    this.called_at = now
+                    this.acted_at = now if this.called >= 0 else this.acted_at
                 this.called = answer.called
             idle_s = now - max(at.since[rank], this.acted_at)
             still = idle_s > (long_s if is_known else min(long_s, self.say_after_s / 4))

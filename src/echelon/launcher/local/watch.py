@@ -75,11 +75,16 @@ class Watch:
         self._say(f"no step for {idle_s:.0f} s: {positions(seen, late)}")
 
 
-def positions(seen: Mapping[int, Seen], late: Sequence[int]) -> str:
-    """Who is late first, then where the others stand; ranks that stand alike together."""
+def positions(seen: Mapping[int, Seen], late: Sequence[int], *, works: bool = False) -> str:
+    """Who is late first, then where the others stand; ranks that stand alike together.
+
+    Args:
+        works: those that are late visibly work.
+    """
     rest = [rank for rank in seen if rank not in late]
     parts = []
-    for ranks, what in ((late, "is behind" if rest else "stands"), (rest, "waits" if len(late) < len(seen) else "")):
+    late_ones = ("works" if works else "is behind") if rest else "stands"
+    for ranks, what in ((late, late_ones), (rest, "waits" if len(late) < len(seen) else "")):
         alike: dict[str, list[int]] = {}
         for rank in ranks:
             how = "is stopped, as by SIGSTOP or a debugger" if seen[rank].stopped else what
