@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from echelon.launcher.explain import Evidence, explain
 from tests.compat.programs import dragon_training
 from tests.conftest import clean_environment
 from tests.models import Batch, largest_difference
@@ -63,6 +66,20 @@ def check_dragon_training(said: str, shown: Iterable[int]) -> None:
         assert largest_difference(got, want) < 1e-12, rank
 
 
+def _stuck(folder: Path, started: Sequence[subprocess.Popen[str]]) -> str:
+    """What programs that do not end have printed, and where their ranks stand: a launcher that is asked to end gathers that."""
+    texts = []
+    for process in started:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            texts.append(process.communicate(timeout=60)[0])
+    for run in sorted((folder / "runs").glob("*")):
+        verdict = explain(Evidence.of(run, 0))
+        texts += [run.name, verdict.paragraph, *verdict.seen]
+        texts += [path.read_text() for path in sorted((run / "dumps").rglob("stack.*"))]
+    return "\n".join(texts)
+
+
 def run_programs(folder: Path, *commands: tuple[str, ...]) -> list[str]:
     """What programs printed, which ran side by side."""
     options: dict[str, Any] = {"cwd": folder, "env": {**clean_environment(), "OMP_NUM_THREADS": "1"}, "text": True}
@@ -70,10 +87,12 @@ def run_programs(folder: Path, *commands: tuple[str, ...]) -> list[str]:
     started = [subprocess.Popen([sys.executable, *command], **options) for command in commands]
     try:
         said = [process.communicate(timeout=150)[0] for process in started]
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"programs have not ended within 150 s:\n{_stuck(folder, started)}")
     finally:
         for process in started:
             process.kill()
-            process.wait()
+            process.communicate()
     for process, text in zip(started, said, strict=True):
         assert process.returncode == 0, text
     return said
