@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +18,9 @@ from echelon.contracts.pulse import Phase, Standing
 from echelon.launcher.explain import Evidence, RankEvidence, Verdict, explain, show
 from echelon.launcher.explain.flight import Call, expected, first_mismatch, parse, waits
 from echelon.launcher.explain.stacks import crash_stack, main_thread, of_traceback, user_frame, waits_in
-from echelon.launcher.explain.words import is_victim, who
+from echelon.launcher.explain.words import who
 from echelon.launcher.job import Failure
+from echelon.launcher.local.raised import describe
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -300,7 +302,9 @@ def test_a_refused_collective_is_the_fault_of_the_rank_whose_call_is_not_as_befo
 
 
 def test_without_records_nobody_is_accused_of_a_refused_collective(left: Left) -> None:
-    left.end(1, failed(0, "RuntimeError: [enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes. 32 vs 16."))
+    left.end(
+        1, failed(0, "RuntimeError: [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 32 vs 16.")
+    )
     assert left.verdict.guilty == () and "--check-collectives" in left.verdict.paragraph
 
 
@@ -372,9 +376,96 @@ def test_stacks_tell_who_waits_and_where() -> None:
     assert [f.line for f in crash_stack(crash + '  File "/a.py", line 4 in f\n\nThread 0x2 (most recent call first):\n')] == [4]
 
 
-def test_a_broken_connection_to_a_server_of_data_is_a_rank_s_own_failure() -> None:
-    own = failed(0, "ConnectionResetError: [Errno 104] Connection reset by peer")
-    assert not is_victim(Failure.from_json(own)) and is_victim(Failure.from_json(failed(0, f"RuntimeError: {CLOSED}")))
+REFUSED = "ConnectionRefusedError: [Errno 111] Connection refused"
+SOCKET, URLLIB = "/p/lib/python3.11/socket.py", "/p/lib/python3.11/urllib/request.py"
+STORE = "/p/site-packages/torch/distributed/rendezvous.py"
+
+
+def raised(*exceptions: tuple[str, str]) -> str:
+    """A traceback of chained exceptions, each with the file that raised it."""
+    parts = [
+        f'Traceback (most recent call last):\n  File "/w/torch/a.py", line 3\n  File "{f}", line 9, in f\n{t}'
+        for f, t in exceptions
+    ]
+    return "\n\nDuring handling of the above exception, another exception occurred:\n\n".join(parts) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("exceptions", "is_victim"),
+    [
+        ([(SOCKET, REFUSED)], False),
+        ([(SOCKET, REFUSED), (URLLIB, "urllib.error.URLError: <urlopen error [Errno 111] Connection refused>")], False),
+        ([(SOCKET, REFUSED), ("/w/torch/train.py", "RuntimeError: no weights")], False),
+        ([("/p/multiprocessing/connection.py", "ConnectionResetError: [Errno 104] Connection reset by peer")], False),
+        ([("/w/a.py", "RuntimeError: [gloo/transport/tcp/device.cc:81] Unable to find address for: nosuch")], False),
+        ([("/w/a.py", f"RuntimeError: {CLOSED}")], True),
+        ([("/w/a.py", f"RuntimeError: {CLOSED}"), ("/w/a.py", "KeyError: 'x'")], True),
+        ([(STORE, "RuntimeError: Broken pipe")], True),
+        ([("/w/a.py", "torch.distributed.DistNetworkError: failed to recv, got 0 bytes: Connection reset by peer")], True),
+        ([("/w/a.py", "torch.distributed.DistBackendError: NCCL error in: x.cpp:3, remote process exited or")], True),
+    ],
+)
+def test_only_a_lost_rank_makes_a_victim_and_no_lost_server(exceptions: list[tuple[str, str]], is_victim: bool) -> None:
+    text = raised(*exceptions)
+    assert Failure.from_json(failed(0, "X: y", traceback=text)).is_victim == is_victim
+    assert not Failure.from_json(failed(0, "X: y", traceback="NCCL " * 100_000)).is_victim  # in a moment
+
+
+@pytest.mark.parametrize("kind", [FileNotFoundError, ValueError, ConnectionRefusedError, EOFError])
+def test_what_a_dataset_raises_is_no_dead_worker(left: Left, kind: type[Exception]) -> None:
+    class Data(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> int:
+            raise kind("bad label 7")
+
+    with pytest.raises(kind) as error:
+        next(iter(torch.utils.data.DataLoader(Data())))
+    here = describe(error.value)
+    # As torch raises it again, of a worker.
+    message = f"Caught {kind.__name__} in DataLoader worker process 0.\nOriginal {here['traceback']}"
+    again = raised(("/p/torch/utils/data/dataloader.py", f"{kind.__name__}: {message}"))
+    for said in (here, {**here, "message": message, "traceback": again}):
+        left.end(1, failed(0, f"RuntimeError: {CLOSED}", -9.0), {**failed(1), **said}, world_size=2)
+        assert (left.verdict.guilty, left.verdict.cause) == ((1,), "exception") and "bad label 7" in left.verdict.paragraph
+
+
+@pytest.mark.parametrize(
+    ("last", "cause"),
+    [
+        ("Error while creating shared memory segment /dev/shm/nccl-x: No space left on device", "disk full"),
+        ("Cuda failure 2 'out of memory'", "NCCL"),
+        ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", "NCCL"),
+    ],
+)
+def test_what_nccl_says_of_a_reason_is_no_mismatch(left: Left, last: str, cause: str) -> None:
+    text = (
+        f"DistBackendError: NCCL error in: /x/NCCLUtils.cpp:94, unhandled system error\nncclSystemError: x\nLast error:\n{last}"
+    )
+    left.end(1, failed(1, text), world_size=2)
+    assert (left.verdict.guilty, left.verdict.cause) == ((1,), cause) and last in left.verdict.paragraph
+
+
+@pytest.mark.parametrize(
+    ("rank", "text", "guilty"),
+    [
+        (2, "UsageError: save_pretrained must be called on all ranks, and rank 0 writes; got one call.", (2,)),
+        (3, "UsageError: rank 3 of 4: nodeb knows no address of a. Set MASTER_ADDR to rank 0's host.", (3,)),
+        (3, "LauncherEnvironmentError: MASTER_ADDR is not set. Set it to the host of rank 0.", (3,)),
+        (0, "RanksDisagreeError: ranks disagree: rank 0: 4, rank 1: 4, rank 2: 5. Rank 0 writes.", (2,)),
+        (0, "RanksDisagreeError: Rank 1 failed: ValueError: x, as rank 0 saw.", (1,)),
+    ],
+)
+def test_a_rank_of_which_only_the_remedy_speaks_is_not_accused(left: Left, rank: int, text: str, guilty: tuple[int, ...]) -> None:
+    left.end(1, failed(rank, text, ours=True), world_size=4)
+    assert left.verdict.guilty == guilty
+
+
+def test_ranks_without_number_are_no_work(left: Left) -> None:
+    text = "rank " + ", ".join("0-1048575" for _ in range(2000)) + ": 4, rank 1: 5"
+    left.end(1, failed(0, f"UsageError: {text}", ours=True), world_size=1 << 20)
+    assert left.verdict.guilty == (0,)
 
 
 # ---- properties ---------------------------------------------------------------------------------------------------------------

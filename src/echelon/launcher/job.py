@@ -14,6 +14,7 @@ from typing import Any
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.machine import DEVICE_VARIABLE, usable_cores, visible_devices
+from echelon.launcher.lost_peers import gave_up_waiting, lost_peer
 
 __all__ = [
     "Failure",
@@ -108,18 +109,6 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
 }
 
 
-# What a survivor of a peer's death reports: gloo's and NCCL's words for a connection that went away.
-_PEER_LOST = re.compile(
-    r"Connection (closed|reset) by (peer|remote)|Connection refused|Broken pipe|remote process exited|NCCL.*(remote|abort)"
-    r"|Socket closed|gloo/transport|Software caused connection abort|dump signal due to a collective timeout",
-    re.IGNORECASE,
-)
-# And for one that is there, and did not come: gloo's words, those of its store, and ours for both.
-_WAITED = re.compile(
-    r"Timed out waiting \d+ ?ms for|timeout caused pair closure|wait timeout after \d+ ?ms|collective operation timeout"
-    r"|could not join at MASTER_ADDR=|failed to pass monitoredBarrier",
-    re.IGNORECASE,
-)
 _HEARD_LATE_NS = 20_000_000
 
 
@@ -173,17 +162,12 @@ class Failure:
     @property
     def is_victim(self) -> bool:
         """True for a rank that failed only because another was gone, whatever its own error says."""
-        return self.waited or _PEER_LOST.search(self._said) is not None
+        return self.waited or lost_peer(self.traceback)
 
     @property
     def waited(self) -> bool:
         """True for a rank that gave up waiting for another."""
-        return _WAITED.search(self._said) is not None
-
-    @property
-    def _said(self) -> str:
-        """The messages of its traceback; code is indented."""
-        return "\n".join(line for line in self.traceback.splitlines() if line[:1].strip())
+        return gave_up_waiting(self.traceback)
 
     def as_json(self) -> dict[str, Any]:
         """With the wall clock in place of the machine's own, so that machines can be compared."""

@@ -10,7 +10,7 @@ from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.flight import Wait
 from echelon.launcher.explain.stacks import of_traceback, user_frame
 from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import is_check, is_victim, lost_data_worker, place, sentence, short, while_others, who
+from echelon.launcher.explain.words import is_check, lost_data_worker, place, sentence, short, while_others, who
 from echelon.launcher.job import Failure
 
 __all__ = [
@@ -73,6 +73,11 @@ _KINDS = (
         "Start as many ranks as WORLD_SIZE says, with the same MASTER_ADDR, and see that no firewall is between them.",
     ),
     _Kind(
+        r"\bNCCL error\b|\bnccl(Unhandled|System|Internal|Invalid)\w*",
+        "NCCL",
+        "NCCL_DEBUG=INFO shows what it did before; `echelon doctor` tries the network and the devices.",
+    ),
+    _Kind(
         r"\bversions? (differ|disagree)|(differ|disagree|another)\b.*\b(versions?|code|hash|configuration)\b|another echelon",
         "ranks differ",
         "Start every rank with the same code, configuration and packages.",
@@ -100,6 +105,7 @@ _SIGNALS: Mapping[str, tuple[str, str]] = {
     "SIGXCPU": ("CPU limit", "It used all the processor time that it may have (ulimit -t)."),
     "SIGXFSZ": ("disk full", "A file became larger than it may be (ulimit -f)."),
 }
+_LAST_ERROR = re.compile(r"^Last error:\s*(\S[^\n]{0,1000})", re.MULTILINE)
 _FROM_OUTSIDE = "Somebody or something outside the run did that: a person, the batch system, a machine going down."
 
 
@@ -108,7 +114,7 @@ def own_failure(evidence: Evidence, waits: Mapping[int, tuple[Wait, str]]) -> Ve
 
     Ranks that failed in the same way at the same moment are guilty together: the program failed, not one of them.
     """
-    own = [f for f in evidence.failures if not is_victim(f)]
+    own = [f for f in evidence.failures if not f.is_victim]
     rest = [f for f in own if not is_check(f)]
     if not rest:
         return None
@@ -162,14 +168,12 @@ def raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping[
     """Of one that failed first, and those that failed in the same way."""
     if first.kind.startswith("SIG"):
         return _signalled(evidence, first, [first], waits)
-    kind = next((k for k in _KINDS if re.search(k.pattern, _said(first)[:20_000], re.DOTALL)), None)
-    if lost_data_worker(first):
-        kind = _DATA_WORKER
+    kind = _kind(first)
     cause = kind.cause if kind is not None else "exception"
     named = _named(first, evidence.world_size) if first.ours else ()
     guilty = tuple(named or alike)
     rank = evidence.rank(first.rank)
-    message = short(" ".join(first.message.split()) if first.ours else first.message)
+    message = _message(first)
     verb = _verb(first)
     where = _where(first, rank)
     headline = f"{who(alike)} {verb}{where}"
@@ -184,6 +188,25 @@ def raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping[
     remedy = f" {kind.remedy}" if kind is not None and kind.remedy else ""
     text = text if text.endswith((".", "!", "?")) else f"{text}."
     return Verdict(guilty, cause, headline, sentence(f"{text}{remedy}"))
+
+
+def _kind(failure: Failure) -> _Kind | None:
+    if lost_data_worker(failure):
+        return _DATA_WORKER
+    said, raised_there = _said(failure)[:20_000], failure.message.startswith("Caught ")
+    kinds = (kind for kind in _KINDS if not (raised_there and kind is _DATA_WORKER))
+    return next((kind for kind in kinds if re.search(kind.pattern, said, re.DOTALL)), None)
+
+
+def _message(failure: Failure) -> str:
+    """On one line: the whole of an error of ours, else its first line, with what NCCL says of the reason below that."""
+    if failure.ours:
+        return short(" ".join(failure.message.split()))
+    if failure.message.startswith("Caught "):  # torch's loader again, with the traceback of its worker
+        said = failure.message.strip().splitlines()
+        return short(f"{said[-1].partition(': ')[2] or said[-1]} ({said[0].strip()})")
+    last = _LAST_ERROR.search(failure.message[:20_000])
+    return short(failure.message) + (f" Last error: {short(last[1])}" if last is not None else "")
 
 
 def _verb(failure: Failure) -> str:
@@ -204,25 +227,34 @@ def _where(failure: Failure, rank: RankEvidence) -> str:
 
 
 _SPANS = r"\branks? ((?:\d{1,7}(?:-\d{1,7})?, ){0,1000}\d{1,7}(?:-\d{1,7})?)"
-_RANKS = re.compile(rf"{_SPANS}\b")
+_SPAN, _MOST_NAMED = re.compile(r"\b(\d{1,7})-(\d{1,7})\b"), 1 << 20
+_RANKS = re.compile(rf"{_SPANS}\b", re.IGNORECASE)
 _SAID_BY_RANKS = re.compile(rf"{_SPANS}(?: \([^()]{{0,100}}\))?: ([^,;)\n]{{1,200}}?)(?=[,;)\n]|\. |\.?$)")
 
 
 def _named(failure: Failure, world_size: int) -> tuple[int, ...]:
-    """The ranks that an error of ours names: of "rank 0: 4, rank 1: 5, rank 2: 4" those that differ from most, else all."""
-    text, found, compares = failure.message[:20_000], set[int](), False
+    """The ranks that an error of ours names: of "rank 0: 4, rank 1: 5, rank 2: 4" those that differ from most, else all.
+
+    Without a value of each, only ranks of which the text speaks from its beginning: a remedy may name ranks, too.
+    """
+    text, found, said = failure.message[:20_000], set[int](), set[int]()
+    compares = False
+    if sum(max(0, min(int(b), world_size) - int(a)) for a, b in _SPAN.findall(text)) > _MOST_NAMED:
+        return ()
     for line in text.splitlines():
         values: dict[str, set[int]] = {}
         for ranks, value in _SAID_BY_RANKS.findall(line):
             values.setdefault(value.strip(), set()).update(_spans(ranks, world_size))
         groups = sorted(values.values(), key=len)
+        said |= set().union(*groups)
         if "the others: " in line:
             groups.append(set(range(world_size)))
         compares |= len(groups) > 1
         if len(groups) > 1 and len(groups[-1]) > len(groups[-2]):
             found |= set().union(*groups[:-1])
     if not compares:
-        found = {rank for ranks in _RANKS.findall(text) for rank in _spans(ranks, world_size)}
+        first = _RANKS.match(text)
+        found = said or (_spans(first[1], world_size) if first is not None else set())
     return tuple(sorted(found))
 
 

@@ -17,7 +17,7 @@ from echelon.launcher.explain.failed import own_failure
 from echelon.launcher.explain.flight import Wait, waits
 from echelon.launcher.explain.stacks import waits_in
 from echelon.launcher.explain.verdict import FINE, RUNNING, UNKNOWN, Verdict
-from echelon.launcher.explain.words import in_call, is_victim, place, short, who
+from echelon.launcher.explain.words import in_call, place, short, who
 from echelon.launcher.job import Failure
 
 __all__ = ["explain"]
@@ -91,7 +91,7 @@ def _no_failure(evidence: Evidence) -> Verdict | None:
 
 def _lone_check(evidence: Evidence) -> Verdict | None:
     """A collective refused what it was given, and no record tells whose fault that is."""
-    own = [f for f in evidence.failures if not is_victim(f)]
+    own = [f for f in evidence.failures if not f.is_victim]
     if not own:
         return None
     first = Failure.first(own)

@@ -16,7 +16,6 @@ __all__ = [
     "grouped",
     "in_call",
     "is_check",
-    "is_victim",
     "lost_data_worker",
     "place",
     "ranks_are",
@@ -29,15 +28,16 @@ __all__ = [
 ]
 
 _MOST_RANGES = 6
-_CONNECTIONS = ("BrokenPipeError", "ConnectionAbortedError", "ConnectionError", "ConnectionRefusedError", "ConnectionResetError")
 # What reading from a process that has died raises, besides: torch's loader hands tensors on through sockets and files.
-_ENDS_OF_PIPES = (*_CONNECTIONS, "EOFError", "FileNotFoundError", "UnpicklingError")
+_ENDS_OF_PIPES = frozenset(
+    ("BrokenPipeError", "ConnectionRefusedError", "ConnectionResetError", "EOFError", "FileNotFoundError", "UnpicklingError")
+)
 _BUILT_AT = re.compile(r"\[enforce fail at [^\]\n]{1,300}\] ")
 
 # A collective's own check of what ranks gave: not a rank's fault by itself.
 _OF_COLLECTIVES = re.compile(
-    r"op\.preamble\.length|enforce fail at .*gloo|Detected mismatch between collectives|gloo.*(size|length)|ncclInvalidArgument|"
-    r"NCCL error|ncclInternalError|ncclUnhandled|mismatched? (sizes|shapes|collective)",
+    r"op\.preamble\.length|enforce fail at .*gloo|Detected mismatch between collectives|gloo.*(size|length)|"
+    r"mismatched? (sizes|shapes|collective)",
     re.IGNORECASE,
 )
 
@@ -80,23 +80,15 @@ def is_check(failure: Failure) -> bool:
     return failure.kind != "SIGKILL" and _OF_COLLECTIVES.search(f"{failure.kind}: {failure.message}"[:20_000]) is not None
 
 
-def is_victim(failure: Failure) -> bool:
-    """Whether a rank failed only because another was gone or did not come.
-
-    A connection to somewhere else, such as a server of data, breaks with an error of Python's own, and none of torch's frames;
-    one to a data worker in torch's loader.
-    """
-    if (failure.kind in _CONNECTIONS and "torch" not in failure.traceback) or lost_data_worker(failure):
-        return False
-    return failure.is_victim
-
-
 def lost_data_worker(failure: Failure) -> bool:
-    """Whether the process at the other end of what broke was one that loads data, whatever the error's own words are."""
-    if failure.kind not in _ENDS_OF_PIPES and "DataLoader worker" not in failure.message:
+    """Whether a process that loads data died, whatever the error's own words are; not of an error that its dataset raised."""
+    if failure.message.startswith("Caught "):
         return False
     files = [frame.file.replace("\\", "/") for frame in of_traceback(failure.traceback)]
-    return any("/torch/utils/data/" in file for file in files) and not any("/torch/distributed/" in file for file in files)
+    if not any("/torch/utils/data/" in file for file in files) or any(file.endswith("/data/_utils/fetch.py") for file in files):
+        return False
+    between = any("/multiprocessing/" in file for file in files)
+    return "DataLoader worker" in failure.message or (failure.kind in _ENDS_OF_PIPES and between)
 
 
 def stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
@@ -120,7 +112,7 @@ def doing(rank: RankEvidence, waits: Mapping[int, tuple[Wait, str]]) -> str:
     """
     if rank.stopped:
         return "was stopped"
-    if rank.failure is not None and not is_victim(rank.failure) and not is_check(rank.failure):
+    if rank.failure is not None and not rank.failure.is_victim and not is_check(rank.failure):
         return f"failed with {short(rank.failure.kind, 60)}"
     if rank.rank in waits:
         wait, call = waits[rank.rank]

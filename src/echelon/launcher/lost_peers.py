@@ -1,0 +1,55 @@
+"""Which errors of a rank only follow from another rank: a connection to it broke, or it did not come.
+
+A connection to somewhere else, such as a server of data or a process that loads it, breaks with the same words. So those count
+only from gloo, NCCL and torch's store, by the names in the message or the file that raised it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+__all__ = ["gave_up_waiting", "lost_peer"]
+
+_MOST = 100_000  # of a traceback, its end
+_RAISED = re.compile(
+    r"^(?:Traceback \(most recent call last\)|The above exception was the direct cause|During handling of).*$", re.MULTILINE
+)
+_FILE = re.compile(r'^  File "([^"\n]{1,4096})"', re.MULTILINE)
+# gloo's and NCCL's words for a connection that went away.
+_LOST = re.compile(
+    r"Connection (closed|reset) by (peer|remote)|Connection refused|Broken pipe|remote process exited"
+    r"|NCCL[^\n]{0,300}(remote|abort)"
+    r"|Socket closed|Software caused connection abort|dump signal due to a collective timeout"
+    # Gloo says what it lacks before it has a peer, and what does not fit, in the same place.
+    r"|gloo/transport(?![^\n]{0,1000}(Unable to|op\.preamble))",
+    re.IGNORECASE,
+)
+# And for one that is there, and did not come: gloo's words, those of its store, and ours for both.
+_WAITED = re.compile(
+    r"Timed out waiting \d+ ?ms for|timeout caused pair closure|wait timeout after \d+ ?ms|collective operation timeout"
+    r"|could not join at MASTER_ADDR=|failed to pass monitoredBarrier",
+    re.IGNORECASE,
+)
+_OF_GROUPS = re.compile(r"gloo|nccl|c10d|TCPStore|SocketImpl|collective timeout|Dist(Network|Store|Backend)Error", re.IGNORECASE)
+_IN_TORCH = re.compile(r"[/\\]torch[/\\](?!utils[/\\]data[/\\]|multiprocessing[/\\]|hub\.py)")
+
+
+def lost_peer(traceback: str) -> bool:
+    """Whether one of the chained exceptions says that the connection to another rank broke."""
+    return any(
+        _LOST.search(said) is not None and (_OF_GROUPS.search(said) is not None or _IN_TORCH.search(file) is not None)
+        for file, said in _exceptions(traceback)
+    )
+
+
+def gave_up_waiting(traceback: str) -> bool:
+    """Whether one of the chained exceptions says that another rank did not come in time."""
+    return any(_WAITED.search(said) is not None for _, said in _exceptions(traceback))
+
+
+def _exceptions(traceback: str) -> Iterator[tuple[str, str]]:
+    """Of each chained exception the file that raised it, empty if unknown, and its message; code is indented."""
+    for part in _RAISED.split(traceback[-_MOST:]):
+        files = _FILE.findall(part)
+        yield files[-1] if files else "", "\n".join(line for line in part.splitlines() if line[:1].strip())
