@@ -56,7 +56,7 @@ def test_a_slow_rank_is_named_within_twenty_steps(ranks: Ranks, tmp_path: Path, 
 
 
 def _named(times: dict[int, list[TimeRecord]], slow: int, kind: str) -> None:
-    # With the record in which the twentieth step is: where others use the cores, one before it may be a moment too short to judge.
+    # With the record of the twentieth step: where others use the cores, the one before it may be a moment too short to judge.
     within = {rank: [r for r in records if r.steps[0] < 20] for rank, records in times.items()}
     found = stragglers(within)
     assert [(s.rank, s.cause) for s in found] == [(slow, CAUSE[kind])], (found, within)
