@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -105,6 +106,7 @@ _SIGNALS: Mapping[str, tuple[str, str]] = {
     "SIGXCPU": ("CPU limit", "It used all the processor time that it may have (ulimit -t)."),
     "SIGXFSZ": ("disk full", "A file became larger than it may be (ulimit -f)."),
 }
+_HEAD = "Traceback (most recent call last)"
 _LAST_ERROR = re.compile(r"^Last error:\s*(\S[^\n]{0,1000})", re.MULTILINE)
 _FROM_OUTSIDE = "Somebody or something outside the run did that: a person, the batch system, a machine going down."
 
@@ -199,9 +201,10 @@ def _kind(failure: Failure) -> _Kind | None:
 
 
 def _message(failure: Failure) -> str:
-    """On one line: the whole of an error of ours, else its first line, with what NCCL says of the reason below that."""
+    """On one line: an error of ours up to a traceback in it, else the first line, with what NCCL says of the reason below."""
     if failure.ours:
-        return short(" ".join(failure.message.split()))
+        lines = itertools.takewhile(lambda line: _HEAD not in line, failure.message[:20_000].splitlines())
+        return short(" ".join(" ".join(lines).split()))
     if failure.message.startswith("Caught "):  # torch's loader again, with the traceback of its worker
         said = failure.message.strip().splitlines()
         return short(f"{said[-1].partition(': ')[2] or said[-1]} ({said[0].strip()})")
