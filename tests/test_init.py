@@ -311,8 +311,17 @@ def test_ranks_that_never_come_are_named() -> None:
 
 
 def test_what_a_store_holds_is_not_believed_blindly() -> None:
-    for text in (b"", b"\xff", b"[]", b'{"device": 3, "nccl": "yes", "host": null}'):
+    nested = b"[" * 200_000, b'{"host": ' + b"[" * 200_000
+    for text in (b"", b"\xff", b"[]", b'{"device": 3, "nccl": "yes", "host": null}', *nested):
         assert Facts.read(text) == Facts()
+
+
+@pytest.mark.parametrize("size", ["\u00b2", "9" * 5000, "-3", "three"])
+def test_a_world_size_that_is_no_number_brings_no_rank_down(size: str) -> None:
+    store = dist.HashStore()
+    store.set("answer", f"go {size} digest")
+    said = _met(store, 1, Facts(), fresh=True)
+    assert said.startswith("the world size must be the same on all ranks, got rank 0: 0; rank 1: 3.")
 
 
 def test_one_gpu_may_be_shared_by_gloo_and_by_the_users_own_wish(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.contracts.errors import LauncherEnvironmentError, RanksDisagreeError, UsageError
+from echelon.contracts.files import parse_object
 from echelon.contracts.rank import RankInfo
 from echelon.world.handshake import Said, named, refusal_of, tellers_of, warn_of
 
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S, _LONGEST_LOOK_S = 2.0, 30.0
 _BLOCK = 256  # ranks whose coming is asked for at once
 _MOST_TOLD = 8  # digests
+_DIGITS = 10  # that no world size has
 # For the whole of what a rank runs, told only when digests differ.
 _TELL = timedelta(seconds=30)
 # An answer must still come when rank 0 itself has waited its whole time for somebody.
@@ -81,12 +83,7 @@ class Facts:
     @classmethod
     def read(cls, text: bytes) -> Facts:
         """Of another rank. What is not there, or of another kind, is as by default: anyone can write into a store."""
-        try:
-            said = json.loads(text)
-        except ValueError:
-            said = None
-        plain = asdict(cls())
-        known = said if isinstance(said, dict) else {}
+        plain, known = asdict(cls()), parse_object(text) or {}
         return cls(**{name: known[name] if type(known.get(name)) is type(plain[name]) else plain[name] for name in plain})
 
 
@@ -148,7 +145,8 @@ def _answer(store: dist.Store, info: RankInfo, said: Said | None, timeout: timed
         return kind, text
     size, *known = text.split() or [""]
     if size != str(info.world_size):
-        return "no", _sizes({0: int(size) if size.isdigit() else 0, info.rank: info.world_size})
+        is_size = size.isdecimal() and len(size) < _DIGITS
+        return "no", _sizes({0: int(size) if is_size else 0, info.rank: info.world_size})
     if said is None or said.digest in known or len(known) != 1:
         return kind, ""
     return "no", (
@@ -290,5 +288,5 @@ def _at(rank: int, facts: Facts) -> str:
 
 
 def refusal(error: UsageError) -> Facts:
-    """Of a rank that cannot even tell its device."""
+    """Of a rank that cannot even tell its device, or what it runs."""
     return Facts(host=socket.gethostname(), error=str(error))
