@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.contracts.errors import EchelonError, UsageError
+from echelon.launcher.cluster import checkup as checkup_of_nodes
 from echelon.launcher.cluster.checkup import allocation, on_nodes
 from echelon.observe.doctor.judge import judged
 from echelon.observe.doctor.row import Row
@@ -232,8 +236,6 @@ def test_a_part_that_fails_is_told_and_the_others_go_on(tmp_path: Path, monkeypa
 
 
 def test_a_disk_that_hangs_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     hang = threading.Event()
     monkeypatch.setattr(host, "_PATIENCE_S", 0.05)
     with pytest.raises(TimeoutError, match=r"no answer within 0.05 s"):
@@ -287,6 +289,28 @@ def _with_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str) -> P
     return log
 
 
+def _third_of_the_limit_passes_once_two_have_spoken(monkeypatch: pytest.MonkeyPatch) -> float:
+    """The checkup's clock goes ahead by what this returns when it has read of two hosts, however long that takes."""
+    ahead_s, passed_s = 60.0, 0.0
+    heard = threading.Event()
+    listen = checkup_of_nodes._Step._line
+
+    def hear(step: checkup_of_nodes._Step, line: str) -> None:
+        listen(step, line)
+        if len(step.lines) == 2:
+            heard.set()
+
+    def sleep(seconds: float) -> None:
+        nonlocal passed_s
+        time.sleep(seconds)
+        if heard.is_set():
+            passed_s = ahead_s
+
+    monkeypatch.setattr(checkup_of_nodes._Step, "_line", hear)
+    monkeypatch.setattr(checkup_of_nodes, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s, sleep=sleep))
+    return ahead_s
+
+
 @pytest.mark.parametrize(
     ("first", "why"),
     [
@@ -303,9 +327,10 @@ def test_a_node_that_does_not_answer_is_named_and_the_others_are_looked_at(
 ) -> None:
     log = _with_srun(tmp_path, monkeypatch, first)
     told: list[str] = []
+    waited_s = _third_of_the_limit_passes_once_two_have_spoken(monkeypatch) if "sleep" in first else 60.0
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("MASTER_ADDR", "elsewhere")
-    lines, silent, ended = on_nodes(["a", "b", "c"], 2, ["--quick"], {"ECHELON_DEVICE": "cpu"}, 8.0, told.append)
+    lines, silent, ended = on_nodes(["a", "b", "c"], 2, ["--quick"], {"ECHELON_DEVICE": "cpu"}, 3 * waited_s, told.append)
     assert list(silent) == ["b"] and silent["b"].startswith(why) and ended == ""
     assert len(lines) == 2 and told == ["no answer from b; asking the others without it"]
     calls = log.read_text().splitlines()

@@ -194,10 +194,11 @@ def _naming_the_address(info: RankInfo, timeout: timedelta) -> Iterator[None]:
     try:
         yield
     except (dist.DistStoreError, dist.DistNetworkError) as error:
+        whom = "all ranks" if info.rank == 0 else "rank 0, which serves it, and the others"
         raise LauncherEnvironmentError(
             f"rank {info.rank} of {info.world_size} could not join at MASTER_ADDR={info.master_addr} "
             f"MASTER_PORT={info.master_port} within {timeout.total_seconds():g} s ({str(error).splitlines()[0]}). "
-            "Do all ranks run, and can this host reach that address?"
+            f"Do {whom} run, and can this host reach that address?"
         ) from error
 
 

@@ -110,7 +110,7 @@ def meet(store: dist.Store, info: RankInfo, facts: Facts, timeout: timedelta, *,
         )
     store.set(f"facts/{info.rank}", json.dumps(asdict(facts)))
     if info.rank == 0:
-        everyones = _everyones(store, info.world_size, timeout, fresh=fresh)
+        everyones = _everyones(store, info, timeout, fresh=fresh)
         problem, kind = _judge(everyones), "no"
         if fresh and said is not None and not problem:
             problem, kind = _compared(store, everyones, said), "differ"
@@ -184,8 +184,9 @@ def _compared(store: dist.Store, everyones: dict[int, Facts], mine: Said) -> str
     return problem
 
 
-def _everyones(store: dist.Store, ranks: int, timeout: timedelta, *, fresh: bool) -> dict[int, Facts]:
+def _everyones(store: dist.Store, info: RankInfo, timeout: timedelta, *, fresh: bool) -> dict[int, Facts]:
     """What all have said, as soon as they have; or a refusal for all of them, once those who came contradict each other."""
+    ranks, at = info.world_size, f"MASTER_ADDR={info.master_addr} MASTER_PORT={info.master_port}"
     keys = [f"facts/{rank}" for rank in range(ranks)]
     until, look_s, told = time.monotonic() + timeout.total_seconds(), _LOOK_S, 0.0
     while True:
@@ -202,7 +203,10 @@ def _everyones(store: dist.Store, ranks: int, timeout: timedelta, *, fresh: bool
             return facts
         missing = [rank for rank in range(ranks) if rank not in facts]
         if not problem and left <= look_s:
-            problem = f"{named(missing)} of {ranks} did not come within {timeout.total_seconds():g} s. Does every rank run?"
+            problem = (
+                f"{named(missing)} of {ranks} did not come within {timeout.total_seconds():g} s. Look at their output "
+                f"for how they ended; start as many ranks as WORLD_SIZE={ranks} says; and see that their hosts reach {at}."
+            )
         if problem:
             store.set("answer", f"no {problem}")
             _see_off(store, RankInfo(rank=0, world_size=ranks), sorted(facts))
@@ -210,7 +214,10 @@ def _everyones(store: dist.Store, ranks: int, timeout: timedelta, *, fresh: bool
         look_s, told = min(2 * look_s, _LONGEST_LOOK_S), told + look_s
         if told >= _LONGEST_LOOK_S:
             told = 0.0
-            logger.warning("rank 0 waits for %s of %s. Do they run?", named(missing), ranks)
+            logger.warning(
+                "rank 0 waits for %s of %s, and gives up in %.0f s. Do they run, and can their hosts reach %s?",
+                named(missing), ranks, max(0.0, until - time.monotonic()), at,
+            )  # fmt: skip
 
 
 def _came(store: dist.Store, keys: Sequence[str]) -> dict[int, str]:
