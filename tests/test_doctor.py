@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import threading
 import time
@@ -17,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.contracts.errors import EchelonError, UsageError
-from echelon.launcher.cluster import checkup as checkup_of_nodes
 from echelon.launcher.cluster.checkup import allocation, on_nodes
 from echelon.observe.doctor.judge import judged
 from echelon.observe.doctor.row import Row
@@ -292,22 +292,23 @@ def _with_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str) -> P
 def _third_of_the_limit_passes_once_two_have_spoken(monkeypatch: pytest.MonkeyPatch) -> float:
     """The checkup's clock goes ahead by what this returns when it has read of two hosts, however long that takes."""
     ahead_s, passed_s = 60.0, 0.0
-    heard = threading.Event()
-    listen = checkup_of_nodes._Step._line
+    heard: set[str] = set()
 
-    def hear(step: checkup_of_nodes._Step, line: str) -> None:
-        listen(step, line)
-        if len(step.lines) == 2:
-            heard.set()
+    def search(line: str) -> re.Match[str] | None:
+        found = re.search(r'^echelon-doctor \[\d+, "here", {"host": "(\w+)"', line)
+        heard.update(found.groups() if found else ())
+        return found
 
     def sleep(seconds: float) -> None:
         nonlocal passed_s
         time.sleep(seconds)
-        if heard.is_set():
+        if len(heard) == 2:
             passed_s = ahead_s
 
-    monkeypatch.setattr(checkup_of_nodes._Step, "_line", hear)
-    monkeypatch.setattr(checkup_of_nodes, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s, sleep=sleep))
+    monkeypatch.setattr("echelon.launcher.cluster.checkup._HERE", SimpleNamespace(search=search))
+    monkeypatch.setattr(
+        "echelon.launcher.cluster.checkup.time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s, sleep=sleep)
+    )
     return ahead_s
 
 
