@@ -830,3 +830,11 @@ def test_every_name_of_the_root_is_there(name: str) -> None:
 def test_an_unknown_name_of_the_root_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = echelon.no_such_name
+
+
+def test_one_rank_that_changes_its_folder_has_its_end_recorded(echelon_command: Any, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "moves.py").write_text("import os\nos.chdir('other')\nraise ValueError('mine')\n")
+    done = echelon_command("run", "--ranks", "1", "--name", "moves", "moves.py")
+    assert done.returncode == 1 and "ValueError: mine" in done.stderr and "cannot be written" not in done.stderr, done.stderr
+    assert len(list(tmp_path.glob("runs/moves*/attempts/000/exit.json"))) == 1

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -232,8 +236,6 @@ def test_a_part_that_fails_is_told_and_the_others_go_on(tmp_path: Path, monkeypa
 
 
 def test_a_disk_that_hangs_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     hang = threading.Event()
     monkeypatch.setattr(host, "_PATIENCE_S", 0.05)
     with pytest.raises(TimeoutError, match=r"no answer within 0.05 s"):
@@ -287,6 +289,29 @@ def _with_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str) -> P
     return log
 
 
+def _third_of_the_limit_passes_once_two_have_spoken(monkeypatch: pytest.MonkeyPatch) -> float:
+    """The checkup's clock goes ahead by what this returns when it has read of two hosts, however long that takes."""
+    ahead_s, passed_s = 60.0, 0.0
+    heard: set[str] = set()
+
+    def search(line: str) -> re.Match[str] | None:
+        found = re.search(r'^echelon-doctor \[\d+, "here", {"host": "(\w+)"', line)
+        heard.update(found.groups() if found else ())
+        return found
+
+    def sleep(seconds: float) -> None:
+        nonlocal passed_s
+        time.sleep(seconds)
+        if len(heard) == 2:
+            passed_s = ahead_s
+
+    monkeypatch.setattr("echelon.launcher.cluster.checkup._HERE", SimpleNamespace(search=search))
+    monkeypatch.setattr(
+        "echelon.launcher.cluster.checkup.time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s, sleep=sleep)
+    )
+    return ahead_s
+
+
 @pytest.mark.parametrize(
     ("first", "why"),
     [
@@ -303,9 +328,10 @@ def test_a_node_that_does_not_answer_is_named_and_the_others_are_looked_at(
 ) -> None:
     log = _with_srun(tmp_path, monkeypatch, first)
     told: list[str] = []
+    waited_s = _third_of_the_limit_passes_once_two_have_spoken(monkeypatch) if "sleep" in first else 60.0
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("MASTER_ADDR", "elsewhere")
-    lines, silent, ended = on_nodes(["a", "b", "c"], 2, ["--quick"], {"ECHELON_DEVICE": "cpu"}, 8.0, told.append)
+    lines, silent, ended = on_nodes(["a", "b", "c"], 2, ["--quick"], {"ECHELON_DEVICE": "cpu"}, 3 * waited_s, told.append)
     assert list(silent) == ["b"] and silent["b"].startswith(why) and ended == ""
     assert len(lines) == 2 and told == ["no answer from b; asking the others without it"]
     calls = log.read_text().splitlines()

@@ -259,7 +259,11 @@ def test_the_kinds_of_a_rank_s_own_end(left: Left, failure: dict[str, Any], caus
             "ranks disagree about the end of the train epoch: rank 0: has batch 9, rank 1: has batch 9, rank 2: ended after 8",
             (2,),
         ),
-        ("rank 1, 2 of 3 did not come within 30 s. Does every rank run?", (1, 2)),
+        (
+            "ranks 1-2 of 3 did not come within 30 s. Look at their output for how they ended; start as many ranks as "
+            "WORLD_SIZE=3 says; and see that their hosts reach MASTER_ADDR=h0 MASTER_PORT=29500.",
+            (1, 2),
+        ),
     ],
 )
 def test_an_error_that_all_ranks_raise_accuses_those_that_it_names(left: Left, message: str, guilty: tuple[int, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import types
@@ -307,6 +308,28 @@ class _Unit(AutoUnit[torch.Tensor]):
 
     def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> Any:
         return torch.optim.SGD(module.parameters(), lr=0.1), None
+
+
+def _with_a_bad_mode(group: str, bad: list[int]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if int(os.environ["RANK"]) in bad:
+            patch.setenv("ECHELON_HANDSHAKE", "some")
+        if group == "by itself":
+            dist.init_process_group("gloo", timeout=WAIT)
+        with pytest.raises(EchelonError) as caught:
+            init_from_env(timeout=WAIT) if group == "of ours" else train(_Unit(), [torch.ones(1)], max_epochs=1)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("group", "bad"), [("of ours", [1]), ("by itself", [1]), ("by itself", [0, 1])])
+def test_a_mode_that_there_is_not_on_one_rank_is_told_to_the_others(group: str, bad: list[int]) -> None:
+    said = launch(_with_a_bad_mode, ranks=2, args=(group, bad), timeout_s=60)
+    wrong = "ECHELON_HANDSHAKE must be 'all', 'versions' or 'none', got 'some'."
+    assert said[1] == wrong
+    assert said[0] == wrong if 0 in bad else re.fullmatch(rf"rank 1( \(.*\))? cannot join: {re.escape(wrong)}", said[0])
 
 
 @pytest.mark.parametrize("group", ["of ours", "of torchrun", "by itself"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -153,6 +154,7 @@ def test_a_rank_that_waits_in_vain_says_for_whom() -> None:
     port = free_port()
     (text,) = launch(_wait_in_vain, ranks=1, args=(port,), timeout_s=60)
     assert f"rank 1 of 2 could not join at MASTER_ADDR=127.0.0.1 MASTER_PORT={port} within 1 s" in text
+    assert text.endswith("Do rank 0, which serves it, and the others run, and can this host reach that address?")
     assert len(text.splitlines()) == 1
 
 
@@ -307,12 +309,38 @@ def test_a_store_with_words_of_an_earlier_attempt_misleads_nobody() -> None:
 
 def test_ranks_that_never_come_are_named() -> None:
     said = _together(dist.HashStore(), {0: Facts(), 2: Facts()}, fresh=True)
-    assert said[0] == said[2] == "rank 1 of 3 did not come within 2 s. Does every rank run?"
+    assert said[0] == said[2]
+    assert said[0] == (
+        "rank 1 of 3 did not come within 2 s. Look at their output for how they ended; start as many ranks as "
+        "WORLD_SIZE=3 says; and see that their hosts reach MASTER_ADDR=127.0.0.1 MASTER_PORT=29500."
+    )
+
+
+def test_ranks_that_are_late_are_named_long_before_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("_LOOK_S", "_LONGEST_LOOK_S"):
+        monkeypatch.setattr(f"echelon.world.meeting.{name}", 0.1)
+    said = _together(dist.HashStore(), {0: Facts(), 2: Facts()}, fresh=True)
+    assert "rank 1 of 3 did not come" in said[0]
+    assert re.search(
+        r"rank 0 waits for rank 1 of 3, and gives up in [012] s. Do they run, and can their hosts reach MASTER_ADDR=127.0.0.1 M",
+        caplog.text,
+    )
 
 
 def test_what_a_store_holds_is_not_believed_blindly() -> None:
-    for text in (b"", b"\xff", b"[]", b'{"device": 3, "nccl": "yes", "host": null}'):
+    nested = b"[" * 200_000, b'{"host": ' + b"[" * 200_000
+    for text in (b"", b"\xff", b"[]", b'{"device": 3, "nccl": "yes", "host": null}', *nested):
         assert Facts.read(text) == Facts()
+
+
+@pytest.mark.parametrize("size", ["\u00b2", "9" * 5000, "-3", "three"])
+def test_a_world_size_that_is_no_number_brings_no_rank_down(size: str) -> None:
+    store = dist.HashStore()
+    store.set("answer", f"go {size} digest")
+    said = _met(store, 1, Facts(), fresh=True)
+    assert said.startswith("the world size must be the same on all ranks, got rank 0: 0; rank 1: 3.")
 
 
 def test_one_gpu_may_be_shared_by_gloo_and_by_the_users_own_wish(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from echelon.launcher.functions import run as function
 from echelon.launcher.functions.run import launch, spawn
 from echelon.launcher.job import Failure, auto_ranks, parse_ranks
 from echelon.launcher.local.relay import Relay
+from echelon.launcher.records import rank_record
 from tests import forked
 from tests.started import Started, wait_until
 
@@ -384,6 +385,20 @@ def test_every_ranks_own_traceback_is_in_its_log(tmp_path: Path) -> None:
     logs = Path(caught.value.logs or "")
     assert "ValueError: rank 1 has bad data" in (logs / "rank1.log").read_text()
     assert "RuntimeError" in (logs / "rank0.log").read_text()
+
+
+def _fail_in_a_removed_folder(folder: str) -> None:
+    os.chdir(folder)
+    os.rmdir(folder)
+    exec(compile("def own():\n    raise ValueError('mine')\nown()", "own.py", "exec"), {})
+
+
+def test_an_error_is_told_though_the_working_folder_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    with pytest.raises(RankFailedError, match="ValueError: mine") as caught:
+        launch(_fail_in_a_removed_folder, ranks=1, args=(str(tmp_path / "gone"),), run_dir=tmp_path)
+    said = rank_record(Path(caught.value.logs or "") / "exit.rank0.json") or {}
+    assert said["message"] == "mine" and any('File "own.py", line 2, in own' in each for each in said["user_frames"])
 
 
 def _failure(rank: int, ms: int, kind: str = "ValueError", said: str = "", reported: bool = True) -> Failure:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -22,7 +23,8 @@ from echelon.contracts.run_dir import RUN_DIR_VARIABLE, RunDir
 from echelon.contracts.times import PARTS, TimeRecord, TimesReader, parse, ranks_of, read_times
 from echelon.loop.times import record_of
 from echelon.observe.stragglers import Straggler, stragglers
-from echelon.world.clock import Group, Part
+from echelon.world.clock import Clock, Group, Part
+from echelon.world.whereabouts import Whereabouts
 from tests.conftest import Ranks
 from tests.slow_ranks import Batches, Fault, Net, Unit, run_folder, times_of, train
 
@@ -194,6 +196,56 @@ def test_a_full_disk_costs_the_times_and_not_the_training(tmp_path: Path, monkey
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert read_times(folder) == {} and folder.times(0).read_bytes() == b""
+
+
+def test_a_working_folder_that_is_removed_costs_neither_times_nor_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, gone = run_folder(tmp_path), tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    train(str(tmp_path), "data", 0, "noop", steps=5)
+    records = read_times(folder)[0]
+    _adds_up(records, 5)
+    assert "not written down" not in caplog.text and any("slow_ranks.py" in record.line for record in records)
+
+
+@pytest.mark.parametrize("removed", ["before", "after"])
+def test_lines_are_told_from_a_working_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: str) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    if removed == "before":
+        gone.rmdir()
+    running = Clock(0)
+    where = Whereabouts(running, waits_in_backward=False)
+    if removed == "after":
+        gone.rmdir()
+    calls: dict[str, Any] = {}
+    exec(compile("def wait(thread):\n    thread.start()\n    thread.join()\n", "own.py", "exec"), calls)
+    try:
+        calls["wait"](threading.Thread(target=where.look))
+    finally:
+        where.close()
+        running.close()
+    assert sum(where.seen.values()) == 1 and [line.partition(":")[0] for line in where.lines] == ["own.py"]
+
+
+def test_a_clock_that_nobody_reads_keeps_its_totals_and_not_every_group() -> None:
+    running = Clock(0)
+    first = running.groups[0]
+    try:
+        for step in range(30_000):
+            running.step_ended(step)
+            running.note()
+    finally:
+        running.close()
+    groups = running.groups
+    assert len(groups) < 5_000 and groups[0] is first and groups[-1].step == 29_999
+    assert all(a.step <= b.step and a.at <= b.at for a, b in pairwise(groups))
+    assert sum(groups[-1].wall) - sum(first.wall) == pytest.approx(groups[-1].at - first.at, abs=1e-6)
+    assert record_of(groups, {}, alone=True)["steps"] == (0, 29_999)
 
 
 # --- from totals to a record

@@ -27,7 +27,11 @@ def in_library(file: str) -> bool:
     # Not the prefix, which is among these paths too: a project may lie below it, and often does in a container.
     libraries = {os.path.realpath(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
     libraries |= {str(Path(__file__).resolve().parents[1]), os.path.dirname(os.path.realpath(os.__file__))}
-    return any(os.path.realpath(file).startswith(lib + os.sep) for lib in libraries)
+    try:
+        path = os.path.realpath(file)
+    except OSError:  # a relative name, where the working folder is gone
+        return False
+    return any(path.startswith(lib + os.sep) for lib in libraries)
 
 
 def shortened(error: BaseException) -> str:

@@ -35,6 +35,8 @@ class Part(IntEnum):
 _PARTS = len(Part)
 _BRIEF_S = 0.0002  # a part that is over so soon counts as computed: asking the kernel costs more than all else here
 _GROUP_S = 0.01  # steps are noted one by one if they take longer, else so many at once
+# More than come between two records, unless nobody takes them: the disk hangs, or the thread beside the loop has ended.
+_MOST_GROUPS = 4096
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Clock:
     Attributes:
         part: which it is in.
         thread, native: that thread, as Python and as the kernel number it.
-        groups: totals since they were last taken; the newest is last.
+        groups: totals since they were last taken; the newest is last. Where they are not taken, ever fewer of the older ones.
     """
 
     __slots__ = ("_queue", "_since", "_spent", "_used", "groups", "native", "noted_at", "part", "step", "thread")
@@ -103,6 +105,8 @@ class Clock:
                 queued = int(os.pread(self._queue, 64, 0).split()[1]) * 1e-9
             except (OSError, ValueError, IndexError):  # a kernel that counts nothing
                 queued = 0.0
+        if len(self.groups) >= _MOST_GROUPS:
+            del self.groups[1:-1:2]  # totals: those that stay say all of the time, in larger pieces
         self.groups.append(Group(self.step, self._since, tuple(self._spent[:_PARTS]), tuple(self._spent[_PARTS:]), queued))
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import RanksDisagreeError, require
+from echelon.contracts.errors import RanksDisagreeError, UsageError, require
 from echelon.contracts.files import parse_object
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.terminal import one_line
@@ -203,20 +203,30 @@ def greet(device: torch.device | None = None) -> None:
     Args:
         device: on which this rank computes; by default the GPU that is its current one, if it uses any.
     Raises:
-        RanksDisagreeError: on all ranks, with what differs.
+        RanksDisagreeError: on all ranks, with what differs; or on the others, where one cannot tell what it runs.
+        UsageError: on that one, see `Said.here`.
     """
     if not agree.is_joined() or dist.group.WORLD in _greeted:
         return
     info = RankInfo(rank=dist.get_rank(), world_size=dist.get_world_size())
     here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
-    said = Said.here(info, device or here, str(dist.get_backend_config()))
-    mine = [said.digest, said.other_digest]
-    if agree.is_same(mine):
+    failure: UsageError | None = None
+    said = Said("none", {}, {})
+    try:
+        said = Said.here(info, device or here, str(dist.get_backend_config()))
+    except UsageError as error:  # told first: the others are on their way into the collective
+        failure = error
+    mine = [said.digest, said.other_digest, str(failure or "")]
+    if agree.is_same(mine) and failure is None:
         greeted()
         return
-    digests = [each if isinstance(each, list) and len(each) == 2 else ["", ""] for each in agree.gather(mine)]
+    told = [each if isinstance(each, list) and len(each) == 3 else ["", "", ""] for each in agree.gather(mine)]
+    if failure is not None:
+        raise failure
+    if failing := [rank for rank, each in enumerate(told) if each[2]]:
+        raise RanksDisagreeError(f"{named(failing)} cannot join: {one_line(str(told[failing[0]][2]))}")
     for which, judge in ((0, _refuse), (1, warn_of)):
-        kinds = tellers_of([str(each[which]) for each in digests])
+        kinds = tellers_of([str(each[which]) for each in told])
         if len(kinds) > 1:
             judge({teller: Said.read(agree.from_one(teller, said.to_json)) for teller in kinds}, kinds)
     greeted()

@@ -87,7 +87,7 @@ def init_from_env(
     Raises:
         LauncherEnvironmentError: variables are missing or contradict each other, or the port is taken; a launch command started
             another number of ranks than the job asked of it; or, on all ranks, some cannot compute together (`meeting`).
-        UsageError: the device type does not exist here.
+        UsageError: the device type does not exist here; ECHELON_HANDSHAKE has a value that there is not.
     """
     wait = pg_timeout if pg_timeout is not None else timeout
     require(isinstance(wait, timedelta) and wait > timedelta(), "timeout", "a timedelta above 0", wait)
@@ -125,9 +125,14 @@ def _device_of(
         return device_of(info, device_type, shared=backend is not None and "nccl" not in backend)
     except UsageError as error:
         if joining is not None and info.world_size > 1:
-            with contextlib.suppress(LauncherEnvironmentError):
-                _meet(info, refusal(error), joining)
+            _refuse(info, error, joining)
         raise
+
+
+def _refuse(info: RankInfo, error: UsageError, timeout: timedelta) -> None:
+    """Tell the others, who would wait for this rank, why it does not join."""
+    with contextlib.suppress(LauncherEnvironmentError):
+        _meet(info, refusal(error), timeout)
 
 
 def _backend_of(device: torch.device) -> str:
@@ -141,7 +146,11 @@ def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id)
         return
     with _naming_the_address(info, timeout):
-        said = Said.here(info, device, backend)
+        try:
+            said = Said.here(info, device, backend)
+        except UsageError as error:
+            _refuse(info, error, timeout)
+            raise
         store, compared = _meet(info, Facts.here(device, asked=named, backend=backend), timeout, said)
         dist.init_process_group(
             backend,
@@ -185,10 +194,11 @@ def _naming_the_address(info: RankInfo, timeout: timedelta) -> Iterator[None]:
     try:
         yield
     except (dist.DistStoreError, dist.DistNetworkError) as error:
+        whom = "all ranks" if info.rank == 0 else "rank 0, which serves it, and the others"
         raise LauncherEnvironmentError(
             f"rank {info.rank} of {info.world_size} could not join at MASTER_ADDR={info.master_addr} "
             f"MASTER_PORT={info.master_port} within {timeout.total_seconds():g} s ({str(error).splitlines()[0]}). "
-            "Do all ranks run, and can this host reach that address?"
+            f"Do {whom} run, and can this host reach that address?"
         ) from error
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.contracts.errors import LauncherEnvironmentError, RanksDisagreeError, UsageError
+from echelon.contracts.files import parse_object
 from echelon.contracts.rank import RankInfo
 from echelon.world.handshake import Said, named, refusal_of, tellers_of, warn_of
 
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S, _LONGEST_LOOK_S = 2.0, 30.0
 _BLOCK = 256  # ranks whose coming is asked for at once
 _MOST_TOLD = 8  # digests
+_DIGITS = 10  # that no world size has
 # For the whole of what a rank runs, told only when digests differ.
 _TELL = timedelta(seconds=30)
 # An answer must still come when rank 0 itself has waited its whole time for somebody.
@@ -81,12 +83,7 @@ class Facts:
     @classmethod
     def read(cls, text: bytes) -> Facts:
         """Of another rank. What is not there, or of another kind, is as by default: anyone can write into a store."""
-        try:
-            said = json.loads(text)
-        except ValueError:
-            said = None
-        plain = asdict(cls())
-        known = said if isinstance(said, dict) else {}
+        plain, known = asdict(cls()), parse_object(text) or {}
         return cls(**{name: known[name] if type(known.get(name)) is type(plain[name]) else plain[name] for name in plain})
 
 
@@ -113,7 +110,7 @@ def meet(store: dist.Store, info: RankInfo, facts: Facts, timeout: timedelta, *,
         )
     store.set(f"facts/{info.rank}", json.dumps(asdict(facts)))
     if info.rank == 0:
-        everyones = _everyones(store, info.world_size, timeout, fresh=fresh)
+        everyones = _everyones(store, info, timeout, fresh=fresh)
         problem, kind = _judge(everyones), "no"
         if fresh and said is not None and not problem:
             problem, kind = _compared(store, everyones, said), "differ"
@@ -148,7 +145,8 @@ def _answer(store: dist.Store, info: RankInfo, said: Said | None, timeout: timed
         return kind, text
     size, *known = text.split() or [""]
     if size != str(info.world_size):
-        return "no", _sizes({0: int(size) if size.isdigit() else 0, info.rank: info.world_size})
+        is_size = size.isdecimal() and len(size) < _DIGITS
+        return "no", _sizes({0: int(size) if is_size else 0, info.rank: info.world_size})
     if said is None or said.digest in known or len(known) != 1:
         return kind, ""
     return "no", (
@@ -186,8 +184,9 @@ def _compared(store: dist.Store, everyones: dict[int, Facts], mine: Said) -> str
     return problem
 
 
-def _everyones(store: dist.Store, ranks: int, timeout: timedelta, *, fresh: bool) -> dict[int, Facts]:
+def _everyones(store: dist.Store, info: RankInfo, timeout: timedelta, *, fresh: bool) -> dict[int, Facts]:
     """What all have said, as soon as they have; or a refusal for all of them, once those who came contradict each other."""
+    ranks, at = info.world_size, f"MASTER_ADDR={info.master_addr} MASTER_PORT={info.master_port}"
     keys = [f"facts/{rank}" for rank in range(ranks)]
     until, look_s, told = time.monotonic() + timeout.total_seconds(), _LOOK_S, 0.0
     while True:
@@ -204,7 +203,10 @@ def _everyones(store: dist.Store, ranks: int, timeout: timedelta, *, fresh: bool
             return facts
         missing = [rank for rank in range(ranks) if rank not in facts]
         if not problem and left <= look_s:
-            problem = f"{named(missing)} of {ranks} did not come within {timeout.total_seconds():g} s. Does every rank run?"
+            problem = (
+                f"{named(missing)} of {ranks} did not come within {timeout.total_seconds():g} s. Look at their output "
+                f"for how they ended; start as many ranks as WORLD_SIZE={ranks} says; and see that their hosts reach {at}."
+            )
         if problem:
             store.set("answer", f"no {problem}")
             _see_off(store, RankInfo(rank=0, world_size=ranks), sorted(facts))
@@ -212,7 +214,10 @@ def _everyones(store: dist.Store, ranks: int, timeout: timedelta, *, fresh: bool
         look_s, told = min(2 * look_s, _LONGEST_LOOK_S), told + look_s
         if told >= _LONGEST_LOOK_S:
             told = 0.0
-            logger.warning("rank 0 waits for %s of %s. Do they run?", named(missing), ranks)
+            logger.warning(
+                "rank 0 waits for %s of %s, and gives up in %.0f s. Do they run, and can their hosts reach %s?",
+                named(missing), ranks, max(0.0, until - time.monotonic()), at,
+            )  # fmt: skip
 
 
 def _came(store: dist.Store, keys: Sequence[str]) -> dict[int, str]:
@@ -290,5 +295,5 @@ def _at(rank: int, facts: Facts) -> str:
 
 
 def refusal(error: UsageError) -> Facts:
-    """Of a rank that cannot even tell its device."""
+    """Of a rank that cannot even tell its device, or what it runs."""
     return Facts(host=socket.gethostname(), error=str(error))

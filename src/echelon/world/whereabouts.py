@@ -46,6 +46,7 @@ class Whereabouts:
         self.seen: Counter[tuple[int, int, Kind]] = Counter()
         self.lines: Counter[str] = Counter()
         self._kinds: dict[str, str] = {}
+        self._folder = _folder()
         self._stat, self._syscall = (_open(f"/proc/self/task/{clock.native}/{name}") for name in ("stat", "syscall"))
         self._cpu = time.pthread_getcpuclockid(clock.thread)
         here = os.path.dirname
@@ -87,7 +88,7 @@ class Whereabouts:
             if kind == "loop" and not line:  # what called it says nothing
                 break
             if not line and kind == "user":
-                line = f"{_short(name)}:{each.f_lineno} in {each.f_code.co_name}"
+                line = f"{name.removeprefix(self._folder)}:{each.f_lineno} in {each.f_code.co_name}"
             if not line and depth < _DEPTH:
                 is_wait = is_wait or self._waits(kind, each, depth)
                 depth += 1
@@ -104,7 +105,7 @@ class Whereabouts:
         return kind == "distributed" or (kind == "echelon" and depth == 0)
 
     def _kind_of(self, name: str) -> str:
-        path = os.path.realpath(name)
+        path = os.path.realpath(os.path.join(self._folder or os.sep, name))  # a relative one, by itself, asks where we are now
         if path.startswith(self._torch):
             rest = path[len(self._torch) :]
             if rest.startswith(("distributed/", "nn/parallel/")):
@@ -166,5 +167,9 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _short(path: str) -> str:
-    return path.removeprefix(os.getcwd() + os.sep)
+def _folder() -> str:
+    """The working folder with a slash, as it is at first: a script may leave it, and remove the one that it is in."""
+    try:
+        return os.path.join(os.getcwd(), "")
+    except OSError:
+        return ""

@@ -43,13 +43,14 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
     # Without a group to join, a world of one needs no address; scripts that insist on env:// find a free port.
     _, place = bound(0, 1, {**os.environ, **job.env}, devices=job.own_device)
     os.environ.update({**env, **place, **info.to_env(), "MASTER_PORT": str(free_port())})
-    log, record = run.log(0), run.rank_exit(0)
+    log, record, ended = run.log(0), run.rank_exit(0), run.exit_json.absolute()
+    folder = os.getcwd()
     start = Start(
         job.kind,
         job.target,
         job.args,
         {},
-        os.getcwd(),
+        folder,
         path_without_launcher(),
         log=str(log.absolute()),
         record=str(record.absolute()),
@@ -57,7 +58,7 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
     )
     pid, before = os.getpid(), {number: signal.getsignal(number) for number in SIGNALS}
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # until `run_program` has a handler
-    limit = _TimeLimit(job.stop_after_s, job.grace_s, lambda: write_exit(run.exit_json, REQUEUE)) if job.stop_after_s else None
+    limit = _TimeLimit(job.stop_after_s, job.grace_s, lambda: write_exit(ended, REQUEUE)) if job.stop_after_s else None
     hang_s, given = hang_timeout(job.hang_timeout_s)
     hang = HangHere(run, hang_s, _show) if given and hang_s else None
     with output_to(log) as copy:
@@ -69,6 +70,8 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
                 sys.exit(code)
         finally:
             sys.stdout, sys.stderr = out, err
+            with contextlib.suppress(OSError):  # the run's folder may be known by a relative name, and the program elsewhere
+                os.chdir(folder)
     for each in (limit, hang):
         if each is not None:
             each.lift()
