@@ -68,7 +68,7 @@ def _ranks(text: str, nodes: list[str]) -> int:
         return parse_ranks(text)
     if nodes:
         gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
-        return int(gpus) if gpus.isdigit() and int(gpus) > 0 else 1
+        return int(gpus) if gpus.isdecimal() and int(gpus) > 0 else 1
     from echelon.contracts.machine import visible_devices
 
     return len(visible_devices()) or 2

@@ -84,12 +84,12 @@ def visible_devices(env: Mapping[str, str] = os.environ, dev: Path = Path("/dev"
     Args:
         dev: where Linux has its devices.
     """
-    count = len([path for path in dev.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+    count = len([path for path in dev.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
     if (text := env.get("CUDA_VISIBLE_DEVICES")) is None or not count:
         return [str(number) for number in range(count)]
     names = [name.strip() for name in text.split(",")]
     # CUDA reads up to the first that it does not know. Other names than numbers are UUIDs, also of parts of a GPU.
-    bad = (i for i, n in enumerate(names) if n in ("", "-1", "NoDevFiles") or (n.isdigit() and int(n) >= count))
+    bad = (i for i, n in enumerate(names) if n in ("", "-1", "NoDevFiles") or (n.isdecimal() and int(n) >= count))
     return names[: next(bad, len(names))]
 
 

@@ -176,7 +176,7 @@ def _with_inferred(module: nn.Module, own: Mapping[str, Any], size: int) -> Plan
 def _pattern(name: str) -> str:
     """The name with `*` for its first number, that of a block."""
     parts = name.split(".")
-    first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    first = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     return ".".join("*" if i == first else part for i, part in enumerate(parts))
 
 

@@ -101,7 +101,7 @@ def set_threads(info: RankInfo) -> None:
     if "OMP_NUM_THREADS" not in os.environ and info.local_world_size > 1:
         own = os.environ.get("SLURM_CPUS_PER_TASK", "")
         task = (os.environ.get("SLURM_PROCID"), os.environ.get("SLURM_STEP_NUM_TASKS"))
-        if own.isdigit() and task == (str(info.rank), str(info.world_size)):  # srun gives each task cores of its own
+        if own.isdecimal() and task == (str(info.rank), str(info.world_size)):  # srun gives each task cores of its own
             torch.set_num_threads(max(1, min(int(own), usable_cores())))
         else:
             torch.set_num_threads(max(1, usable_cores() // info.local_world_size))

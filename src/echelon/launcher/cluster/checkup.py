@@ -53,7 +53,7 @@ def allocation(env: Mapping[str, str]) -> list[str]:
     if "SLURM_JOB_ID" not in env:
         return []
     tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
-    if "SLURM_PROCID" in env and tasks.isdigit() and int(tasks) > 1:
+    if "SLURM_PROCID" in env and tasks.isdecimal() and int(tasks) > 1:
         raise UsageError(f"srun started {tasks} of `echelon doctor`. Start it once, without srun: it starts its ranks itself.")
     return expand_hostlist(env.get("SLURM_JOB_NODELIST", ""))
 

@@ -138,7 +138,7 @@ def _fresh_state() -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdigit():
+    if threads.isdecimal():
         set_threads(int(threads))
     if "torch" in sys.modules and os.environ.get("TORCH_DISTRIBUTED_DEBUG"):  # read as torch was imported, before it was set
         sys.modules["torch"].distributed.set_debug_level_from_env()

@@ -74,7 +74,7 @@ def _number(variable: str, field: str) -> int:
             return int(getattr(RankInfo.from_env(), field))
         except LauncherEnvironmentError:  # whoever joins ranks says what is missing; to ask for a number, this is enough
             return int(getattr(RankInfo(rank=0, world_size=1), field))
-    if not text.isdigit():
+    if not text.isdecimal():
         raise UsageError(f"{variable}={text!r} is no number.")
     return int(text)
 

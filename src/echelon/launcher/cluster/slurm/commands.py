@@ -45,7 +45,7 @@ def submit(script: str, export: Sequence[str]) -> str:
     if said.returncode:
         raise UsageError(f"Slurm refuses the job: {_reason(said.stderr)}")
     number = said.stdout.strip().split(";")[0]
-    if not number.isdigit():
+    if not number.isdecimal():
         raise EchelonError(f"sbatch must answer with the number of a job, got {said.stdout.strip()[:200]!r}.")
     return number
 

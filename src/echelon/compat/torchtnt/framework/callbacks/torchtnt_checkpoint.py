@@ -145,7 +145,7 @@ class _Numbered:
         text = str(parameter)
         if text in self._here:
             return text
-        if text.isdigit() and int(text) < len(self._here):
+        if text.isdecimal() and int(text) < len(self._here):
             return self._here[int(text)]
         found = _unwrapped(text, set(self._here))
         if found not in self._here:
