@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.times import TimeRecord, read_times
-from echelon.observe.facts import get, number
+from echelon.observe.columns import moment
+from echelon.observe.facts import get
 
 __all__ = ["LOST", "Goodput", "goodput"]
 
@@ -72,7 +73,7 @@ class _Attempt:
         """
         exit_json, records = read_json(run.exit_json), _critical(read_times(run))
         began = records[0].time - records[0].wall_s - records[0].startup_s if records else None
-        started, ended = number(get(exit_json, "started")), number(get(exit_json, "ended"))
+        started, ended = moment(get(exit_json, "started")), moment(get(exit_json, "ended"))
         started = started if started is not None else began if began is not None else commanded
         last = records[-1].time if records else started
         ended = ended if ended is not None else last
@@ -92,7 +93,7 @@ def goodput(run: RunDir) -> Goodput | None:
 
     An attempt's start and end are by its launcher's clock, what its loop did by the clock of its ranks; only durations are added.
     """
-    commanded = number(get(read_json(run.run_json), "started"))
+    commanded = moment(get(read_json(run.run_json), "started"))
     found = (_Attempt.read(RunDir(run.path, int(p.name)), commanded) for p in run.attempts())
     attempts = _from_command([each for each in found if each is not None], commanded)
     if not attempts:
