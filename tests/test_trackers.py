@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -154,29 +155,53 @@ def test_a_training_run_is_tracked_with_what_it_logs(run: RunDir, monkeypatch: p
 class Broken:
     """A tracker whose server went away."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, error: Exception) -> None:
+        self.calls, self._error = 0, error
 
     def log(self, name: str, data: Any, step: int) -> None: ...
 
     def log_dict(self, payload: Any, step: int) -> None:
         self.calls += 1
-        raise ConnectionError("gone")
+        raise self._error
 
     def close(self) -> None:
         self.calls += 1
 
 
-def test_a_tracker_that_fails_is_said_once_and_the_run_goes_on(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
-    broken = Broken()
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConnectionError("gone"), "ConnectionError('gone')"),
+        (UsageError("it cannot begin. Set its address."), "it cannot begin. Set its address"),
+    ],
+)
+def test_a_tracker_that_fails_is_said_once_and_the_run_goes_on(
+    run: RunDir, caplog: pytest.LogCaptureFixture, error: Exception, said: str
+) -> None:
+    broken = Broken(error)
     sinks = [FolderSink(run), trackers.TrackerSink("wandb", broken)]
     for sink in sinks:
         sink.records(RECORDS)
         sink.close()
     assert broken.calls == 1 and len(read_lines(run.metrics)) == len(RECORDS)
     assert [r.getMessage() for r in caplog.records] == [
-        "wandb gets no more numbers: ConnectionError('gone'). The run continues; metrics.jsonl has them."
+        f"wandb gets no more numbers: {said}. The run continues; metrics.jsonl has them."
     ]
+
+
+@pytest.mark.full
+def test_an_mlflow_server_that_is_away_ends_no_training(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as nobody:  # has the port, and does not listen
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        monkeypatch.setenv("ECHELON_TRACK", "mlflow,csv")
+        ech.train(Regression(), [batch(4, 0), batch(4, 1)], max_epochs=1)
+    assert [r["step"] for r in read_lines(run.metrics)] == [1, 2] and len((run.path / "metrics.csv").read_text().split()) == 3
+    (said,) = [r.getMessage() for r in caplog.records if r.name.startswith("echelon")]
+    assert said.startswith("mlflow gets no more numbers: MLflow cannot begin a run") and "MLFLOW_TRACKING_URI" in said
 
 
 def test_only_known_trackers_that_are_installed_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

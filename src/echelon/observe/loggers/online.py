@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.arguments import is_path
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import EchelonError, UsageError, require
 from echelon.observe.loggers.logger import Scalar, hold, rank, scalar_to_float
 
 __all__ = ["MLflowLogger", "OnlineLogger", "TrackioLogger", "WandbLogger"]
@@ -157,7 +157,7 @@ class MLflowLogger(OnlineLogger):
             experiment = known.experiment_id if known is not None else self._client.create_experiment(self.project)
             self._id = self._client.create_run(experiment, run_name=self.name).info.run_id
         except self._tracker.exceptions.MlflowException as error:
-            raise UsageError(
+            raise EchelonError(
                 f"MLflow cannot begin a run: {str(error)[:300]}. Set MLFLOW_TRACKING_URI to your server, or install mlflow as a "
                 "whole for a database in a file."
             ) from error

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir, read_json
 from echelon.observe.loggers import CSVLogger, MetricLogger, MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 
@@ -77,13 +77,10 @@ class TrackerSink:
             return
         try:
             do()
-        except UsageError:
-            raise
         except Exception as error:  # whatever a library of others, or the network, comes up with
             self._failed = True
-            logger.warning(
-                "%s gets no more numbers: %s. The run continues; metrics.jsonl has them.", self._name, repr(error)[:500]
-            )
+            why = str(error).rstrip(".") if isinstance(error, EchelonError) else repr(error)
+            logger.warning("%s gets no more numbers: %s. The run continues; metrics.jsonl has them.", self._name, why[:500])
 
 
 def trackers(run: RunDir) -> list[TrackerSink]:
