@@ -7,6 +7,8 @@ import gzip
 import json
 import logging
 import os
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,10 @@ from echelon.contracts.profile import MEMORY_VARIABLE, VARIABLE, Profile
 from echelon.contracts.run_dir import RUN_DIR_VARIABLE, RunDir
 from echelon.world import memory_history
 from tests.conftest import Ranks
+from tests.models import batch
 from tests.slow_ranks import Batches, Fault, Net, Unit, run_folder, train
+from tests.started import Started
+from tests.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -105,19 +110,66 @@ def test_a_trace_has_the_steps_of_the_ranks_that_were_named(ranks: Ranks, tmp_pa
     assert not said[1] and len(said[0]) == 1 and "there is no GPU here: nothing is written" in said[0][0]
 
 
-def test_steps_that_do_not_come_are_said_and_a_short_end_is_kept(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_short_end_is_kept(ranks: Ranks, tmp_path: Path) -> None:
     run = run_folder(tmp_path)
-    ((late, cut),) = ranks(1, _late_and_cut, str(tmp_path))
-    assert late == ["--profile steps=7:8,ranks=0: training ended after step 6, so nothing is traced"]
-    assert cut == [] and _steps(run.profiles / "000" / "steps-5-6.rank0.json.gz") == ["step 5", "step 6"]
+    (said,) = ranks(1, _traced, str(tmp_path), "steps=5:90", False)
+    assert [text for text in said if text.startswith("--profile")] == []
+    assert _steps(run.profiles / "000" / "steps-5-6.rank0.json.gz") == ["step 5", "step 6"]
 
 
-def _late_and_cut(folder: str) -> Any:
-    late, cut = (
-        [text for text in _traced(folder, profile, False) if text.startswith("--profile")]
-        for profile in ("steps=7:8", "steps=5:90")
-    )
-    return late, cut
+def _own_epochs() -> None:
+    model: Any = torch.nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer, loader = ech.prepare(model, optimizer, [batch(4, i) for i in range(2)], strategy="noop")
+    for _ in range(3):
+        for x, y in loader:
+            with ech.window(model) as window:
+                window.backward(torch.nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def _calls_of_train() -> None:
+    unit = Regression()
+    for epochs in (1, 2, 3):
+        ech.train(unit, [batch(4, i) for i in range(2)], max_epochs=epochs)
+
+
+@pytest.mark.parametrize("trains", [_own_epochs, _calls_of_train])
+def test_steps_of_a_later_epoch_are_traced_and_those_that_go_on_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trains: Callable[[], None]
+) -> None:
+    """Each epoch, or call, is a training of its own: six steps in three."""
+    run = run_folder(tmp_path)
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(VARIABLE, "steps=4:5")
+    trains()
+    assert {path.name: _steps(path) for path in (run.profiles / "000").glob("*.gz")} == {
+        "steps-4-4.rank0.json.gz": ["step 4"],
+        "steps-5-5.rank0.json.gz": ["step 5"],
+    }
+    assert [r.getMessage() for r in caplog.records if "--profile" in r.getMessage()] == []
+
+
+TRAINS = """
+import echelon as ech
+from tests.models import batch
+from tests.units import Regression
+
+unit = Regression()
+for epochs in (1, 2):
+    ech.train(unit, [batch(4, 0), batch(4, 1)], max_epochs=epochs)
+print("trained", flush=True)
+"""
+
+
+def test_steps_that_do_not_come_are_said_once_when_the_process_ends(started: Started) -> None:
+    profile = ("--ranks", "1", "--name", "r", "--profile", "steps=5")
+    run = started.run(*profile, started.script(TRAINS), env={"PYTHONPATH": os.getcwd()}, stderr=subprocess.STDOUT)
+    said = run.communicate(timeout=60)[0].decode()
+    assert run.returncode == 0 and said.count("--profile") == 1, said
+    told = said.index("--profile steps=5:5,ranks=0: training ended after step 4, so nothing is traced")
+    assert told > said.index("trained\n")
 
 
 def test_a_step_that_fails_is_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import echelon.contracts.times
 from echelon.contracts.errors import UsageError
 from echelon.contracts.events import record_of
 from echelon.contracts.files import parse_object
 from echelon.contracts.run_dir import RunDir
 from echelon.observe import chart, report
+from echelon.observe.attempt_times import times_of
 from echelon.observe.columns import Columns, number
-from echelon.observe.page.ranks import spent_of, times_of
+from echelon.observe.goodput import goodput
+from echelon.observe.page.ranks import spent_of
 from echelon.observe.thinning import calm
 from tests import browser
 from tests.run_folders import PAYLOADS, START, Page, evaluation, make_run, page_of, stretch, times, training
@@ -178,6 +182,29 @@ def test_goodput_and_the_slow_rank_are_told(tmp_path: Path) -> None:
     assert "Rank 1 on node1 takes 6.4 x as long as the others: its data, train.py:41 in load." in text
     # Of 90 s from start to end: 200 steps of 81 ms, of which 10 ms are evaluation and 60 ms its wait for data.
     assert "Goodput 2% of the wall time" in text and "data 12.0s 13.3% waiting for batches" in text
+
+
+def test_the_records_of_a_few_ranks_are_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A day of a thousand ranks is six million records. Held are those of the critical rank, the last and this one."""
+    run = make_run(tmp_path, [training(1, 1.0)])
+    ranks, records = 20, 200
+    for rank in range(ranks):
+        times(run, 0, rank, *(stretch(s, s + 1, forward=0.01, wait=0.001 * rank) for s in range(records)))
+    held: dict[int, weakref.ref[Any]] = {}
+    most, parse = 0, echelon.contracts.times.parse
+
+    def counted(line: Any) -> Any:
+        nonlocal most
+        record = parse(line)
+        assert record is not None
+        held[id(record)] = weakref.ref(record, lambda _, key=id(record): held.pop(key, None))
+        most = max(most, len(held))
+        return record
+
+    monkeypatch.setattr(echelon.contracts.times, "parse", counted)
+    found = goodput(run)
+    assert found is not None and most <= 3 * records + 1
+    assert "Where the time goes" in report.render(run) and most <= 3 * records + 1 + 32 * ranks
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
+import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,20 @@ RECORDS += [{"step": 3, "eval_loss": 0.5, "time": 1e9 + 4}, {"step": 4, "loss": 
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]:
     made = ech.RunDir.create(tmp_path / "runs", "mine")
     write_json(made.run_json, {"name": "mine", "ranks": 2, "versions": {"torch": "2"}, "args": ["--lr", "1"]})
     for name, value in made.to_env().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HOME", str(tmp_path))
-    return made
+    yield made
+    end_trackers(made, monkeypatch)
+
+
+def end_trackers(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the end of a process does."""
+    monkeypatch.setenv("ECHELON_TRACK", "")
+    assert trackers.trackers(run) == []
 
 
 def track(names: str, records: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +59,9 @@ def track(names: str, records: list[dict[str, Any]], monkeypatch: pytest.MonkeyP
         sink.event({"event": "train_start", "time": 1.0})
         sink.records(records[2:])
         sink.close()
+    run = RunDir.current()
+    assert run is not None
+    end_trackers(run, monkeypatch)
 
 
 WANDB = """
@@ -93,6 +105,51 @@ def test_wandb_keeps_a_run_offline_where_nobody_is_logged_in(run: RunDir, tmp_pa
     rows = wandb_rows(path)
     assert [(r["step"], r["loss"]) for r in rows if "loss" in r] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
     assert [r["eval_loss"] for r in rows if "eval_loss" in r] == [0.5] and rows[0]["tokens_per_s"] == 5.0
+
+
+OWN = """
+import torch, echelon as ech
+from tests.models import batch
+
+model = torch.nn.Linear(4, 1).double()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer, loader = ech.prepare(model, optimizer, [batch(4, i) for i in range(2)], strategy="noop")
+for epoch in range(3):
+    for x, y in loader:
+        with ech.window(model) as window:
+            window.backward(torch.nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.full
+def test_a_folder_is_one_run_of_each_tracker_whatever_loop_trains_and_after_a_restart(run: RunDir, tmp_path: Path) -> None:
+    """A loop that counts its epochs itself has a run of ours for each of them."""
+    env = {
+        **clean_environment(),
+        **run.to_env(),
+        "HOME": str(tmp_path),
+        "ECHELON_TRACK": "wandb,mlflow",
+        "PYTHONPATH": os.getcwd(),
+    }
+    env |= {"MLFLOW_TRACKING_URI": f"file:{tmp_path}/mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", OWN], env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and "no more numbers" not in done.stderr, done.stderr
+    paths = sorted(run.path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(paths) == 2 and len({path.name for path in paths}) == 1  # a file of each process, of one run
+    assert [[r["step"] for r in wandb_rows(path) if "loss" in r] for path in paths] == [[1, 2, 3, 4, 5, 6]] * 2
+    metrics = list((tmp_path / "mlruns").glob("*/*/metrics/loss"))
+    assert len(metrics) == 1 and len(metrics[0].read_text().splitlines()) == 12
+
+
+def test_folders_of_one_name_are_different_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(trackers, "WandbLogger", lambda *args: seen.append(args[-1]))
+    for name in ("a/mine", "b/mine", "a/mine", "\u00e9 t\u00e9"):
+        trackers.TRACKERS["wandb"](RunDir(tmp_path / name), {})
+    assert seen[0] == seen[2] != seen[1] and all(re.fullmatch(r"(mine|--t-)-[0-9a-f]{12}", each) for each in seen)
 
 
 @pytest.mark.full
@@ -154,29 +211,79 @@ def test_a_training_run_is_tracked_with_what_it_logs(run: RunDir, monkeypatch: p
 class Broken:
     """A tracker whose server went away."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, error: Exception) -> None:
+        self.calls, self._error = 0, error
 
     def log(self, name: str, data: Any, step: int) -> None: ...
 
     def log_dict(self, payload: Any, step: int) -> None:
         self.calls += 1
-        raise ConnectionError("gone")
+        raise self._error
+
+    def flush(self) -> None:
+        self.calls += 1
 
     def close(self) -> None:
         self.calls += 1
 
 
-def test_a_tracker_that_fails_is_said_once_and_the_run_goes_on(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
-    broken = Broken()
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConnectionError("gone"), "ConnectionError('gone')"),
+        (UsageError("it cannot begin. Set its address."), "it cannot begin. Set its address"),
+    ],
+)
+def test_a_tracker_that_fails_is_said_once_and_the_run_goes_on(
+    run: RunDir, caplog: pytest.LogCaptureFixture, error: Exception, said: str
+) -> None:
+    broken = Broken(error)
     sinks = [FolderSink(run), trackers.TrackerSink("wandb", broken)]
     for sink in sinks:
         sink.records(RECORDS)
         sink.close()
     assert broken.calls == 1 and len(read_lines(run.metrics)) == len(RECORDS)
     assert [r.getMessage() for r in caplog.records] == [
-        "wandb gets no more numbers: ConnectionError('gone'). The run continues; metrics.jsonl has them."
+        f"wandb gets no more numbers: {said}. The run continues; metrics.jsonl has them."
     ]
+
+
+@pytest.mark.full
+def test_an_mlflow_server_that_is_away_ends_no_training(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as nobody:  # has the port, and does not listen
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        monkeypatch.setenv("ECHELON_TRACK", "mlflow,csv")
+        ech.train(Regression(), [batch(4, 0), batch(4, 1)], max_epochs=1)
+    assert [r["step"] for r in read_lines(run.metrics)] == [1, 2] and len((run.path / "metrics.csv").read_text().split()) == 3
+    (said,) = [r.getMessage() for r in caplog.records if r.name.startswith("echelon")]
+    assert said.startswith("mlflow gets no more numbers: MLflow cannot begin a run") and "MLFLOW_TRACKING_URI" in said
+
+
+class Counted(Broken):
+    """Counts what it is told."""
+
+    def log_dict(self, payload: Any, step: int) -> None:
+        self.calls += 1
+
+
+def test_a_tracker_is_made_once_for_all_trainings_of_a_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Counted] = []
+
+    def make(run: RunDir, config: Any) -> Counted:
+        made.append(Counted(ValueError()))
+        return made[-1]
+
+    monkeypatch.setattr(trackers, "TRACKERS", {**trackers.TRACKERS, "csv": make})
+    monkeypatch.setenv("ECHELON_TRACK", "csv")
+    exec(OWN, {"__name__": "__main__"})
+    ech.train(Regression(), [batch(4, 0)], max_epochs=1)
+    assert len(made) == 1 and made[0].calls == 3 * 2 + 1 + 4  # numbers, and four trainings end
+    other = ech.RunDir.create(run.path.parent, "other")
+    assert len(trackers.trackers(other)) == 1 and made[0].calls == 12 and len(made) == 2
 
 
 def test_only_known_trackers_that_are_installed_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

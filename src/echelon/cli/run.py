@@ -37,6 +37,7 @@ __all__ = [
     "describe",
     "device_in_env",
     "execute",
+    "finish",
     "stem_of",
     "track_in_env",
 ]
@@ -161,7 +162,7 @@ def execute(arguments: argparse.Namespace) -> int:
         _say(f"echelon: {outcome.note}")
     if outcome.exit_code == REQUEUE and outcome.failure is None:
         _say_how_to_go_on(run, named=arguments.name is not None, restart=job.restart)
-    _finish(run, outcome.exit_code)
+    finish(run)
     return outcome.exit_code
 
 
@@ -314,7 +315,7 @@ def _stopped(run: RunDir) -> dict[str, Any]:
     return next((event for event in reversed(list(events)) if event.get("event") == "stopped"), {})
 
 
-def _finish(run: RunDir, exit_code: int) -> None:
+def finish(run: RunDir) -> None:
     """Say where everything is. A report that cannot be written does not turn a good run into a bad one."""
     from echelon.observe import report
 
@@ -327,6 +328,11 @@ def _finish(run: RunDir, exit_code: int) -> None:
         lines.append(f"report     {report.write(run)}")
     except (OSError, EchelonError) as error:
         lines.append(f"report     not written: {error}")
+    except Exception as error:  # a fault of ours, which is no reason to lose the run's exit code
+        lines.append(
+            f"report     not written: {error!r}. Nothing of the run is lost. `echelon report {run.path}` tries it again: please "
+            "report what it says."
+        )
     _say("\n".join(lines))
 
 

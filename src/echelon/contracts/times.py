@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from echelon.contracts.events import LineReader
+from echelon.contracts.files import open_file
 from echelon.contracts.run_dir import RunDir
 
-__all__ = ["PARTS", "TimeRecord", "TimesReader", "parse", "ranks_of", "read_times"]
+__all__ = ["PARTS", "TimeRecord", "TimesReader", "parse", "ranks_of", "read_times", "records_of"]
 
 # What adds up to `wall_s`, as they are shown.
 PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "wait_s", "checkpoint_s", "eval_s", "other_s")
@@ -152,3 +154,16 @@ def _reader(path: Path) -> LineReader:
 def read_times(run: RunDir) -> dict[int, list[TimeRecord]]:
     """All records of the attempt `run.attempt`, by rank; empty where there are none. Never an error."""
     return TimesReader(run).read()
+
+
+def records_of(run: RunDir, rank: int) -> Iterator[TimeRecord]:
+    """The records of one rank, as they are read; none if its file cannot be. Never an error."""
+    try:
+        file = open(open_file(run.times(rank)), "rb")
+    except OSError:
+        return
+    with file, contextlib.suppress(OSError):
+        size = os.fstat(file.fileno()).st_size  # not what comes meanwhile, without end
+        for line in _reader(run.times(rank)).records_of(file, size):
+            if (record := parse(line)) is not None:
+                yield record

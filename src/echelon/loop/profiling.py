@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _ROWS = 25  # of the summary table
 
+_traces: dict[tuple[int, Profile, Path], _Trace] = {}  # by process, as a fork takes them along
+
 
 def asked_for() -> list[Callback]:
     """The callbacks of a training run that does what its command asked for; as a rule none."""
@@ -34,29 +37,40 @@ def asked_for() -> list[Callback]:
     if run is None:
         return found
     if wanted is not None and (wanted.ranks is None or agree.rank() in wanted.ranks):
-        found.append(_Trace(wanted, run))
+        key = (os.getpid(), wanted, run.attempt_path)
+        if key not in _traces:
+            _traces[key] = _Trace(wanted, run)
+        found.append(_traces[key])
     if wants_memory_snapshot():
         found.append(_Memory(run))
     return found
 
 
 class _Trace(Callback):
-    """Traces the steps of this rank, from the wait for the first one's data to the callbacks of the last."""
+    """Traces the steps of this rank, from the wait for the first one's data to the callbacks of the last.
+
+    One for all trainings of a process: a loop that counts its epochs itself has one for each. Steps that go on in the next are
+    in a trace of their own, without what is between the two.
+    """
 
     may_stop = False
 
     def __init__(self, wanted: Profile, run: RunDir) -> None:
         self._wanted, self._run = wanted, run
         self._profile: profile | None = None
+        self._first = wanted.first  # of the trace under way
         self._step: Any = None
-        self._done = False
+        self._trained = 0
+        self._pid, self._done, self._has_traced = os.getpid(), False, False
+        atexit.register(self._say_if_none)
 
     def on_train_start(self, state: State, unit: Any) -> None:
-        steps = unit.train_progress.num_steps_completed
-        if steps >= self._wanted.first:
+        self._trained = unit.train_progress.num_steps_completed
+        if self._trained >= self._wanted.last and not self._done:
             self._done = True
-            logger.warning("--profile %s: training begins after step %s, so nothing is traced", self._wanted, steps)
-        self._before(steps + 1)
+            if not self._has_traced:
+                logger.warning("--profile %s: training begins after step %s, so nothing is traced", self._wanted, self._trained)
+        self._before(self._trained + 1)
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
         if self._profile is not None:
@@ -66,23 +80,28 @@ class _Trace(Callback):
     def on_train_step_end(self, state: State, unit: Any) -> None:
         if self._done:
             return
-        steps = unit.train_progress.num_steps_completed
+        steps = self._trained = unit.train_progress.num_steps_completed
         self._after_step()
         if self._profile is not None and steps >= self._wanted.last:
+            self._done = True
             self._write(steps)
         else:
             self._before(steps + 1)
 
     def on_train_end(self, state: State, unit: Any) -> None:
-        steps = unit.train_progress.num_steps_completed
         self._after_step()
-        if self._profile is not None and steps >= self._wanted.first:
-            self._write(steps)
-        elif not self._done:
-            self._done = True
-            if self._profile is not None:  # it waited for the first step's data, and there was none
-                self._profile.stop()
-            logger.warning("--profile %s: training ended after step %s, so nothing is traced", self._wanted, steps)
+        if self._profile is None:
+            return
+        if self._trained >= self._first:
+            self._write(self._trained)
+        else:  # it waited for the first step's data, and there was none
+            self._profile.stop()
+            self._profile = None
+
+    def _say_if_none(self) -> None:
+        """At the end of the process: any training before may have been followed by one that comes to the steps."""
+        if os.getpid() == self._pid and not self._done and not self._has_traced:
+            logger.warning("--profile %s: training ended after step %s, so nothing is traced", self._wanted, self._trained)
 
     def on_exception(self, state: State, unit: Unit, exc: BaseException) -> None:
         if self._profile is not None:  # a step that failed is worth seeing, too
@@ -94,6 +113,7 @@ class _Trace(Callback):
             return
         if self._profile is None:
             kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+            self._first = step
             self._profile = profile(activities=kinds, record_shapes=True, profile_memory=True)
             self._profile.start()
 
@@ -104,10 +124,10 @@ class _Trace(Callback):
 
     def _write(self, last: int) -> None:
         """The trace and its table. What goes wrong is said; the training goes on."""
-        found, self._profile, self._done = self._profile, None, True
+        found, self._profile, self._has_traced = self._profile, None, True
         assert found is not None
         found.stop()
-        rank, first = agree.rank(), self._wanted.first
+        rank, first = agree.rank(), self._first
         name = f"steps-{first}-{max(first, last)}.rank{rank}"
         by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
 

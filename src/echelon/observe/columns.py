@@ -13,7 +13,7 @@ from itertools import islice, pairwise
 from operator import lt
 from typing import Any, overload
 
-__all__ = ["Columns", "Line", "number"]
+__all__ = ["Columns", "Line", "finite", "moment", "number"]
 
 Point = tuple[float, float]
 
@@ -72,10 +72,11 @@ class Columns:
 
     def _add(self, batch: list[Mapping[str, Any]]) -> None:
         steps = [record["step"] for record in batch]
-        if not _is_plain(steps):
-            numbers = [number(step) for step in steps]
-            batch = [r for r, step in zip(batch, numbers, strict=True) if step is not None and math.isfinite(step)]
-            steps = [step for step in numbers if step is not None and math.isfinite(step)]
+        # Of numbers up to 1e300 the sum is finite, and a nan that is not the first does not show in their extremes.
+        if not _is_plain(steps) or not math.isfinite(sum(steps)):
+            numbers = [finite(step) for step in steps]
+            batch = [r for r, step in zip(batch, numbers, strict=True) if step is not None]
+            steps = [step for step in numbers if step is not None]
         for name in dict.fromkeys(name for names in {tuple(record) for record in batch} for name in names):
             if name == "step":
                 continue
@@ -125,3 +126,15 @@ def number(value: object) -> float | None:
     if abs(value) > 1e300:  # compared before the conversion: a Python int may be too large for a float
         return math.inf if value > 0 else -math.inf
     return float(value)
+
+
+def finite(value: object) -> float | None:
+    """As `number`, without those that are not finite."""
+    found = number(value)
+    return found if found is not None and math.isfinite(found) else None
+
+
+def moment(value: object) -> float | None:
+    """Seconds since the epoch, as a clock may show them; None for anything else."""
+    found = number(value)
+    return found if found is not None and 0 <= found < 1e12 else None

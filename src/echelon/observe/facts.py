@@ -17,9 +17,9 @@ from echelon.contracts.events import survey, survey_into
 from echelon.contracts.files import parse_object, read_bytes
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
-from echelon.observe.columns import Columns, Line, number
+from echelon.observe.columns import Columns, Line, finite, moment
 
-__all__ = ["Attempt", "Facts", "FirstFailure", "Status", "children", "get", "number", "read", "size_bytes", "word"]
+__all__ = ["Attempt", "Facts", "FirstFailure", "Status", "children", "get", "read", "size_bytes", "word"]
 
 _MOST_FOLDERS = 10_000  # in one checkpoint, which has a handful
 _INTERRUPTED = (130, 143)  # 128 + SIGINT, 128 + SIGTERM
@@ -81,8 +81,8 @@ class Attempt:
 
     def span(self) -> tuple[float | None, float | None]:
         """Start and end in seconds since the epoch, from exit.json, else from the first and the last event."""
-        times = [t for t in (number(e.get("time")) for e in self.events) if t is not None]
-        started, ended = number(get(self.exit, "started")), number(get(self.exit, "ended"))
+        times = [t for t in (moment(e.get("time")) for e in self.events) if t is not None]
+        started, ended = moment(get(self.exit, "started")), moment(get(self.exit, "ended"))
         first, last = (times[0], times[-1]) if times else (None, None)
         return (first if started is None else started, last if ended is None else ended)
 
@@ -97,13 +97,13 @@ class Attempt:
 
     def first_step(self) -> float | None:
         """The steps that were done when it began to train."""
-        return next((number(e.get("step")) for e in self.events if e.get("event") == "train_start"), None)
+        return next((finite(e.get("step")) for e in self.events if e.get("event") == "train_start"), None)
 
     def evaluations(self) -> list[tuple[float, float]]:
         """Start and end of each, in seconds since the epoch."""
         found, began = [], None
         for event in self.events:
-            at = number(event.get("time"))
+            at = moment(event.get("time"))
             if event.get("event") == "eval_start":
                 began = at
             elif event.get("event") == "eval_end" and began is not None and at is not None and at >= began:
@@ -112,8 +112,8 @@ class Attempt:
         return found
 
     def saved(self) -> list[tuple[float | None, float | None]]:
-        """(step, time) of every checkpoint that was saved, in order."""
-        return [(number(e.get("step")), number(e.get("time"))) for e in self.events if e.get("event") == "checkpoint_saved"]
+        """(step, time) of every checkpoint that was saved, in order; None where an event does not say it."""
+        return [(finite(e.get("step")), moment(e.get("time"))) for e in self.events if e.get("event") == "checkpoint_saved"]
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from echelon.contracts.run_dir import RunDir, read_json
-from echelon.contracts.times import TimeRecord, read_times
-from echelon.observe.facts import get, number
+from echelon.contracts.times import TimeRecord
+from echelon.observe.attempt_times import AttemptTimes, times_of
+from echelon.observe.columns import moment
+from echelon.observe.facts import get
 
 __all__ = ["LOST", "Goodput", "goodput"]
 
@@ -56,7 +58,7 @@ class Goodput:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What one attempt left, of the rank that held up the others: its data is what all of them waited for."""
+    """What one attempt left, of the rank that held up the others."""
 
     started: float
     ended: float
@@ -64,15 +66,15 @@ class _Attempt:
     records: Sequence[TimeRecord]
 
     @classmethod
-    def read(cls, run: RunDir, commanded: float | None) -> _Attempt | None:
+    def read(cls, times: AttemptTimes, commanded: float | None) -> _Attempt | None:
         """None if nothing says when it was.
 
         Args:
             commanded: when the run was last commanded to start, which may be of this attempt or of another.
         """
-        exit_json, records = read_json(run.exit_json), _critical(read_times(run))
+        exit_json, records = read_json(times.run.exit_json), times.critical
         began = records[0].time - records[0].wall_s - records[0].startup_s if records else None
-        started, ended = number(get(exit_json, "started")), number(get(exit_json, "ended"))
+        started, ended = moment(get(exit_json, "started")), moment(get(exit_json, "ended"))
         started = started if started is not None else began if began is not None else commanded
         last = records[-1].time if records else started
         ended = ended if ended is not None else last
@@ -81,19 +83,16 @@ class _Attempt:
         return cls(started, ended, isinstance(get(exit_json, "hang"), Mapping), records)
 
 
-def _critical(times: Mapping[int, Sequence[TimeRecord]]) -> Sequence[TimeRecord]:
-    """Of the rank that came furthest; among equals, of the one that waited least."""
-    ranks = [records for records in times.values() if records]
-    return min(ranks, key=lambda records: (-records[-1].steps[1], sum(r.wait_s for r in records)), default=[])
-
-
-def goodput(run: RunDir) -> Goodput | None:
+def goodput(run: RunDir, times: Sequence[AttemptTimes] | None = None) -> Goodput | None:
     """Of all attempts in a run's folder; None where nothing says when they were. Never an error.
 
     An attempt's start and end are by its launcher's clock, what its loop did by the clock of its ranks; only durations are added.
+
+    Args:
+        times: as `times_of` gives them for this run, where they have been read.
     """
-    commanded = number(get(read_json(run.run_json), "started"))
-    found = (_Attempt.read(RunDir(run.path, int(p.name)), commanded) for p in run.attempts())
+    commanded = moment(get(read_json(run.run_json), "started"))
+    found = (_Attempt.read(each, commanded) for each in (times_of(run) if times is None else times))
     attempts = _from_command([each for each in found if each is not None], commanded)
     if not attempts:
         return None

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.times import TimeRecord, TimesReader
 
-__all__ = ["Recent"]
+__all__ = ["KEPT", "Recent"]
 
-_KEPT = 32  # of each rank: as many as `stragglers` looks at
+KEPT = 32  # of each rank: as many as `stragglers` looks at
 
 
 class Recent:
@@ -23,5 +23,5 @@ class Recent:
     def look(self) -> Mapping[int, Sequence[TimeRecord]]:
         """The latest records by rank; empty for a run that leaves none."""
         for rank, new in self._reader.read().items():
-            self._records.setdefault(rank, deque(maxlen=_KEPT)).extend(new)
+            self._records.setdefault(rank, deque(maxlen=KEPT)).extend(new)
         return {rank: list(self._records[rank]) for rank in sorted(self._records)}

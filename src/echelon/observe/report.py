@@ -83,7 +83,7 @@ def _one(shown: Shown) -> list[str]:
         _notes(facts.notes),
         charts([shown]),
         history.failure(facts.attempts[-1]) if status.kind == "failed" else "",
-        ranks(run),
+        ranks(shown.times),
         productive(shown.goodput),
         history.timeline(facts),
         history.attempts(facts.attempts),
@@ -105,7 +105,7 @@ def _several(runs: Sequence[Shown]) -> list[str]:
             f'<section class="one"><h2 class="run r{each.number % 8}">{safe(each.label, 60)}</h2>'
             f'<p><span class="status {status.kind}">{safe(status.text, 100)}</span> {safe(redacted(status.detail), 300)}</p>',
             _notes(facts.notes),
-            ranks(each.run),
+            ranks(each.times),
             productive(each.goodput),
             history.timeline(facts),
             history.attempts(facts.attempts),

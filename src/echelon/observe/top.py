@@ -18,7 +18,7 @@ from echelon.contracts.files import read_end
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.terminal import columns, one_line
 from echelon.contracts.times import PARTS, TimeRecord
-from echelon.observe.columns import number
+from echelon.observe.columns import finite, moment, number
 from echelon.observe.facts import Attempt, get, word
 from echelon.observe.recent import Recent
 from echelon.observe.sinks.model import ProgressModel
@@ -189,11 +189,11 @@ def _running(attempt: Attempt | None) -> float | None:
 
 def _event_line(event: Mapping[str, Any]) -> str:
     """An event in a line; empty for one that is not worth it."""
-    name, at = event.get("event"), number(event.get("time"))
-    if name not in _NOTED:
+    name, at = event.get("event"), moment(event.get("time"))
+    if not isinstance(name, str) or name not in _NOTED:
         return ""
-    clock = time.strftime("%H:%M:%S", time.localtime(at)) if at is not None and 0 < at < 4e9 else "--:--:--"
-    step, loss = number(event.get("step")), number(event.get("eval_loss"))
+    clock = time.strftime("%H:%M:%S", time.localtime(at)) if at is not None else "--:--:--"
+    step, loss = finite(event.get("step")), number(event.get("eval_loss"))
     words = {
         "train_start": "training begins",
         "checkpoint_saved": "checkpoint",
@@ -202,7 +202,7 @@ def _event_line(event: Mapping[str, Any]) -> str:
         "exception": f"{event.get('kind')}: {event.get('message')}",
         "stopped": f"stopped by {event.get('signal')}",
         "train_end": "training ends",
-    }[str(name)]
+    }[name]
     return f"{clock}  {words}{f' at step {step:.0f}' if step is not None else ''}"
 
 

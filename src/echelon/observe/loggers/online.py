@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.arguments import is_path
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import EchelonError, UsageError, require
 from echelon.observe.loggers.logger import Scalar, hold, rank, scalar_to_float
 
 __all__ = ["MLflowLogger", "OnlineLogger", "TrackioLogger", "WandbLogger"]
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 # Steps that are held in memory, and for how long: numbers on a GPU are read when they are given on, all at once.
 _PORTION = 100
 _PORTION_S = 5.0
+_TAG = "echelon.id"  # of a run in MLflow, which gives ids of its own
 
 
 class OnlineLogger(ABC):
@@ -42,16 +43,25 @@ class OnlineLogger(ABC):
         name: of the run there.
         folder: where the tracker may keep files.
         config: settings to show beside the numbers, as plain values.
+        id: under which the tracker knows the run: one that is there goes on. At most 100 letters, digits, - and _; None is a new
+            run each time.
     """
 
     package = ""
 
     def __init__(
-        self, project: str, name: str | None = None, folder: str | Path = ".", config: Mapping[str, Any] | None = None
+        self,
+        project: str,
+        name: str | None = None,
+        folder: str | Path = ".",
+        config: Mapping[str, Any] | None = None,
+        id: str | None = None,
     ) -> None:
         require(isinstance(project, str) and bool(project), "project", "a name", project)
         require(is_path(folder), "folder", "a folder", folder)
-        self.project, self.name, self.folder, self.config = project, name, Path(folder), dict(config or {})
+        is_id = id is None or (isinstance(id, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,100}", id) is not None)
+        require(is_id, "id", "at most 100 letters, digits, - and _", id)
+        self.project, self.name, self.folder, self.config, self.id = project, name, Path(folder), dict(config or {}), id
         self._rows: dict[int, dict[str, Scalar]] = {}
         self._flushed_at, self._begun = time.monotonic(), False
         self._tracker: Any = self._import() if rank() == 0 else None
@@ -117,7 +127,7 @@ class WandbLogger(OnlineLogger):
     package = "wandb"
 
     def _begin(self) -> None:
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {} if self.id is None else {"id": self.id, "resume": "allow"}
         if "WANDB_MODE" not in os.environ and not self._has_login():
             options["mode"] = "offline"
             logger.warning("no login for Weights & Biases was found: the run is kept offline in %s/wandb", self.folder)
@@ -155,25 +165,38 @@ class MLflowLogger(OnlineLogger):
             self._client = self._tracker.MlflowClient()
             known = self._client.get_experiment_by_name(self.project)
             experiment = known.experiment_id if known is not None else self._client.create_experiment(self.project)
-            self._id = self._client.create_run(experiment, run_name=self.name).info.run_id
+            if self._goes_on(experiment):
+                return
+            tags = {} if self.id is None else {_TAG: self.id}
+            self._run = self._client.create_run(experiment, run_name=self.name, tags=tags).info.run_id
         except self._tracker.exceptions.MlflowException as error:
-            raise UsageError(
+            raise EchelonError(
                 f"MLflow cannot begin a run: {str(error)[:300]}. Set MLFLOW_TRACKING_URI to your server, or install mlflow as a "
                 "whole for a database in a file."
             ) from error
         params = [self._tracker.entities.Param(_mlflow_name(k), str(v)[:6000]) for k, v in list(self.config.items())[:100]]
         if params:
-            self._client.log_batch(self._id, params=params)
+            self._client.log_batch(self._run, params=params)
+
+    def _goes_on(self, experiment: str) -> bool:
+        """Take the run of this id, if there is one. Its settings stay: MLflow refuses to change them."""
+        if self.id is None:
+            return False
+        found = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{self.id}'", max_results=1)
+        for run in found:
+            self._run = run.info.run_id
+            self._client.update_run(self._run, status="RUNNING")
+        return bool(found)
 
     def _send(self, rows: Mapping[int, Mapping[str, float]]) -> None:
         now = int(1000 * time.time())
         metric = self._tracker.entities.Metric
         found = [metric(_mlflow_name(name), value, now, step) for step, row in rows.items() for name, value in row.items()]
         for at in range(0, len(found), 1000):  # as many as MLflow takes
-            self._client.log_batch(self._id, metrics=found[at : at + 1000])
+            self._client.log_batch(self._run, metrics=found[at : at + 1000])
 
     def _end(self) -> None:
-        self._client.set_terminated(self._id)
+        self._client.set_terminated(self._run)
 
 
 def _mlflow_name(name: str) -> str:

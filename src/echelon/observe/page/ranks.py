@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from echelon.contracts.run_dir import RunDir
-from echelon.contracts.times import PARTS, TimeRecord, read_times
+from echelon.contracts.times import PARTS, TimeRecord
+from echelon.observe.attempt_times import AttemptTimes
 from echelon.observe.chart import script_json
 from echelon.observe.page.text import safe
+from echelon.observe.recent import KEPT
 from echelon.observe.stragglers import stragglers
 
-__all__ = ["Spent", "ranks", "spent_of", "times_of"]
+__all__ = ["Spent", "ranks", "spent_of"]
 
 _CELLS = 4096  # of the map, at most
 _COLUMNS = 120
@@ -43,6 +45,7 @@ class Spent:
         steps: how many these are.
         cells: (steps, seconds by part) of each column.
         line: of the user's code, where it spent most of its own time, in its latest record that says so.
+        latest: the last records of the present attempt.
     """
 
     rank: int
@@ -51,6 +54,7 @@ class Spent:
     host: str = ""
     parts: list[float] = field(default_factory=lambda: [0.0] * len(PARTS))
     steps: float = 0.0
+    latest: deque[TimeRecord] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def settle(self) -> None:
         for steps, parts in self.cells:
@@ -63,30 +67,27 @@ class Spent:
         return total / self.steps if self.steps else 0.0
 
 
-Times = Sequence[Mapping[int, Sequence[TimeRecord]]]
+def spent_of(found: Sequence[AttemptTimes]) -> tuple[list[Spent], tuple[int, int]]:
+    """The ranks' times over all attempts, and the steps that the columns go over; steps that were done again count once.
 
-
-def times_of(run: RunDir) -> Times:
-    """The records of each attempt, by rank."""
-    return [read_times(RunDir(run.path, int(path.name))) for path in run.attempts()]
-
-
-def spent_of(found: Times) -> tuple[list[Spent], tuple[int, int]]:
-    """The ranks' times over all attempts, and the steps that the columns go over; steps that were done again count once."""
-    records = [record for of_attempt in found for of_rank in of_attempt.values() for record in of_rank]
-    if not records:
+    Reads the records once more, and holds a few of each rank.
+    """
+    spans = [each.steps for each in found if each.steps is not None]
+    if not spans:
         return [], (0, 0)
-    low, high = min(r.steps[0] for r in records), max(r.steps[1] for r in records)
-    everyone = sorted({rank for of_attempt in found for rank in of_attempt})
+    low, high = min(low for low, _ in spans), max(high for _, high in spans)
+    everyone = sorted({rank for each in found for rank in each.ranks})
     columns = max(1, min(_COLUMNS, high - low, _CELLS // min(len(everyone), _ROWS)))
     spent = {rank: Spent(rank, [(0.0, [0.0] * len(PARTS)) for _ in range(columns)]) for rank in everyone}
-    for of_attempt in found:
-        # One that took no step has nothing done again, wherever it began.
-        if began := [each[0].steps[0] for each in of_attempt.values() if each[-1].steps[1] > each[0].steps[0]]:
-            _forget(spent.values(), _column(min(began), low, high, columns))
-        for rank, of_rank in of_attempt.items():
-            for record in of_rank:
+    for attempt in found:
+        if attempt.began is not None:  # one that took no step has nothing done again, wherever it began
+            _forget(spent.values(), _column(attempt.began, low, high, columns))
+        for each in spent.values():
+            each.latest.clear()
+        for rank, records in attempt.by_rank():
+            for record in records:
                 _spread(spent[rank], record, low, high)
+                spent[rank].latest.append(record)
     for each in spent.values():
         each.settle()
     return list(spent.values()), (low, high)
@@ -99,7 +100,7 @@ def _forget(spent: Iterable[Spent], column: int) -> None:
 
 
 def _column(step: float, low: int, high: int, columns: int) -> int:
-    return min(columns - 1, int(columns * (step - low) / max(1, high - low)))
+    return max(0, min(columns - 1, int(columns * (step - low) / max(1, high - low))))  # a record may have come since
 
 
 def _spread(spent: Spent, record: TimeRecord, low: int, high: int) -> None:
@@ -114,13 +115,13 @@ def _spread(spent: Spent, record: TimeRecord, low: int, high: int) -> None:
     spent.line, spent.host = record.line or spent.line, record.host or spent.host
 
 
-def ranks(run: RunDir) -> str:
-    """The section; empty for a run that left no times."""
-    times = times_of(run)
+def ranks(times: Sequence[AttemptTimes]) -> str:
+    """The section of a run; empty for one that left no times."""
     spent, (low, high) = spent_of(times)
     if not spent:
         return ""
-    slow = "".join(f"<p>{safe(str(each)[:1].upper() + str(each)[1:], 400)}.</p>" for each in stragglers(times[-1])[:_NAMED])
+    found = stragglers({each.rank: list(each.latest) for each in spent})
+    slow = "".join(f"<p>{safe(str(each)[:1].upper() + str(each)[1:], 400)}.</p>" for each in found[:_NAMED])
     keys = "".join(f'<span class="key p{n}">{_NAMES[part]}</span>' for n, part in enumerate(PARTS))
     return (
         f'<section class="ranks"><h2>Where the time goes</h2><span class="legend">{keys}</span>{slow}{_bars(spent)}'

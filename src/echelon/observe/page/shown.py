@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.contracts.run_dir import RunDir
+from echelon.observe.attempt_times import AttemptTimes, times_of
 from echelon.observe.facts import Facts, read
 from echelon.observe.goodput import Goodput, goodput
 from echelon.observe.page.text import clean
@@ -20,6 +21,7 @@ class Shown:
     Args:
         number: its place among them, which decides its colour.
         label: its name; of several with the same name, with the folder that it is in.
+        times: of the ranks, by attempt.
         goodput: None for a run that left no times.
     """
 
@@ -27,6 +29,7 @@ class Shown:
     run: RunDir
     facts: Facts
     label: str
+    times: Sequence[AttemptTimes] = ()
     goodput: Goodput | None = None
 
 
@@ -36,9 +39,11 @@ def shown_of(runs: Sequence[RunDir]) -> list[Shown]:
     names = [clean(each.name, 60) for each in facts]
     folders = [clean(run.path.absolute(), 60) for run in runs]
     labels = [folder if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)]
-    return [Shown(n, *each, _goodput(each[0])) for n, each in enumerate(zip(runs, facts, labels, strict=True))]
+    times = [times_of(run) for run in runs]
+    found = [_goodput(run, each) for run, each in zip(runs, times, strict=True)]
+    return [Shown(n, *each) for n, each in enumerate(zip(runs, facts, labels, times, found, strict=True))]
 
 
-def _goodput(run: RunDir) -> Goodput | None:
-    found = goodput(run)
+def _goodput(run: RunDir, times: Sequence[AttemptTimes]) -> Goodput | None:
+    found = goodput(run, times)
     return found if found is not None and found.productive_s > 0 else None  # without times nothing tells a step from a wait

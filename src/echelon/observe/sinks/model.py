@@ -143,7 +143,7 @@ def _duration(seconds: float) -> str:
 
 
 def _short(path: str) -> str:
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OSError):  # no path, or the folder that this runs in has gone
         relative = os.path.relpath(path)
         return relative if len(relative) < len(path) else path
     return path

@@ -2,18 +2,24 @@
 
 `echelon run --track wandb,csv` names them for every script; it reaches the ranks by `ECHELON_TRACK`. A tracker that fails, as
 when its server is away, is said once and left out: the run goes on, and metrics.jsonl has its numbers.
+
+A run folder is one run of a tracker, however many trainings, processes and attempts it has: a tracker is begun once in a
+process and ends with it, and the next process goes on with the same run there.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir, read_json
 from echelon.observe.loggers import CSVLogger, MetricLogger, MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 
@@ -21,14 +27,21 @@ __all__ = ["TRACKERS", "TrackerSink", "names_of", "trackers"]
 
 logger = logging.getLogger(__name__)
 
-Make = Callable[[RunDir, Mapping[str, Any]], MetricLogger]
+
+class Tracker(MetricLogger, Protocol):
+    """A logger that can give on what it holds, and go on."""
+
+    def flush(self) -> None: ...
+
+
+Make = Callable[[RunDir, Mapping[str, Any]], Tracker]
 
 TRACKERS: Mapping[str, Make] = {
     "csv": lambda run, config: CSVLogger(run.path / "metrics.csv"),
-    "mlflow": lambda run, config: MLflowLogger(_project(), run.name, run.path, config),
+    "mlflow": lambda run, config: MLflowLogger(_project(), run.name, run.path, config, _id(run)),
     "tensorboard": lambda run, config: TensorBoardLogger(run.path / "tensorboard"),
     "trackio": lambda run, config: TrackioLogger(_project(), run.name, run.path, config),
-    "wandb": lambda run, config: WandbLogger(_project(), run.name, run.path, config),
+    "wandb": lambda run, config: WandbLogger(_project(), run.name, run.path, config, _id(run)),
 }
 # What a record says of itself.
 _NO_NUMBERS = ("step", "time", "update")
@@ -36,6 +49,12 @@ _NO_NUMBERS = ("step", "time", "update")
 
 def _project() -> str:
     return os.environ.get("ECHELON_PROJECT") or "echelon"
+
+
+def _id(run: RunDir) -> str:
+    """The same for each attempt in a folder: its name, and enough of a hash that folders of one name elsewhere are others."""
+    name = re.sub(r"[^A-Za-z0-9_-]", "-", run.name)[:60]
+    return f"{name}-{hashlib.sha256(os.fsencode(run.path.absolute())).hexdigest()[:12]}"
 
 
 def names_of(text: str) -> list[str]:
@@ -54,9 +73,9 @@ def names_of(text: str) -> list[str]:
 
 
 class TrackerSink:
-    """Gives a logger the numbers of records."""
+    """Gives a tracker the numbers of records."""
 
-    def __init__(self, name: str, made: MetricLogger) -> None:
+    def __init__(self, name: str, made: Tracker) -> None:
         self._name, self._logger = name, made
         self._failed = False
 
@@ -70,6 +89,10 @@ class TrackerSink:
         """Events are the run folder's."""
 
     def close(self) -> None:
+        """A training is over, perhaps not the last of this process: the tracker ends with that, or by `end`."""
+        self._try(self._logger.flush)
+
+    def end(self) -> None:
         self._try(self._logger.close)
 
     def _try(self, do: Callable[[], None]) -> None:
@@ -77,24 +100,31 @@ class TrackerSink:
             return
         try:
             do()
-        except UsageError:
-            raise
         except Exception as error:  # whatever a library of others, or the network, comes up with
             self._failed = True
-            logger.warning(
-                "%s gets no more numbers: %s. The run continues; metrics.jsonl has them.", self._name, repr(error)[:500]
-            )
+            why = str(error).rstrip(".") if isinstance(error, EchelonError) else repr(error)
+            logger.warning("%s gets no more numbers: %s. The run continues; metrics.jsonl has them.", self._name, why[:500])
+
+
+_made: dict[tuple[int, str, Path], TrackerSink] = {}  # by process, as a fork takes them along, name and the run's folder
 
 
 def trackers(run: RunDir) -> list[TrackerSink]:
-    """Those that the environment asks for.
+    """Those that the environment asks for; of one run folder the same at each call.
 
     Raises:
         UsageError: one is not known, or not installed.
     """
     names = names_of(os.environ.get(TRACK_VARIABLE, ""))
-    config = _config(run) if names else {}
-    return [TrackerSink(name, TRACKERS[name](run, config)) for name in names]
+    keys = {name: (os.getpid(), name, run.path.absolute()) for name in names}
+    for key in _made.keys() - keys.values():
+        other = _made.pop(key)
+        if key[0] == os.getpid():  # wandb has one run at a time
+            other.end()
+    for name, key in keys.items():
+        if key not in _made:
+            _made[key] = TrackerSink(name, TRACKERS[name](run, _config(run)))
+    return [_made[key] for key in keys.values()]
 
 
 def _config(run: RunDir) -> dict[str, Any]:
