@@ -127,7 +127,7 @@ def main(folder: str, grace_s: str) -> None:
         signal.signal(number, signal.SIG_IGN)  # they are for who started it
     said = sys.stdin.buffer.read()
     group, _, last = said.partition(b"\n")
-    if last != _DISMISSED and group.isdecimal():
+    if last != _DISMISSED and group.isdigit():
         end_runtime(int(group), float(grace_s), Path(folder))
 
 
