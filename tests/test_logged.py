@@ -91,6 +91,12 @@ class OneLess(Regression):
         return super().compute_loss(state, data)
 
 
+class Otherwise(Regression):
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        state.log("a", 1.0, reduce="sum" if torch.distributed.get_rank() else "mean")
+        return super().compute_loss(state, data)
+
+
 class OneInEvaluation(Regression):
     def on_eval_step_end(self, state: Any, *results: Any) -> None:
         if torch.distributed.get_rank() == 1:
@@ -110,7 +116,8 @@ def _error_of(kind: type, folder: str) -> str:
     [
         (OneMore, "about what they log in an update: rank 0: a, rank 1: a, b."),
         (OneLess, "about what they log in an update: rank 0: a, rank 1: nothing."),
-        (OneInEvaluation, "about what was logged in the eval epoch: rank 0: [], rank 1: ['c']."),
+        (Otherwise, "about what they log in an update: rank 0: a (mean), rank 1: a (sum)."),
+        (OneInEvaluation, "about what was logged in the eval epoch: rank 0: nothing, rank 1: c."),
     ],
 )
 def test_ranks_that_log_different_names_are_told_which(ranks: Ranks, tmp_path: Path, kind: type, said: str) -> None:

@@ -11,10 +11,11 @@ which nobody logs costs nothing, and one in which somebody does two small messag
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from echelon.contracts.errors import RanksDisagreeError, UsageError, require
 from echelon.world import agree
 
 __all__ = ["NOBODY", "Logged"]
+
+R = TypeVar("R")
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 NOBODY = (0.0, 0.0, 0.0, 0.0, 0.0)
@@ -79,18 +82,41 @@ class _Total:
 
 
 class Logged:
-    """The numbers of a run, on this rank."""
+    """The numbers of a run, on this rank.
+
+    Attributes:
+        weight: what a mean weighs a value by: a number, or a 0-dim tensor.
+    """
 
     def __init__(self) -> None:
-        self._weight: Any = 1.0
-        self._takes_part = False  # in the update under way, by a loss
+        self.weight: Any = 1.0
+        self._takes_part: set[str] = set()  # by a loss: in the update under way, or in an evaluation
         self._totals: dict[str, dict[str, _Total]] = {}  # by phase
         self._metrics: dict[str, dict[str, Any]] = {}
         self._settled: dict[str, Any] = {}
 
-    def begins(self, weight: Any) -> None:
-        """A micro-batch does, whose loss this rank computes: what a mean weighs a value by. A number, or a 0-dim tensor."""
-        self._weight, self._takes_part = weight, True
+    def begins(self, weight: Any, phase: str = "train") -> None:
+        """A micro-batch of this weight does, whose loss this rank computes."""
+        self.weight = weight
+        self._takes_part.add(phase)
+
+    def of_stage(self, prepared: Any, compute: Callable[..., R], *data: Any) -> R:
+        """`compute(*data)`, a loss in a pipeline. In a pass of a stage before the last, or of which nothing stays, nothing is
+        logged, and this rank does not take part by it.
+
+        Args:
+            prepared: says by `is_trying` that nothing stays.
+        """
+        takes_part, metrics = set(self._takes_part), {phase: dict(each) for phase, each in self._metrics.items()}
+        totals = {phase: {name: copy.copy(each[name]) for name in each} for phase, each in self._totals.items()}
+        stays = False
+        try:
+            made = compute(*data)
+            stays = not prepared.is_trying
+        finally:
+            if not stays:
+                self._takes_part, self._totals, self._metrics = takes_part, totals, metrics
+        return made
 
     def add(self, phase: str, name: str, value: Any, weight: Any, reduce: str) -> None:
         """
@@ -102,7 +128,7 @@ class Logged:
         if not isinstance(value, torch.Tensor) and callable(getattr(value, "compute", None)):
             self._metrics.setdefault(phase, {})[name] = value
             return
-        value, weight = _one_number(name, value), self._weight if weight is None else _one_number(name, weight)
+        value, weight = _one_number(name, value), self.weight if weight is None else _one_number(name, weight)
         total = self._totals.setdefault(phase, {}).setdefault(name, _Total(reduce))
         if total.reduce != reduce:
             raise UsageError(f"state.log({name!r}, reduce=...) must stay as it was, {total.reduce!r}, got {reduce!r}.")
@@ -129,8 +155,7 @@ class Logged:
         Raises:
             RanksDisagreeError: on every rank, with the names that each has logged.
         """
-        totals = self._totals.pop("train", {})
-        takes_part, self._takes_part = self._takes_part, False
+        totals, takes_part = self._totals.pop("train", {}), self._took_part("train")
         if told is None:
             self._settled = _settle(totals, None, None)
             return
@@ -141,7 +166,7 @@ class Logged:
             group = agree.control_group() if device is None else dist.group.WORLD
             self._settled = _settle(totals, group, device)
         else:
-            self._settled = _from_some(totals, takes_part=takes_part)
+            self._settled = _gathered("they log in an update", totals, {}, takes_part=takes_part)
 
     def end_phase(self, phase: str, *, together: bool) -> dict[str, float]:
         """Settle what is left of a phase, at an epoch's end: numbers by name. Collective if `together`, or if it has something.
@@ -150,14 +175,20 @@ class Logged:
             RanksDisagreeError: on every rank, with the names that each has logged.
         """
         totals, metrics = self._totals.pop(phase, {}), self._metrics.pop(phase, {})
+        takes_part, found = self._took_part(phase), {}
         together = together or bool(totals or metrics)  # an evaluation whose ranks need not meet: those that log do
-        if together and agree.is_joined():
-            agree.same_on_all(f"what was logged in the {phase} epoch", sorted([*totals, *metrics]), _REMEDY)
-        found = _gathered(totals) if together and totals else {}
+        if together and (not agree.is_same(sorted(_kinds(totals, metrics).items())) or totals):
+            found = _gathered(f"was logged in the {phase} epoch", totals, metrics, takes_part=takes_part)
         for name, metric in metrics.items():
             found[name] = float(metric.compute())
             metric.reset()
         return found
+
+    def _took_part(self, phase: str) -> bool:
+        """Whether this rank did; the next update or epoch begins."""
+        took_part = phase in self._takes_part
+        self._takes_part.discard(phase)
+        return took_part
 
     def settled(self) -> dict[str, Any]:
         """The numbers of the latest update, once: numbers, or 0-dim tensors on a device."""
@@ -217,25 +248,28 @@ def _over(values: list[Any], op: Any, group: dist.ProcessGroup, device: torch.de
     return list(made.unbind())
 
 
-def _from_some(totals: Mapping[str, _Total], *, takes_part: bool) -> dict[str, float]:
-    """Where not all log the same: that is an error, but of ranks that compute no loss, as of a pipeline's first stages."""
-    told = agree.gather([takes_part, sorted(totals)])
-    speaks = [names for part, names in told if part or names]
-    if any(names != speaks[0] for names in speaks):
-        shown = ", ".join(f"rank {rank}: {', '.join(names) or 'nothing'}" for rank, (_, names) in list(enumerate(told))[:16])
-        raise RanksDisagreeError(f"ranks disagree about what they log in an update: {shown}. {_REMEDY}")
-    return _gathered(totals)
+def _kinds(totals: Mapping[str, _Total], metrics: Mapping[str, Any]) -> dict[str, str]:
+    """What was logged: by name, how it is reduced."""
+    return {name: totals[name].reduce if name in totals else "a metric" for name in (*totals, *metrics)}
 
 
-def _gathered(totals: Mapping[str, _Total]) -> dict[str, float]:
-    """As `_settle`, of ranks some of which have nothing. Collective."""
-    mine = {n: [t.reduce, None if t.value is None else float(t.value), float(t.weight)] for n, t in totals.items()}
-    told = agree.gather(mine)
+def _gathered(what: str, totals: Mapping[str, _Total], metrics: Mapping[str, Any], *, takes_part: bool) -> dict[str, float]:
+    """As `_settle`, of ranks some of which may have nothing. Collective.
+
+    Args:
+        what: was logged, for the message.
+        takes_part: whether this rank computes a loss.
+    """
+    shares = {n: [None if t.value is None else float(t.value), float(t.weight)] for n, t in totals.items()}
+    told = agree.gather([takes_part, _kinds(totals, metrics), shares])
+    kinds = _agreed(what, [(part, kinds) for part, kinds, _ in told])
     found: dict[str, float] = {}
-    for name in sorted({name for each in told for name in each}):
-        shares = [each[name] for each in told if name in each]
-        reduce, values = shares[0][0], [share[1] for share in shares if share[1] is not None]
-        weight = sum(share[2] for share in shares)
+    for name, reduce in sorted(kinds.items()):
+        if reduce == "a metric":
+            continue
+        of_ranks = [shares[name] for *_, shares in told if name in shares]
+        values = [value for value, _ in of_ranks if value is not None]
+        weight = sum(weight for _, weight in of_ranks)
         if not values or (reduce == "mean" and not weight):
             found[name] = math.nan
         elif reduce in ("min", "max"):
@@ -243,3 +277,21 @@ def _gathered(totals: Mapping[str, _Total]) -> dict[str, float]:
         else:
             found[name] = sum(values) / (weight if reduce == "mean" else 1.0)
     return found
+
+
+def _agreed(what: str, told: Sequence[tuple[bool, dict[str, str]]]) -> dict[str, str]:
+    """What the ranks have logged, if it is the same, but for ranks that compute no loss, as of a pipeline's first stages.
+
+    Args:
+        told: by rank, whether it takes part, and what it has logged.
+    """
+    speaking = [kinds for part, kinds in told if part] or [kinds for _, kinds in told]
+    if all(k == speaking[0] for k in speaking) and all(k.items() <= speaking[0].items() for _, k in told):
+        return speaking[0]
+    same_names = all(set(kinds) == set(speaking[0]) for kinds in speaking)
+    shown = []
+    for rank, (_, kinds) in list(enumerate(told))[:16]:
+        names = [f"{name} ({kind})" if same_names else name for name, kind in sorted(kinds.items())]
+        shown.append(f"rank {rank}: {', '.join(names) or 'nothing'}")
+    rest = ", ..." if len(told) > 16 else ""
+    raise RanksDisagreeError(f"ranks disagree about what {what}: {', '.join(shown)}{rest}. {_REMEDY}")

@@ -1,0 +1,78 @@
+"""Numbers of the user's own where ranks share samples: they are those of one process, and counted once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import echelon as ech
+from echelon.contracts.events import read_lines
+from tests.conftest import Ranks
+from tests.models import batch
+from tests.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+
+class Logs(Regression):
+    """Logs before and after the module's call, to which a pipeline's last stage alone comes, and in hooks, as all ranks do."""
+
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        x, y = data
+        state.log("batches", 1.0, reduce="sum")
+        state.log("x", x.mean())
+        loss, out = super().compute_loss(state, data)
+        state.log("out", out.mean())
+        state.log("near", ((out - y).abs() < 1).sum(), reduce="sum")
+        state.log("rows", len(x), weight=1, reduce="sum")
+        state.log("most", out.max(), reduce="max")
+        return loss, out
+
+    def on_train_step_end(self, state: Any, *results: Any) -> None:
+        state.log("steps", 1.0, reduce="sum")
+
+    def on_eval_step_end(self, state: Any, *results: Any) -> None:
+        state.log("seen", 1.0, reduce="sum")
+
+
+NAMES = ("batches", "x", "out", "near", "rows", "most", "steps", "seen")
+STRATEGIES = {
+    "1f1b": ech.Parallel(pp=2, stages=["blocks.1"], schedule="1f1b"),
+    "interleaved": ech.Parallel(pp=2, stages=["blocks.0", "blocks.1", "last"], schedule="interleaved"),
+}
+
+
+def _fit(folder: str, strategy: Any) -> None:
+    """Batches of two shapes, so that a pipeline learns what its stages send in the middle of the training, too."""
+    batches = [batch(rows, n) for n, rows in enumerate((3, 3, 3, 5, 5, 3))]
+    unit = Logs(strategy=strategy, gradient_accumulation_steps=2)
+    run = ech.RunDir(Path(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            run.at_attempt(0)
+        for key, value in run.to_env().items():
+            patch.setenv(key, value)
+        ech.fit(unit, batches, batches[2:5], max_epochs=1)
+
+
+def _numbers(folder: Path) -> list[dict[str, float]]:
+    names = {*NAMES, *(f"eval_{name}" for name in NAMES)}
+    return [{n: r[n] for n in r if n in names} for r in read_lines(folder / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_ranks_that_share_samples_log_what_one_process_does(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    _fit(str(tmp_path / "one"), "noop")
+    ranks(2, _fit, str(tmp_path / "two"), STRATEGIES[strategy])
+    ours, theirs = _numbers(tmp_path / "one"), _numbers(tmp_path / "two")
+    assert [each["rows"] for each in ours if "rows" in each] == [6, 8, 8]
+    assert [each["eval_seen"] for each in ours if "eval_seen" in each] == [3]
+    # A pipeline calls the hooks of all steps after the update, so that what they log stands with a later one.
+    for records in (ours, theirs):
+        assert sum(each.pop("steps", 0) for each in records) == 6
+    ours, theirs = ([each for each in records if each] for records in (ours, theirs))
+    for one, two in zip(ours, theirs, strict=True):
+        assert two == pytest.approx(one, rel=1e-11)
