@@ -146,6 +146,28 @@ def test_a_metric_of_torchmetrics_is_computed_at_the_epochs_end(ranks: Ranks, tm
     assert found == pytest.approx(float(rows.mean()), rel=1e-5)
 
 
+class TwoMetrics(Regression):
+    """Rank 1 logs them in the other order."""
+
+    def __init__(self, **options: Any) -> None:
+        from torchmetrics import MeanMetric
+
+        super().__init__(**options)
+        self.metrics = {"low": MeanMetric(), "high": MeanMetric()}
+
+    def on_eval_step_end(self, state: Any, data: Any, *results: Any) -> None:
+        self.metrics["low"].update(1.0)
+        self.metrics["high"].update(9.0)
+        for name in sorted(self.metrics, reverse=torch.distributed.get_rank() == 1):
+            state.log(name, self.metrics[name])
+
+
+def test_metrics_are_computed_in_one_order_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _fit, str(tmp_path), TwoMetrics)
+    (found,) = [r for r in read_lines(tmp_path / "of-2" / "metrics.jsonl") if "eval_low" in r]
+    assert (found["eval_low"], found["eval_high"]) == (1.0, 9.0)
+
+
 class Own(ech.TrainUnit[Any]):
     """A unit without updates of ours."""
 

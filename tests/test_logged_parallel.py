@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import echelon as ech
+from echelon.contracts.errors import RanksDisagreeError
 from echelon.contracts.events import read_lines
 from tests.conftest import Ranks
 from tests.models import batch
@@ -76,3 +77,29 @@ def test_ranks_that_share_samples_log_what_one_process_does(ranks: Ranks, tmp_pa
     ours, theirs = ([each for each in records if each] for records in (ours, theirs))
     for one, two in zip(ours, theirs, strict=True):
         assert two == pytest.approx(one, rel=1e-11)
+
+
+class InTheLoss(Regression):
+    """A metric's `compute` meets all ranks, and here the first stage's would not come."""
+
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        from torchmetrics import MeanMetric
+
+        made = super().compute_loss(state, data)
+        mean = MeanMetric()
+        mean.update(1.0)
+        state.log("mean", mean)
+        return made
+
+
+def _error(strategy: Any) -> str:
+    try:
+        ech.evaluate(InTheLoss(strategy=strategy), [batch(3, 0)])
+    except RanksDisagreeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_metric_of_the_last_stage_alone_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    for error in ranks(2, _error, STRATEGIES["1f1b"]):
+        assert "what was logged in the eval epoch: rank 0: nothing, rank 1: mean (a metric)." in error and "on_eval_step_end" in error

@@ -35,6 +35,10 @@ _TAKEN = {"step", "update", "loss", "lr", "grad_norm", "time", "mfu", "eval_loss
 _TAKEN_ENDS = ("_per_s", "_per_s_per_device", "memory_bytes", "peak_bytes", "reserved_bytes")
 _LONGEST = 100
 _REMEDY = "Log the same names on all ranks in the same steps; what counts nothing on one of them, with weight=0."
+_METRIC = "a metric"
+_OF_A_METRIC = (
+    "All ranks compute a metric together: log it on all of them, in a pipeline in on_eval_step_end or on_train_step_end."
+)
 
 
 class _Total:
@@ -179,9 +183,9 @@ class Logged:
         together = together or bool(totals or metrics)  # an evaluation whose ranks need not meet: those that log do
         if together and (not agree.is_same(sorted(_kinds(totals, metrics).items())) or totals):
             found = _gathered(f"was logged in the {phase} epoch", totals, metrics, takes_part=takes_part)
-        for name, metric in metrics.items():
-            found[name] = float(metric.compute())
-            metric.reset()
+        for name in sorted(metrics):  # on all ranks alike: each value is taken together over them
+            found[name] = float(metrics[name].compute())
+            metrics[name].reset()
         return found
 
     def _took_part(self, phase: str) -> bool:
@@ -250,7 +254,7 @@ def _over(values: list[Any], op: Any, group: dist.ProcessGroup, device: torch.de
 
 def _kinds(totals: Mapping[str, _Total], metrics: Mapping[str, Any]) -> dict[str, str]:
     """What was logged: by name, how it is reduced."""
-    return {name: totals[name].reduce if name in totals else "a metric" for name in (*totals, *metrics)}
+    return {name: totals[name].reduce if name in totals else _METRIC for name in (*totals, *metrics)}
 
 
 def _gathered(what: str, totals: Mapping[str, _Total], metrics: Mapping[str, Any], *, takes_part: bool) -> dict[str, float]:
@@ -265,7 +269,7 @@ def _gathered(what: str, totals: Mapping[str, _Total], metrics: Mapping[str, Any
     kinds = _agreed(what, [(part, kinds) for part, kinds, _ in told])
     found: dict[str, float] = {}
     for name, reduce in sorted(kinds.items()):
-        if reduce == "a metric":
+        if reduce == _METRIC:
             continue
         of_ranks = [shares[name] for *_, shares in told if name in shares]
         values = [value for value, _ in of_ranks if value is not None]
@@ -286,7 +290,10 @@ def _agreed(what: str, told: Sequence[tuple[bool, dict[str, str]]]) -> dict[str,
         told: by rank, whether it takes part, and what it has logged.
     """
     speaking = [kinds for part, kinds in told if part] or [kinds for _, kinds in told]
-    if all(k == speaking[0] for k in speaking) and all(k.items() <= speaking[0].items() for _, k in told):
+    metrics = {name for name, kind in speaking[0].items() if kind == _METRIC}
+    alike = all(k == speaking[0] for k in speaking) and all(k.items() <= speaking[0].items() for _, k in told)
+    everywhere = all(metrics <= k.keys() for _, k in told)
+    if alike and everywhere:
         return speaking[0]
     same_names = all(set(kinds) == set(speaking[0]) for kinds in speaking)
     shown = []
@@ -294,4 +301,4 @@ def _agreed(what: str, told: Sequence[tuple[bool, dict[str, str]]]) -> dict[str,
         names = [f"{name} ({kind})" if same_names else name for name, kind in sorted(kinds.items())]
         shown.append(f"rank {rank}: {', '.join(names) or 'nothing'}")
     rest = ", ..." if len(told) > 16 else ""
-    raise RanksDisagreeError(f"ranks disagree about what {what}: {', '.join(shown)}{rest}. {_REMEDY}")
+    raise RanksDisagreeError(f"ranks disagree about what {what}: {', '.join(shown)}{rest}. {_OF_A_METRIC if alike else _REMEDY}")
