@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +42,31 @@ class Logs(Regression):
 
 
 NAMES = ("batches", "x", "out", "near", "rows", "most", "steps", "seen")
+# By strategy, whose ranks share all samples.
 STRATEGIES = {
     "1f1b": ech.Parallel(pp=2, stages=["blocks.1"], schedule="1f1b"),
     "interleaved": ech.Parallel(pp=2, stages=["blocks.0", "blocks.1", "last"], schedule="interleaved"),
+    "tp": ech.Parallel(tp=2),
 }
 
 
-def _fit(folder: str, strategy: Any) -> None:
-    """Batches of two shapes, so that a pipeline learns what its stages send in the middle of the training, too."""
-    batches = [batch(rows, n) for n, rows in enumerate((3, 3, 3, 5, 5, 3))]
-    unit = Logs(strategy=strategy, gradient_accumulation_steps=2)
+@contextlib.contextmanager
+def recorded(folder: str) -> Iterator[None]:
+    """What is trained within has this run folder."""
     run = ech.RunDir(Path(folder))
     with pytest.MonkeyPatch.context() as patch:
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             run.at_attempt(0)
         for key, value in run.to_env().items():
             patch.setenv(key, value)
+        yield
+
+
+def _fit(folder: str, strategy: Any) -> None:
+    """Batches of two shapes, so that a pipeline learns what its stages send in the middle of the training, too."""
+    batches = [batch(rows, n) for n, rows in enumerate((3, 3, 3, 5, 5, 3))]
+    unit = Logs(strategy=strategy, gradient_accumulation_steps=2)
+    with recorded(folder):
         ech.fit(unit, batches, batches[2:5], max_epochs=1)
 
 
@@ -102,4 +113,55 @@ def _error(strategy: Any) -> str:
 
 def test_a_metric_of_the_last_stage_alone_is_refused_on_all_ranks(ranks: Ranks) -> None:
     for error in ranks(2, _error, STRATEGIES["1f1b"]):
-        assert "what was logged in the eval epoch: rank 0: nothing, rank 1: mean (a metric)." in error and "on_eval_step_end" in error
+        assert (
+            "what was logged in the eval epoch: rank 0: nothing, rank 1: mean (a metric)." in error
+            and "on_eval_step_end" in error
+        )
+
+
+class Rows(Regression):
+    """With weights of its own."""
+
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        x = data[0]
+        state.log("x", x.mean(), weight=len(x))
+        state.log("rows", len(x), weight=len(x), reduce="sum")
+        state.log("most", x.max(), weight=1, reduce="max")
+        return super().compute_loss(state, data)
+
+    def on_train_epoch_end(self, state: Any) -> None:
+        state.log("ranks", 1, weight=1, reduce="sum")
+
+    def on_predict_step_end(self, state: Any, data: Any, *results: Any) -> None:
+        state.log("rows", len(data), reduce="sum")
+
+
+def _padded(folder: str) -> None:
+    """33 rows in batches of 32: the last has one, on rank 0, and rank 1 a copy of it that fills up."""
+    x = torch.arange(33.0, dtype=torch.float64).view(33, 1).repeat(1, 4)
+    rows = torch.utils.data.TensorDataset(x, torch.zeros(33, 1, dtype=torch.float64))
+    unit, loader = Rows(strategy="ddp", lr=1e-6), ech.Loader(rows, global_batch=32, shuffle=False)
+    with recorded(folder):
+        ech.fit(unit, loader, ech.Loader(rows, global_batch=32, shuffle=False), max_epochs=1)
+
+
+def test_padding_counts_nothing_whatever_its_weight(ranks: Ranks, tmp_path: Path) -> None:
+    """After the epoch's last batch, which is padding on one rank, both count again."""
+    ranks(2, _padded, str(tmp_path))
+    records = list(read_lines(tmp_path / "metrics.jsonl"))
+    found = [(r["x"], r["rows"], r["most"]) for r in records if "x" in r]
+    assert found == [(15.5, 32, 31.0), (32.0, 1, 32.0)]
+    assert [(r["eval_x"], r["eval_rows"], r["eval_most"]) for r in records if "eval_x" in r] == [(16.0, 33, 32.0)]
+    assert [r["ranks"] for r in records if "ranks" in r] == [2]
+
+
+def _predicted(folder: str, strategy: Any) -> None:
+    with recorded(folder):
+        ech.predict(Rows(strategy=strategy), [batch(3, 0)[0], batch(5, 1)[0]])
+
+
+@pytest.mark.parametrize("strategy", ["1f1b", "tp"])
+def test_predictions_of_ranks_that_share_samples_count_once(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    ranks(2, _predicted, str(tmp_path), STRATEGIES[strategy])
+    (record,) = read_lines(tmp_path / "metrics.jsonl")
+    assert record["predict_rows"] == 8

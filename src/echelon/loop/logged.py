@@ -41,6 +41,9 @@ _OF_A_METRIC = (
 )
 
 
+_NOTHING = {"mean": 0.0, "sum": 0.0, "min": math.inf, "max": -math.inf}
+
+
 class _Total:
     """One number so far: a weighted sum and its weight, or the least or greatest."""
 
@@ -50,9 +53,9 @@ class _Total:
         self.weight: Any = 0.0
 
     def add(self, value: Any, weight: Any) -> None:
+        if isinstance(weight, torch.Tensor):  # of padding nothing counts, not even a nan
+            value = torch.where(weight == 0, _NOTHING[self.reduce], _on(weight.device, value))
         if self.reduce == "mean":
-            if isinstance(weight, torch.Tensor):
-                value = torch.where(weight == 0, 0.0, value)  # of padding nothing counts, not even a nan
             value, self.weight = value * weight, self.weight + weight
         self.value = value if self.value is None else self._together(self.value, value)
 
@@ -61,7 +64,7 @@ class _Total:
             return a + b
         if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
             device = a.device if isinstance(a, torch.Tensor) else b.device
-            a, b = (v if isinstance(v, torch.Tensor) else torch.full((), v, device=device).double() for v in (a, b))
+            a, b = _on(device, a), _on(device, b)
             return torch.minimum(a, b) if self.reduce == "min" else torch.maximum(a, b)
         return min(a, b) if self.reduce == "min" else max(a, b)
 
@@ -132,13 +135,19 @@ class Logged:
         if not isinstance(value, torch.Tensor) and callable(getattr(value, "compute", None)):
             self._metrics.setdefault(phase, {})[name] = value
             return
-        value, weight = _one_number(name, value), self.weight if weight is None else _one_number(name, weight)
+        value, weight = _one_number(name, value), self.weight if weight is None else self._within(_one_number(name, weight))
         total = self._totals.setdefault(phase, {}).setdefault(name, _Total(reduce))
         if total.reduce != reduce:
             raise UsageError(f"state.log({name!r}, reduce=...) must stay as it was, {total.reduce!r}, got {reduce!r}.")
         if not isinstance(weight, torch.Tensor) and weight == 0:
             return  # the name counts as logged
         total.add(value, weight)
+
+    def _within(self, weight: Any) -> Any:
+        """A weight of the user's own in a micro-batch: nothing, where that counts nothing, as padding and what others count."""
+        if isinstance(self.weight, torch.Tensor):
+            return torch.where(self.weight == 0, 0.0, _on(self.weight.device, weight))
+        return weight if self.weight else 0.0
 
     def signature(self) -> tuple[float, ...]:
         """For the message of an update: whether this rank takes part, and the hashes of what it logs with their squares."""
@@ -223,6 +232,11 @@ def _one_number(name: str, value: Any) -> Any:
         return float(value)
     except (TypeError, ValueError):
         raise UsageError(f"state.log({name!r}) must be given a number or a metric, got a {type(value).__name__}.") from None
+
+
+def _on(device: torch.device, value: Any) -> torch.Tensor:
+    """A number there. It is filled in on the device: a copy from the host would wait for all kernels before."""
+    return value if isinstance(value, torch.Tensor) else torch.full((), value, device=device).double()
 
 
 def _settle(totals: Mapping[str, _Total], group: dist.ProcessGroup | None, device: torch.device | None) -> dict[str, Any]:
