@@ -207,6 +207,42 @@ def test_what_counts_nothing_adds_nothing_not_even_nan() -> None:
     assert str(logged.settled()) == "{'a': 2.0, 'b': nan}" and logged.settled() == {}
 
 
+MANY = 2.0**24 + 1  # which float32 has not got
+
+
+def test_numbers_of_the_host_stay_exact_beside_a_weight_on_a_device() -> None:
+    """A tensor as a weight stands for one on a GPU: the host's own are floats by then."""
+    logged = Logged()
+    logged.begins(torch.tensor(3.0, dtype=torch.float64))
+    for reduce in ("mean", "sum", "min", "max"):
+        logged.add("train", reduce, MANY, None, reduce)
+    logged.add("train", "weighed", MANY, MANY, "mean")
+    logged.end_window(None)
+    assert {name: float(value) for name, value in logged.settled().items()} == dict.fromkeys(
+        ("mean", "sum", "min", "max", "weighed"), MANY
+    )
+
+
+def _exact(values: list[Any], reduce: str, device: torch.device | None) -> str:
+    """What `reduce` makes of the ranks' values, each a number and its weight, in an update on that device."""
+    logged = Logged()
+    value, weight = values[torch.distributed.get_rank()]
+    logged.add("train", "a", value, weight, reduce)
+    told = torch.tensor([*logged.signature(), 1.0], dtype=torch.float64)
+    torch.distributed.all_reduce(told)
+    logged.end_window(told.tolist(), device)
+    return str(float(logged.settled()["a"]))
+
+
+DEVICES = [pytest.param(None, id="host"), pytest.param(torch.device("cpu"), id="device")]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_numbers_of_the_host_stay_exact_over_the_ranks(ranks: Ranks, device: torch.device | None) -> None:
+    for reduce in ("mean", "sum", "min", "max"):
+        assert ranks(2, _exact, [(MANY, 1), (MANY, 1)], reduce, device) == [str(MANY * (1 + (reduce == "sum")))] * 2
+
+
 @pytest.mark.parametrize(
     ("name", "value", "options", "said"),
     [

@@ -236,7 +236,9 @@ def _one_number(name: str, value: Any) -> Any:
 
 def _on(device: torch.device, value: Any) -> torch.Tensor:
     """A number there. It is filled in on the device: a copy from the host would wait for all kernels before."""
-    return value if isinstance(value, torch.Tensor) else torch.full((), value, device=device).double()
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.full((), value, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
 
 
 def _settle(totals: Mapping[str, _Total], group: dist.ProcessGroup | None, device: torch.device | None) -> dict[str, Any]:
@@ -260,8 +262,7 @@ def _over(values: list[Any], op: Any, group: dist.ProcessGroup, device: torch.de
         dist.all_reduce(host, op=op, group=group)
         found: list[Any] = host.tolist()
         return found
-    # Filled in on the device: a copy from the host would wait for all kernels before.
-    made = torch.stack([v.double() if isinstance(v, torch.Tensor) else torch.full((), v, device=device).double() for v in values])
+    made = torch.stack([_on(device, v).double() for v in values])
     dist.all_reduce(made, op=op, group=group)
     return list(made.unbind())
 
