@@ -234,13 +234,51 @@ def _exact(values: list[Any], reduce: str, device: torch.device | None) -> str:
     return str(float(logged.settled()["a"]))
 
 
-DEVICES = [pytest.param(None, id="host"), pytest.param(torch.device("cpu"), id="device")]
-
-
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["host", "device"])
 def test_numbers_of_the_host_stay_exact_over_the_ranks(ranks: Ranks, device: torch.device | None) -> None:
     for reduce in ("mean", "sum", "min", "max"):
         assert ranks(2, _exact, [(MANY, 1), (MANY, 1)], reduce, device) == [str(MANY * (1 + (reduce == "sum")))] * 2
+
+
+# Values with weights, and what the least and the greatest of them is.
+EXTREMES: list[tuple[list[Any], str]] = [
+    ([(1.0, 1), (math.nan, 1)], "nan"),
+    ([(math.nan, 1), (1.0, 1)], "nan"),
+    ([(math.nan, 0), (1.0, 1)], "1.0"),
+    ([(1.0, 0), (2.0, 0)], "nan"),
+    ([(math.inf, 1), (math.inf, 1)], "inf"),
+    ([(-math.inf, 1), (-math.inf, 1)], "-inf"),
+]
+
+
+@pytest.mark.parametrize("reduce", ["min", "max"])
+def test_the_least_and_the_greatest_show_a_nan_wherever_it_stands(reduce: str) -> None:
+    for values, wanted in EXTREMES:
+        assert _here(values, reduce, on_device=False) == _here(values, reduce, on_device=True) == wanted, values
+
+
+def _each(reduce: str) -> list[str]:
+    return [_exact(values, reduce, device) for values, _ in EXTREMES for device in (None, torch.device("cpu"))]
+
+
+@pytest.mark.parametrize("reduce", ["min", "max"])
+def test_the_least_and_the_greatest_show_a_nan_of_whichever_rank(ranks: Ranks, reduce: str) -> None:
+    assert ranks(2, _each, reduce) == [[wanted for _, wanted in EXTREMES for _ in range(2)]] * 2
+
+
+def _here(values: list[Any], reduce: str, *, on_device: bool) -> str:
+    """Of one rank, that logs all of them."""
+    logged = Logged()
+    for value, weight in values:
+        logged.begins(torch.tensor(float(weight), dtype=torch.float64) if on_device else weight)
+        logged.add("train", "a", value, None, reduce)
+        logged.begins(1)
+        logged.add("eval", "a", value, weight, reduce)
+    logged.end_window(None)
+    (evaluated,) = logged.end_phase("eval", together=True).values()
+    settled = float(logged.settled()["a"])
+    assert str(settled) == str(evaluated)
+    return str(settled)
 
 
 @pytest.mark.parametrize(

@@ -41,11 +41,8 @@ _OF_A_METRIC = (
 )
 
 
-_NOTHING = {"mean": 0.0, "sum": 0.0, "min": math.inf, "max": -math.inf}
-
-
 class _Total:
-    """One number so far: a weighted sum and its weight, or the least or greatest."""
+    """One number so far: a sum, or a weighted one and its weight."""
 
     def __init__(self, reduce: str) -> None:
         self.reduce = reduce
@@ -54,38 +51,66 @@ class _Total:
 
     def add(self, value: Any, weight: Any) -> None:
         if isinstance(weight, torch.Tensor):  # of padding nothing counts, not even a nan
-            value = torch.where(weight == 0, _NOTHING[self.reduce], _on(weight.device, value))
+            value = torch.where(weight == 0, 0.0, _on(weight.device, value))
         if self.reduce == "mean":
             value, self.weight = value * weight, self.weight + weight
-        self.value = value if self.value is None else self._together(self.value, value)
-
-    def _together(self, a: Any, b: Any) -> Any:
-        if self.reduce in ("mean", "sum"):
-            return a + b
-        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-            device = a.device if isinstance(a, torch.Tensor) else b.device
-            a, b = _on(device, a), _on(device, b)
-            return torch.minimum(a, b) if self.reduce == "min" else torch.maximum(a, b)
-        return min(a, b) if self.reduce == "min" else max(a, b)
+        self.value = value if self.value is None else self.value + value
 
     def parts(self) -> tuple[list[Any], list[Any]]:
         """What is summed up over the ranks, and what the greatest is taken of."""
-        if self.reduce in ("min", "max"):
-            least = -math.inf if self.value is None else self.value
-            return [], [-least if self.reduce == "min" and self.value is not None else least]
         value = 0.0 if self.value is None else self.value
         return ([value, self.weight] if self.reduce == "mean" else [value]), []
 
     def result(self, sums: list[Any], greatest: list[Any]) -> Any:
         """Of the parts of all ranks, which are taken off the lists."""
-        if self.reduce in ("min", "max"):
-            value = greatest.pop(0)
-            return -value if self.reduce == "min" else value
         value = sums.pop(0)
         if self.reduce == "sum":
             return value
         weight = sums.pop(0)
         return value / weight if isinstance(weight, torch.Tensor) or weight else math.nan
+
+
+_NOTHING, _NUMBER, _NAN = 0.0, 1.0, 2.0  # the greatest says what the ranks have
+
+
+class _Extreme(_Total):
+    """The greatest so far, or the least: then all numbers have the other sign here. A nan stays."""
+
+    def __init__(self, reduce: str) -> None:
+        super().__init__(reduce)
+        self._is_least = reduce == "min"
+
+    def add(self, value: Any, weight: Any) -> None:
+        value = -value if self._is_least else value
+        if isinstance(weight, torch.Tensor):
+            value = torch.where(weight == 0, -math.inf, _on(weight.device, value))
+        self.weight = self.weight + (weight != 0)
+        if self.value is None:
+            self.value = value
+        elif isinstance(value, torch.Tensor) or isinstance(self.value, torch.Tensor):
+            device = value.device if isinstance(value, torch.Tensor) else self.value.device
+            self.value = torch.maximum(_on(device, self.value), _on(device, value))
+        else:
+            self.value = value if math.isnan(value) else max(self.value, value)  # which keeps a nan that comes first
+
+    def parts(self) -> tuple[list[Any], list[Any]]:
+        """Which of two numbers is the greater, backends say of a nan as they like."""
+        value, weight = -math.inf if self.value is None else self.value, self.weight
+        if not isinstance(value, torch.Tensor):
+            return [], [-math.inf, _NAN] if math.isnan(value) else [value, _NUMBER if weight else _NOTHING]
+        there = torch.where(value.isnan(), _NAN, (_on(value.device, weight) != 0).to(value))
+        return [], [torch.where(value.isnan(), -math.inf, value), there]
+
+    def result(self, sums: list[Any], greatest: list[Any]) -> Any:
+        value, there = greatest.pop(0), greatest.pop(0)
+        value = -value if self._is_least else value
+        if isinstance(value, torch.Tensor):
+            return torch.where(there == _NUMBER, value, math.nan)
+        return value if there == _NUMBER else math.nan
+
+
+def _new(reduce: str) -> _Total:
+    return _Extreme(reduce) if reduce in ("min", "max") else _Total(reduce)
 
 
 class Logged:
@@ -136,7 +161,7 @@ class Logged:
             self._metrics.setdefault(phase, {})[name] = value
             return
         value, weight = _one_number(name, value), self.weight if weight is None else self._within(_one_number(name, weight))
-        total = self._totals.setdefault(phase, {}).setdefault(name, _Total(reduce))
+        total = self._totals.setdefault(phase, {}).setdefault(name, _new(reduce))
         if total.reduce != reduce:
             raise UsageError(f"state.log({name!r}, reduce=...) must stay as it was, {total.reduce!r}, got {reduce!r}.")
         if not isinstance(weight, torch.Tensor) and weight == 0:
@@ -279,7 +304,7 @@ def _gathered(what: str, totals: Mapping[str, _Total], metrics: Mapping[str, Any
         what: was logged, for the message.
         takes_part: whether this rank computes a loss.
     """
-    shares = {n: [None if t.value is None else float(t.value), float(t.weight)] for n, t in totals.items()}
+    shares = {name: [list(map(float, parts)) for parts in total.parts()] for name, total in totals.items()}
     told = agree.gather([takes_part, _kinds(totals, metrics), shares])
     kinds = _agreed(what, [(part, kinds) for part, kinds, _ in told])
     found: dict[str, float] = {}
@@ -287,14 +312,8 @@ def _gathered(what: str, totals: Mapping[str, _Total], metrics: Mapping[str, Any
         if reduce == _METRIC:
             continue
         of_ranks = [shares[name] for *_, shares in told if name in shares]
-        values = [value for value, _ in of_ranks if value is not None]
-        weight = sum(weight for _, weight in of_ranks)
-        if not values or (reduce == "mean" and not weight):
-            found[name] = math.nan
-        elif reduce in ("min", "max"):
-            found[name] = min(values) if reduce == "min" else max(values)
-        else:
-            found[name] = sum(values) / (weight if reduce == "mean" else 1.0)
+        sums, greatest = ([list(parts) for parts in zip(*each, strict=True)] for each in zip(*of_ranks, strict=True))
+        found[name] = float(_new(reduce).result([sum(parts) for parts in sums], [max(parts) for parts in greatest]))
     return found
 
 
