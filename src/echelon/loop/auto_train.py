@@ -112,10 +112,10 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         return rows(data) if isinstance(share, float) and share == 1 else rows(data) * share
 
     def flops(self, data: T) -> float | None:
-        """FLOPs of a micro-batch, forward and backward, without what is computed again: for `mfu` in metrics.jsonl.
+        """FLOPs of a micro-batch, with cp of this rank's part of it, forward and backward, for `mfu` in metrics.jsonl.
 
-        None takes the formula for a language model (`loop/utilization.py`), and leaves `mfu` out for another. Yours must tell it
-        from shapes, as nothing here may wait for a device.
+        Without what is computed again. None takes the formula for a language model (`loop/utilization.py`), and leaves `mfu` out
+        for another and in a pipeline. Yours must tell it from shapes, as nothing here may wait for a device.
         """
         return None
 
