@@ -304,6 +304,37 @@ def test_a_number_keeps_its_reduction() -> None:
         logged.add("train", "a", 1.0, None, "mean")
 
 
+def _left(folder: str) -> None:
+    """Four batches of which the loop leaves out one: its update had begun with the third."""
+    run = ech.RunDir(Path(folder))
+    run.at_attempt(0)
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in run.to_env().items():
+            patch.setenv(key, value)
+        model = torch.nn.Linear(3, 1)
+        rows = torch.utils.data.TensorDataset(torch.arange(24.0).reshape(8, 3), torch.zeros(8, 1))
+        model, optimizer, loader = ech.prepare(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            ech.Loader(rows, global_batch=4, shuffle=False, accumulation=2),
+            device=torch.device("cpu"),
+            gradient_accumulation_steps=2,
+        )
+        for _ in ech.epochs(model, 1):
+            for number, (x, y) in enumerate(loader):
+                with ech.window(model) as window:
+                    window.log("rows", len(x), reduce="sum")
+                    window.backward(((model(x) - y) ** 2).mean())
+                    optimizer.step()
+                if number == 2:
+                    break
+
+
+def test_what_an_unfinished_update_logged_is_left_out_with_it(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _left, str(tmp_path))
+    assert [r["rows"] for r in read_lines(tmp_path / "metrics.jsonl") if "rows" in r] == [4]
+
+
 def _loop(folder: str) -> None:
     ranks = torch.distributed.get_world_size()
     run = ech.RunDir(Path(folder) / f"loop-{ranks}")

@@ -293,6 +293,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         if phase == "train" and self.window.count:
             logger.warning("the epoch ended in the middle of an accumulation window; its micro-batches are left out")
             self._leave_window()
+            state.logged.discard()
             self.zero_grad(state)
         if phase == "train" and self.step_lr_interval == "epoch":
             self._advance()

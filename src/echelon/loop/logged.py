@@ -236,6 +236,7 @@ class Logged:
     def discard(self) -> None:
         """Forget what an unfinished update has logged."""
         self._totals.pop("train", None)
+        self._takes_part.discard("train")
 
 
 def _check_name(name: str) -> None:
