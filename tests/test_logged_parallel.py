@@ -32,6 +32,8 @@ class Logs(Regression):
         state.log("near", ((out - y).abs() < 1).sum(), reduce="sum")
         state.log("rows", len(x), weight=1, reduce="sum")
         state.log("most", out.max(), reduce="max")
+        if len(x) == 5:  # in the second update the last micro-batch alone
+            state.log("large", out.mean())
         return loss, out
 
     def on_train_step_end(self, state: Any, *results: Any) -> None:
@@ -41,7 +43,7 @@ class Logs(Regression):
         state.log("seen", 1.0, reduce="sum")
 
 
-NAMES = ("batches", "x", "out", "near", "rows", "most", "steps", "seen")
+NAMES = ("batches", "x", "out", "near", "rows", "most", "large", "steps", "seen")
 # By strategy, whose ranks share all samples.
 STRATEGIES = {
     "1f1b": ech.Parallel(pp=2, stages=["blocks.1"], schedule="1f1b"),
@@ -81,6 +83,7 @@ def test_ranks_that_share_samples_log_what_one_process_does(ranks: Ranks, tmp_pa
     ranks(2, _fit, str(tmp_path / "two"), STRATEGIES[strategy])
     ours, theirs = _numbers(tmp_path / "one"), _numbers(tmp_path / "two")
     assert [each["rows"] for each in ours if "rows" in each] == [6, 8, 8]
+    assert ["large" in each for each in ours if "rows" in each] == [False, True, True]
     assert [each["eval_seen"] for each in ours if "eval_seen" in each] == [3]
     # A pipeline calls the hooks of all steps after the update, so that what they log stands with a later one.
     for records in (ours, theirs):
