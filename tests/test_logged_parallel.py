@@ -14,6 +14,8 @@ import echelon as ech
 from echelon.contracts.errors import RanksDisagreeError
 from echelon.contracts.events import read_lines
 from tests.conftest import Ranks
+from tests.language import WORDS, Language
+from tests.language import Unit as LanguageUnit
 from tests.models import batch
 from tests.units import Regression
 
@@ -168,3 +170,37 @@ def test_predictions_of_ranks_that_share_samples_count_once(ranks: Ranks, tmp_pa
     ranks(2, _predicted, str(tmp_path), STRATEGIES[strategy])
     (record,) = read_lines(tmp_path / "metrics.jsonl")
     assert record["predict_rows"] == 8
+
+
+class Words(LanguageUnit):
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        made = super().compute_loss(state, data)
+        there = data["targets"] != -100
+        state.log("target", data["targets"][there].double().mean())
+        state.log("targets", there.sum(), reduce="sum")
+        state.log("most", data["words"].max(), reduce="max")
+        return made
+
+
+def _fit_words(folder: str, strategy: str) -> None:
+    """The mean weighs by targets, of which the parts of a sequence have more and fewer."""
+    torch.manual_seed(0)
+    batches = []
+    for n in range(4):
+        tokens = torch.arange(32).view(2, 16) * (n + 1) % WORDS
+        batches.append({"words": tokens, "targets": torch.where(tokens % (n + 2) == 0, -100, tokens)})
+    unit = Words("SGD", Language(1), strategy=strategy, device=torch.device("cpu"), gradient_accumulation_steps=2)
+    with recorded(folder):
+        ech.fit(unit, batches, batches[:3], max_epochs=1)
+
+
+def test_parts_of_sequences_log_what_whole_ones_do(ranks: Ranks, tmp_path: Path) -> None:
+    _fit_words(str(tmp_path / "one"), "noop")
+    ranks(2, _fit_words, str(tmp_path / "two"), "cp=2")
+    names = [f"{prefix}{name}" for prefix in ("", "eval_") for name in ("target", "targets", "most")]
+    ours, theirs = (
+        [{n: r[n] for n in names if n in r} for r in read_lines(tmp_path / f / "metrics.jsonl")] for f in ("one", "two")
+    )
+    assert sum(map(bool, ours)) == 3 and len(ours) == len(theirs)
+    for one, two in zip(ours, theirs, strict=True):
+        assert two == pytest.approx(one, rel=1e-11)
