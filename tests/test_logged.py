@@ -91,6 +91,12 @@ class OneLess(Regression):
         return super().compute_loss(state, data)
 
 
+class Otherwise(Regression):
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        state.log("a", 1.0, reduce="sum" if torch.distributed.get_rank() else "mean")
+        return super().compute_loss(state, data)
+
+
 class OneInEvaluation(Regression):
     def on_eval_step_end(self, state: Any, *results: Any) -> None:
         if torch.distributed.get_rank() == 1:
@@ -110,7 +116,8 @@ def _error_of(kind: type, folder: str) -> str:
     [
         (OneMore, "about what they log in an update: rank 0: a, rank 1: a, b."),
         (OneLess, "about what they log in an update: rank 0: a, rank 1: nothing."),
-        (OneInEvaluation, "about what was logged in the eval epoch: rank 0: [], rank 1: ['c']."),
+        (Otherwise, "about what they log in an update: rank 0: a (mean), rank 1: a (sum)."),
+        (OneInEvaluation, "about what was logged in the eval epoch: rank 0: nothing, rank 1: c."),
     ],
 )
 def test_ranks_that_log_different_names_are_told_which(ranks: Ranks, tmp_path: Path, kind: type, said: str) -> None:
@@ -137,6 +144,28 @@ def test_a_metric_of_torchmetrics_is_computed_at_the_epochs_end(ranks: Ranks, tm
     rows = torch.cat([batch(size, n)[0] for n, size in enumerate(SIZES)]).sum(1)
     (found,) = [r["eval_rows"] for r in read_lines(tmp_path / "of-2" / "metrics.jsonl") if "eval_rows" in r]
     assert found == pytest.approx(float(rows.mean()), rel=1e-5)
+
+
+class TwoMetrics(Regression):
+    """Rank 1 logs them in the other order."""
+
+    def __init__(self, **options: Any) -> None:
+        from torchmetrics import MeanMetric
+
+        super().__init__(**options)
+        self.metrics = {"low": MeanMetric(), "high": MeanMetric()}
+
+    def on_eval_step_end(self, state: Any, data: Any, *results: Any) -> None:
+        self.metrics["low"].update(1.0)
+        self.metrics["high"].update(9.0)
+        for name in sorted(self.metrics, reverse=torch.distributed.get_rank() == 1):
+            state.log(name, self.metrics[name])
+
+
+def test_metrics_are_computed_in_one_order_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _fit, str(tmp_path), TwoMetrics)
+    (found,) = [r for r in read_lines(tmp_path / "of-2" / "metrics.jsonl") if "eval_low" in r]
+    assert (found["eval_low"], found["eval_high"]) == (1.0, 9.0)
 
 
 class Own(ech.TrainUnit[Any]):
@@ -178,6 +207,80 @@ def test_what_counts_nothing_adds_nothing_not_even_nan() -> None:
     assert str(logged.settled()) == "{'a': 2.0, 'b': nan}" and logged.settled() == {}
 
 
+MANY = 2.0**24 + 1  # which float32 has not got
+
+
+def test_numbers_of_the_host_stay_exact_beside_a_weight_on_a_device() -> None:
+    """A tensor as a weight stands for one on a GPU: the host's own are floats by then."""
+    logged = Logged()
+    logged.begins(torch.tensor(3.0, dtype=torch.float64))
+    for reduce in ("mean", "sum", "min", "max"):
+        logged.add("train", reduce, MANY, None, reduce)
+    logged.add("train", "weighed", MANY, MANY, "mean")
+    logged.end_window(None)
+    assert {name: float(value) for name, value in logged.settled().items()} == dict.fromkeys(
+        ("mean", "sum", "min", "max", "weighed"), MANY
+    )
+
+
+def _exact(values: list[Any], reduce: str, device: torch.device | None) -> str:
+    """What `reduce` makes of the ranks' values, each a number and its weight, in an update on that device."""
+    logged = Logged()
+    value, weight = values[torch.distributed.get_rank()]
+    logged.add("train", "a", value, weight, reduce)
+    told = torch.tensor([*logged.signature(), 1.0], dtype=torch.float64)
+    torch.distributed.all_reduce(told)
+    logged.end_window(told.tolist(), device)
+    return str(float(logged.settled()["a"]))
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["host", "device"])
+def test_numbers_of_the_host_stay_exact_over_the_ranks(ranks: Ranks, device: torch.device | None) -> None:
+    for reduce in ("mean", "sum", "min", "max"):
+        assert ranks(2, _exact, [(MANY, 1), (MANY, 1)], reduce, device) == [str(MANY * (1 + (reduce == "sum")))] * 2
+
+
+# Values with weights, and what the least and the greatest of them is.
+EXTREMES: list[tuple[list[Any], str]] = [
+    ([(1.0, 1), (math.nan, 1)], "nan"),
+    ([(math.nan, 1), (1.0, 1)], "nan"),
+    ([(math.nan, 0), (1.0, 1)], "1.0"),
+    ([(1.0, 0), (2.0, 0)], "nan"),
+    ([(math.inf, 1), (math.inf, 1)], "inf"),
+    ([(-math.inf, 1), (-math.inf, 1)], "-inf"),
+]
+
+
+@pytest.mark.parametrize("reduce", ["min", "max"])
+def test_the_least_and_the_greatest_show_a_nan_wherever_it_stands(reduce: str) -> None:
+    for values, wanted in EXTREMES:
+        assert _here(values, reduce, on_device=False) == _here(values, reduce, on_device=True) == wanted, values
+
+
+def _each(reduce: str) -> list[str]:
+    return [_exact(values, reduce, device) for values, _ in EXTREMES for device in (None, torch.device("cpu"))]
+
+
+@pytest.mark.parametrize("reduce", ["min", "max"])
+def test_the_least_and_the_greatest_show_a_nan_of_whichever_rank(ranks: Ranks, reduce: str) -> None:
+    assert ranks(2, _each, reduce) == [[wanted for _, wanted in EXTREMES for _ in range(2)]] * 2
+
+
+def _here(values: list[Any], reduce: str, *, on_device: bool) -> str:
+    """Of one rank, that logs all of them."""
+    logged = Logged()
+    for value, weight in values:
+        logged.begins(torch.tensor(float(weight), dtype=torch.float64) if on_device else weight)
+        logged.add("train", "a", value, None, reduce)
+        logged.begins(1)
+        logged.add("eval", "a", value, weight, reduce)
+    logged.end_window(None)
+    (evaluated,) = logged.end_phase("eval", together=True).values()
+    settled = float(logged.settled()["a"])
+    assert str(settled) == str(evaluated)
+    return str(settled)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "options", "said"),
     [
@@ -199,6 +302,37 @@ def test_a_number_keeps_its_reduction() -> None:
     logged.add("train", "a", 1.0, None, "sum")
     with pytest.raises(UsageError, match="must stay as it was, 'sum'"):
         logged.add("train", "a", 1.0, None, "mean")
+
+
+def _left(folder: str) -> None:
+    """Four batches of which the loop leaves out one: its update had begun with the third."""
+    run = ech.RunDir(Path(folder))
+    run.at_attempt(0)
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in run.to_env().items():
+            patch.setenv(key, value)
+        model = torch.nn.Linear(3, 1)
+        rows = torch.utils.data.TensorDataset(torch.arange(24.0).reshape(8, 3), torch.zeros(8, 1))
+        model, optimizer, loader = ech.prepare(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            ech.Loader(rows, global_batch=4, shuffle=False, accumulation=2),
+            device=torch.device("cpu"),
+            gradient_accumulation_steps=2,
+        )
+        for _ in ech.epochs(model, 1):
+            for number, (x, y) in enumerate(loader):
+                with ech.window(model) as window:
+                    window.log("rows", len(x), reduce="sum")
+                    window.backward(((model(x) - y) ** 2).mean())
+                    optimizer.step()
+                if number == 2:
+                    break
+
+
+def test_what_an_unfinished_update_logged_is_left_out_with_it(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _left, str(tmp_path))
+    assert [r["rows"] for r in read_lines(tmp_path / "metrics.jsonl") if "rows" in r] == [4]
 
 
 def _loop(folder: str) -> None:

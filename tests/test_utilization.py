@@ -19,6 +19,8 @@ from echelon.observe.facts import read
 from echelon.observe.report import render
 from echelon.observe.sinks.model import ProgressModel
 from tests.conftest import Ranks
+from tests.language import Language
+from tests.language import Unit as LanguageUnit
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -178,14 +180,18 @@ class _Kept:
 
 
 def _records(peak: float | None, strategy: str, accumulation: int) -> list[dict[str, Any]]:
+    unit = Unit(module=Decoder(), device=CPU, strategy=strategy, gradient_accumulation_steps=accumulation)
+    unit.peak_flops = peak
+    return _records_of(unit, [words(), words(2, 10)] * 2)
+
+
+def _records_of(unit: Any, batches: list[Any]) -> list[dict[str, Any]]:
     kept = _Kept()
     import echelon.loop.reporting as reporting
 
     real, reporting.default_sinks = reporting.default_sinks, lambda: [kept]  # type: ignore[assignment]
     try:
-        unit = Unit(module=Decoder(), device=CPU, strategy=strategy, gradient_accumulation_steps=accumulation)
-        unit.peak_flops = peak
-        ech.train(unit, [words(), words(2, 10)] * 2, max_epochs=1)
+        ech.train(unit, batches, max_epochs=1)
     finally:
         reporting.default_sinks = real
     return kept.seen
@@ -203,6 +209,34 @@ def test_a_record_has_what_its_update_used(ranks: Ranks) -> None:
             assert record["mfu"] == pytest.approx(both / seconds / 1e15)
             assert record["tokens_per_s_per_device"] == pytest.approx(record["tokens_per_s"] / 2)
             assert "memory_peak_bytes" not in record
+
+
+def _language() -> Language:
+    torch.manual_seed(0)
+    module = Language(2)
+    module.config = SimpleNamespace(num_hidden_layers=2, num_attention_heads=4, hidden_size=16)  # type: ignore[assignment]
+    return module
+
+
+def _of_language(strategy: str, flops: float | None) -> list[dict[str, Any]]:
+    unit = LanguageUnit("SGD", _language(), strategy=strategy, device=CPU)
+    unit.peak_flops = 1e15
+    if flops is not None:
+        unit.flops = lambda data: flops * data["words"].numel()  # type: ignore[method-assign]
+    return _records_of(unit, [{"words": words(2, 16) % 24, "targets": words(2, 16) % 24}] * 2)
+
+
+@pytest.mark.parametrize(("axis", "flops"), [("cp", None), ("cp", 5e3), ("pp", None), ("pp", 5e3), ("tp", None), ("tp", 5e3)])
+def test_ranks_that_share_samples_count_the_whole_work(ranks: Ranks, axis: str, flops: float | None) -> None:
+    """Of parts of sequences, too. A rank of a pipeline knows its own stage's parameters alone, so that nothing can be said."""
+    whole = LanguageModel(_language()).flops(words(2, 16)) if flops is None else flops * 32
+    assert whole is not None
+    for record in ranks(2, _of_language, f"{axis}=2", flops)[0]:
+        if axis == "pp" and flops is None:
+            assert "mfu" not in record
+        else:
+            seconds = 32 / record["samples_per_s"]
+            assert record["mfu"] == pytest.approx(whole / seconds / 2e15, rel=1e-6, abs=0)
 
 
 def test_an_unknown_peak_leaves_mfu_out_and_so_does_an_impossible_one() -> None:

@@ -289,9 +289,11 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         return self._pieces_of_step if phase == "train" else 1
 
     def epoch_closed(self, state: State, phase: str) -> None:
+        state.logged.weight = 0 if self.prepared.is_replica else 1  # of no micro-batch
         if phase == "train" and self.window.count:
             logger.warning("the epoch ended in the middle of an accumulation window; its micro-batches are left out")
             self._leave_window()
+            state.logged.discard()
             self.zero_grad(state)
         if phase == "train" and self.step_lr_interval == "epoch":
             self._advance()

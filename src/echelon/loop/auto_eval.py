@@ -48,12 +48,19 @@ class AutoEvalUnit(AutoPredictUnit[T], EvalUnit[T], TestUnit[T]):
         data = self.prepared.part_of(batch)
         counts = not step_under_way(phase).is_padding
         weight = self.weight(data) if counts and not self.prepared.is_replica else 0
-        state.logged.begins(weight)
+        compute = partial(self._compute, state, weight)
+        if self.prepared.takes_windows:
+            compute = partial(state.logged.of_stage, self.prepared, compute)
         with self.autocast():
-            loss, outputs = self.prepared.forward(data, partial(self.compute_loss, state))
+            loss, outputs = self.prepared.forward(data, compute)
         if counts:
             self._evaluation.mean.update(loss, weight)
         return data, loss, outputs, counts
+
+    def _compute(self, state: State, weight: Any, data: T) -> tuple[torch.Tensor, Any]:
+        state.logged.begins(weight, str(state.active_phase))
+        made: tuple[torch.Tensor, Any] = self.compute_loss(state, data)
+        return made
 
     def on_eval_step_end(self, state: State, data: T, step: int, loss: torch.Tensor, outputs: Any) -> None:
         """After an evaluation step; within `fit`, `step` is the number of training steps so far."""

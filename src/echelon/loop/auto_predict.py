@@ -125,6 +125,7 @@ class AutoPredictUnit(PredictUnit[T]):
     def predict_step(self, state: State, data: T) -> Any:
         """The module's outputs for a batch."""
         part = self.prepared.part_of(data)
+        state.logged.weight = 0 if self.prepared.is_replica else 1
         with self.autocast():
             outputs = self.prepared.whole_of(self.prepared.forward(part, self.module))
         if not step_under_way(state.predict_state).is_padding:

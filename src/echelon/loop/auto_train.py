@@ -112,10 +112,10 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         return rows(data) if isinstance(share, float) and share == 1 else rows(data) * share
 
     def flops(self, data: T) -> float | None:
-        """FLOPs of a micro-batch, forward and backward, without what is computed again: for `mfu` in metrics.jsonl.
+        """FLOPs of a micro-batch, with cp of this rank's part of it, forward and backward, for `mfu` in metrics.jsonl.
 
-        None takes the formula for a language model (`loop/utilization.py`), and leaves `mfu` out for another. Yours must tell it
-        from shapes, as nothing here may wait for a device.
+        Without what is computed again. None takes the formula for a language model (`loop/utilization.py`), and leaves `mfu` out
+        for another and in a pipeline. Yours must tell it from shapes, as nothing here may wait for a device.
         """
         return None
 
@@ -184,19 +184,21 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         steps, self._held = self._held, []
         every = [micro_batch for step in steps for micro_batch in step]
         with self.prepared.window():
-            forward, backward = partial(self._forward, state), partial(self._backward, state)
+            forward = partial(state.logged.of_stage, self.prepared, partial(self._forward, state))
             enter(Part.STEP)  # in any order
-            made = iter(self.prepared.forward_backward_window(every, forward, backward))
+            made = iter(self.prepared.forward_backward_window(every, forward, partial(self._backward, state)))
         if self._reduces:
             self.window.start_reduction(state.stop_requested, state.logged.signature())
-        results: list[tuple[T, Any, Any]] = []
+        results: list[tuple[MicroBatch[T], Any, Any]] = []
         for step in steps:
             of_step = [next(made) for _ in step]
-            results.append((step[-1].data, together([loss.detach() for loss, _ in of_step], step), of_step[-1][1]))
+            results.append((step[-1], together([loss.detach() for loss, _ in of_step], step), of_step[-1][1]))
         norm, number = self._update(state), self.train_progress.num_steps_completed
-        for back, (data, loss, outputs) in zip(reversed(range(len(results))), results, strict=True):
+        for back, (latest, loss, outputs) in zip(reversed(range(len(results))), results, strict=True):
             if self._reports_step:
-                self.on_train_step_end(state, data, number - back, TrainStepResults(loss, None if back else norm, outputs))
+                state.logged.weight = 0 if self.prepared.is_replica else latest.weight
+                found = TrainStepResults(loss, None if back else norm, outputs)
+                self.on_train_step_end(state, latest.data, number - back, found)
         return results[-1][1:]
 
     def _leave_window(self) -> None:

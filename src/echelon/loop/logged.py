@@ -11,10 +11,11 @@ which nobody logs costs nothing, and one in which somebody does two small messag
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from echelon.world import agree
 
 __all__ = ["NOBODY", "Logged"]
 
+R = TypeVar("R")
+
 REDUCTIONS = ("mean", "sum", "min", "max")
 NOBODY = (0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -32,10 +35,14 @@ _TAKEN = {"step", "update", "loss", "lr", "grad_norm", "time", "mfu", "eval_loss
 _TAKEN_ENDS = ("_per_s", "_per_s_per_device", "memory_bytes", "peak_bytes", "reserved_bytes")
 _LONGEST = 100
 _REMEDY = "Log the same names on all ranks in the same steps; what counts nothing on one of them, with weight=0."
+_METRIC = "a metric"
+_OF_A_METRIC = (
+    "All ranks compute a metric together: log it on all of them, in a pipeline in on_eval_step_end or on_train_step_end."
+)
 
 
 class _Total:
-    """One number so far: a weighted sum and its weight, or the least or greatest."""
+    """One number so far: a sum, or a weighted one and its weight."""
 
     def __init__(self, reduce: str) -> None:
         self.reduce = reduce
@@ -43,34 +50,19 @@ class _Total:
         self.weight: Any = 0.0
 
     def add(self, value: Any, weight: Any) -> None:
+        if isinstance(weight, torch.Tensor):  # of padding nothing counts, not even a nan
+            value = torch.where(weight == 0, 0.0, _on(weight.device, value))
         if self.reduce == "mean":
-            if isinstance(weight, torch.Tensor):
-                value = torch.where(weight == 0, 0.0, value)  # of padding nothing counts, not even a nan
             value, self.weight = value * weight, self.weight + weight
-        self.value = value if self.value is None else self._together(self.value, value)
-
-    def _together(self, a: Any, b: Any) -> Any:
-        if self.reduce in ("mean", "sum"):
-            return a + b
-        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-            device = a.device if isinstance(a, torch.Tensor) else b.device
-            a, b = (v if isinstance(v, torch.Tensor) else torch.full((), v, device=device).double() for v in (a, b))
-            return torch.minimum(a, b) if self.reduce == "min" else torch.maximum(a, b)
-        return min(a, b) if self.reduce == "min" else max(a, b)
+        self.value = value if self.value is None else self.value + value
 
     def parts(self) -> tuple[list[Any], list[Any]]:
         """What is summed up over the ranks, and what the greatest is taken of."""
-        if self.reduce in ("min", "max"):
-            least = -math.inf if self.value is None else self.value
-            return [], [-least if self.reduce == "min" and self.value is not None else least]
         value = 0.0 if self.value is None else self.value
         return ([value, self.weight] if self.reduce == "mean" else [value]), []
 
     def result(self, sums: list[Any], greatest: list[Any]) -> Any:
         """Of the parts of all ranks, which are taken off the lists."""
-        if self.reduce in ("min", "max"):
-            value = greatest.pop(0)
-            return -value if self.reduce == "min" else value
         value = sums.pop(0)
         if self.reduce == "sum":
             return value
@@ -78,19 +70,85 @@ class _Total:
         return value / weight if isinstance(weight, torch.Tensor) or weight else math.nan
 
 
+_NOTHING, _NUMBER, _NAN = 0.0, 1.0, 2.0  # the greatest says what the ranks have
+
+
+class _Extreme(_Total):
+    """The greatest so far, or the least: then all numbers have the other sign here. A nan stays."""
+
+    def __init__(self, reduce: str) -> None:
+        super().__init__(reduce)
+        self._is_least = reduce == "min"
+
+    def add(self, value: Any, weight: Any) -> None:
+        value = -value if self._is_least else value
+        if isinstance(weight, torch.Tensor):
+            value = torch.where(weight == 0, -math.inf, _on(weight.device, value))
+        self.weight = self.weight + (weight != 0)
+        if self.value is None:
+            self.value = value
+        elif isinstance(value, torch.Tensor) or isinstance(self.value, torch.Tensor):
+            device = value.device if isinstance(value, torch.Tensor) else self.value.device
+            self.value = torch.maximum(_on(device, self.value), _on(device, value))
+        else:
+            self.value = value if math.isnan(value) else max(self.value, value)  # which keeps a nan that comes first
+
+    def parts(self) -> tuple[list[Any], list[Any]]:
+        """Which of two numbers is the greater, backends say of a nan as they like."""
+        value, weight = -math.inf if self.value is None else self.value, self.weight
+        if not isinstance(value, torch.Tensor):
+            return [], [-math.inf, _NAN] if math.isnan(value) else [value, _NUMBER if weight else _NOTHING]
+        there = torch.where(value.isnan(), _NAN, (_on(value.device, weight) != 0).to(value))
+        return [], [torch.where(value.isnan(), -math.inf, value), there]
+
+    def result(self, sums: list[Any], greatest: list[Any]) -> Any:
+        value, there = greatest.pop(0), greatest.pop(0)
+        value = -value if self._is_least else value
+        if isinstance(value, torch.Tensor):
+            return torch.where(there == _NUMBER, value, math.nan)
+        return value if there == _NUMBER else math.nan
+
+
+def _new(reduce: str) -> _Total:
+    return _Extreme(reduce) if reduce in ("min", "max") else _Total(reduce)
+
+
 class Logged:
-    """The numbers of a run, on this rank."""
+    """The numbers of a run, on this rank.
+
+    Attributes:
+        weight: what a mean weighs a value by: a number, or a 0-dim tensor.
+    """
 
     def __init__(self) -> None:
-        self._weight: Any = 1.0
-        self._takes_part = False  # in the update under way, by a loss
+        self.weight: Any = 1.0
+        self._takes_part: set[str] = set()  # by a loss: in the update under way, or in an evaluation
         self._totals: dict[str, dict[str, _Total]] = {}  # by phase
         self._metrics: dict[str, dict[str, Any]] = {}
         self._settled: dict[str, Any] = {}
 
-    def begins(self, weight: Any) -> None:
-        """A micro-batch does, whose loss this rank computes: what a mean weighs a value by. A number, or a 0-dim tensor."""
-        self._weight, self._takes_part = weight, True
+    def begins(self, weight: Any, phase: str = "train") -> None:
+        """A micro-batch of this weight does, whose loss this rank computes."""
+        self.weight = weight
+        self._takes_part.add(phase)
+
+    def of_stage(self, prepared: Any, compute: Callable[..., R], *data: Any) -> R:
+        """`compute(*data)`, a loss in a pipeline. In a pass of a stage before the last, or of which nothing stays, nothing is
+        logged, and this rank does not take part by it.
+
+        Args:
+            prepared: says by `is_trying` that nothing stays.
+        """
+        takes_part, metrics = set(self._takes_part), {phase: dict(each) for phase, each in self._metrics.items()}
+        totals = {phase: {name: copy.copy(each[name]) for name in each} for phase, each in self._totals.items()}
+        stays = False
+        try:
+            made = compute(*data)
+            stays = not prepared.is_trying
+        finally:
+            if not stays:
+                self._takes_part, self._totals, self._metrics = takes_part, totals, metrics
+        return made
 
     def add(self, phase: str, name: str, value: Any, weight: Any, reduce: str) -> None:
         """
@@ -102,13 +160,19 @@ class Logged:
         if not isinstance(value, torch.Tensor) and callable(getattr(value, "compute", None)):
             self._metrics.setdefault(phase, {})[name] = value
             return
-        value, weight = _one_number(name, value), self._weight if weight is None else _one_number(name, weight)
-        total = self._totals.setdefault(phase, {}).setdefault(name, _Total(reduce))
+        value, weight = _one_number(name, value), self.weight if weight is None else self._within(_one_number(name, weight))
+        total = self._totals.setdefault(phase, {}).setdefault(name, _new(reduce))
         if total.reduce != reduce:
             raise UsageError(f"state.log({name!r}, reduce=...) must stay as it was, {total.reduce!r}, got {reduce!r}.")
         if not isinstance(weight, torch.Tensor) and weight == 0:
             return  # the name counts as logged
         total.add(value, weight)
+
+    def _within(self, weight: Any) -> Any:
+        """A weight of the user's own in a micro-batch: nothing, where that counts nothing, as padding and what others count."""
+        if isinstance(self.weight, torch.Tensor):
+            return torch.where(self.weight == 0, 0.0, _on(self.weight.device, weight))
+        return weight if self.weight else 0.0
 
     def signature(self) -> tuple[float, ...]:
         """For the message of an update: whether this rank takes part, and the hashes of what it logs with their squares."""
@@ -129,8 +193,7 @@ class Logged:
         Raises:
             RanksDisagreeError: on every rank, with the names that each has logged.
         """
-        totals = self._totals.pop("train", {})
-        takes_part, self._takes_part = self._takes_part, False
+        totals, takes_part = self._totals.pop("train", {}), self._took_part("train")
         if told is None:
             self._settled = _settle(totals, None, None)
             return
@@ -141,7 +204,7 @@ class Logged:
             group = agree.control_group() if device is None else dist.group.WORLD
             self._settled = _settle(totals, group, device)
         else:
-            self._settled = _from_some(totals, takes_part=takes_part)
+            self._settled = _gathered("they log in an update", totals, {}, takes_part=takes_part)
 
     def end_phase(self, phase: str, *, together: bool) -> dict[str, float]:
         """Settle what is left of a phase, at an epoch's end: numbers by name. Collective if `together`, or if it has something.
@@ -150,14 +213,20 @@ class Logged:
             RanksDisagreeError: on every rank, with the names that each has logged.
         """
         totals, metrics = self._totals.pop(phase, {}), self._metrics.pop(phase, {})
+        takes_part, found = self._took_part(phase), {}
         together = together or bool(totals or metrics)  # an evaluation whose ranks need not meet: those that log do
-        if together and agree.is_joined():
-            agree.same_on_all(f"what was logged in the {phase} epoch", sorted([*totals, *metrics]), _REMEDY)
-        found = _gathered(totals) if together and totals else {}
-        for name, metric in metrics.items():
-            found[name] = float(metric.compute())
-            metric.reset()
+        if together and (not agree.is_same(sorted(_kinds(totals, metrics).items())) or totals):
+            found = _gathered(f"was logged in the {phase} epoch", totals, metrics, takes_part=takes_part)
+        for name in sorted(metrics):  # on all ranks alike: each value is taken together over them
+            found[name] = float(metrics[name].compute())
+            metrics[name].reset()
         return found
+
+    def _took_part(self, phase: str) -> bool:
+        """Whether this rank did; the next update or epoch begins."""
+        took_part = phase in self._takes_part
+        self._takes_part.discard(phase)
+        return took_part
 
     def settled(self) -> dict[str, Any]:
         """The numbers of the latest update, once: numbers, or 0-dim tensors on a device."""
@@ -167,6 +236,7 @@ class Logged:
     def discard(self) -> None:
         """Forget what an unfinished update has logged."""
         self._totals.pop("train", None)
+        self._takes_part.discard("train")
 
 
 def _check_name(name: str) -> None:
@@ -190,6 +260,13 @@ def _one_number(name: str, value: Any) -> Any:
         raise UsageError(f"state.log({name!r}) must be given a number or a metric, got a {type(value).__name__}.") from None
 
 
+def _on(device: torch.device, value: Any) -> torch.Tensor:
+    """A number there. It is filled in on the device: a copy from the host would wait for all kernels before."""
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.full((), value, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
+
+
 def _settle(totals: Mapping[str, _Total], group: dist.ProcessGroup | None, device: torch.device | None) -> dict[str, Any]:
     """Numbers by name, over the ranks of the group; of this rank alone without one."""
     sums: list[Any] = []
@@ -211,35 +288,52 @@ def _over(values: list[Any], op: Any, group: dist.ProcessGroup, device: torch.de
         dist.all_reduce(host, op=op, group=group)
         found: list[Any] = host.tolist()
         return found
-    # Filled in on the device: a copy from the host would wait for all kernels before.
-    made = torch.stack([v.double() if isinstance(v, torch.Tensor) else torch.full((), v, device=device).double() for v in values])
+    made = torch.stack([_on(device, v).double() for v in values])
     dist.all_reduce(made, op=op, group=group)
     return list(made.unbind())
 
 
-def _from_some(totals: Mapping[str, _Total], *, takes_part: bool) -> dict[str, float]:
-    """Where not all log the same: that is an error, but of ranks that compute no loss, as of a pipeline's first stages."""
-    told = agree.gather([takes_part, sorted(totals)])
-    speaks = [names for part, names in told if part or names]
-    if any(names != speaks[0] for names in speaks):
-        shown = ", ".join(f"rank {rank}: {', '.join(names) or 'nothing'}" for rank, (_, names) in list(enumerate(told))[:16])
-        raise RanksDisagreeError(f"ranks disagree about what they log in an update: {shown}. {_REMEDY}")
-    return _gathered(totals)
+def _kinds(totals: Mapping[str, _Total], metrics: Mapping[str, Any]) -> dict[str, str]:
+    """What was logged: by name, how it is reduced."""
+    return {name: totals[name].reduce if name in totals else _METRIC for name in (*totals, *metrics)}
 
 
-def _gathered(totals: Mapping[str, _Total]) -> dict[str, float]:
-    """As `_settle`, of ranks some of which have nothing. Collective."""
-    mine = {n: [t.reduce, None if t.value is None else float(t.value), float(t.weight)] for n, t in totals.items()}
-    told = agree.gather(mine)
+def _gathered(what: str, totals: Mapping[str, _Total], metrics: Mapping[str, Any], *, takes_part: bool) -> dict[str, float]:
+    """As `_settle`, of ranks some of which may have nothing. Collective.
+
+    Args:
+        what: was logged, for the message.
+        takes_part: whether this rank computes a loss.
+    """
+    shares = {name: [list(map(float, parts)) for parts in total.parts()] for name, total in totals.items()}
+    told = agree.gather([takes_part, _kinds(totals, metrics), shares])
+    kinds = _agreed(what, [(part, kinds) for part, kinds, _ in told])
     found: dict[str, float] = {}
-    for name in sorted({name for each in told for name in each}):
-        shares = [each[name] for each in told if name in each]
-        reduce, values = shares[0][0], [share[1] for share in shares if share[1] is not None]
-        weight = sum(share[2] for share in shares)
-        if not values or (reduce == "mean" and not weight):
-            found[name] = math.nan
-        elif reduce in ("min", "max"):
-            found[name] = min(values) if reduce == "min" else max(values)
-        else:
-            found[name] = sum(values) / (weight if reduce == "mean" else 1.0)
+    for name, reduce in sorted(kinds.items()):
+        if reduce == _METRIC:
+            continue
+        of_ranks = [shares[name] for *_, shares in told if name in shares]
+        sums, greatest = ([list(parts) for parts in zip(*each, strict=True)] for each in zip(*of_ranks, strict=True))
+        found[name] = float(_new(reduce).result([sum(parts) for parts in sums], [max(parts) for parts in greatest]))
     return found
+
+
+def _agreed(what: str, told: Sequence[tuple[bool, dict[str, str]]]) -> dict[str, str]:
+    """What the ranks have logged, if it is the same, but for ranks that compute no loss, as of a pipeline's first stages.
+
+    Args:
+        told: by rank, whether it takes part, and what it has logged.
+    """
+    speaking = [kinds for part, kinds in told if part] or [kinds for _, kinds in told]
+    metrics = {name for name, kind in speaking[0].items() if kind == _METRIC}
+    alike = all(k == speaking[0] for k in speaking) and all(k.items() <= speaking[0].items() for _, k in told)
+    everywhere = all(metrics <= k.keys() for _, k in told)
+    if alike and everywhere:
+        return speaking[0]
+    same_names = all(set(kinds) == set(speaking[0]) for kinds in speaking)
+    shown = []
+    for rank, (_, kinds) in list(enumerate(told))[:16]:
+        names = [f"{name} ({kind})" if same_names else name for name, kind in sorted(kinds.items())]
+        shown.append(f"rank {rank}: {', '.join(names) or 'nothing'}")
+    rest = ", ..." if len(told) > 16 else ""
+    raise RanksDisagreeError(f"ranks disagree about what {what}: {', '.join(shown)}{rest}. {_OF_A_METRIC if alike else _REMEDY}")

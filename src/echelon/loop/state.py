@@ -263,8 +263,9 @@ class State:
             name: what to call it; the names of numbers that a run has by itself, such as "loss", are taken.
             value: a number, or a tensor with one, for which nothing waits. Or a metric with `compute()` and `reset()` that takes
                 all ranks' values together itself, as those of torchmetrics do: it is computed and reset at the epoch's end.
-            weight: what the value counts in the mean; None is the weight of the micro-batch in the loss, 1 outside an AutoUnit.
-                With 0 the value counts nothing.
+            weight: what the value counts in the mean; None is the weight of the micro-batch in the loss, and 1 outside of one or
+                of an AutoUnit. With 0 the value counts nothing, and neither does one of a micro-batch that counts nothing in
+                the loss, such as padding, whatever its weight.
             reduce: "mean", "sum", "min" or "max".
         Raises:
             UsageError: a name that is taken, or no single number.

@@ -44,13 +44,18 @@ class Utilization:
         # Ranks that compute parts of the same samples share the work.
         self._peak = (peak_of(unit) or 0.0) * max(1, world // max(1, unit.prepared.dp_size))
         self._unit, self._flops = unit, 0.0
-        self._model = LanguageModel(unit.prepared.unwrapped) if self._peak else None
+        (_, self._parts), (_, stages) = unit.prepared.part, unit.prepared.stage
+        # A rank of a pipeline has the parameters of its own stages alone.
+        self._model = LanguageModel(unit.prepared.unwrapped) if self._peak and stages == 1 else None
 
     def count(self, micro_batch: Any) -> None:
-        """One more micro-batch of this rank."""
-        if self._model is not None:
+        """One more micro-batch of this rank; where it has parts of sequences, those of all ranks that share the peak."""
+        if self._peak:
             flops = self._unit.flops(micro_batch)
-            self._flops += (self._model.flops(micro_batch) if flops is None else flops) or 0.0
+            if flops is not None:
+                self._flops += flops * self._parts
+            elif self._model is not None:
+                self._flops += self._model.flops(micro_batch, self._parts) or 0.0
 
     def take(self) -> float:
         """The FLOPs since the last call."""
@@ -113,16 +118,17 @@ class LanguageModel:
         size = _first(config, ("head_dim",)) or (width // heads if width and heads else None)
         self._by_pairs = 12 * layers * heads * size if layers and heads and size else 0
 
-    def flops(self, data: Any) -> float | None:
+    def flops(self, data: Any, parts: int = 1) -> float | None:
         """Of a micro-batch, forward and backward; None where they cannot be told from shapes.
 
         Args:
             data: a batch with a tensor (rows, T) of whole numbers, of which the first are the tokens.
+            parts: into how many each sequence is cut; `data` has one of them, and all are counted.
         """
         tokens = None if self._by_parameters is None else _tokens(data)
         if tokens is None or self._by_parameters is None:
             return None
-        return float(tokens.numel() * (self._by_parameters + self._by_pairs * tokens.shape[-1]))
+        return float(tokens.numel() * parts * (self._by_parameters + self._by_pairs * tokens.shape[-1] * parts))
 
 
 def _by_parameters(module: nn.Module) -> int | None:

@@ -1,0 +1,206 @@
+"""Numbers of the user's own where ranks share samples: they are those of one process, and counted once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import echelon as ech
+from echelon.contracts.errors import RanksDisagreeError
+from echelon.contracts.events import read_lines
+from tests.conftest import Ranks
+from tests.language import WORDS, Language
+from tests.language import Unit as LanguageUnit
+from tests.models import batch
+from tests.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+
+class Logs(Regression):
+    """Logs before and after the module's call, to which a pipeline's last stage alone comes, and in hooks, as all ranks do."""
+
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        x, y = data
+        state.log("batches", 1.0, reduce="sum")
+        state.log("x", x.mean())
+        loss, out = super().compute_loss(state, data)
+        state.log("out", out.mean())
+        state.log("near", ((out - y).abs() < 1).sum(), reduce="sum")
+        state.log("rows", len(x), weight=1, reduce="sum")
+        state.log("most", out.max(), reduce="max")
+        if len(x) == 5:  # in the second update the last micro-batch alone
+            state.log("large", out.mean())
+        return loss, out
+
+    def on_train_step_end(self, state: Any, *results: Any) -> None:
+        state.log("steps", 1.0, reduce="sum")
+
+    def on_eval_step_end(self, state: Any, *results: Any) -> None:
+        state.log("seen", 1.0, reduce="sum")
+
+
+NAMES = ("batches", "x", "out", "near", "rows", "most", "large", "steps", "seen")
+# By strategy, whose ranks share all samples.
+STRATEGIES = {
+    "1f1b": ech.Parallel(pp=2, stages=["blocks.1"], schedule="1f1b"),
+    "interleaved": ech.Parallel(pp=2, stages=["blocks.0", "blocks.1", "last"], schedule="interleaved"),
+    "tp": ech.Parallel(tp=2),
+}
+
+
+@contextlib.contextmanager
+def recorded(folder: str) -> Iterator[None]:
+    """What is trained within has this run folder."""
+    run = ech.RunDir(Path(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            run.at_attempt(0)
+        for key, value in run.to_env().items():
+            patch.setenv(key, value)
+        yield
+
+
+def _fit(folder: str, strategy: Any) -> None:
+    """Batches of two shapes, so that a pipeline learns what its stages send in the middle of the training, too."""
+    batches = [batch(rows, n) for n, rows in enumerate((3, 3, 3, 5, 5, 3))]
+    unit = Logs(strategy=strategy, gradient_accumulation_steps=2)
+    with recorded(folder):
+        ech.fit(unit, batches, batches[2:5], max_epochs=1)
+
+
+def _numbers(folder: Path) -> list[dict[str, float]]:
+    names = {*NAMES, *(f"eval_{name}" for name in NAMES)}
+    return [{n: r[n] for n in r if n in names} for r in read_lines(folder / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_ranks_that_share_samples_log_what_one_process_does(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    _fit(str(tmp_path / "one"), "noop")
+    ranks(2, _fit, str(tmp_path / "two"), STRATEGIES[strategy])
+    ours, theirs = _numbers(tmp_path / "one"), _numbers(tmp_path / "two")
+    assert [each["rows"] for each in ours if "rows" in each] == [6, 8, 8]
+    assert ["large" in each for each in ours if "rows" in each] == [False, True, True]
+    assert [each["eval_seen"] for each in ours if "eval_seen" in each] == [3]
+    # A pipeline calls the hooks of all steps after the update, so that what they log stands with a later one.
+    for records in (ours, theirs):
+        assert sum(each.pop("steps", 0) for each in records) == 6
+    ours, theirs = ([each for each in records if each] for records in (ours, theirs))
+    for one, two in zip(ours, theirs, strict=True):
+        assert two == pytest.approx(one, rel=1e-11)
+
+
+class InTheLoss(Regression):
+    """A metric's `compute` meets all ranks, and here the first stage's would not come."""
+
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        from torchmetrics import MeanMetric
+
+        made = super().compute_loss(state, data)
+        mean = MeanMetric()
+        mean.update(1.0)
+        state.log("mean", mean)
+        return made
+
+
+def _error(strategy: Any) -> str:
+    try:
+        ech.evaluate(InTheLoss(strategy=strategy), [batch(3, 0)])
+    except RanksDisagreeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_metric_of_the_last_stage_alone_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    for error in ranks(2, _error, STRATEGIES["1f1b"]):
+        assert (
+            "what was logged in the eval epoch: rank 0: nothing, rank 1: mean (a metric)." in error
+            and "on_eval_step_end" in error
+        )
+
+
+class Rows(Regression):
+    """With weights of its own."""
+
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        x = data[0]
+        state.log("x", x.mean(), weight=len(x))
+        state.log("rows", len(x), weight=len(x), reduce="sum")
+        state.log("most", x.max(), weight=1, reduce="max")
+        return super().compute_loss(state, data)
+
+    def on_train_epoch_end(self, state: Any) -> None:
+        state.log("ranks", 1, weight=1, reduce="sum")
+
+    def on_predict_step_end(self, state: Any, data: Any, *results: Any) -> None:
+        state.log("rows", len(data), reduce="sum")
+
+
+def _padded(folder: str) -> None:
+    """33 rows in batches of 32: the last has one, on rank 0, and rank 1 a copy of it that fills up."""
+    x = torch.arange(33.0, dtype=torch.float64).view(33, 1).repeat(1, 4)
+    rows = torch.utils.data.TensorDataset(x, torch.zeros(33, 1, dtype=torch.float64))
+    unit, loader = Rows(strategy="ddp", lr=1e-6), ech.Loader(rows, global_batch=32, shuffle=False)
+    with recorded(folder):
+        ech.fit(unit, loader, ech.Loader(rows, global_batch=32, shuffle=False), max_epochs=1)
+
+
+def test_padding_counts_nothing_whatever_its_weight(ranks: Ranks, tmp_path: Path) -> None:
+    """After the epoch's last batch, which is padding on one rank, both count again."""
+    ranks(2, _padded, str(tmp_path))
+    records = list(read_lines(tmp_path / "metrics.jsonl"))
+    found = [(r["x"], r["rows"], r["most"]) for r in records if "x" in r]
+    assert found == [(15.5, 32, 31.0), (32.0, 1, 32.0)]
+    assert [(r["eval_x"], r["eval_rows"], r["eval_most"]) for r in records if "eval_x" in r] == [(16.0, 33, 32.0)]
+    assert [r["ranks"] for r in records if "ranks" in r] == [2]
+
+
+def _predicted(folder: str, strategy: Any) -> None:
+    with recorded(folder):
+        ech.predict(Rows(strategy=strategy), [batch(3, 0)[0], batch(5, 1)[0]])
+
+
+@pytest.mark.parametrize("strategy", ["1f1b", "tp"])
+def test_predictions_of_ranks_that_share_samples_count_once(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    ranks(2, _predicted, str(tmp_path), STRATEGIES[strategy])
+    (record,) = read_lines(tmp_path / "metrics.jsonl")
+    assert record["predict_rows"] == 8
+
+
+class Words(LanguageUnit):
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        made = super().compute_loss(state, data)
+        there = data["targets"] != -100
+        state.log("target", data["targets"][there].double().mean())
+        state.log("targets", there.sum(), reduce="sum")
+        state.log("most", data["words"].max(), reduce="max")
+        return made
+
+
+def _fit_words(folder: str, strategy: str) -> None:
+    """The mean weighs by targets, of which the parts of a sequence have more and fewer."""
+    torch.manual_seed(0)
+    batches = []
+    for n in range(4):
+        tokens = torch.arange(32).view(2, 16) * (n + 1) % WORDS
+        batches.append({"words": tokens, "targets": torch.where(tokens % (n + 2) == 0, -100, tokens)})
+    unit = Words("SGD", Language(1), strategy=strategy, device=torch.device("cpu"), gradient_accumulation_steps=2)
+    with recorded(folder):
+        ech.fit(unit, batches, batches[:3], max_epochs=1)
+
+
+def test_parts_of_sequences_log_what_whole_ones_do(ranks: Ranks, tmp_path: Path) -> None:
+    _fit_words(str(tmp_path / "one"), "noop")
+    ranks(2, _fit_words, str(tmp_path / "two"), "cp=2")
+    names = [f"{prefix}{name}" for prefix in ("", "eval_") for name in ("target", "targets", "most")]
+    ours, theirs = (
+        [{n: r[n] for n in names if n in r} for r in read_lines(tmp_path / f / "metrics.jsonl")] for f in ("one", "two")
+    )
+    assert sum(map(bool, ours)) == 3 and len(ours) == len(theirs)
+    for one, two in zip(ours, theirs, strict=True):
+        assert two == pytest.approx(one, rel=1e-11)
