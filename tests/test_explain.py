@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from echelon.contracts.pulse import Phase, Standing
 from echelon.launcher.explain import Evidence, RankEvidence, Verdict, explain, show
 from echelon.launcher.explain.flight import Call, expected, first_mismatch, parse, waits
-from echelon.launcher.explain.stacks import crash_stack, main_thread, of_traceback, user_frame, waits_in
+from echelon.launcher.explain.stacks import Frame, crash_stack, main_thread, of_traceback, user_frame, waits_in
 from echelon.launcher.explain.words import is_victim, who
 from echelon.launcher.job import Failure
 
@@ -368,6 +368,19 @@ def test_stacks_tell_who_waits_and_where() -> None:
     )
     assert waits_in(main_thread(text)) == "all_reduce" and str(user_frame(main_thread(text))) == "train.py:7 in step"
     assert waits_in(of_traceback('Traceback (most recent call last):\n  File "/home/me/a.py", line 1, in f')) == ""
+    disk, made = "/x/site-packages/torch/distributed/checkpoint/filesystem.py", "/x/site-packages/torch/_ops.py"
+    save = (disk.replace("filesystem", "state_dict_saver"), 9, "save")
+    for frames, name in (
+        (((disk, 3, "_write_item"), save, user), ""),  # to a disk
+        (((TORCH, 3, "all_gather"), save, user), "save"),
+        (((made, 3, "__call__"), (TORCH.replace("distributed_c10d", "tensor/_dispatch"), 3, "dispatch"), user), ""),
+        (
+            ((made, 3, "__call__"), (TORCH.replace("distributed_c10d", "_functional_collectives"), 3, "wait_tensor"), user),
+            "wait_tensor",
+        ),
+        ((("/x/site-packages/torch/nn/modules/linear.py", 3, "forward"), (TORCH, 3, "forward"), user), ""),
+    ):
+        assert waits_in(Frame(*each) for each in frames) == name
     crash = "x\nFatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
     assert [f.line for f in crash_stack(crash + '  File "/a.py", line 4 in f\n\nThread 0x2 (most recent call first):\n')] == [4]
 

@@ -29,7 +29,7 @@ from echelon.launcher.local.companion import Answer
 from echelon.launcher.local.gather import Sight
 from echelon.launcher.local.hang import HangLimit
 from echelon.launcher.local.progress import Progress
-from echelon.launcher.local.signs import has_handler
+from echelon.launcher.local.signs import has_handler, waits
 from echelon.launcher.local.worker import STACK_SIGNAL
 from echelon.launcher.protocol import write_spec
 from echelon.launcher.records import exit_record, flight_record
@@ -208,6 +208,49 @@ def test_ranks_that_all_wait_for_one_another_hang_in_code_of_their_own_too(scene
     assert scene.until_ended() < 780  # a stack is asked for once nothing has moved for a while
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_checkpoint_that_a_slow_disk_holds_is_no_wait_for_others(monkeypatch: pytest.MonkeyPatch, *, strict: bool) -> None:
+    """Of ranks in a loop of their own, in the call of fsync that ends torch's save; also while another waits for them."""
+    writes = '  File "/lib/torch/distributed/checkpoint/filesystem.py", line 413 in _write_files_from_queue\n' + OWN
+    for pending in (False, True):  # as gloo goes on saying of the last collective
+        scene = _Scene(monkeypatch, strict=strict)
+        scene.ranks.stacks = {0: writes, 1: writes}
+        scene.ranks.answers = {0: Answer(20, pending=pending), 1: Answer(20, pending=pending)}
+        assert scene.until_ended() == NEVER
+    scene = _Scene(monkeypatch)
+    scene.ranks.stacks = {0: writes, 1: COLLECTIVE}
+    scene.ranks.answers[1] = Answer(21, pending=True)
+    assert scene.until_ended() == NEVER
+
+
+def _innermost(file: str, call: str, *through: str) -> str:
+    """A stack whose call is that line of torch's own file, under frames of these others."""
+    path = os.path.join(os.path.dirname(torch.__file__), file)
+    lines = Path(path).read_text().splitlines()
+    frames = [*(os.path.join(os.path.dirname(torch.__file__), each) for each in through), path]
+    number = next(n for n, line in enumerate(lines, 1) if call in line)
+    return "".join(f'  File "{frame}", line {number if frame == path else 1} in f\n' for frame in frames) + OWN
+
+
+@pytest.mark.parametrize(
+    ("stack", "alone", "pending"),
+    [
+        (_innermost("distributed/distributed_c10d.py", "work.wait()"), True, True),
+        (_innermost("distributed/_functional_collectives.py", "wait_tensor(", "_ops.py", "_library/autograd.py"), True, True),
+        (_innermost("distributed/fsdp/_fully_shard/_fsdp_collectives.py", "all_gather_work.wait()"), False, True),
+        (_innermost("distributed/utils.py", "dist._verify_params_across_processes("), False, True),
+        (_innermost("nn/parallel/distributed.py", "dist._broadcast_coalesced("), False, True),
+        (_innermost("autograd/graph.py", "def "), False, True),
+        (_innermost("distributed/tensor/_dispatch.py", "def dispatch", "_ops.py"), False, False),
+        (_innermost("distributed/checkpoint/filesystem.py", "os.fsync("), False, False),
+        (_innermost("distributed/rpc/api.py", "fut.wait()"), False, False),
+    ],
+)
+def test_who_waits_for_others_is_seen_by_the_innermost_call(stack: str, *, alone: bool, pending: bool) -> None:
+    """Without and with a collective that has begun: stacks as ranks had them that waited so on gloo."""
+    assert (waits(stack, pending=False), waits(stack, pending=True)) == (alone, pending)
+
+
 def test_ranks_whose_threads_compute_while_they_wait_go_on(scene: _Scene) -> None:
     def computes() -> str:
         scene.cpu_s = scene.now / 2
@@ -316,7 +359,7 @@ def _hangs(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "headline", "waits"),
+    ("how", "headline", "calls"),
     [
         ("stopped", "rank 1 stopped (no heartbeat for ", ["all_reduce #18", ""]),
         pytest.param(
@@ -329,7 +372,7 @@ def _hangs(how: str) -> None:
     ],
 )
 def test_a_run_that_hangs_is_ended_with_the_evidence_in_its_folder(
-    how: str, headline: str, waits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, headline: str, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ECHELON_HANG_TIMEOUT", "1")
     with pytest.raises(RankFailedError) as caught:
@@ -338,12 +381,12 @@ def test_a_run_that_hangs_is_ended_with_the_evidence_in_its_folder(
     (run,) = tmp_path.iterdir()
     ended = exit_record(run / "attempts" / "000" / "exit.json") or {}
     assert ended["hang"]["after_s"] > 1 and ended["exit_code"] == 124
-    assert [ended["seen"][rank]["waits_in"] for rank in "01"] == waits
+    assert [ended["seen"][rank]["waits_in"] for rank in "01"] == calls
     assert [ended["seen"][rank]["stopped"] for rank in "01"] == [False, how == "stopped"]
     for rank in (0, 1):  # also of the one that was stopped
         assert "in _hangs" in (run / "dumps" / "000" / f"stack.rank{rank}.txt").read_text()
     record = flight_record(run / "dumps" / "000" / "flight.rank0.json") or {}
-    assert f"gloo:{waits[0]}" == f"{record['entries'][-1]['profiling_name']} #{record['entries'][-1]['collective_seq_id']}"
+    assert f"gloo:{calls[0]}" == f"{record['entries'][-1]['profiling_name']} #{record['entries'][-1]['collective_seq_id']}"
 
 
 def _is_slow(how: str) -> None:

@@ -19,8 +19,11 @@ _WORDS = re.compile(r"^terminate called .{0,300}\n\s*what\(\): {0,4}(.{1,1000})"
 _MOST_FRAMES = 200
 # Installed packages and Python itself, also on a machine that is not this one.
 _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib(64)?[/\\]python\d[\d.]*[/\\]|^<")
-# In whose files a rank waits for others; functions of them that stand around the call that a user made.
+# In whose files a rank waits for others, but not where one of these is the innermost: there it writes to a disk, or computes.
+# Calls into C++ go through some more. Functions that stand around the call that a user made.
 _OF_GROUPS = re.compile(r"[/\\]torch[/\\](distributed[/\\]|_C[/\\]_distributed)")
+_BUSY = re.compile(r"[/\\]torch[/\\]distributed[/\\](checkpoint|tensor)[/\\]")
+_PASSES_ON = re.compile(r"[/\\]torch[/\\](_ops\.py|_library[/\\]|futures[/\\]|cuda[/\\])")
 _AROUND = frozenset({"wrapper", "inner", "__call__", "_fn", "decorate_context", "wait", "wait_tensor", "<lambda>"})
 _OF_LOADERS = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]")
 
@@ -100,12 +103,17 @@ def waits_in(frames: Iterable[Frame]) -> str:
 
     A backward pass waits in C++: there is nothing of it here.
     """
-    name = ""
+    name, innermost = "", True
     for frame in frames:
         if not frame.of_library:
             break
+        if innermost and _PASSES_ON.search(frame.file):
+            continue
         if _OF_GROUPS.search(frame.file):
+            if not name and (not innermost or _BUSY.search(frame.file)):
+                return ""
             name = frame.function if frame.function not in _AROUND or not name else name
         elif _OF_LOADERS.search(frame.file) and not name:
             return "a DataLoader"
+        innermost = False
     return one_line(name)

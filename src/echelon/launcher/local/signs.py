@@ -19,7 +19,11 @@ __all__ = ["Pulses", "Seen", "behind", "has_handler", "is_debugged", "is_stopped
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _DEBUGGER = re.compile(r"/(pdb|bdb)\.py\"|/(debugpy|pydevd[^/]*|IPython)/")
-_COLLECTIVES, _CALLS, _BACKWARD = "/torch/distributed/", "/torch/distributed/rpc/", "/torch/autograd/"
+# Of torch: files whose calls into C++ wait for other ranks, through which files they go, and what other files call so.
+_COLLECTIVES = re.compile(r"/torch/distributed/(distributed_c10d|_functional_collectives(_impl)?|rendezvous)\.py$")
+_PASSES_ON = re.compile(r"/torch/(_ops\.py$|_library/)")
+_WAITING_CALL = re.compile(r"\.wait\(|\._broadcast_coalesced\(|\._verify_params_across_processes\(")
+_CALLS, _BACKWARD = "/torch/distributed/rpc/", "/torch/autograd/"
 
 
 @dataclass(frozen=True)
@@ -137,18 +141,19 @@ def is_debugged(main_stack: str) -> bool:
 
 
 def waits(main_stack: str, *, pending: bool) -> bool:
-    """Whether the main thread waits for other ranks.
+    """Whether the main thread waits for other ranks. Who saves a checkpoint with torch does not: it may wait for a slow disk.
 
     Args:
         main_stack: as `Pulses.main_stack` gives it.
         pending: torch says that a collective has begun and not ended; on gloo it may go on saying so after the last of all.
     """
-    frame = _FRAME.match(main_stack)
-    if frame is None:
+    frames = map(_FRAME.match, main_stack.splitlines())
+    frame = next((found for found in frames if found is None or not _PASSES_ON.search(found[1])), None)
+    if frame is None or _CALLS in frame[1]:  # which a thread may be serving
         return False
-    if _COLLECTIVES in frame[1]:
-        return _CALLS not in frame[1]  # which a thread may be serving
-    return pending and (_BACKWARD in frame[1] or ".wait(" in linecache.getline(frame[1], int(frame[2])))
+    if _COLLECTIVES.search(frame[1]):
+        return True
+    return pending and (_BACKWARD in frame[1] or _WAITING_CALL.search(linecache.getline(frame[1], int(frame[2]))) is not None)
 
 
 def behind(seen: Mapping[int, Seen]) -> list[int]:
