@@ -23,7 +23,7 @@ from echelon.contracts.run_dir import RunDir
 from echelon.launcher.cluster.conclude import conclude
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import JobSpec, parse_hang_timeout
-from echelon.launcher.local import hang
+from echelon.launcher.local import hang, progress
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import Answer
 from echelon.launcher.local.gather import Sight
@@ -166,6 +166,26 @@ def test_nobody_is_ended_under_a_debuggers_hands(scene: _Scene) -> None:
     }
     scene.ranks.stacks[1] = COLLECTIVE
     assert scene.until_ended() == NEVER
+
+
+def test_nobody_is_ended_while_gdb_holds_a_rank_nor_as_soon_as_it_lets_go(scene: _Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel says so: the state is t."""
+    state = "S"
+    monkeypatch.setattr(progress, "is_stopped", lambda pid: pid == os.getppid() and state in "Tt")
+    monkeypatch.setattr(hang, "process_stat", lambda pid: [state if pid == os.getppid() else "S"])
+    scene.attempt.pids = {0: os.getpid(), 1: os.getppid()}
+    scene.steps()
+    scene.ranks.answers = {0: Answer(21, pending=True), 1: None}
+    scene.ranks.stacks[0] = COLLECTIVE
+    for held in (STEP, Standing(6, Phase.DATA, 0, 19), Standing()):
+        scene.put(STEP, held)
+        state = "t"
+        assert scene.until_ended() == NEVER
+        state = "S"
+        assert scene.until_ended(590) == NEVER
+    scene.put(STEP, STEP)
+    state = "T"
+    assert 600 < scene.until_ended() <= 604
 
 
 def test_a_rank_that_has_become_another_program_is_not_asked_for_its_stack() -> None:

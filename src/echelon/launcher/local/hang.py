@@ -101,6 +101,7 @@ class HangLimit:
     _said_s: float = 0.0
     _begun: int = 0
     _sampled_at: float = 0.0
+    _held_at: float = -math.inf  # when a debugger last held a rank: what others waited until then was for a person
     _ranks: dict[int, _Rank] = field(default_factory=dict)
 
     @property
@@ -117,6 +118,8 @@ class HangLimit:
         at, now = self.progress, self.progress.now
         if at.begun != self._begun:
             self._begun, self._ranks, self._sampled_at, self._said_s = at.begun, {}, now, 0.0
+            self._held_at = -math.inf
+        self._held_at += at.gap
         for known in self._ranks.values():
             known.shift(at.gap)
         for rank in at.seen:
@@ -128,17 +131,24 @@ class HangLimit:
 
     def _idle_s(self) -> dict[int, float]:
         at = self.progress
-        return {rank: at.now - max(at.since[rank], self._ranks[rank].acted_at) for rank in at.seen}
+        return {rank: at.now - max(at.since[rank], self._ranks[rank].acted_at, self._held_at) for rank in at.seen}
+
+    def _is_held(self, rank: int) -> bool:
+        """Whether a debugger has it: the kernel's state t, or Python's own."""
+        this = self._ranks[rank]
+        return is_debugged(this.stack) or (self.progress.seen[rank].stopped and this.stopped_at is None)
 
     def _hangs(self) -> float | None:
         at, now, idle = self.progress, self.progress.now, self._idle_s()
-        stopped = [now - r.stopped_at for rank in at.seen if (r := self._ranks[rank]).stopped_at is not None]
+        if any(map(self._is_held, at.seen)):
+            self._held_at = now
+            return None
+        known = [r.stopped_at for rank in at.seen if (r := self._ranks[rank]).stopped_at is not None]
+        stopped = [now - max(since, self._held_at) for since in known]
         if any(stopped_s > self.after_s for stopped_s in stopped):
             return max(stopped)
         loops = {rank: s for rank, s in at.seen.items() if s.standing.phase not in (Phase.NONE, Phase.ENDED)}
         others = [rank for rank in at.seen if rank not in loops]
-        if any(is_debugged(self._ranks[rank].stack) for rank in at.seen):
-            return None
         last = behind(loops) or list(loops)
         if not all(self._is_late(rank, idle[rank]) for rank in last):
             return None
@@ -181,7 +191,7 @@ class HangLimit:
     def _is_late(self, rank: int, idle_s: float) -> bool:
         at = self.progress
         limit_s = max(at.limit_s(rank, self.after_s, _BRIEF), 2 * at.longest_s.get(rank, 0.0))
-        return idle_s > limit_s or at.now - at.since[rank] > PATIENT * limit_s
+        return idle_s > limit_s or at.now - max(at.since[rank], self._held_at) > PATIENT * limit_s
 
     def _is_stuck(self, rank: int, idle_s: float) -> bool:
         """Of a rank in a user's own code."""
@@ -191,7 +201,7 @@ class HangLimit:
         if not self.strict:
             return False
         limit_s = self.after_s * (PATIENT if this.called < _FEW_CALLS else 1)
-        return idle_s > limit_s or self.progress.now - this.answered_at > PATIENT * limit_s
+        return idle_s > limit_s or self.progress.now - max(this.answered_at, self._held_at) > PATIENT * limit_s
 
     def _note_stopped(self, attempt: Attempt) -> None:
         now = self.progress.now
