@@ -368,6 +368,10 @@ def test_stacks_tell_who_waits_and_where() -> None:
     )
     assert waits_in(main_thread(text)) == "all_reduce" and str(user_frame(main_thread(text))) == "train.py:7 in step"
     assert waits_in(of_traceback('Traceback (most recent call last):\n  File "/home/me/a.py", line 1, in f')) == ""
+    others = "".join(f'Thread {n:#x} (most recent call first):\n  File "/home/me/{n}.py", line 1 in idle\n\n' for n in range(100))
+    assert main_thread(others + "...\n") == ()  # faulthandler stops there, and the main thread was to come last
+    assert main_thread(others + "...\n\nThread main (most recent call first):\n" + text) == main_thread(text)
+    assert len(main_thread(f"{text}\n  ...")) == 3  # a deep stack
     disk, made = "/x/site-packages/torch/distributed/checkpoint/filesystem.py", "/x/site-packages/torch/_ops.py"
     save = (disk.replace("filesystem", "state_dict_saver"), 9, "save")
     for frames, name in (

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -372,7 +373,11 @@ def _hangs(how: str) -> None:
         dist.all_reduce(torch.ones(4))
     if how == "in different collectives" and dist.get_rank() == 1:
         dist.barrier()
-    if how == "asleep" and dist.get_rank() == 1:
+    if how == "among many threads":
+        done = threading.Event()
+        for _ in range(120):
+            threading.Thread(target=done.wait, daemon=True).start()
+    if how in ("asleep", "among many threads") and dist.get_rank() == 1:
         time.sleep(1000)
     dist.all_reduce(torch.ones(4))
     dist.all_reduce(torch.ones(4))
@@ -388,6 +393,7 @@ def _hangs(how: str) -> None:
             ["all_reduce #9", ""],
             marks=pytest.mark.full,
         ),
+        ("among many threads", "rank 1 did not come to all_reduce #9", ["all_reduce #9", ""]),
         ("in different collectives", "rank ", ["all_reduce #9", "barrier #9"]),
     ],
 )
@@ -405,6 +411,7 @@ def test_a_run_that_hangs_is_ended_with_the_evidence_in_its_folder(
     assert [ended["seen"][rank]["stopped"] for rank in "01"] == [False, how == "stopped"]
     for rank in (0, 1):  # also of the one that was stopped
         assert "in _hangs" in (run / "dumps" / "000" / f"stack.rank{rank}.txt").read_text()
+        assert "test_hang.py:" in ended["seen"][str(rank)]["where"]
     record = flight_record(run / "dumps" / "000" / "flight.rank0.json") or {}
     assert f"gloo:{calls[0]}" == f"{record['entries'][-1]['profiling_name']} #{record['entries'][-1]['collective_seq_id']}"
 

@@ -68,8 +68,9 @@ def _frames(lines: Iterable[str]) -> tuple[Frame, ...]:
 
 
 def main_thread(text: str) -> tuple[Frame, ...]:
-    """The main thread's frames, innermost first: faulthandler prints it last."""
-    return _frames(_THREAD.split(text)[-1].splitlines())
+    """The main thread's frames, innermost first: faulthandler prints it last; none if it stopped before, at a hundred threads."""
+    last = _THREAD.split(text)[-1].splitlines()
+    return () if "..." in last else _frames(last)
 
 
 def crash_stack(log: str) -> tuple[Frame, ...]:

@@ -226,6 +226,8 @@ class HangLimit:
             this, answer, is_known = self._ranks[rank], answers.get(rank), at.seen[rank].is_known
             this.pending = answer is not None and answer.pending
             if answer is not None:
+                if answer.main:
+                    self.sight.pulses.note_main(rank, answer.main)
                 this.answered_at = now
                 if answer.called != this.called:
                     this.called_at = now
