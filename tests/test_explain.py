@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from echelon.launcher.explain.flight import Call, expected, first_mismatch, pars
 from echelon.launcher.explain.stacks import Frame, crash_stack, main_thread, of_traceback, user_frame, waits_in
 from echelon.launcher.explain.words import is_victim, who
 from echelon.launcher.job import Failure
+from echelon.launcher.local.attempt import write_exit
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -392,6 +394,31 @@ def test_stacks_tell_who_waits_and_where() -> None:
 def test_a_broken_connection_to_a_server_of_data_is_a_rank_s_own_failure() -> None:
     own = failed(0, "ConnectionResetError: [Errno 104] Connection reset by peer")
     assert not is_victim(Failure.from_json(own)) and is_victim(Failure.from_json(failed(0, f"RuntimeError: {CLOSED}")))
+
+
+def test_an_end_that_cannot_be_read_is_told_from_the_ranks_own_records(left: Left) -> None:
+    left.end(1, failed(1), padding="x" * (17 << 20)).rank(1, 1, **{k: failed(1)[k] for k in ("kind", "message", "traceback")})
+    found = left.evidence
+    assert found.exit_code is None and "exit.json is no record of an end" in found.notes
+    assert left.verdict.guilty == (1,) and left.verdict.cause == "exception"
+
+
+@pytest.mark.parametrize(("ranks", "keys"), [(32, 5000), pytest.param(16384, 40, marks=pytest.mark.full)])
+def test_the_end_of_many_ranks_that_fail_with_long_texts_can_be_read(left: Left, ranks: int, keys: int) -> None:
+    """As all do that lack the same keys of a state dict. The first is kept whole; of the others it is known who is a victim."""
+    missing = "RuntimeError: Missing keys: " + ", ".join(f"layers.{n}.mlp.\u00e9xperts.down_proj.weight" for n in range(keys))
+    frames = [f'File "/home/me/train{n}.py", line {n}, in load' for n in range(50)]
+    long = Failure.from_json(failed(0, missing))
+    failures = [replace(long, rank=r, time_ns=r, user_frames=frames) for r in range(ranks)]
+    lost = replace(long, kind="RuntimeError", message=CLOSED, traceback=f"{long.traceback}\n\nRuntimeError: {CLOSED}\n")
+    failures[ranks - 1] = replace(lost, rank=ranks - 1)
+    seen_ = {rank: seen(where="train.py:7 in train_step", silent_s=600.0, waits_in="all_reduce #118") for rank in range(ranks)}
+    write_exit(left.here / "exit.json", 1, failures, failures[0], seen=seen_, world_size=ranks)
+    assert (left.here / "exit.json").stat().st_size < 13 << 20
+    found = left.evidence
+    assert found.exit_code == 1 and len(found.failures) == ranks and found.notes == ()
+    assert found.failures[0].traceback == long.traceback and found.failures[0].message == long.message
+    assert [rank for rank, failure in enumerate(found.failures) if failure.is_victim] == [ranks - 1]
 
 
 # ---- properties ---------------------------------------------------------------------------------------------------------------

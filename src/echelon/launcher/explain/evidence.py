@@ -144,9 +144,8 @@ class _Reader:
         self.dumps = dumps if is_folder(run.dumps) and is_folder(dumps) else None
 
     def read(self) -> Evidence:
-        records = self._exit_records()
-        ended = records[0] if records else {}
-        whole = self.here is not None and is_file(self.here / "exit.json")
+        records, whole = self._exit_records()
+        ended = records[0] if whole else {}
         ranks: dict[int, RankEvidence] = {}
         for record in records:
             _add_record(ranks, record, self.run)
@@ -179,7 +178,7 @@ class _Reader:
             if number in ranks or number < self._world_size(records):
                 ranks[number] = replace(ranks.get(number) or RankEvidence(number), ended=0)
         world = max(self._world_size(records), max(ranks, default=-1) + 1)
-        code = int(ended["exit_code"]) if whole and ended else None
+        code = int(ended["exit_code"]) if whole else None
         return Evidence(
             world,
             self.run.attempt,
@@ -195,14 +194,14 @@ class _Reader:
         attempts = self.run.attempts()
         return not attempts or attempts[-1].name == self.run.attempt_path.name
 
-    def _exit_records(self) -> list[dict[str, Any]]:
-        """The attempt's own first, then its nodes'."""
+    def _exit_records(self) -> tuple[list[dict[str, Any]], bool]:
+        """The attempt's own first, then its nodes'; and whether its own is there and could be read."""
         if self.here is None:
-            return []
+            return [], False
         paths = [self.here / "exit.json", *(path for _, path in self._files(self.here, "exit.node"))]
         found = {path: exit_record(path) for path in paths if is_file(path)}
         self.notes += [f"{path.name} is no record of an end" for path, record in found.items() if record is None]
-        return [record for record in found.values() if record is not None]
+        return [record for record in found.values() if record is not None], found.get(paths[0]) is not None
 
     def _files(self, folder: Path | None, kind: str) -> Iterator[tuple[int, Path]]:
         """The files of a kind, by their number; in order."""
