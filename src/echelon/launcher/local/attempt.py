@@ -23,7 +23,7 @@ __all__ = ["Attempt", "Requests", "write_exit"]
 
 # How long a rank may take to end by itself once it has reported its failure.
 _EXIT_WAIT_S = 10.0
-# Of exit.json, which is read whole: bytes of each text of the first failure; of the others', where that is too much less and less.
+# Of exit.json, which is read whole: bytes of each text of the first failure; of the others', less and less until all fits.
 _LARGEST, _OF_FIRST, _OF_OTHERS = MOST_BYTES * 3 // 4, 1 << 19, (16_000, 4_000, 1_000, 200)
 _MOST_FAILURES = 5000
 

@@ -50,7 +50,7 @@ class Answer:
 
     @classmethod
     def of(cls, line: bytes) -> Answer | None:
-        said = parse_object(line)
+        said = {"main": "", **found} if (found := parse_object(line)) is not None else None
         kinds = {"called": int, "pending": bool, "waits_in": str, "main": str}
         if said is None or any(type(said.get(name)) is not kind for name, kind in kinds.items()):
             return None
