@@ -396,6 +396,22 @@ def test_a_broken_connection_to_a_server_of_data_is_a_rank_s_own_failure() -> No
     assert not is_victim(Failure.from_json(own)) and is_victim(Failure.from_json(failed(0, f"RuntimeError: {CLOSED}")))
 
 
+@pytest.mark.parametrize("both", [True, False])
+def test_a_rank_that_ends_well_because_it_is_asked_to_after_a_hang_did_not_leave_early(left: Left, *, both: bool) -> None:
+    """As with a handler of SIGTERM of its own, which the launcher sends when it has seen where all are."""
+    hung = [{**failed(rank, "hang: x"), "exit_code": 124} for rank in (0, 1)]
+    at = {str(rank): seen(silent_s=600.0, answers=True, where="train.py:7 in locked") for rank in (0, 1)}
+    left.end(124, *hung, hang={"after_s": 600.0}, seen=at, world_size=2)
+    left.flight(0, entry(1), entry(2, retired=False)).flight(1, entry(1))
+    left.stack(0, (TORCH, 3, "all_reduce"), ("/home/me/train.py", 9, "main")).stack(1, ("/home/me/train.py", 7, "locked"))
+    for rank in (0, 1) if both else (1,):
+        left.rank(rank, 0, time_ns=10**12, collectives={"0": f"all_reduce #{2 - rank}"})
+    verdict = left.verdict
+    assert verdict.guilty == (1,) and verdict.cause == "did not come", verdict
+    at["1"] |= {"answers": None}  # it was not there any more
+    assert left.end(124, *hung, hang={"after_s": 600.0}, seen=at, world_size=2).verdict.cause == "left early"
+
+
 def test_an_end_that_cannot_be_read_is_told_from_the_ranks_own_records(left: Left) -> None:
     left.end(1, failed(1), padding="x" * (17 << 20)).rank(1, 1, **{k: failed(1)[k] for k in ("kind", "message", "traceback")})
     found = left.evidence

@@ -263,10 +263,13 @@ def _add_record(ranks: dict[int, RankEvidence], record: Mapping[str, Any], run: 
 
 
 def _add_rank(ranks: dict[int, RankEvidence], number: int, said: Mapping[str, Any], log: Path, *, final: bool) -> None:
-    """What a rank wrote itself. If the attempt's end was recorded, a failure that is not in that came after the others'."""
+    """What a rank wrote itself. If the attempt's end was recorded, a failure that is not in that came after the others'.
+
+    One that was seen to run when all were gathered ended well only because it was then asked to.
+    """
     code = said.get("exit_code")
     known = ranks.get(number) or RankEvidence(number)
-    if code in (0, REQUEUE) and known.failure is None:
+    if code in (0, REQUEUE) and known.failure is None and known.answers is None and not known.stopped:
         ranks[number] = replace(known, ended=code)
     elif code and not final and known.failure is None:
         ranks[number] = replace(known, failure=Failure.from_record(number, code, 0, said, log))

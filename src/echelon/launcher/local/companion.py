@@ -29,7 +29,7 @@ __all__ = ["FLIGHT", "HOW_FAR", "Answer", "Companions", "begin"]
 HOW_FAR, FLIGHT = b"h", b"f"
 _LONGEST = 1 << 16
 _MANY_THREADS = 100  # of so many faulthandler shows no more, and the main thread is the last
-_MOST_FRAMES, _MOST_TEXT = 30, 8000
+_MOST_FRAMES, _MOST_TEXT = 30, 4000
 
 
 @dataclass(frozen=True)
