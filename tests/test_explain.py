@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.contracts.pulse import Phase, Standing
-from echelon.launcher.explain import Evidence, RankEvidence, Verdict, explain, show
+from echelon.launcher.explain import Evidence, RankEvidence, Verdict, evidence, explain, show
 from echelon.launcher.explain.flight import Call, expected, first_mismatch, parse, waits
 from echelon.launcher.explain.stacks import Frame, crash_stack, main_thread, of_traceback, user_frame, waits_in
 from echelon.launcher.explain.words import is_victim, who
@@ -410,6 +411,26 @@ def test_a_rank_that_ends_well_because_it_is_asked_to_after_a_hang_did_not_leave
     assert verdict.guilty == (1,) and verdict.cause == "did not come", verdict
     at["1"] |= {"answers": None}  # it was not there any more
     assert left.end(124, *hung, hang={"after_s": 600.0}, seen=at, world_size=2).verdict.cause == "left early"
+
+
+def test_what_records_hold_beyond_what_is_used_is_not_kept_and_all_that_is_read_has_a_limit(
+    left: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file of 3 MB under five names, say, took 374 MB."""
+    left.end(1, failed(0)).rank(0, 0, x=[{}] * 50_000)
+    for rank in range(1, 24):
+        os.link(left.here / "exit.rank0.json", left.here / f"exit.rank{rank}.json")
+    tracemalloc.start()
+    try:
+        found = left.evidence
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(found.ranks) == 24 and most < 32 << 20, most
+    size = (left.here / "exit.rank0.json").stat().st_size
+    monkeypatch.setattr(evidence, "_ALL_BYTES", 3 * size)
+    found = left.evidence
+    assert sorted(found.ranks) == [0, 1] and "exit.rank2.json was not read: there is too much" in found.notes
 
 
 def test_an_end_that_cannot_be_read_is_told_from_the_ranks_own_records(left: Left) -> None:
