@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.traces import in_library, named_in_library
 from echelon.launcher.explain import Evidence, RankEvidence, Verdict, evidence, explain, show
 from echelon.launcher.explain.flight import Call, expected, first_mismatch, parse, waits
 from echelon.launcher.explain.stacks import Frame, crash_stack, main_thread, of_traceback, user_frame, waits_in
@@ -431,6 +432,29 @@ def test_what_records_hold_beyond_what_is_used_is_not_kept_and_all_that_is_read_
     monkeypatch.setattr(evidence, "_ALL_BYTES", 3 * size)
     found = left.evidence
     assert sorted(found.ranks) == [0, 1] and "exit.rank2.json was not read: there is too much" in found.notes
+
+
+@pytest.mark.parametrize("name", ["/a\0b.py", "/a\ud800b.py", "a\udc80.py"])
+def test_a_file_whose_name_no_file_can_have_is_no_library_s(left: Left, name: str) -> None:
+    trace = f'Traceback (most recent call last):\n  File "{name}", line 3, in load\nValueError: bad label'
+    left.end(1, {**failed(1), "traceback": trace, "user_frames": []}, world_size=2)
+    (left.dumps / "stack.rank0.txt").write_text(f'  File "{name}", line 3 in wait\n', errors="surrogatepass")
+    verdict = left.verdict
+    assert verdict.guilty == (1,) and "in load" in verdict.paragraph
+    show.text([(left.evidence, verdict)]).encode()
+    assert not in_library(name) and not named_in_library(name)
+
+
+def test_files_that_a_record_names_are_not_looked_up(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may name whatever waits, or tells somebody that it was asked for: a mount that is gone, say."""
+    looked, lstat = [], os.lstat
+    monkeypatch.setattr(os, "lstat", lambda path, **more: (looked.append(str(path)), lstat(path, **more))[1])
+    names = ["/net/gone/a.py", "/net/gone/lib64/b.py", "/x/site-packages/c.py"]
+    frames = "".join(f'  File "{name}", line 3, in load\n' for name in names)
+    left.end(1, {**failed(1), "traceback": f"Traceback (most recent call last):\n{frames}ValueError: bad label"}, world_size=2)
+    assert left.verdict.guilty == (1,) and looked and not [path for path in looked if path.startswith(("/net", "/x"))]
+    assert named_in_library(json.__file__) and named_in_library(explain.__code__.co_filename)
+    assert not named_in_library(os.path.dirname(os.__file__) + "/../mine.py")
 
 
 def test_an_end_that_cannot_be_read_is_told_from_the_ranks_own_records(left: Left) -> None:

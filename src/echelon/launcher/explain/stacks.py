@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from echelon.contracts.terminal import one_line
-from echelon.contracts.traces import in_library
+from echelon.contracts.traces import named_in_library
 
 __all__ = ["Frame", "crash_stack", "crash_words", "main_thread", "of_traceback", "user_frame", "waits_in"]
 
@@ -48,7 +48,7 @@ class Frame:
 
 @functools.lru_cache(maxsize=4096)
 def _of_library(file: str) -> bool:
-    return _LIBRARY.search(file) is not None or in_library(file)
+    return _LIBRARY.search(file) is not None or named_in_library(file)
 
 
 def _short(path: str) -> str:

@@ -86,7 +86,8 @@ def _main_stack() -> str:
     lines: list[str] = []
     while frame is not None and len(lines) < _MOST_FRAMES:
         code = frame.f_code
-        lines.append(f'  File "{code.co_filename[:500]}", line {frame.f_lineno} in {code.co_name[:200]}')
+        file, name = (text[:200].encode("unicode_escape").decode() for text in (code.co_filename[-200:], code.co_name))
+        lines.append(f'  File "{file}", line {frame.f_lineno} in {name}')
         frame = frame.f_back
     return "\n".join(lines)[:_MOST_TEXT]
 
