@@ -163,7 +163,7 @@ def write_exit(
         world_size: how many ranks there were, on all nodes.
         explained: a paragraph of why it ended, for a person.
     """
-    said = {
+    said: dict[str, Any] = {
         "exit_code": code,
         "stopped": stopped,
         "first_failure": _shortened(first, _OF_FIRST) if first else None,
@@ -183,7 +183,7 @@ def write_exit(
             break
     else:  # a hundred thousand ranks
         kept = sorted(failures, key=lambda f: (f.rank not in whole, f.time_ns))[:_MOST_FAILURES]
-        said["ranks"] = {str(f.rank): said["ranks"][str(f.rank)] for f in kept}
+        said["ranks"] = {str(f.rank): _shortened(f, _OF_FIRST if f.rank in whole else _OF_OTHERS[-1]) for f in kept}
         text = json.dumps({**said, "seen": {}}, default=str)
     try:
         write_whole(path, text + "\n")
