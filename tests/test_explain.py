@@ -447,8 +447,13 @@ def test_a_file_whose_name_no_file_can_have_is_no_library_s(left: Left, name: st
 
 def test_files_that_a_record_names_are_not_looked_up(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may name whatever waits, or tells somebody that it was asked for: a mount that is gone, say."""
-    looked, lstat = [], os.lstat
-    monkeypatch.setattr(os, "lstat", lambda path, **more: (looked.append(str(path)), lstat(path, **more))[1])
+    looked, lstat = list[str](), os.lstat
+
+    def lookup(path: Any, **more: Any) -> os.stat_result:
+        looked.append(str(path))
+        return lstat(path, **more)
+
+    monkeypatch.setattr(os, "lstat", lookup)
     names = ["/net/gone/a.py", "/net/gone/lib64/b.py", "/x/site-packages/c.py"]
     frames = "".join(f'  File "{name}", line 3, in load\n' for name in names)
     left.end(1, {**failed(1), "traceback": f"Traceback (most recent call last):\n{frames}ValueError: bad label"}, world_size=2)

@@ -28,7 +28,6 @@ __all__ = ["FLIGHT", "HOW_FAR", "Answer", "Companions", "begin"]
 
 HOW_FAR, FLIGHT = b"h", b"f"
 _LONGEST = 1 << 16
-_MANY_THREADS = 100  # of so many faulthandler shows no more, and the main thread is the last
 _MOST_FRAMES, _MOST_TEXT = 30, 4000
 
 
@@ -40,7 +39,8 @@ class Answer:
         called: how many collectives have begun and ended.
         pending: one has begun and not ended.
         waits_in: the last that has not returned, as "all_reduce #118"; empty if none, and where it was not asked for.
-        main: the stack of its main thread, as faulthandler would show it; only where that may show too few threads.
+        main: the stack of its main thread, as faulthandler would show it. That one looks at frames while threads change them,
+            which has ended programs that were well with SIGSEGV: it is for those that are to be ended.
     """
 
     called: int = 0
@@ -80,9 +80,8 @@ def _answer(descriptor: int, flight: str | None) -> None:
 
 
 def _main_stack() -> str:
-    """Of a process with many threads: the innermost frames of its main one."""
-    frames = sys._current_frames()
-    frame = frames.get(threading.main_thread().ident or 0) if len(frames) >= _MANY_THREADS else None
+    """The innermost frames of the main thread, which stands still meanwhile: this one has the interpreter."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     lines: list[str] = []
     while frame is not None and len(lines) < _MOST_FRAMES:
         code = frame.f_code

@@ -32,7 +32,6 @@ _DEFAULT_S = 600.0
 _SAMPLE_S = 15.0  # between looks at stacks and processes, of ranks without progress
 _ANSWER_S = 0.05
 _CPU, _IO_BYTES = 0.05, 256 << 10  # of a core, and between two looks: from here on a process works
-_LATE = 0.8  # of the limit
 _FEW_CALLS = 12  # collectives begun and ended: what comes before and between them may take long, as a first step does
 _BRIEF = (Phase.DATA, Phase.STEP)  # all other phases, evaluations too, have several times as long
 
@@ -66,7 +65,6 @@ class _Rank:
     called: int = -1
     pending: bool = False
     stopped_at: float | None = None
-    asked: bool = False
     stack: str = ""
     used: tuple[float, int] | None = None
 
@@ -217,17 +215,12 @@ class HangLimit:
         quiet = [r for r, s in at.seen.items() if not s.stopped and (not s.is_known or now - at.since[r] > long_s)]
         for rank in set(self._ranks) - set(quiet):
             moves = self._ranks[rank]
-            moves.asked, moves.used, moves.called, moves.stack = False, None, -1, ""
+            moves.used, moves.called, moves.stack = None, -1, ""
         answers = self.sight.companions.ask(quiet, HOW_FAR, _ANSWER_S)
-        # A signal is not for nothing in a program that is well: while none seems to wait for another, no stack is asked for
-        # until it would matter.
-        calls = any(rank not in answers or answers[rank].pending for rank in quiet)
         for rank in quiet:
             this, answer, is_known = self._ranks[rank], answers.get(rank), at.seen[rank].is_known
             this.pending = answer is not None and answer.pending
             if answer is not None:
-                if answer.main:
-                    self.sight.pulses.note_main(rank, answer.main)
                 this.answered_at = now
                 if answer.called != this.called:
                     this.called_at = now
@@ -235,13 +228,10 @@ class HangLimit:
                 this.called = answer.called
             idle_s = now - max(at.since[rank], this.acted_at)
             still = idle_s > (long_s if is_known else min(long_s, self.say_after_s / 4))
-            stack = self.sight.pulses.main_stack(rank) if this.asked and still else ""
+            stack = answer.main if answer is not None and still else ""  # of one that does not answer nothing is known
             if this.stack and stack and stack != this.stack:
-                this.acted_at = this.looked_at
-            # Of one that has not answered nothing is known.
-            this.stack, this.asked = stack, still and (calls or is_known or idle_s > _LATE * self.after_s > 0)
-            if this.asked:
-                self.sight.pulses.ask(rank, self.sight.ask_stack)
+                this.acted_at = now
+            this.stack = stack
             if still:
                 # NCCL waits busily; but in code of the user's own a thread may compute while the main one waits, as with RPC.
                 self._note_use(this, attempt.pids[rank], counts=not (is_known and this.waits))
