@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import signal
@@ -22,8 +23,8 @@ import echelon as ech
 from echelon.contracts.errors import RankFailedError
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.functions.run import launch
-from echelon.launcher.job import JobSpec
-from echelon.launcher.local import flight, nccl_dump
+from echelon.launcher.job import Failure, JobSpec
+from echelon.launcher.local import flight, judge, nccl_dump
 from echelon.launcher.local import run as local
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import FLIGHT, HOW_FAR, Answer, Companions
@@ -282,6 +283,57 @@ def test_a_pickle_of_anything_else_is_no_record_and_runs_nothing(tmp_path: Path)
     path.symlink_to(tmp_path)
     nccl_dump.translate(tmp_path)
     assert not touched.exists() and not (tmp_path / "flight.rank0.json").exists()
+
+
+def _nccl_entry(**more: Any) -> dict[str, Any]:
+    said = {"process_group": ("0", "default_pg"), "profiling_name": "nccl:all_reduce", "state": "completed"}
+    counts = dict.fromkeys(("collective_seq_id", "p2p_seq_id", "op_id", "time_created_ns"), 1)
+    tensors = {f"{way}_{what}": each for way in ("input", "output") for what, each in (("sizes", [(4,)]), ("dtypes", ["Float"]))}
+    return {**said, **counts, **tensors, "is_p2p": False, "retired": True, **more}
+
+
+def test_a_small_pickle_does_not_become_a_large_record(tmp_path: Path) -> None:
+    """A list that is in it once may be meant a million times."""
+    path = tmp_path / "nccl.rank0"
+    shapes = [(2**61,) * 16] * 1000
+    wide = [_nccl_entry(process_group=(str(n // 200), "x" * 900), input_sizes=shapes, output_sizes=shapes) for n in range(4000)]
+    path.write_bytes(pickle.dumps({"entries": [*wide, _nccl_entry(collective_seq_id=9)]}))
+    record = nccl_dump.read_dump(path) or {}
+    assert len(json.dumps(record)) < 13 << 20 and record["entries"][-1]["collective_seq_id"] == 9  # the newest are kept
+    assert len(record["entries"][0]["input_sizes"]) == 64
+    for bad in ({"input_sizes": [(1,) * 17]}, {"input_sizes": [(-1,)]}, {"output_sizes": [(2**2000,)]}, {"op_id": 1 << 62}):
+        path.write_bytes(pickle.dumps({"entries": [_nccl_entry(**bad)]}))
+        assert nccl_dump.read_dump(path) is None, bad
+
+
+def test_a_watchdogs_file_is_not_translated_into_another_folder(tmp_path: Path) -> None:
+    elsewhere, run = tmp_path / "elsewhere", RunDir(tmp_path / "run")
+    elsewhere.mkdir()
+    (elsewhere / "nccl.rank0").write_bytes(pickle.dumps({"entries": [_nccl_entry()]}))
+    run.dumps.mkdir(parents=True)
+    run.dump_path.symlink_to(elsewhere)
+    nccl_dump.translate(run.dump_path)
+    run.dumps.rename(tmp_path / "moved")
+    (tmp_path / "000").symlink_to(elsewhere)
+    run.dumps.symlink_to(tmp_path)
+    nccl_dump.translate(run.dump_path)
+    assert [path.name for path in elsewhere.iterdir()] == ["nccl.rank0"]
+    nccl_dump.translate(elsewhere)
+    (elsewhere / "flight.rank0.json").unlink()  # it was made there
+    (elsewhere / "flight.rank0.json").symlink_to(tmp_path / "target")
+    nccl_dump.translate(elsewhere)
+    assert not (tmp_path / "target").exists() and (elsewhere / "flight.rank0.json").is_symlink()
+
+
+def test_a_dump_that_cannot_be_translated_does_not_hide_how_a_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(dumps: Path) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(judge, "translate", fails)
+    run = RunDir.create(tmp_path, "a", begin=False).next_attempt()
+    failure = Failure(0, 1, 0, "ValueError", "bad label")
+    assert judge.record_end(run, 1, [failure], world_size=1) == failure
+    assert (exit_record(run.exit_json) or {})["first_failure"]["message"] == "bad label"
 
 
 def test_where_there_are_gpus_torch_is_pointed_at_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.contracts.pulse import Phase, Standing
-from echelon.launcher.explain import Evidence, RankEvidence, Verdict, explain, show
+from echelon.contracts.traces import in_library, named_in_library
+from echelon.launcher.explain import Evidence, RankEvidence, Verdict, evidence, explain, show
 from echelon.launcher.explain.flight import Call, expected, first_mismatch, parse, waits
-from echelon.launcher.explain.stacks import crash_stack, main_thread, of_traceback, user_frame, waits_in
+from echelon.launcher.explain.stacks import Frame, crash_stack, main_thread, of_traceback, user_frame, waits_in
 from echelon.launcher.explain.words import who
 from echelon.launcher.job import Failure
+from echelon.launcher.local.attempt import write_exit
 from echelon.launcher.local.raised import describe
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -377,6 +381,23 @@ def test_stacks_tell_who_waits_and_where() -> None:
     )
     assert waits_in(main_thread(text)) == "all_reduce" and str(user_frame(main_thread(text))) == "train.py:7 in step"
     assert waits_in(of_traceback('Traceback (most recent call last):\n  File "/home/me/a.py", line 1, in f')) == ""
+    others = "".join(f'Thread {n:#x} (most recent call first):\n  File "/home/me/{n}.py", line 1 in idle\n\n' for n in range(100))
+    assert main_thread(others + "...\n") == ()  # faulthandler stops there, and the main thread was to come last
+    assert main_thread(others + "...\n\nThread main (most recent call first):\n" + text) == main_thread(text)
+    assert len(main_thread(f"{text}\n  ...")) == 3  # a deep stack
+    disk, made = "/x/site-packages/torch/distributed/checkpoint/filesystem.py", "/x/site-packages/torch/_ops.py"
+    save = (disk.replace("filesystem", "state_dict_saver"), 9, "save")
+    for frames, name in (
+        (((disk, 3, "_write_item"), save, user), ""),  # to a disk
+        (((TORCH, 3, "all_gather"), save, user), "save"),
+        (((made, 3, "__call__"), (TORCH.replace("distributed_c10d", "tensor/_dispatch"), 3, "dispatch"), user), ""),
+        (
+            ((made, 3, "__call__"), (TORCH.replace("distributed_c10d", "_functional_collectives"), 3, "wait_tensor"), user),
+            "wait_tensor",
+        ),
+        ((("/x/site-packages/torch/nn/modules/linear.py", 3, "forward"), (TORCH, 3, "forward"), user), ""),
+    ):
+        assert waits_in(Frame(*each) for each in frames) == name
     crash = "x\nFatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
     assert [f.line for f in crash_stack(crash + '  File "/a.py", line 4 in f\n\nThread 0x2 (most recent call first):\n')] == [4]
 
@@ -471,6 +492,95 @@ def test_ranks_without_number_are_no_work(left: Left) -> None:
     text = "rank " + ", ".join("0-1048575" for _ in range(2000)) + ": 4, rank 1: 5"
     left.end(1, failed(0, f"UsageError: {text}", ours=True), world_size=1 << 20)
     assert left.verdict.guilty == (0,)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_rank_that_ends_well_because_it_is_asked_to_after_a_hang_did_not_leave_early(left: Left, *, both: bool) -> None:
+    """As with a handler of SIGTERM of its own, which the launcher sends when it has seen where all are."""
+    hung = [{**failed(rank, "hang: x"), "exit_code": 124} for rank in (0, 1)]
+    at = {str(rank): seen(silent_s=600.0, answers=True, where="train.py:7 in locked") for rank in (0, 1)}
+    left.end(124, *hung, hang={"after_s": 600.0}, seen=at, world_size=2)
+    left.flight(0, entry(1), entry(2, retired=False)).flight(1, entry(1))
+    left.stack(0, (TORCH, 3, "all_reduce"), ("/home/me/train.py", 9, "main")).stack(1, ("/home/me/train.py", 7, "locked"))
+    for rank in (0, 1) if both else (1,):
+        left.rank(rank, 0, time_ns=10**12, collectives={"0": f"all_reduce #{2 - rank}"})
+    verdict = left.verdict
+    assert verdict.guilty == (1,) and verdict.cause == "did not come", verdict
+    at["1"] |= {"answers": None}  # it was not there any more
+    assert left.end(124, *hung, hang={"after_s": 600.0}, seen=at, world_size=2).verdict.cause == "left early"
+
+
+def test_what_records_hold_beyond_what_is_used_is_not_kept_and_all_that_is_read_has_a_limit(
+    left: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file of 3 MB under five names, say, took 374 MB."""
+    left.end(1, failed(0)).rank(0, 0, x=[{}] * 50_000)
+    for rank in range(1, 24):
+        os.link(left.here / "exit.rank0.json", left.here / f"exit.rank{rank}.json")
+    tracemalloc.start()
+    try:
+        found = left.evidence
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(found.ranks) == 24 and most < 32 << 20, most
+    size = (left.here / "exit.rank0.json").stat().st_size
+    monkeypatch.setattr(evidence, "_ALL_BYTES", 3 * size)
+    found = left.evidence
+    assert sorted(found.ranks) == [0, 1] and "exit.rank2.json was not read: there is too much" in found.notes
+
+
+@pytest.mark.parametrize("name", ["/a\0b.py", "/a\ud800b.py", "a\udc80.py"])
+def test_a_file_whose_name_no_file_can_have_is_no_library_s(left: Left, name: str) -> None:
+    trace = f'Traceback (most recent call last):\n  File "{name}", line 3, in load\nValueError: bad label'
+    left.end(1, {**failed(1), "traceback": trace, "user_frames": []}, world_size=2)
+    (left.dumps / "stack.rank0.txt").write_text(f'  File "{name}", line 3 in wait\n', errors="surrogatepass")
+    verdict = left.verdict
+    assert verdict.guilty == (1,) and "in load" in verdict.paragraph
+    show.text([(left.evidence, verdict)]).encode()
+    assert not in_library(name) and not named_in_library(name)
+
+
+def test_files_that_a_record_names_are_not_looked_up(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may name whatever waits, or tells somebody that it was asked for: a mount that is gone, say."""
+    looked, lstat = list[str](), os.lstat
+
+    def lookup(path: Any, **more: Any) -> os.stat_result:
+        looked.append(str(path))
+        return lstat(path, **more)
+
+    monkeypatch.setattr(os, "lstat", lookup)
+    names = ["/net/gone/a.py", "/net/gone/lib64/b.py", "/x/site-packages/c.py"]
+    frames = "".join(f'  File "{name}", line 3, in load\n' for name in names)
+    left.end(1, {**failed(1), "traceback": f"Traceback (most recent call last):\n{frames}ValueError: bad label"}, world_size=2)
+    assert left.verdict.guilty == (1,) and looked and not [path for path in looked if path.startswith(("/net", "/x"))]
+    assert named_in_library(json.__file__) and named_in_library(explain.__code__.co_filename)
+    assert not named_in_library(os.path.dirname(os.__file__) + "/../mine.py")
+
+
+def test_an_end_that_cannot_be_read_is_told_from_the_ranks_own_records(left: Left) -> None:
+    left.end(1, failed(1), padding="x" * (17 << 20)).rank(1, 1, **{k: failed(1)[k] for k in ("kind", "message", "traceback")})
+    found = left.evidence
+    assert found.exit_code is None and "exit.json is no record of an end" in found.notes
+    assert left.verdict.guilty == (1,) and left.verdict.cause == "exception"
+
+
+@pytest.mark.parametrize(("ranks", "keys"), [(32, 5000), pytest.param(16384, 40, marks=pytest.mark.full)])
+def test_the_end_of_many_ranks_that_fail_with_long_texts_can_be_read(left: Left, ranks: int, keys: int) -> None:
+    """As all do that lack the same keys of a state dict. The first is kept whole; of the others it is known who is a victim."""
+    missing = "RuntimeError: Missing keys: " + ", ".join(f"layers.{n}.mlp.\u00e9xperts.down_proj.weight" for n in range(keys))
+    frames = [f'File "/home/me/train{n}.py", line {n}, in load' for n in range(50)]
+    long = Failure.from_json(failed(0, missing))
+    failures = [replace(long, rank=r, time_ns=r, user_frames=frames) for r in range(ranks)]
+    lost = replace(long, kind="RuntimeError", message=CLOSED, traceback=f"{long.traceback}\n\nRuntimeError: {CLOSED}\n")
+    failures[ranks - 1] = replace(lost, rank=ranks - 1)
+    seen_ = {rank: seen(where="train.py:7 in train_step", silent_s=600.0, waits_in="all_reduce #118") for rank in range(ranks)}
+    write_exit(left.here / "exit.json", 1, failures, failures[0], seen=seen_, world_size=ranks)
+    assert (left.here / "exit.json").stat().st_size < 13 << 20
+    found = left.evidence
+    assert found.exit_code == 1 and len(found.failures) == ranks and found.notes == ()
+    assert found.failures[0].traceback == long.traceback and found.failures[0].message == long.message
+    assert [rank for rank, failure in enumerate(found.failures) if failure.is_victim] == [ranks - 1]
 
 
 # ---- properties ---------------------------------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,13 +25,13 @@ from echelon.contracts.run_dir import RunDir
 from echelon.launcher.cluster.conclude import conclude
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import JobSpec, parse_hang_timeout
-from echelon.launcher.local import hang
+from echelon.launcher.local import hang, progress
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import Answer
 from echelon.launcher.local.gather import Sight
 from echelon.launcher.local.hang import HangLimit
 from echelon.launcher.local.progress import Progress
-from echelon.launcher.local.signs import has_handler
+from echelon.launcher.local.signs import has_handler, waits
 from echelon.launcher.local.worker import STACK_SIGNAL
 from echelon.launcher.protocol import write_spec
 from echelon.launcher.records import exit_record, flight_record
@@ -58,11 +60,13 @@ class _Ranks:
         return stack if isinstance(stack, str) else stack()
 
     def ask(self, ranks: Any, question: Any, wait_s: float = 0.0) -> dict[int, Answer]:
-        return (
-            {} if isinstance(ranks, int) else {rank: said for rank in cast(Iterable[int], ranks) if (said := self.answers[rank])}
-        )
+        said = {rank: self.answers[rank] for rank in cast(Iterable[int], ranks)}
+        return {rank: replace(answer, main=self.main_stack(rank)) for rank, answer in said.items() if answer is not None}
 
-    def ask_stack(self, rank: int) -> None: ...
+    def signalled(self, rank: int) -> None:
+        raise AssertionError("a rank that may be well gets no signal")
+
+    ask_stack = signalled
 
 
 class _Scene:
@@ -168,6 +172,26 @@ def test_nobody_is_ended_under_a_debuggers_hands(scene: _Scene) -> None:
     assert scene.until_ended() == NEVER
 
 
+def test_nobody_is_ended_while_gdb_holds_a_rank_nor_as_soon_as_it_lets_go(scene: _Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel says so: the state is t."""
+    state = "S"
+    monkeypatch.setattr(progress, "is_stopped", lambda pid: pid == os.getppid() and state in "Tt")
+    monkeypatch.setattr(hang, "process_stat", lambda pid: [state if pid == os.getppid() else "S"])
+    scene.attempt.pids = {0: os.getpid(), 1: os.getppid()}
+    scene.steps()
+    scene.ranks.answers = {0: Answer(21, pending=True), 1: None}
+    scene.ranks.stacks[0] = COLLECTIVE
+    for held in (STEP, Standing(6, Phase.DATA, 0, 19), Standing()):
+        scene.put(STEP, held)
+        state = "t"
+        assert scene.until_ended() == NEVER
+        state = "S"
+        assert scene.until_ended(590) == NEVER
+    scene.put(STEP, STEP)
+    state = "T"
+    assert 600 < scene.until_ended() <= 604
+
+
 def test_a_rank_that_has_become_another_program_is_not_asked_for_its_stack() -> None:
     """The signal would end it."""
     with subprocess.Popen(["sleep", "1000"]) as other:
@@ -206,6 +230,49 @@ def test_ranks_that_all_wait_for_one_another_hang_in_code_of_their_own_too(scene
     assert scene.until_ended() == NEVER
     scene.ranks.stacks = {0: COLLECTIVE, 1: COLLECTIVE.replace("distributed", "autograd")}
     assert scene.until_ended() < 780  # a stack is asked for once nothing has moved for a while
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_checkpoint_that_a_slow_disk_holds_is_no_wait_for_others(monkeypatch: pytest.MonkeyPatch, *, strict: bool) -> None:
+    """Of ranks in a loop of their own, in the call of fsync that ends torch's save; also while another waits for them."""
+    writes = '  File "/lib/torch/distributed/checkpoint/filesystem.py", line 413 in _write_files_from_queue\n' + OWN
+    for pending in (False, True):  # as gloo goes on saying of the last collective
+        scene = _Scene(monkeypatch, strict=strict)
+        scene.ranks.stacks = {0: writes, 1: writes}
+        scene.ranks.answers = {0: Answer(20, pending=pending), 1: Answer(20, pending=pending)}
+        assert scene.until_ended() == NEVER
+    scene = _Scene(monkeypatch)
+    scene.ranks.stacks = {0: writes, 1: COLLECTIVE}
+    scene.ranks.answers[1] = Answer(21, pending=True)
+    assert scene.until_ended() == NEVER
+
+
+def _innermost(file: str, call: str, *through: str) -> str:
+    """A stack whose call is that line of torch's own file, under frames of these others."""
+    path = os.path.join(os.path.dirname(torch.__file__), file)
+    lines = Path(path).read_text().splitlines()
+    frames = [*(os.path.join(os.path.dirname(torch.__file__), each) for each in through), path]
+    number = next(n for n, line in enumerate(lines, 1) if call in line)
+    return "".join(f'  File "{frame}", line {number if frame == path else 1} in f\n' for frame in frames) + OWN
+
+
+@pytest.mark.parametrize(
+    ("stack", "alone", "pending"),
+    [
+        (_innermost("distributed/distributed_c10d.py", "work.wait()"), True, True),
+        (_innermost("distributed/_functional_collectives.py", "wait_tensor(", "_ops.py", "_library/autograd.py"), True, True),
+        (_innermost("distributed/fsdp/_fully_shard/_fsdp_collectives.py", "all_gather_work.wait()"), False, True),
+        (_innermost("distributed/utils.py", "dist._verify_params_across_processes("), False, True),
+        (_innermost("nn/parallel/distributed.py", "dist._broadcast_coalesced("), False, True),
+        (_innermost("autograd/graph.py", "def "), False, True),
+        (_innermost("distributed/tensor/_dispatch.py", "def dispatch", "_ops.py"), False, False),
+        (_innermost("distributed/checkpoint/filesystem.py", "os.fsync("), False, False),
+        (_innermost("distributed/rpc/api.py", "fut.wait()"), False, False),
+    ],
+)
+def test_who_waits_for_others_is_seen_by_the_innermost_call(stack: str, *, alone: bool, pending: bool) -> None:
+    """Without and with a collective that has begun: stacks as ranks had them that waited so on gloo."""
+    assert (waits(stack, pending=False), waits(stack, pending=True)) == (alone, pending)
 
 
 def test_ranks_whose_threads_compute_while_they_wait_go_on(scene: _Scene) -> None:
@@ -309,14 +376,18 @@ def _hangs(how: str) -> None:
         dist.all_reduce(torch.ones(4))
     if how == "in different collectives" and dist.get_rank() == 1:
         dist.barrier()
-    if how == "asleep" and dist.get_rank() == 1:
+    if how == "among many threads":
+        done = threading.Event()
+        for _ in range(120):
+            threading.Thread(target=done.wait, daemon=True).start()
+    if how in ("asleep", "among many threads") and dist.get_rank() == 1:
         time.sleep(1000)
     dist.all_reduce(torch.ones(4))
     dist.all_reduce(torch.ones(4))
 
 
 @pytest.mark.parametrize(
-    ("how", "headline", "waits"),
+    ("how", "headline", "calls"),
     [
         ("stopped", "rank 1 stopped (no heartbeat for ", ["all_reduce #18", ""]),
         pytest.param(
@@ -325,11 +396,12 @@ def _hangs(how: str) -> None:
             ["all_reduce #9", ""],
             marks=pytest.mark.full,
         ),
+        ("among many threads", "rank 1 did not come to all_reduce #9", ["all_reduce #9", ""]),
         ("in different collectives", "rank ", ["all_reduce #9", "barrier #9"]),
     ],
 )
 def test_a_run_that_hangs_is_ended_with_the_evidence_in_its_folder(
-    how: str, headline: str, waits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, headline: str, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ECHELON_HANG_TIMEOUT", "1")
     with pytest.raises(RankFailedError) as caught:
@@ -338,12 +410,13 @@ def test_a_run_that_hangs_is_ended_with_the_evidence_in_its_folder(
     (run,) = tmp_path.iterdir()
     ended = exit_record(run / "attempts" / "000" / "exit.json") or {}
     assert ended["hang"]["after_s"] > 1 and ended["exit_code"] == 124
-    assert [ended["seen"][rank]["waits_in"] for rank in "01"] == waits
+    assert [ended["seen"][rank]["waits_in"] for rank in "01"] == calls
     assert [ended["seen"][rank]["stopped"] for rank in "01"] == [False, how == "stopped"]
     for rank in (0, 1):  # also of the one that was stopped
         assert "in _hangs" in (run / "dumps" / "000" / f"stack.rank{rank}.txt").read_text()
+        assert "test_hang.py:" in ended["seen"][str(rank)]["where"]
     record = flight_record(run / "dumps" / "000" / "flight.rank0.json") or {}
-    assert f"gloo:{waits[0]}" == f"{record['entries'][-1]['profiling_name']} #{record['entries'][-1]['collective_seq_id']}"
+    assert f"gloo:{calls[0]}" == f"{record['entries'][-1]['profiling_name']} #{record['entries'][-1]['collective_seq_id']}"
 
 
 def _is_slow(how: str) -> None:
@@ -447,15 +520,18 @@ class Unit(ech.TrainUnit):
 
 if sys.argv[1] == "own":
     time.sleep(2)
-ech.train(Unit(), [torch.ones(1)] * 20, max_epochs=1)
+else:
+    ech.train(Unit(), [torch.ones(1)] * 20, max_epochs=1)
 print("done")
 """
 
 
 @pytest.mark.full
 def test_a_single_rank_in_the_launchers_process_is_ended_if_a_person_gave_a_limit(tmp_path: Path, echelon_command: Any) -> None:
+    """Where it stands still in the loop; never in code of its own, where nobody waits for it, however short the limit is."""
     (tmp_path / "train.py").write_text(ALONE)
-    ended = echelon_command("run", "--ranks", "1", "--hang-timeout", "0.5s", "--name", "a", "train.py", "hangs")
+    # A limit that no step reaches on a machine that is busy with others.
+    ended = echelon_command("run", "--ranks", "1", "--hang-timeout", "3s", "--name", "a", "train.py", "hangs")
     assert ended.returncode == 124 and "rank 0 made no progress for" in ended.stderr, ended.stderr
     run = tmp_path / "runs" / "a"
     said = exit_record(run / "attempts" / "000" / "exit.json") or {}

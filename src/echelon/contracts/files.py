@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "MOST_BYTES",
     "is_deeper",
     "open_file",
     "open_to_append",
@@ -30,7 +31,7 @@ Where = str | os.PathLike[str]
 
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 # What launchers and ranks leave for each other is a thousand times smaller.
-_MOST_BYTES = 16 << 20
+MOST_BYTES = 16 << 20
 _DEEPEST = 64
 
 
@@ -70,7 +71,7 @@ def private_folder(path: Path, mode: int = 0o755) -> None:
         raise NotADirectoryError(errno.ENOTDIR, "is a link, or no folder", str(path))
 
 
-def read_bytes(path: Where, most: int = _MOST_BYTES, *, folder: int | None = None) -> bytes:
+def read_bytes(path: Where, most: int = MOST_BYTES, *, folder: int | None = None) -> bytes:
     """The content of a file.
 
     Raises:

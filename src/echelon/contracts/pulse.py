@@ -16,6 +16,7 @@ from enum import IntEnum
 __all__ = ["Phase", "Standing", "ask_stack", "at", "begin", "during", "join", "leave", "make", "read", "stack"]
 
 _SIZE = 4096  # a page; what follows in the file is the rank's stack, when it was asked for
+_LONGEST_STACK = 1 << 20
 _STEP, _PHASE, _EVALUATED, _BEATS = 0, 1, 2, 3
 
 
@@ -121,5 +122,6 @@ def ask_stack(fd: int) -> None:
 
 
 def stack(fd: int) -> str:
-    """What the rank has written; empty if it did not answer."""
-    return os.pread(fd, 1 << 20, _SIZE).decode("utf-8", "replace").strip()
+    """What the rank has written, of much the end, where the main thread is; empty if it did not answer."""
+    begin = max(_SIZE, os.fstat(fd).st_size - _LONGEST_STACK)
+    return os.pread(fd, _LONGEST_STACK, begin).decode("utf-8", "replace").strip()

@@ -11,12 +11,11 @@ import os
 import sys
 import sysconfig
 import traceback
-from pathlib import Path
 from types import TracebackType
 
 from echelon.contracts.errors import EchelonError
 
-__all__ = ["FULL_VARIABLE", "in_library", "print_uncaught", "shortened"]
+__all__ = ["FULL_VARIABLE", "in_library", "named_in_library", "print_uncaught", "shortened"]
 
 FULL_VARIABLE = "ECHELON_FULL_TRACEBACK"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -24,14 +23,24 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 def in_library(file: str) -> bool:
     """Whether a file belongs to Python, to what is installed in it, or to echelon."""
-    # Not the prefix, which is among these paths too: a project may lie below it, and often does in a container.
-    libraries = {os.path.realpath(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    libraries |= {str(Path(__file__).resolve().parents[1]), os.path.dirname(os.path.realpath(os.__file__))}
     try:
-        path = os.path.realpath(file)
-    except OSError:  # a relative name, where the working folder is gone
+        real = os.path.realpath(file)
+    except (OSError, ValueError):  # a name that no file can have
         return False
-    return any(path.startswith(lib + os.sep) for lib in libraries)
+    return any(real.startswith(lib + os.sep) for lib in _libraries())
+
+
+def named_in_library(file: str) -> bool:
+    """As `in_library`, by the name alone: of a file that somebody else names, nothing is looked up."""
+    return "\0" not in file and any(os.path.normpath(file).startswith(lib + os.sep) for lib in _libraries())
+
+
+def _libraries() -> set[str]:
+    """As they are spelled, and where they are."""
+    # Not the prefix, which is among these paths too: a project may lie below it, and often does in a container.
+    spelled = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    spelled |= {_PACKAGE.rstrip(os.sep), os.path.dirname(os.__file__)}
+    return spelled | {os.path.realpath(lib) for lib in spelled}
 
 
 def shortened(error: BaseException) -> str:

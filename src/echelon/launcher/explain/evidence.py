@@ -9,8 +9,9 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,11 @@ __all__ = ["Evidence", "RankEvidence"]
 
 _MOST_RANKS, _MOST_NOTES = 1 << 20, 20
 _STACK_BYTES, _FLIGHT_BYTES = 1 << 20, 16 << 20
-_ALL_BYTES = 256 << 20  # of all dumps of an attempt together
+_ALL_BYTES = 256 << 20  # of all files of an attempt together
+# What is used of a record, whatever else it holds.
+_OF_RANK = ("exit_code", "time_ns", "kind", "message", "user_frames", "traceback", "ours", "collectives")
+_OF_END = ("exit_code", "stopped", "ranks", "seen", "hang", "world_size")
+_MOST_GROUPS = 1000
 _FILE = re.compile(r"(exit\.rank|stack\.rank|flight\.rank|exit\.node)(\d{1,7})\.(json|txt)")
 # What waits for others, and is not in a flight record.
 _NO_COLLECTIVES = frozenset(
@@ -144,13 +149,12 @@ class _Reader:
         self.dumps = dumps if is_folder(run.dumps) and is_folder(dumps) else None
 
     def read(self) -> Evidence:
-        records = self._exit_records()
-        ended = records[0] if records else {}
-        whole = self.here is not None and is_file(self.here / "exit.json")
+        records, whole = self._exit_records()
+        ended = records[0] if whole else {}
         ranks: dict[int, RankEvidence] = {}
         for record in records:
             _add_record(ranks, record, self.run)
-        own = {number: rank_record(path) or {} for number, path in self._files(self.here, "exit.rank")}
+        own = {number: self._own(path) for number, path in self._files(self.here, "exit.rank")}
         last_ns = _last_failure_ns(ranks, own) if whole and len(records) == 1 else None
         for number, found in own.items():
             if last_ns is None or found.get("time_ns", 0) <= last_ns or _has_failed(ranks, number):
@@ -179,7 +183,7 @@ class _Reader:
             if number in ranks or number < self._world_size(records):
                 ranks[number] = replace(ranks.get(number) or RankEvidence(number), ended=0)
         world = max(self._world_size(records), max(ranks, default=-1) + 1)
-        code = int(ended["exit_code"]) if whole and ended else None
+        code = int(ended["exit_code"]) if whole else None
         return Evidence(
             world,
             self.run.attempt,
@@ -195,14 +199,32 @@ class _Reader:
         attempts = self.run.attempts()
         return not attempts or attempts[-1].name == self.run.attempt_path.name
 
-    def _exit_records(self) -> list[dict[str, Any]]:
-        """The attempt's own first, then its nodes'."""
+    def _exit_records(self) -> tuple[list[dict[str, Any]], bool]:
+        """The attempt's own first, then its nodes'; and whether its own is there and could be read."""
         if self.here is None:
-            return []
+            return [], False
         paths = [self.here / "exit.json", *(path for _, path in self._files(self.here, "exit.node"))]
-        found = {path: exit_record(path) for path in paths if is_file(path)}
+        found = {path: self._record(path, exit_record, _OF_END) for path in paths if is_file(path)}
         self.notes += [f"{path.name} is no record of an end" for path, record in found.items() if record is None]
-        return [record for record in found.values() if record is not None]
+        return [record for record in found.values() if record is not None], found.get(paths[0]) is not None
+
+    def _record(self, path: Path, read: Callable[[Path], dict[str, Any] | None], names: Iterable[str]) -> dict[str, Any] | None:
+        """What is used of a record, if there is room for it among all that is read."""
+        try:
+            size = os.lstat(path).st_size
+        except OSError:
+            return None
+        if size > self._left:
+            self.notes.append(f"{path.name} was not read: there is too much")
+            return None
+        self._left -= size
+        record = read(path)
+        return None if record is None else {name: record[name] for name in names if name in record}
+
+    def _own(self, path: Path) -> dict[str, Any]:
+        record = self._record(path, rank_record, _OF_RANK) or {}
+        calls = record.get("collectives")
+        return {**record, "collectives": dict(islice(calls.items(), _MOST_GROUPS))} if calls else record
 
     def _files(self, folder: Path | None, kind: str) -> Iterator[tuple[int, Path]]:
         """The files of a kind, by their number; in order."""
@@ -264,10 +286,13 @@ def _add_record(ranks: dict[int, RankEvidence], record: Mapping[str, Any], run: 
 
 
 def _add_rank(ranks: dict[int, RankEvidence], number: int, said: Mapping[str, Any], log: Path, *, final: bool) -> None:
-    """What a rank wrote itself. If the attempt's end was recorded, a failure that is not in that came after the others'."""
+    """What a rank wrote itself. If the attempt's end was recorded, a failure that is not in that came after the others'.
+
+    One that was seen to run when all were gathered ended well only because it was then asked to.
+    """
     code = said.get("exit_code")
     known = ranks.get(number) or RankEvidence(number)
-    if code in (0, REQUEUE) and known.failure is None:
+    if code in (0, REQUEUE) and known.failure is None and known.answers is None and not known.stopped:
         ranks[number] = replace(known, ended=code)
     elif code and not final and known.failure is None:
         ranks[number] = replace(known, failure=Failure.from_record(number, code, 0, said, log))

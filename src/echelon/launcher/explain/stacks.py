@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from echelon.contracts.terminal import one_line
-from echelon.contracts.traces import in_library
+from echelon.contracts.traces import named_in_library
 
 __all__ = ["Frame", "crash_stack", "crash_words", "main_thread", "of_traceback", "user_frame", "waits_in"]
 
@@ -19,8 +19,11 @@ _WORDS = re.compile(r"^terminate called .{0,300}\n\s*what\(\): {0,4}(.{1,1000})"
 _MOST_FRAMES = 200
 # Installed packages and Python itself, also on a machine that is not this one.
 _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib(64)?[/\\]python\d[\d.]*[/\\]|^<")
-# In whose files a rank waits for others; functions of them that stand around the call that a user made.
+# In whose files a rank waits for others, but not where one of these is the innermost: there it writes to a disk, or computes.
+# Calls into C++ go through some more. Functions that stand around the call that a user made.
 _OF_GROUPS = re.compile(r"[/\\]torch[/\\](distributed[/\\]|_C[/\\]_distributed)")
+_BUSY = re.compile(r"[/\\]torch[/\\]distributed[/\\](checkpoint|tensor)[/\\]")
+_PASSES_ON = re.compile(r"[/\\]torch[/\\](_ops\.py|_library[/\\]|futures[/\\]|cuda[/\\])")
 _AROUND = frozenset({"wrapper", "inner", "__call__", "_fn", "decorate_context", "wait", "wait_tensor", "<lambda>"})
 _OF_LOADERS = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]")
 
@@ -45,7 +48,7 @@ class Frame:
 
 @functools.lru_cache(maxsize=4096)
 def _of_library(file: str) -> bool:
-    return _LIBRARY.search(file) is not None or in_library(file)
+    return _LIBRARY.search(file) is not None or named_in_library(file)
 
 
 def _short(path: str) -> str:
@@ -65,8 +68,9 @@ def _frames(lines: Iterable[str]) -> tuple[Frame, ...]:
 
 
 def main_thread(text: str) -> tuple[Frame, ...]:
-    """The main thread's frames, innermost first: faulthandler prints it last."""
-    return _frames(_THREAD.split(text)[-1].splitlines())
+    """The main thread's frames, innermost first: faulthandler prints it last; none if it stopped before, at a hundred threads."""
+    last = _THREAD.split(text)[-1].splitlines()
+    return () if "..." in last else _frames(last)
 
 
 def crash_stack(log: str) -> tuple[Frame, ...]:
@@ -100,12 +104,17 @@ def waits_in(frames: Iterable[Frame]) -> str:
 
     A backward pass waits in C++: there is nothing of it here.
     """
-    name = ""
+    name, innermost = "", True
     for frame in frames:
         if not frame.of_library:
             break
+        if innermost and _PASSES_ON.search(frame.file):
+            continue
         if _OF_GROUPS.search(frame.file):
+            if not name and (not innermost or _BUSY.search(frame.file)):
+                return ""
             name = frame.function if frame.function not in _AROUND or not name else name
         elif _OF_LOADERS.search(frame.file) and not name:
             return "a DataLoader"
+        innermost = False
     return one_line(name)

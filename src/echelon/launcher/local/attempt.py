@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.run_dir import write_json
+from echelon.contracts.files import MOST_BYTES, write_whole
 from echelon.contracts.stopping import REQUEUE, signal_name
 from echelon.contracts.terminal import say
 from echelon.launcher.job import Failure
@@ -22,6 +23,9 @@ __all__ = ["Attempt", "Requests", "write_exit"]
 
 # How long a rank may take to end by itself once it has reported its failure.
 _EXIT_WAIT_S = 10.0
+# Of exit.json, which is read whole: bytes of each text of the first failure; of the others', less and less until all fits.
+_LARGEST, _OF_FIRST, _OF_OTHERS = MOST_BYTES * 3 // 4, 1 << 19, (16_000, 4_000, 1_000, 200)
+_MOST_FAILURES = 5000
 
 
 class Requests:
@@ -159,18 +163,49 @@ def write_exit(
         world_size: how many ranks there were, on all nodes.
         explained: a paragraph of why it ended, for a person.
     """
-    said = {
+    said: dict[str, Any] = {
         "exit_code": code,
         "stopped": stopped,
-        "first_failure": first.as_json() if first else None,
-        "ranks": {str(f.rank): f.as_json() for f in failures},
+        "first_failure": _shortened(first, _OF_FIRST) if first else None,
+        "ranks": {},
         "ended": time.time(),
         "hang": {"after_s": round(hang_s, 3)} if hang_s is not None else None,
         "explained": explained,
         **({"seen": seen} if seen else {}),
         **({"world_size": world_size} if world_size else {}),
     }
+    whole = {f.rank for f in (first, *([Failure.first(failures)] if failures else [])) if f is not None}
+    text = ""
+    for most in _OF_OTHERS:
+        said["ranks"] = {str(f.rank): _shortened(f, _OF_FIRST if f.rank in whole else most) for f in failures}
+        text = json.dumps(said, indent=2 if most > 1000 else None, default=str)
+        if len(text) <= _LARGEST:
+            break
+    else:  # a hundred thousand ranks
+        kept = sorted(failures, key=lambda f: (f.rank not in whole, f.time_ns))[:_MOST_FAILURES]
+        said["ranks"] = {str(f.rank): _shortened(f, _OF_FIRST if f.rank in whole else _OF_OTHERS[-1]) for f in kept}
+        text = json.dumps({**said, "seen": {}}, default=str)
     try:
-        write_json(path, said)
+        write_whole(path, text + "\n")
     except OSError as error:  # a full disk, a folder that was removed meanwhile
         say(f"{path} cannot be written: {error.strerror}")
+
+
+def _shortened(failure: Failure, most: int) -> dict[str, Any]:
+    """With texts of at most about so many bytes each; where that is little, without what the others of its file say as well."""
+    said = failure.as_json()
+    said["message"], said["traceback"] = _short(failure.message, most), _short(failure.traceback, most)
+    frames = list(failure.user_frames) if most > 1000 else []
+    while frames and len(json.dumps(frames)) > most:
+        frames = frames[len(frames) // 2 + 1 :]
+    return {**said, "user_frames": frames, "log": said["log"] if most > 1000 else None}
+
+
+def _short(text: str, most: int) -> str:
+    """Its beginning and its end, as which an exception has what it says."""
+    if len(text) <= most and len(json.dumps(text)) <= most:
+        return text
+    size = min(most, len(text))
+    while len(json.dumps(cut := f"{text[: size // 3]}\n[...]\n{text[-(size * 2 // 3) :].lstrip()}")) > most and size > 12:
+        size = size * 3 // 4
+    return cut

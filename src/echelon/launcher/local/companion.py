@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -26,7 +27,8 @@ from echelon.launcher.local.flight import called, flight_record, waits_in, write
 __all__ = ["FLIGHT", "HOW_FAR", "Answer", "Companions", "begin"]
 
 HOW_FAR, FLIGHT = b"h", b"f"
-_LONGEST = 4096
+_LONGEST = 1 << 16
+_MOST_FRAMES, _MOST_TEXT = 30, 4000
 
 
 @dataclass(frozen=True)
@@ -37,19 +39,22 @@ class Answer:
         called: how many collectives have begun and ended.
         pending: one has begun and not ended.
         waits_in: the last that has not returned, as "all_reduce #118"; empty if none, and where it was not asked for.
+        main: the stack of its main thread, as faulthandler would show it. That one looks at frames while threads change them,
+            which has ended programs that were well with SIGSEGV: it is for those that are to be ended.
     """
 
     called: int = 0
     pending: bool = False
     waits_in: str = ""
+    main: str = ""
 
     @classmethod
     def of(cls, line: bytes) -> Answer | None:
-        said = parse_object(line)
-        kinds = {"called": int, "pending": bool, "waits_in": str}
+        said = {"main": "", **found} if (found := parse_object(line)) is not None else None
+        kinds = {"called": int, "pending": bool, "waits_in": str, "main": str}
         if said is None or any(type(said.get(name)) is not kind for name, kind in kinds.items()):
             return None
-        return cls(said["called"], said["pending"], said["waits_in"][:200])
+        return cls(said["called"], said["pending"], said["waits_in"][:200], said["main"][:_MOST_TEXT])
 
 
 def begin(descriptor: int, flight: str | None) -> None:
@@ -71,7 +76,19 @@ def _answer(descriptor: int, flight: str | None) -> None:
             record = None
             if asked == FLIGHT:
                 record = write_flight(Path(flight)) if flight else flight_record()
-            questions.sendall(json.dumps(asdict(Answer(*called(), waits_in(record)))).encode() + b"\n")
+            questions.sendall(json.dumps(asdict(Answer(*called(), waits_in(record), _main_stack()))).encode() + b"\n")
+
+
+def _main_stack() -> str:
+    """The innermost frames of the main thread, which stands still meanwhile: this one has the interpreter."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    lines: list[str] = []
+    while frame is not None and len(lines) < _MOST_FRAMES:
+        code = frame.f_code
+        file, name = (text[:200].encode("unicode_escape").decode() for text in (code.co_filename[-200:], code.co_name))
+        lines.append(f'  File "{file}", line {frame.f_lineno} in {name}')
+        frame = frame.f_back
+    return "\n".join(lines)[:_MOST_TEXT]
 
 
 class Companions:

@@ -64,6 +64,8 @@ class Sight:
         for rank in asked:
             self.pulses.ask(rank, self.ask_stack)
         answers = self.companions.ask(asked, FLIGHT, _ANSWER_WAIT_S)
+        for rank, said_now in answers.items():
+            self.pulses.note_main(rank, said_now.main)
         self._stacks_come(asked, until)
         others()
         for rank in stopped:  # last, since it may make others go on; it writes its stack before anything else

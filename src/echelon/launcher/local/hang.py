@@ -32,7 +32,6 @@ _DEFAULT_S = 600.0
 _SAMPLE_S = 15.0  # between looks at stacks and processes, of ranks without progress
 _ANSWER_S = 0.05
 _CPU, _IO_BYTES = 0.05, 256 << 10  # of a core, and between two looks: from here on a process works
-_LATE = 0.8  # of the limit
 _FEW_CALLS = 12  # collectives begun and ended: what comes before and between them may take long, as a first step does
 _BRIEF = (Phase.DATA, Phase.STEP)  # all other phases, evaluations too, have several times as long
 
@@ -66,7 +65,6 @@ class _Rank:
     called: int = -1
     pending: bool = False
     stopped_at: float | None = None
-    asked: bool = False
     stack: str = ""
     used: tuple[float, int] | None = None
 
@@ -101,6 +99,7 @@ class HangLimit:
     _said_s: float = 0.0
     _begun: int = 0
     _sampled_at: float = 0.0
+    _held_at: float = -math.inf  # when a debugger last held a rank: what others waited until then was for a person
     _ranks: dict[int, _Rank] = field(default_factory=dict)
 
     @property
@@ -117,6 +116,8 @@ class HangLimit:
         at, now = self.progress, self.progress.now
         if at.begun != self._begun:
             self._begun, self._ranks, self._sampled_at, self._said_s = at.begun, {}, now, 0.0
+            self._held_at = -math.inf
+        self._held_at += at.gap
         for known in self._ranks.values():
             known.shift(at.gap)
         for rank in at.seen:
@@ -128,17 +129,24 @@ class HangLimit:
 
     def _idle_s(self) -> dict[int, float]:
         at = self.progress
-        return {rank: at.now - max(at.since[rank], self._ranks[rank].acted_at) for rank in at.seen}
+        return {rank: at.now - max(at.since[rank], self._ranks[rank].acted_at, self._held_at) for rank in at.seen}
+
+    def _is_held(self, rank: int) -> bool:
+        """Whether a debugger has it: the kernel's state t, or Python's own."""
+        this = self._ranks[rank]
+        return is_debugged(this.stack) or (self.progress.seen[rank].stopped and this.stopped_at is None)
 
     def _hangs(self) -> float | None:
         at, now, idle = self.progress, self.progress.now, self._idle_s()
-        stopped = [now - r.stopped_at for rank in at.seen if (r := self._ranks[rank]).stopped_at is not None]
+        if any(map(self._is_held, at.seen)):
+            self._held_at = now
+            return None
+        known = [r.stopped_at for rank in at.seen if (r := self._ranks[rank]).stopped_at is not None]
+        stopped = [now - max(since, self._held_at) for since in known]
         if any(stopped_s > self.after_s for stopped_s in stopped):
             return max(stopped)
         loops = {rank: s for rank, s in at.seen.items() if s.standing.phase not in (Phase.NONE, Phase.ENDED)}
         others = [rank for rank in at.seen if rank not in loops]
-        if any(is_debugged(self._ranks[rank].stack) for rank in at.seen):
-            return None
         last = behind(loops) or list(loops)
         if not all(self._is_late(rank, idle[rank]) for rank in last):
             return None
@@ -181,7 +189,7 @@ class HangLimit:
     def _is_late(self, rank: int, idle_s: float) -> bool:
         at = self.progress
         limit_s = max(at.limit_s(rank, self.after_s, _BRIEF), 2 * at.longest_s.get(rank, 0.0))
-        return idle_s > limit_s or at.now - at.since[rank] > PATIENT * limit_s
+        return idle_s > limit_s or at.now - max(at.since[rank], self._held_at) > PATIENT * limit_s
 
     def _is_stuck(self, rank: int, idle_s: float) -> bool:
         """Of a rank in a user's own code."""
@@ -191,7 +199,7 @@ class HangLimit:
         if not self.strict:
             return False
         limit_s = self.after_s * (PATIENT if this.called < _FEW_CALLS else 1)
-        return idle_s > limit_s or self.progress.now - this.answered_at > PATIENT * limit_s
+        return idle_s > limit_s or self.progress.now - max(this.answered_at, self._held_at) > PATIENT * limit_s
 
     def _note_stopped(self, attempt: Attempt) -> None:
         now = self.progress.now
@@ -207,11 +215,8 @@ class HangLimit:
         quiet = [r for r, s in at.seen.items() if not s.stopped and (not s.is_known or now - at.since[r] > long_s)]
         for rank in set(self._ranks) - set(quiet):
             moves = self._ranks[rank]
-            moves.asked, moves.used, moves.called, moves.stack = False, None, -1, ""
+            moves.used, moves.called, moves.stack = None, -1, ""
         answers = self.sight.companions.ask(quiet, HOW_FAR, _ANSWER_S)
-        # A signal is not for nothing in a program that is well: while none seems to wait for another, no stack is asked for
-        # until it would matter.
-        calls = any(rank not in answers or answers[rank].pending for rank in quiet)
         for rank in quiet:
             this, answer, is_known = self._ranks[rank], answers.get(rank), at.seen[rank].is_known
             this.pending = answer is not None and answer.pending
@@ -223,13 +228,10 @@ class HangLimit:
                 this.called = answer.called
             idle_s = now - max(at.since[rank], this.acted_at)
             still = idle_s > (long_s if is_known else min(long_s, self.say_after_s / 4))
-            stack = self.sight.pulses.main_stack(rank) if this.asked and still else ""
+            stack = answer.main if answer is not None and still else ""  # of one that does not answer nothing is known
             if this.stack and stack and stack != this.stack:
-                this.acted_at = this.looked_at
-            # Of one that has not answered nothing is known.
-            this.stack, this.asked = stack, still and (calls or is_known or idle_s > _LATE * self.after_s > 0)
-            if this.asked:
-                self.sight.pulses.ask(rank, self.sight.ask_stack)
+                this.acted_at = now
+            this.stack = stack
             if still:
                 # NCCL waits busily; but in code of the user's own a thread may compute while the main one waits, as with RPC.
                 self._note_use(this, attempt.pids[rank], counts=not (is_known and this.waits))

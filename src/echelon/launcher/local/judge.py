@@ -51,8 +51,8 @@ def record_end(
     write(failures, first, None)
     if first is None and stopped is None:
         return None
-    translate(here.dump_path)
     try:
+        translate(here.dump_path)
         verdict = explain(Evidence.of(here.path, here.attempt))
     except Exception:  # whatever the folder holds: the end of a run does not depend on its explanation
         logger.debug("the end of attempt %d cannot be explained", here.attempt, exc_info=True)

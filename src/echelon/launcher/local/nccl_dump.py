@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import pickle
 import pickletools
 import re
+import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +28,9 @@ _PLAIN = re.compile(
     r"APPENDS?|BINFLOAT|(LONG_)?BIN(GET|PUT)|BININT[12]?|(SHORT_)?BINUNICODE8?|EMPTY_(DICT|LIST|TUPLE)|FRAME|LONG1|MARK|MEMOIZE"
     r"|NEW(FALSE|TRUE)|NONE|PROTO|SETITEMS?|STOP|TUPLE[123]?"
 )
-_MOST_BYTES, _MOST_SHAPES, _LONGEST = 16 << 20, 1000, 500
+# A text or list of a pickle may be in it once and be meant a million times: what is made of it has limits of its own.
+_MOST_BYTES, _MOST_SHAPES, _MOST_DIMS, _LONGEST = 16 << 20, 64, 16, 500
+_LARGEST = 12 << 20
 _TEXTS, _COUNTS, _FLAGS = (
     ("profiling_name", "state"),
     ("collective_seq_id", "p2p_seq_id", "op_id", "time_created_ns"),
@@ -42,10 +46,12 @@ def environment(dumps: Path) -> dict[str, str]:
 def translate(dumps: Path) -> None:
     """Write flight.rankR.json for every rank that has only the watchdog's pickle."""
     with contextlib.suppress(OSError):
+        if not all(stat.S_ISDIR(os.lstat(folder).st_mode) for folder in (dumps.parent, dumps)):  # a link leads elsewhere
+            return
         for path in sorted(dumps.iterdir()):
             name = _NAME.fullmatch(path.name)
             flight = dumps / f"flight.rank{name[1]}.json" if name else None
-            if flight is not None and not flight.exists() and (record := read_dump(path)) is not None:
+            if flight is not None and not os.path.lexists(flight) and (record := read_dump(path)) is not None:
                 write_whole(flight, json.dumps(record))
 
 
@@ -56,13 +62,25 @@ def read_dump(path: Path) -> dict[str, Any] | None:
         _check(content)
         record = _Plain(io.BytesIO(content)).load()
         listed = record["entries"]
-        entries = [entry for each in listed[-MOST:] if (entry := _entry(each)) is not None] if type(listed) is list else []
+        entries = _newest(listed) if type(listed) is list else []
     except Exception:  # a pickle that is none may raise anything
         return None
     groups: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
         groups.setdefault(group_of(entry), []).append(entry)
     return {"entries": [entry for of_group in groups.values() for entry in of_group[-MOST_OF_A_GROUP:]]} if entries else None
+
+
+def _newest(listed: list[Any]) -> list[dict[str, Any]]:
+    """As many as a reader takes; oldest first."""
+    entries, size = list[dict[str, Any]](), 0
+    for each in reversed(listed[-MOST:]):
+        if (entry := _entry(each)) is not None:
+            size += len(json.dumps(entry))
+            if size > _LARGEST:
+                break
+            entries.append(entry)
+    return entries[::-1]
 
 
 def _check(content: bytes) -> None:
@@ -82,21 +100,26 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"no {module}.{name} here")
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
 def _entry(said: Any) -> dict[str, Any] | None:
     """What is read of an entry, in the form of torch's JSON; None where something lacks or is of another kind."""
     group = said["process_group"] if type(said) is dict else ()
     if type(group) is not tuple or not 0 < len(group) < 8 or any(type(name) is not str for name in group):
         return None
     kinds = {**dict.fromkeys(_TEXTS, str), **dict.fromkeys(_COUNTS, int), **dict.fromkeys(_FLAGS, bool)}
-    if any(type(said.get(name)) is not kind for name, kind in kinds.items()):
+    if any(type(said.get(name)) is not kind for name, kind in kinds.items()) or not all(_is_count(said[n]) for n in _COUNTS):
         return None
     entry = {name: said[name][:_LONGEST] if kind is str else said[name] for name, kind in kinds.items()}
     entry["process_group"] = [name[:_LONGEST] for name in group]
     for kind in ("input", "output"):
         shapes, types = said.get(f"{kind}_sizes"), said.get(f"{kind}_dtypes")
-        if type(shapes) is not list or type(types) is not list or max(len(shapes), len(types)) > _MOST_SHAPES:
+        if type(shapes) is not list or type(types) is not list:
             return None
-        if not all(type(shape) in (list, tuple) and len(shape) < 64 and all(type(n) is int for n in shape) for shape in shapes):
+        shapes, types = shapes[:_MOST_SHAPES], types[:_MOST_SHAPES]
+        if not all(type(shape) in (list, tuple) and len(shape) <= _MOST_DIMS and all(map(_is_count, shape)) for shape in shapes):
             return None
         entry[f"{kind}_sizes"] = [list(shape) for shape in shapes]
         entry[f"{kind}_dtypes"] = [name[:_LONGEST] for name in types if type(name) is str]

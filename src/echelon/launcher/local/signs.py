@@ -18,8 +18,13 @@ from echelon.launcher.local.raised import in_library
 __all__ = ["Pulses", "Seen", "behind", "has_handler", "is_debugged", "is_stopped", "user_frame", "waits"]
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_MORE_THREADS = re.compile(r"^\.\.\.$", re.MULTILINE)  # faulthandler's, after a hundred; of frames it is indented
 _DEBUGGER = re.compile(r"/(pdb|bdb)\.py\"|/(debugpy|pydevd[^/]*|IPython)/")
-_COLLECTIVES, _CALLS, _BACKWARD = "/torch/distributed/", "/torch/distributed/rpc/", "/torch/autograd/"
+# Of torch: files whose calls into C++ wait for other ranks, through which files they go, and what other files call so.
+_COLLECTIVES = re.compile(r"/torch/distributed/(distributed_c10d|_functional_collectives(_impl)?|rendezvous)\.py$")
+_PASSES_ON = re.compile(r"/torch/(_ops\.py$|_library/)")
+_WAITING_CALL = re.compile(r"\.wait\(|\._broadcast_coalesced\(|\._verify_params_across_processes\(")
+_CALLS, _BACKWARD = "/torch/distributed/rpc/", "/torch/autograd/"
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Pulses:
 
     def __init__(self) -> None:
         self._fds: dict[int, int] = {}
+        self._mains: dict[int, str] = {}
 
     def make(self, rank: int) -> int:
         self._fds[rank] = pulse.make()
@@ -84,15 +90,24 @@ class Pulses:
 
     def ask(self, rank: int, send: Callable[[int], None]) -> None:
         if rank in self._fds:
+            self._mains.pop(rank, None)
             pulse.ask_stack(self._fds[rank])
             send(rank)
 
+    def note_main(self, rank: int, main_stack: str) -> None:
+        """The main thread's frames as the rank itself gave them, which its stack may lack."""
+        self._mains[rank] = main_stack
+
     def stack(self, rank: int) -> str:
-        return pulse.stack(self._fds[rank]) if rank in self._fds else ""
+        text = pulse.stack(self._fds[rank]) if rank in self._fds else ""
+        if _MORE_THREADS.search(text) and self._mains.get(rank):
+            return f"{text}\n\nThread main (most recent call first):\n{self._mains[rank]}"
+        return text
 
     def main_stack(self, rank: int) -> str:
-        """Of the main thread, which comes last: its frames, the innermost first."""
-        return re.split(r"^(?:Current thread|Thread) .*\n", self.stack(rank), flags=re.MULTILINE)[-1]
+        """Of the main thread, which comes last: its frames, the innermost first; empty if there are too many other threads."""
+        last = re.split(r"^(?:Current thread|Thread) .*\n", self.stack(rank), flags=re.MULTILINE)[-1]
+        return "" if _MORE_THREADS.search(last) else last
 
     def where(self, rank: int) -> str:
         """Of the main thread: the innermost frame that is no library's."""
@@ -137,18 +152,19 @@ def is_debugged(main_stack: str) -> bool:
 
 
 def waits(main_stack: str, *, pending: bool) -> bool:
-    """Whether the main thread waits for other ranks.
+    """Whether the main thread waits for other ranks. Who saves a checkpoint with torch does not: it may wait for a slow disk.
 
     Args:
         main_stack: as `Pulses.main_stack` gives it.
         pending: torch says that a collective has begun and not ended; on gloo it may go on saying so after the last of all.
     """
-    frame = _FRAME.match(main_stack)
-    if frame is None:
+    frames = map(_FRAME.match, main_stack.splitlines())
+    frame = next((found for found in frames if found is None or not _PASSES_ON.search(found[1])), None)
+    if frame is None or _CALLS in frame[1]:  # which a thread may be serving
         return False
-    if _COLLECTIVES in frame[1]:
-        return _CALLS not in frame[1]  # which a thread may be serving
-    return pending and (_BACKWARD in frame[1] or ".wait(" in linecache.getline(frame[1], int(frame[2])))
+    if _COLLECTIVES.search(frame[1]):
+        return True
+    return pending and (_BACKWARD in frame[1] or _WAITING_CALL.search(linecache.getline(frame[1], int(frame[2]))) is not None)
 
 
 def behind(seen: Mapping[int, Seen]) -> list[int]:
