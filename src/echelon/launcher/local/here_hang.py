@@ -38,14 +38,14 @@ class HangHere(threading.Thread):
 
     def __init__(self, run: RunDir, after_s: float, show: Callable[[Failure], None]) -> None:
         super().__init__(name="echelon-hang-timeout", daemon=True)
-        self._run, self._show = run, show
+        self._run, self._show = RunDir(run.path.absolute(), run.attempt), show  # the program may change into another folder
         self._lifted, self._lock = threading.Event(), threading.Lock()
         self._sight = Sight(lambda rank, number: os.kill(os.getpid(), number))
         shared = self._sight.pulses.make(0)
         pulse.join(shared)
         faulthandler.register(STACK_SIGNAL, file=shared, all_threads=True)
-        companion.begin(self._sight.companions.make(0).detach(), str(run.flight(0).absolute()))
-        self._attempt = Attempt(run.attempt, run.attempt_path)
+        companion.begin(self._sight.companions.make(0).detach(), str(self._run.flight(0)))
+        self._attempt = Attempt(run.attempt, self._run.attempt_path)
         self._attempt.pids = {0: os.getpid()}
         self._progress = Progress()
         self._limit = HangLimit(after_s, True, self._progress, self._sight, after_s)
