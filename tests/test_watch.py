@@ -144,7 +144,7 @@ class _Scene:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.pulses, self.now = _Fake(a=Standing(), b=Standing()), 0.0
-        self.watch = Watch(60.0, self.lines.append, lambda rank: None)
+        self.watch = Watch(60.0, self.lines.append, lambda ranks: None)
         self.pids = {0: os.getpid(), 1: os.getpid()}
 
     def pass_time(self, seconds: float) -> list[str]:

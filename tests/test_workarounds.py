@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import echelon
 from echelon.contracts.errors import RankFailedError
 from echelon.launcher.functions.run import launch
+from tests.started import Started
 
 SOURCES = Path(echelon.__file__).parent
 
@@ -61,6 +62,39 @@ def test_torch_still_hangs_when_a_destroyed_group_is_freed() -> None:
     """If it does not: take `keep_process_groups` away."""
     with pytest.raises(RankFailedError):
         launch(_free_a_model_while_its_group_wants_the_interpreter, ranks=2, args=(False,), quiet=True, timeout_s=60)
+
+
+FREED_IN_A_SCRIPT = """
+import sys, time, torch, torch.distributed as dist
+
+def main(whole):
+    group = dist.new_group([0, 1])
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group)
+    del model.process_group  # which would let go of the interpreter for a moment
+    dist.destroy_process_group(None if whole else group)
+    sys.setswitchinterval(1000)
+    time.sleep(0.005)  # the group's threads get the interpreter once more
+    work = group.allgather([[torch.ones(1)] * 2], [torch.ones(1)])
+    while not work.is_completed():
+        pass
+    del work, group
+    until = time.monotonic() + 0.05
+    while time.monotonic() < until:  # the collective ends meanwhile
+        pass
+
+dist.init_process_group("gloo")
+for each in range(10):
+    main(each == 9)
+    sys.setswitchinterval(0.005)
+print("returned", flush=True)
+"""
+
+
+@pytest.mark.usefixtures("forked_programs")
+def test_a_script_s_main_returns_after_it_destroyed_all_groups(started: Started) -> None:
+    launcher = started.run("--ranks", "2", started.script(FREED_IN_A_SCRIPT))
+    out, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0 and out == b"returned\n", err.decode()
 
 
 LAST_REFERENCE = """

@@ -45,8 +45,8 @@ def keep_process_groups() -> None:
 
     When gloo's group is freed, its destructor joins the group's threads, and may do so without letting go of the interpreter's
     lock. One of the threads may be waiting for that lock, to free the tensors of the last collective. So a function that
-    returns, and with it its last reference to a wrapped model, hangs now and then. Somebody must hold the group by then; but
-    torch has no public list of groups, and no callback when one is destroyed.
+    returns, and with it its last reference to a wrapped model, hangs now and then: the `main` of a script, too. Somebody must
+    hold the group by then; but torch has no public list of groups, and no callback when one is destroyed.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or hasattr(dist.destroy_process_group, "__wrapped__"):
@@ -55,7 +55,8 @@ def keep_process_groups() -> None:
 
     @functools.wraps(destroy)
     def destroy_and_keep(group: Any = None) -> None:
-        _destroyed_groups.append(group if group is not None else dist.group.WORLD)
+        all_groups = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ())  # torch 2.13's
+        _destroyed_groups.extend([group] if group is not None else [dist.group.WORLD, *all_groups])
         destroy(group)
 
     dist.destroy_process_group = destroy_and_keep  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
 from echelon.contracts.files import parse_object
 from echelon.launcher.local.flight import called, flight_record, waits_in, write_flight
@@ -27,8 +28,10 @@ from echelon.launcher.local.flight import called, flight_record, waits_in, write
 __all__ = ["FLIGHT", "HOW_FAR", "Answer", "Companions", "begin"]
 
 HOW_FAR, FLIGHT = b"h", b"f"
-_LONGEST = 1 << 16
+_LONGEST = 1 << 20
+# Of a main thread; of all threads of a rank.
 _MOST_FRAMES, _MOST_TEXT = 30, 4000
+_MOST_OF_EACH, _MOST_STACKS = 100, 200_000
 
 
 @dataclass(frozen=True)
@@ -40,21 +43,24 @@ class Answer:
         pending: one has begun and not ended.
         waits_in: the last that has not returned, as "all_reduce #118"; empty if none, and where it was not asked for.
         main: the stack of its main thread, as faulthandler would show it. That one looks at frames while threads change them,
-            which has ended programs that were well with SIGSEGV: it is for those that are to be ended.
+            which has ended programs that were well with SIGSEGV: it is only for ranks that do not answer.
+        stacks: those of all its threads, the main one last; empty where they were not asked for.
     """
 
     called: int = 0
     pending: bool = False
     waits_in: str = ""
     main: str = ""
+    stacks: str = ""
 
     @classmethod
     def of(cls, line: bytes) -> Answer | None:
-        said = {"main": "", **found} if (found := parse_object(line)) is not None else None
-        kinds = {"called": int, "pending": bool, "waits_in": str, "main": str}
+        said = {"main": "", "stacks": "", **found} if (found := parse_object(line)) is not None else None
+        kinds = {"called": int, "pending": bool, "waits_in": str, "main": str, "stacks": str}
         if said is None or any(type(said.get(name)) is not kind for name, kind in kinds.items()):
             return None
-        return cls(said["called"], said["pending"], said["waits_in"][:200], said["main"][:_MOST_TEXT])
+        main, stacks = said["main"][:_MOST_TEXT], said["stacks"][-_MOST_STACKS:]
+        return cls(said["called"], said["pending"], said["waits_in"][:200], main, stacks)
 
 
 def begin(descriptor: int, flight: str | None) -> None:
@@ -73,22 +79,42 @@ def _answer(descriptor: int, flight: str | None) -> None:
     owner = os.getpid()
     with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as questions:
         while os.getpid() == owner and (asked := questions.recv(1)):
-            record = None
+            record, stacks = None, ""
             if asked == FLIGHT:
                 record = write_flight(Path(flight)) if flight else flight_record()
-            questions.sendall(json.dumps(asdict(Answer(*called(), waits_in(record), _main_stack()))).encode() + b"\n")
+                stacks = _all_stacks()
+            questions.sendall(json.dumps(asdict(Answer(*called(), waits_in(record), _main_stack(), stacks))).encode() + b"\n")
 
 
 def _main_stack() -> str:
     """The innermost frames of the main thread, which stands still meanwhile: this one has the interpreter."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return _frames(sys._current_frames().get(threading.main_thread().ident or 0), _MOST_FRAMES)[:_MOST_TEXT]
+
+
+def _all_stacks() -> str:
+    """Of all threads but this one, the main one last."""
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident(), None)
+    main = frames.pop(threading.main_thread().ident or 0, None)
+    parts, left = [], _MOST_STACKS // 2
+    for ident, frame in frames.items():
+        part = f"Thread {ident:#018x} (most recent call first):\n{_frames(frame, _MOST_OF_EACH)}\n"
+        left -= len(part)
+        if left < 0:
+            break
+        parts.append(part)
+    last = f"Thread main (most recent call first):\n{_frames(main, _MOST_OF_EACH)}"
+    return "\n".join([*parts, last[: _MOST_STACKS // 2]])
+
+
+def _frames(frame: FrameType | None, most: int) -> str:
     lines: list[str] = []
-    while frame is not None and len(lines) < _MOST_FRAMES:
+    while frame is not None and len(lines) < most:
         code = frame.f_code
         file, name = (text[:200].encode("unicode_escape").decode() for text in (code.co_filename[-200:], code.co_name))
         lines.append(f'  File "{file}", line {frame.f_lineno} in {name}')
         frame = frame.f_back
-    return "\n".join(lines)[:_MOST_TEXT]
+    return "\n".join(lines)
 
 
 class Companions:

@@ -111,7 +111,7 @@ class ForkAgent(SimpleElasticAgent):
         self.seen: dict[int, Seen] = {}
         self.hang_s: float | None = None
         self._say, stall_s = say or terminal.say, stall_after(job.stall_after_s)
-        self._watch = Watch(stall_s, self._say, self.sight.ask_stack)
+        self._watch = Watch(stall_s, self._say, self.sight.ask_stacks)
         self._hang = HangLimit(*hang_timeout(job.hang_timeout_s), self._watch.progress, self.sight, stall_s)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

@@ -15,13 +15,13 @@ from echelon.contracts import terminal
 from echelon.contracts.errors import RankTimeoutError
 from echelon.contracts.files import private_folder, write_whole
 from echelon.launcher.local.attempt import Attempt
-from echelon.launcher.local.companion import FLIGHT, Companions
+from echelon.launcher.local.companion import FLIGHT, HOW_FAR, Companions
 from echelon.launcher.local.signs import Pulses, Seen, is_stopped, waits
 from echelon.launcher.local.worker import STACK_SIGNAL
 
 __all__ = ["Sight"]
 
-_ANSWER_WAIT_S, _WAKE_WAIT_S, _LOOK_S = 1.0, 0.3, 0.01
+_ANSWER_WAIT_S, _STACK_WAIT_S, _LOOK_S = 1.0, 0.3, 0.01
 
 
 class Sight:
@@ -37,6 +37,17 @@ class Sight:
 
     def ask_stack(self, rank: int) -> None:
         self._send(rank, STACK_SIGNAL)
+
+    def ask_stacks(self, ranks: Sequence[int]) -> None:
+        """So that soon it is known where they stand, of ranks that may be well: each says it itself, and only one whose
+        interpreter is kept by code in C is asked by a signal.
+        """
+        answers = self.companions.ask(ranks, HOW_FAR, _ANSWER_WAIT_S)
+        for rank in ranks:
+            if (answer := answers.get(rank)) is not None:
+                self.pulses.note_stacks(rank, answer.main)
+            else:
+                self.pulses.ask(rank, self.ask_stack)
 
     def look(self, attempt: Attempt, silent_s: Mapping[int, float]) -> dict[int, Seen]:
         """What is seen of all ranks without asking any."""
@@ -60,24 +71,24 @@ class Sight:
         seen = self.look(attempt, silent_s)
         asked = [rank for rank in attempt.running if not seen[rank].stopped]
         stopped = [rank for rank, s in seen.items() if s.stopped]
-        until = time.monotonic() + _ANSWER_WAIT_S
-        for rank in asked:
-            self.pulses.ask(rank, self.ask_stack)
         answers = self.companions.ask(asked, FLIGHT, _ANSWER_WAIT_S)
-        for rank, said_now in answers.items():
-            self.pulses.note_main(rank, said_now.main)
-        self._stacks_come(asked, until)
+        for rank, answer in answers.items():
+            self.pulses.note_stacks(rank, answer.stacks)
+        silent = [rank for rank in asked if rank not in answers]
+        for rank in silent:  # its interpreter is kept by code in C, so that no frame changes while it is looked at
+            self.pulses.ask(rank, self.ask_stack)
+        self._stacks_come(silent, time.monotonic() + _STACK_WAIT_S)
         others()
         for rank in stopped:  # last, since it may make others go on; it writes its stack before anything else
             self.pulses.ask(rank, self.ask_stack)
             self._send(rank, signal.SIGCONT)
-        self._stacks_come(stopped, time.monotonic() + _WAKE_WAIT_S)
+        self._stacks_come(stopped, time.monotonic() + _STACK_WAIT_S)
         self._write_stacks(attempt, [*asked, *stopped])
         for rank in (*asked, *stopped):
-            s, answer = seen[rank], answers.get(rank)
-            waiting = answer is not None and waits(self.pulses.main_stack(rank), pending=answer.pending)
-            said = answer.waits_in if answer is not None and waiting else ""
-            answers_now = None if s.stopped else answer is not None
+            s, told = seen[rank], answers.get(rank)
+            waiting = told is not None and waits(self.pulses.main_stack(rank), pending=told.pending)
+            said = told.waits_in if told is not None and waiting else ""
+            answers_now = None if s.stopped else told is not None
             seen[rank] = Seen(s.standing, s.stopped, self.pulses.where(rank), s.silent_s, said, answers_now)
         return seen
 

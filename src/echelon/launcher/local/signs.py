@@ -79,7 +79,7 @@ class Pulses:
 
     def __init__(self) -> None:
         self._fds: dict[int, int] = {}
-        self._mains: dict[int, str] = {}
+        self._told: dict[int, str] = {}
 
     def make(self, rank: int) -> int:
         self._fds[rank] = pulse.make()
@@ -90,19 +90,17 @@ class Pulses:
 
     def ask(self, rank: int, send: Callable[[int], None]) -> None:
         if rank in self._fds:
-            self._mains.pop(rank, None)
+            self._told.pop(rank, None)
             pulse.ask_stack(self._fds[rank])
             send(rank)
 
-    def note_main(self, rank: int, main_stack: str) -> None:
-        """The main thread's frames as the rank itself gave them, which its stack may lack."""
-        self._mains[rank] = main_stack
+    def note_stacks(self, rank: int, stacks: str) -> None:
+        """As the rank itself has given them, in place of what it writes when it is asked by a signal."""
+        self._told[rank] = stacks
 
     def stack(self, rank: int) -> str:
-        text = pulse.stack(self._fds[rank]) if rank in self._fds else ""
-        if _MORE_THREADS.search(text) and self._mains.get(rank):
-            return f"{text}\n\nThread main (most recent call first):\n{self._mains[rank]}"
-        return text
+        """Of all its threads, the main one last, as it was last told; empty if nothing was."""
+        return self._told.get(rank) or (pulse.stack(self._fds[rank]) if rank in self._fds else "")
 
     def main_stack(self, rank: int) -> str:
         """Of the main thread, which comes last: its frames, the innermost first; empty if there are too many other threads."""

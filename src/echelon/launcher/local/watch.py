@@ -34,11 +34,11 @@ class Watch:
     Args:
         after_s: without a step for so long, and for several times as long as steps usually take.
         say: shows a line.
-        send: asks the rank for its stack.
+        ask: asks ranks for their stacks, which are there at the next look.
     """
 
-    def __init__(self, after_s: float, say: Callable[[str], None], send: Callable[[int], None]) -> None:
-        self._after_s, self._say, self._send = after_s, say, send
+    def __init__(self, after_s: float, say: Callable[[str], None], ask: Callable[[Sequence[int]], None]) -> None:
+        self._after_s, self._say, self._ask = after_s, say, ask
         self.progress = Progress()
         self._begin()
 
@@ -64,11 +64,9 @@ class Watch:
         idle_s = at.now - self._late_since
         if idle_s < 2 * self._said_s:
             return
-        if not self._asked:  # the answers are there at the next look
+        if not self._asked:
             self._asked = True
-            for rank, s in at.seen.items():
-                if not s.stopped:
-                    pulses.ask(rank, self._send)
+            self._ask([rank for rank, s in at.seen.items() if not s.stopped])
             return
         self._asked, self._said_s = False, idle_s
         seen = {rank: s if s.stopped else replace(s, where=pulses.where(rank)) for rank, s in at.seen.items()}

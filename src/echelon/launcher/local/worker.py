@@ -158,6 +158,7 @@ def run_program(start: Start) -> int:
 
 
 def _program(start: Start) -> None:
+    keep_process_groups()  # before modules are imported, which may take the function by its name
     if start.kind == "call":
         _call(start)
     elif start.kind == "module":
@@ -262,7 +263,6 @@ def _call(start: Start) -> None:
     """Call the function that was sent here, and leave its value for the sender."""
     sys.path[:] = list(start.sys_path)
     assert start.result is not None and start.sha256 is not None
-    keep_process_groups()  # before modules are imported, which may take the function by its name
     call = load_call(start.target, start.sha256)
     args, kwargs = call.arguments[start.task]
     name = getattr(call.function, "__name__", "the function")
