@@ -362,7 +362,8 @@ def _ends(tmp_path: Path, name: str, *ends: dict[str, Any] | None) -> RunDir:
 
 def test_the_last_word_is_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     culprit = Failure(3, 1, 2_000, "ValueError", "planted", traceback="ValueError: planted").as_json()
-    victim = Failure(0, 1, 1_000, "RuntimeError", "x", traceback="RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection reset by peer").as_json()
+    lost = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection reset by peer"
+    victim = Failure(0, 1, 1_000, "RuntimeError", "x", traceback=lost).as_json()
     cases: list[tuple[int, tuple[Any, ...]]] = [
         (0, ({}, {})),
         (75, ({"exit_code": 75}, {})),
