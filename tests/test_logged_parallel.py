@@ -172,6 +172,19 @@ def test_predictions_of_ranks_that_share_samples_count_once(ranks: Ranks, tmp_pa
     assert record["predict_rows"] == 8
 
 
+def _predicted_few(folder: str) -> None:
+    rows = torch.utils.data.TensorDataset(torch.zeros(1, 4, dtype=torch.float64), torch.zeros(1, 1))
+    loader = ech.Loader(rows, global_batch=2, shuffle=False, collate_fn=lambda rows: torch.stack([x for x, _ in rows]))
+    with recorded(folder):
+        ech.predict(Rows(strategy="fsdp"), loader)
+
+
+def test_a_rank_without_a_sample_to_predict_logs_nothing_and_meets_the_others(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _predicted_few, str(tmp_path))
+    (record,) = read_lines(tmp_path / "metrics.jsonl")
+    assert record["predict_rows"] == 1
+
+
 class Words(LanguageUnit):
     def compute_loss(self, state: Any, data: Any) -> Any:
         made = super().compute_loss(state, data)

@@ -88,7 +88,7 @@ class AutoPredictUnit(PredictUnit[T]):
         return self.prepared.forward_is_collective
 
     def meets_at_end(self, phase: str) -> bool:
-        return phase != "predict"  # the loss is a mean over the ranks
+        return phase != "predict" or self.forward_is_collective  # else the loss is a mean over the ranks
 
     def prepared_modules(self) -> dict[str, Prepared[Any]]:
         mine, modules = self.prepared, self.tracked_modules()
@@ -125,10 +125,14 @@ class AutoPredictUnit(PredictUnit[T]):
     def predict_step(self, state: State, data: T) -> Any:
         """The module's outputs for a batch."""
         part = self.prepared.part_of(data)
-        state.logged.weight = 0 if self.prepared.is_replica else 1
+        is_padding = step_under_way(state.predict_state).is_padding
+        if is_padding:
+            state.logged.weight = 0
+        else:
+            state.logged.begins(0 if self.prepared.is_replica else 1, "predict")
         with self.autocast():
             outputs = self.prepared.whole_of(self.prepared.forward(part, self.module))
-        if not step_under_way(state.predict_state).is_padding:
+        if not is_padding:
             self.on_predict_step_end(state, data, self.predict_progress.num_steps_completed, outputs)
         return outputs
 
