@@ -460,9 +460,10 @@ def test_what_a_dataset_raises_is_no_dead_worker(left: Left, kind: type[Exceptio
 @pytest.mark.parametrize(
     ("last", "cause"),
     [
-        ("Error while creating shared memory segment /dev/shm/nccl-x: No space left on device", "disk full"),
-        ("Cuda failure 2 'out of memory'", "NCCL"),
-        ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", "NCCL"),
+        ("Error while creating shared memory segment /dev/shm/nccl-x: No space left on device", "shared memory full"),
+        ("Cuda failure 2 'out of memory'", "device out of memory"),
+        ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", "device shared"),
+        ("Cuda failure 999 'unknown error'", "NCCL"),
     ],
 )
 def test_what_nccl_says_of_a_reason_is_no_mismatch(left: Left, last: str, cause: str) -> None:

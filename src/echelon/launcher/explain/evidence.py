@@ -19,10 +19,11 @@ from echelon.contracts.files import open_file, read_end
 from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.stopping import REQUEUE
+from echelon.launcher.aborted import TAIL_BYTES, last_words
 from echelon.launcher.explain import flight as flights
 from echelon.launcher.explain.flight import Flight
 from echelon.launcher.explain.folder import is_file, is_folder, is_held, object_in
-from echelon.launcher.explain.stacks import Frame, crash_stack, crash_words, main_thread, of_traceback, waits_in
+from echelon.launcher.explain.stacks import Frame, crash_stack, main_thread, of_traceback, waits_in
 from echelon.launcher.job import Failure
 from echelon.launcher.records import exit_record, rank_record
 
@@ -252,10 +253,9 @@ class _Reader:
     def _crashed(self, rank: RankEvidence, failure: Failure) -> RankEvidence:
         """With what the process wrote into its log as it died."""
         with contextlib.suppress(OSError):
-            log = read_end(self.run.log(rank.rank)).decode("utf-8", "replace")
-            words = crash_words(log)
-            if words and words not in failure.message:
-                failure = replace(failure, message=f"{failure.message}\n{words}")
+            log = read_end(self.run.log(rank.rank), TAIL_BYTES).decode("utf-8", "replace")
+            if rank.signal == "SIGABRT" and "\n" not in failure.message and (words := last_words(log)):
+                failure = replace(failure, message=f"{failure.message}\n{words}", traceback=words)
             return replace(rank, stack=rank.stack or crash_stack(log), failure=failure)
         return rank
 

@@ -13,7 +13,7 @@ from echelon.contracts.stopping import REQUEUE, signal_name
 from echelon.contracts.terminal import one_line
 from echelon.launcher.explain import hung, mismatched
 from echelon.launcher.explain.evidence import Evidence
-from echelon.launcher.explain.failed import own_failure
+from echelon.launcher.explain.failed import own_failure, summary
 from echelon.launcher.explain.flight import Wait, waits
 from echelon.launcher.explain.stacks import waits_in
 from echelon.launcher.explain.verdict import FINE, RUNNING, UNKNOWN, Verdict
@@ -95,12 +95,18 @@ def _lone_check(evidence: Evidence) -> Verdict | None:
     if not own:
         return None
     first = Failure.first(own)
-    headline = f"{who([first.rank])} raised {short(first.kind, 80)} in a collective{place(evidence.rank(first.rank))}"
+    headline = f"{who([first.rank])} failed in a collective{place(evidence.rank(first.rank))}"
     text = (
-        f"{headline}: {short(first.message)} Ranks gave it different shapes or types, or called different collectives; no flight "
+        f"{headline}: {_words(first)} Ranks gave it different shapes or types, or called different collectives; no flight "
         "record tells which. `--check-collectives` names them at the call."
     )
     return Verdict((), "mismatched shape", headline, text[:1].upper() + text[1:])
+
+
+def _words(failure: Failure) -> str:
+    """A rank's own, on one line: what a process said before it aborted comes below the signal."""
+    said = failure.message.partition("\n")[2] if failure.kind.startswith("SIG") else ""
+    return summary(said or failure.message)
 
 
 def _by_launcher(evidence: Evidence) -> Verdict | None:
@@ -128,9 +134,10 @@ def _unknown(evidence: Evidence) -> Verdict:
     first = Failure.first(failures)
     if any(f.waited for f in failures):
         headline = f"{who([first.rank])} gave up waiting for the others"
-        text = f"{headline}: {short(first.message)} Nothing tells which rank it waited for."
+        text = f"{headline}: {_words(first)} Nothing tells which rank it waited for."
     else:
         headline = f"{who([first.rank])} lost its connection to another rank"
         where = place(evidence.rank(first.rank))
-        text = f"{headline}{where}: {short(first.message)} No rank ended before it that would explain this."
+        text = f"{headline}{where}: {_words(first)} No rank ended before it that would explain this. "
+        text += "If it comes again: `echelon doctor` tries the network between the ranks."
     return Verdict((), UNKNOWN, headline, text[:1].upper() + text[1:])
