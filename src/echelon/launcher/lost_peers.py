@@ -30,7 +30,7 @@ _LOST = re.compile(
 # does so in a call of the device's, most often one that waits for other ranks.
 _WAITED = re.compile(
     r"Timed out waiting \d+ ?ms for|timeout caused pair closure|wait timeout after \d+ ?ms|collective operation timeout"
-    r"|could not join at MASTER_ADDR=|failed to pass monitoredBarrier|Socket Timeout"
+    r"|could not join at MASTER_ADDR=|failed to pass monitoredBarrier|Socket Timeout|Timeout waiting for key"
     r"|watchdog got stuck for \d+ seconds|ProcessGroupNCCL watchdog hang",
     re.IGNORECASE,
 )

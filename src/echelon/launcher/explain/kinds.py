@@ -104,6 +104,12 @@ _KINDS = (
         "CUDA_LAUNCH_BLOCKING=1 shows the right one. An index or a label out of range is the usual reason.",
     ),
     Kind(
+        r"CU(DNN|BLAS)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)",
+        "device error",
+        "Most often the device had no memory left, else an index was out of range before: try smaller micro-batches, then "
+        "CUDA_LAUNCH_BLOCKING=1.",
+    ),
+    Kind(
         r"no kernel image is available|driver on your system is too old|driver version is insufficient|Found no NVIDIA driver|"
         r"CUDA-capable device(\(s\) is/are|s are) busy|No CUDA GPUs are available|invalid device ordinal|"
         r"not compiled with CUDA|system not yet initialized|CUDA unknown error",
@@ -116,6 +122,11 @@ _KINDS = (
         "device shared",
         "Several ranks compute on one device. Start no more ranks than there are devices, and let each take that of its local "
         "rank, as `ech.init_from_env()` does.",
+    ),
+    Kind(
+        r"no socket interface found|is neither AF_INET\(2\) nor AF_INET6|Unable to find (address|interface) for",
+        "network interface",
+        "`ip addr` lists the interfaces. NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME must name one of this host, or be unset.",
     ),
     Kind(
         r"\bNCCL error\b|\bnccl(Unhandled|System|Internal|Invalid)\w*",
@@ -135,6 +146,11 @@ _KINDS = (
         ours=True,
     ),
     Kind(r"ranks must run the same program|world size must be the same", "ranks differ", "", ours=True),
+    Kind(
+        r"DDP expects same model across all ranks|appears not to match (sizes|strides) of the same param in process",
+        "ranks differ",
+        "Every rank must build the same module. One that shows none of its parameters may have failed before: see its log.",
+    ),
     Kind(r"^RanksDisagreeError\b", "ranks disagree", ""),
     Kind(r"^(LauncherEnvironmentError|UsageError)\b", "usage", ""),
     Kind(
