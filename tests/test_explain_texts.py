@@ -337,3 +337,52 @@ def test_words_that_a_program_uses_for_something_else_excuse_and_accuse_nobody(t
     lost = raised("RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:10895", GROUPS)
     verdict, first = verdict_of(tmp_path, {0: lost, 1: end})
     assert (verdict.guilty, verdict.cause, first.rank) == ((1,), cause, 1), verdict
+
+
+# ---- what the batch system said -----------------------------------------------------------------------------------------------
+
+TIME_LIMIT = "slurmstepd: error: *** STEP 494583.0 ON node7 CANCELLED AT {} DUE TO TIME LIMIT ***\n"
+OUT_OF_MEMORY = "slurmstepd: error: Detected 1 oom_kill event in StepId=440575.0. Some of the step tasks have been OOM Killed.\n"
+
+
+def _after_job(folder: Path, said: str, end: dict[str, object] | None) -> Verdict:
+    run = RunDir(folder / "run").at_attempt(0)
+    (run.path / "job").mkdir(parents=True)
+    run.run_json.write_text('{"ranks": 2}')
+    if end is not None:
+        run.exit_json.write_text(json.dumps({"stopped": None, "ranks": {}, "world_size": 2} | end))
+    now = time.strftime("%Y-%m-%dT%H:%M:%S")
+    (run.path / "job" / "output.log").write_text(f"step 1\n{said.format(now)}srun: error: node7: task 0: Terminated\n")
+    return explain(Evidence.of(run.path, 0))
+
+
+KILLED = Failure(1, 137, 1, "SIGKILL", "killed by SIGKILL", reported=False).as_json()
+
+
+@pytest.mark.parametrize(
+    ("said", "end", "cause", "guilty"),
+    [
+        (TIME_LIMIT, None, "time limit", ()),
+        (TIME_LIMIT, {"exit_code": 143}, "time limit", ()),
+        ("slurmstepd: *** JOB 830329 CANCELLED AT {} DUE TO TIME LIMIT on n447 ***\n", None, "time limit", ()),
+        ("slurmstepd: error: *** JOB 32391783 ON cn119 CANCELLED AT {} DUE TO PREEMPTION ***\n", None, "preempted", ()),
+        ("slurmstepd: error: *** JOB 1 ON n1 CANCELLED AT {} DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n",
+         {"exit_code": 1, "stopped": "the launcher on n2 ended without a word"}, "node lost", ()),
+        (OUT_OF_MEMORY, {"exit_code": 137, "ranks": {"1": KILLED}}, "host out of memory", (1,)),
+        ("slurmstepd: error: Detected 2 oom-kill event(s) in step 3756240.batch cgroup.\n", None, "host out of memory", ()),
+        # Somebody cancelled it; of an earlier start; of a rank that failed by itself; what a program printed.
+        ("slurmstepd: error: *** JOB 13 ON n1 CANCELLED AT {} ***\n", {"exit_code": 143}, "interrupted", ()),
+        (TIME_LIMIT.format("2024-04-20T09:09:37"), None, "launcher killed", ()),
+        (TIME_LIMIT, {"exit_code": 1, "ranks": {"1": Failure(1, 1, 1, "ValueError", "bad label").as_json()}}, "exception", (1,)),
+        ("step 7 DUE TO TIME LIMIT, oom_kill event, PREEMPTION\n", {"exit_code": 143}, "interrupted", ()),
+        (TIME_LIMIT, {"exit_code": 0}, "fine", ()),
+    ],
+)  # fmt: skip
+def test_the_batch_systems_reason_is_told_where_a_job_was_ended_from_outside(
+    tmp_path: Path, said: str, end: dict[str, object] | None, cause: str, guilty: tuple[int, ...]
+) -> None:
+    verdict = _after_job(tmp_path, said, end)
+    assert (verdict.cause, verdict.guilty) == (cause, guilty), verdict
+    assert ("as its output says" in verdict.paragraph) == (
+        cause in ("time limit", "preempted", "node lost", "host out of memory")
+    )

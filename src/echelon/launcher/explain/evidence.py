@@ -21,6 +21,7 @@ from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.aborted import TAIL_BYTES, last_words
 from echelon.launcher.explain import flight as flights
+from echelon.launcher.explain.batch import why_ended
 from echelon.launcher.explain.flight import Flight
 from echelon.launcher.explain.folder import is_file, is_folder, is_held, object_in
 from echelon.launcher.explain.stacks import Frame, crash_stack, main_thread, of_traceback, waits_in
@@ -109,6 +110,7 @@ class Evidence:
         stopped: what ended it, if no rank did, in the launcher's words.
         hang_after_s: seconds without progress after which the launcher ended it; None if it did not.
         running: a launcher has the run and has not ended it.
+        batch: why the batch system ended the job, in its words; empty if it did not.
         notes: what could not be read.
     """
 
@@ -119,6 +121,7 @@ class Evidence:
     stopped: str = ""
     hang_after_s: float | None = None
     running: bool = False
+    batch: str = ""
     notes: tuple[str, ...] = ()
 
     def rank(self, number: int) -> RankEvidence:
@@ -193,6 +196,7 @@ class _Reader:
             str(ended.get("stopped") or ""),
             next((_seconds(r["hang"].get("after_s")) for r in records if isinstance(r.get("hang"), dict)), None),
             code is None and self._is_last() and is_held(self.run.path / ".lock"),
+            why_ended(self.run) if self._is_last() else "",
             (*self.notes[:_MOST_NOTES], *([f"and {more} more"] if (more := len(self.notes) - _MOST_NOTES) > 0 else [])),
         )
 
