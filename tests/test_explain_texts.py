@@ -363,7 +363,7 @@ KILLED = Failure(1, 137, 1, "SIGKILL", "killed by SIGKILL", reported=False).as_j
     ("said", "end", "cause", "guilty"),
     [
         (TIME_LIMIT, None, "time limit", ()),
-        (TIME_LIMIT, {"exit_code": 143}, "time limit", ()),
+        (TIME_LIMIT.replace("stepd", "stepd-node7"), {"exit_code": 143}, "time limit", ()),
         ("slurmstepd: *** JOB 830329 CANCELLED AT {} DUE TO TIME LIMIT on n447 ***\n", None, "time limit", ()),
         ("slurmstepd: error: *** JOB 32391783 ON cn119 CANCELLED AT {} DUE TO PREEMPTION ***\n", None, "preempted", ()),
         ("slurmstepd: error: *** JOB 1 ON n1 CANCELLED AT {} DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n",

@@ -19,10 +19,10 @@ _LAST_BYTES, _LAST_LINES = 1 << 14, 20
 _LATER_S = 300.0
 # Without a reason somebody cancelled the job, or a process of it failed.
 _ENDED = re.compile(
-    r"^slurmstepd: (?:error: )?\*\*\* (?:JOB|STEP) .{1,300}?"
+    r"^slurmstepd(?:-\S{1,255})?: (?:error: )?\*\*\* (?:JOB|STEP) .{1,300}?"
     r"CANCELLED AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) DUE TO ([A-Z]{2,20}(?: [A-Z]{2,20}){0,3})"
 )
-_NO_MEMORY = re.compile(r"^slurmstepd: error: Detected \d{1,9} oom[-_]kill event")
+_NO_MEMORY = re.compile(r"^slurmstepd(?:-\S{1,255})?: error: Detected \d{1,9} oom[-_]kill event")
 
 
 def why_ended(run: RunDir) -> str:
