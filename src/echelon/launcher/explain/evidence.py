@@ -313,7 +313,8 @@ def _fell_in_call(failure: Failure) -> bool:
     if _BEFORE_CALL.search(failure.message[:20_000]):
         return False
     name = waits_in(of_traceback(failure.traceback))
-    return name not in _NO_COLLECTIVES and (bool(name) or failure.is_victim)
+    raised = not failure.kind.startswith("SIG")  # NCCL's own records, of ranks that it aborts, say themselves what has ended
+    return name not in _NO_COLLECTIVES and (bool(name) or (raised and failure.is_victim))
 
 
 def _left_while_others_waited(ranks: Mapping[int, RankEvidence]) -> set[int]:
