@@ -325,6 +325,8 @@ def test_what_gloo_refused_is_said(tmp_path: Path) -> None:
         (raised("ValueError: the model needs another configuration version than this code"), "exception"),
         (raised("ValueError: 'shared memory' is no column of /data/x.csv"), "exception"),
         (raised("KeyError: 'CUDA error'"), "exception"),
+        (raised("ValueError: mismatched shapes (2, 3) and (3, 2)"), "exception"),
+        (raised("KeyError: 'size of an igloo'"), "exception"),
         (
             aborted("INFO the job terminated with exception: NCCL error: remote process exited\nfree(): invalid pointer\n"),
             "crash",

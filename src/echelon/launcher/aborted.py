@@ -24,7 +24,7 @@ _WORDS = (
     re.compile(rf"^terminate called [^\n]{{0,300}}\n\s{{0,8}}what\(\): {{0,4}}({_MORE})", re.MULTILINE),
     re.compile(rf"\) raised the following async exception: ({_MORE})"),
     re.compile(r"(Watchdog caught collective operation timeout: WorkNCCL[^\n]{0,1000})"),
-    re.compile(r"(Received a dump signal due to a collective timeout from [^\n.]{0,200})"),
+    re.compile(r"(Received a dump signal due to a collective timeout from {1,3}(?:this local rank|rank -?\d{1,7}))"),
     re.compile(r"(ProcessGroupNCCL's watchdog got stuck for \d{1,7} seconds without making progress)"),
     re.compile(r"Terminating the process after attempting to dump debug info, (due to ProcessGroupNCCL [^\n.]{1,100})"),
 )
