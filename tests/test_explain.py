@@ -190,6 +190,25 @@ def test_a_rank_that_did_not_come_is_named_with_its_line_and_its_step(left: Left
     assert "waiting for the data of step 7 at train.py:5 in load" in verdict.paragraph and "1 fewer" in verdict.paragraph
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Received a dump signal due to a collective timeout from  rank 0",
+        "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress",
+    ],
+)
+def test_a_rank_that_was_aborted_with_those_that_waited_for_it_did_not_come(left: Left, words: str) -> None:
+    """NCCL's watchdogs tell one another: all ranks end by SIGABRT, the one for which they waited, too."""
+    timed_out = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, OpType=ALLREDUCE) ran for 600020 milliseconds"
+    said = {0: timed_out, 1: words, 2: timed_out}
+    left.end(134, *(killed(r, "SIGABRT", message=f"killed by SIGABRT\n{w}", traceback=w) for r, w in said.items()), world_size=3)
+    for rank in said:
+        left.flight(rank, *map(entry, range(1, 9)), *([entry(9, retired=False)] if rank != 1 else []))
+    verdict = left.verdict
+    assert (verdict.guilty, verdict.cause) == ((1,), "did not come") and "in which ranks 0, 2 waited" in verdict.paragraph
+    assert "rank 1 waited" not in " ".join(verdict.seen)
+
+
 def test_the_root_of_a_chain_of_waits_is_named(left: Left) -> None:
     """Rank 0 waits for rank 1 in one group, which waits for rank 2 in another."""
     groups = {"groups": {"5": {"ranks": [0, 1]}, "6": {"ranks": [1, 2]}}}
@@ -460,9 +479,10 @@ def test_what_a_dataset_raises_is_no_dead_worker(left: Left, kind: type[Exceptio
 @pytest.mark.parametrize(
     ("last", "cause"),
     [
-        ("Error while creating shared memory segment /dev/shm/nccl-x: No space left on device", "disk full"),
-        ("Cuda failure 2 'out of memory'", "NCCL"),
-        ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", "NCCL"),
+        ("Error while creating shared memory segment /dev/shm/nccl-x: No space left on device", "shared memory full"),
+        ("Cuda failure 2 'out of memory'", "device out of memory"),
+        ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", "device shared"),
+        ("Cuda failure 999 'unknown error'", "NCCL"),
     ],
 )
 def test_what_nccl_says_of_a_reason_is_no_mismatch(left: Left, last: str, cause: str) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.run_dir import RunDir
+from echelon.launcher.aborted import last_words
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure
-from echelon.launcher.local.aborted import last_words
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.judge import record_end
 from echelon.launcher.local.signs import Seen
@@ -83,4 +83,4 @@ def test_a_lost_peer_is_no_failure_of_its_own_and_a_device_error_is(tmp_path: Pa
 def test_another_abort_is_the_ranks_own(tmp_path: Path, text: str) -> None:
     (failure,) = _aborted(tmp_path, {0: text})
     assert not failure.is_victim and failure.message == "killed by SIGABRT"
-    assert last_words(tmp_path / "no-such.log") == ""
+    assert last_words(text) == ""

@@ -16,40 +16,51 @@ _RAISED = re.compile(
     r"^(?:Traceback \(most recent call last\)|The above exception was the direct cause|During handling of).*$", re.MULTILINE
 )
 _FILE = re.compile(r'^  File "([^"\n]{1,4096})"', re.MULTILINE)
-# gloo's and NCCL's words for a connection that went away.
+# gloo's, NCCL's and the store's words for a connection that went away.
 _LOST = re.compile(
     r"Connection (closed|reset) by (peer|remote)|Connection refused|Broken pipe|remote process exited"
-    r"|NCCL[^\n]{0,300}(remote|abort)"
-    r"|Socket closed|Software caused connection abort|dump signal due to a collective timeout"
+    r"|(got|sent) 0 bytes|NCCL[^\n]{0,300}(remote|abort)"
+    r"|Socket closed|Socket recv failed while polling|Software caused connection abort"
+    r"|dump signal due to a collective timeout"
     # Gloo says what it lacks before it has a peer, and what does not fit, in the same place.
     r"|gloo/transport(?![^\n]{0,1000}(Unable to|op\.preamble))",
     re.IGNORECASE,
 )
-# And for one that is there, and did not come: gloo's words, those of its store, and ours for both.
+# And for one that is there, and did not come: gloo's words, those of its store, and ours for both. A watchdog that stands still
+# does so in a call of the device's, most often one that waits for other ranks.
 _WAITED = re.compile(
     r"Timed out waiting \d+ ?ms for|timeout caused pair closure|wait timeout after \d+ ?ms|collective operation timeout"
-    r"|could not join at MASTER_ADDR=|failed to pass monitoredBarrier",
+    r"|could not join at MASTER_ADDR=|failed to pass monitoredBarrier|Socket Timeout|Timeout waiting for key"
+    r"|watchdog got stuck for \d+ seconds|ProcessGroupNCCL watchdog hang",
     re.IGNORECASE,
 )
-_OF_GROUPS = re.compile(r"gloo|nccl|c10d|TCPStore|SocketImpl|collective timeout|Dist(Network|Store|Backend)Error", re.IGNORECASE)
+# NCCL aborts its connections for an error of the rank's own device, too, and then says so.
+_OF_DEVICE = re.compile(r"unhandled cuda error|CUDA error|Cuda failure", re.IGNORECASE)
+_OF_GROUPS = re.compile(
+    r"gloo|nccl|c10d|TCPStore|SocketImpl|collective timeout|MASTER_ADDR=|monitoredBarrier|Dist(Network|Store|Backend)Error",
+    re.IGNORECASE,
+)
+_OF_PROGRAMS = re.compile(r"(Value|Key|Index|Type|Attribute|Assertion|NotImplemented|FileNotFound)Error\b")
 _IN_TORCH = re.compile(r"[/\\]torch[/\\](?!utils[/\\]data[/\\]|multiprocessing[/\\]|hub\.py)")
 
 
 def lost_peer(traceback: str) -> bool:
     """Whether one of the chained exceptions says that the connection to another rank broke."""
-    return any(
-        _LOST.search(said) is not None and (_OF_GROUPS.search(said) is not None or _IN_TORCH.search(file) is not None)
-        for file, said in _exceptions(traceback)
-    )
+    return any(_LOST.search(said) is not None and not _OF_DEVICE.search(said) for said in _of_groups(traceback))
 
 
 def gave_up_waiting(traceback: str) -> bool:
     """Whether one of the chained exceptions says that another rank did not come in time."""
-    return any(_WAITED.search(said) is not None for _, said in _exceptions(traceback))
+    return any(_WAITED.search(said) is not None for said in _of_groups(traceback))
 
 
-def _exceptions(traceback: str) -> Iterator[tuple[str, str]]:
-    """Of each chained exception the file that raised it, empty if unknown, and its message; code is indented."""
+def _of_groups(traceback: str) -> Iterator[str]:
+    """The message of each chained exception that torch's groups of ranks may have raised; code is indented.
+
+    By its words, or else by the file that raised it. Errors of the language itself are never theirs, whatever a user wrote.
+    """
     for part in _RAISED.split(traceback[-_MOST:]):
+        said = "\n".join(line for line in part.splitlines() if line[:1].strip())
         files = _FILE.findall(part)
-        yield files[-1] if files else "", "\n".join(line for line in part.splitlines() if line[:1].strip())
+        if not _OF_PROGRAMS.match(said) and (_OF_GROUPS.search(said) or _IN_TORCH.search(files[-1] if files else "")):
+            yield said

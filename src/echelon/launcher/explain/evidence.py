@@ -19,10 +19,12 @@ from echelon.contracts.files import open_file, read_end
 from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.stopping import REQUEUE
+from echelon.launcher.aborted import TAIL_BYTES, last_words
 from echelon.launcher.explain import flight as flights
+from echelon.launcher.explain.batch import why_ended
 from echelon.launcher.explain.flight import Flight
 from echelon.launcher.explain.folder import is_file, is_folder, is_held, object_in
-from echelon.launcher.explain.stacks import Frame, crash_stack, crash_words, main_thread, of_traceback, waits_in
+from echelon.launcher.explain.stacks import Frame, crash_stack, main_thread, of_traceback, waits_in
 from echelon.launcher.job import Failure
 from echelon.launcher.records import exit_record, rank_record
 
@@ -108,6 +110,7 @@ class Evidence:
         stopped: what ended it, if no rank did, in the launcher's words.
         hang_after_s: seconds without progress after which the launcher ended it; None if it did not.
         running: a launcher has the run and has not ended it.
+        batch: why the batch system ended the job, in its words; empty if it did not.
         notes: what could not be read.
     """
 
@@ -118,6 +121,7 @@ class Evidence:
     stopped: str = ""
     hang_after_s: float | None = None
     running: bool = False
+    batch: str = ""
     notes: tuple[str, ...] = ()
 
     def rank(self, number: int) -> RankEvidence:
@@ -192,6 +196,7 @@ class _Reader:
             str(ended.get("stopped") or ""),
             next((_seconds(r["hang"].get("after_s")) for r in records if isinstance(r.get("hang"), dict)), None),
             code is None and self._is_last() and is_held(self.run.path / ".lock"),
+            why_ended(self.run) if self._is_last() else "",
             (*self.notes[:_MOST_NOTES], *([f"and {more} more"] if (more := len(self.notes) - _MOST_NOTES) > 0 else [])),
         )
 
@@ -252,10 +257,9 @@ class _Reader:
     def _crashed(self, rank: RankEvidence, failure: Failure) -> RankEvidence:
         """With what the process wrote into its log as it died."""
         with contextlib.suppress(OSError):
-            log = read_end(self.run.log(rank.rank)).decode("utf-8", "replace")
-            words = crash_words(log)
-            if words and words not in failure.message:
-                failure = replace(failure, message=f"{failure.message}\n{words}")
+            log = read_end(self.run.log(rank.rank), TAIL_BYTES).decode("utf-8", "replace")
+            if rank.signal == "SIGABRT" and "\n" not in failure.message and (words := last_words(log)):
+                failure = replace(failure, message=f"{failure.message}\n{words}", traceback=words)
             return replace(rank, stack=rank.stack or crash_stack(log), failure=failure)
         return rank
 
@@ -309,7 +313,8 @@ def _fell_in_call(failure: Failure) -> bool:
     if _BEFORE_CALL.search(failure.message[:20_000]):
         return False
     name = waits_in(of_traceback(failure.traceback))
-    return name not in _NO_COLLECTIVES and (bool(name) or failure.is_victim)
+    raised = not failure.kind.startswith("SIG")  # NCCL's own records, of ranks that it aborts, say themselves what has ended
+    return name not in _NO_COLLECTIVES and (bool(name) or (raised and failure.is_victim))
 
 
 def _left_while_others_waited(ranks: Mapping[int, RankEvidence]) -> set[int]:

@@ -5,102 +5,28 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.flight import Wait
+from echelon.launcher.explain.kinds import kind_of, kind_of_words
 from echelon.launcher.explain.stacks import of_traceback, user_frame
 from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import is_check, lost_data_worker, place, sentence, short, while_others, who
+from echelon.launcher.explain.words import is_check, place, sentence, short, while_others, who
 from echelon.launcher.job import Failure
 
 __all__ = [
     "own_failure",
     "raised",
+    "summary",
 ]
 
 _SAME_MOMENT_NS = 2_000_000_000
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """A kind of error: how it is recognised in "Class: message", its cause, and the remedy."""
-
-    pattern: str
-    cause: str
-    remedy: str
-
-
-_DATA_WORKER = _Kind(
-    r"(DataLoader|data) worker\b.*(exited|killed|died|ended|did not|gave no)|worker .* (was killed|died|exited)|"
-    r"DataLoader timed out|Too many open files",
-    "data worker",
-    "A process that loads data died or stood still: its log lines say more. /dev/shm or memory may be full; "
-    "num_workers=0 shows the error itself.",
-)
-# The first that fits. Patterns are over "Class: message", where the message is the exception's own.
-_KINDS = (
-    _Kind(
-        r"OutOfMemoryError\b|CUDA out of memory|CUDNN_STATUS_ALLOC_FAILED|CUBLAS_STATUS_ALLOC_FAILED",
-        "device out of memory",
-        "The device had no memory left. Use smaller micro-batches, activation checkpointing, or a strategy that shards.",
-    ),
-    _Kind(
-        r"^MemoryError\b|can't allocate memory|[Cc]annot allocate memory|std::bad_alloc|Unable to allocate .* for an array",
-        "host out of memory",
-        "The machine, or the limit of this process (ulimit -v, a job's memory), had none left. Use fewer data workers or "
-        "smaller batches, or ask for more memory.",
-    ),
-    _Kind(
-        r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]|File too large|\[Errno 27\]",
-        "disk full",
-        "Make room, or write elsewhere; older checkpoints are as they were, and the same command goes on from the newest.",
-    ),
-    _DATA_WORKER,
-    _Kind(r"^DataError\b", "data", "The text names the sample."),
-    _Kind(
-        r"^NonFiniteError\b|^DivergedError\b|\bnon-?finite\b|is not finite|\bnan\b.*\bloss\b|\bloss\b.*\bnan\b",
-        "not finite",
-        "Look at that rank's batch, lower the learning rate, or clip.",
-    ),
-    _Kind(
-        r"EADDRINUSE|[Aa]ddress already in use|seems to have that port|port another job's",
-        "port in use",
-        "Another process has the port, perhaps an earlier run's. End it, or choose another MASTER_PORT.",
-    ),
-    _Kind(
-        r"did not come within|clients joined|could not join at|did not join|Timed out .*waiting for clients",
-        "ranks missing",
-        "Start as many ranks as WORLD_SIZE says, with the same MASTER_ADDR, and see that no firewall is between them.",
-    ),
-    _Kind(
-        r"\bNCCL error\b|\bnccl(Unhandled|System|Internal|Invalid)\w*",
-        "NCCL",
-        "NCCL_DEBUG=INFO shows what it did before; `echelon doctor` tries the network and the devices.",
-    ),
-    _Kind(
-        r"\bversions? (differ|disagree)|(differ|disagree|another)\b.*\b(versions?|code|hash|configuration)\b|another echelon",
-        "ranks differ",
-        "Start every rank with the same code, configuration and packages.",
-    ),
-    _Kind(r"ranks must run the same program|world size must be the same", "ranks differ", ""),
-    _Kind(r"^RanksDisagreeError\b", "ranks disagree", ""),
-    _Kind(r"^(LauncherEnvironmentError|UsageError)\b", "usage", ""),
-    _Kind(
-        r"^(CheckpointCorruptError|CheckpointMismatchError|CheckpointNotFoundError|CheckpointUnreadableError)\b", "checkpoint", ""
-    ),
-    _Kind(r"^CheckpointWriteError\b", "checkpoint", "The storage refused the save. Older checkpoints are as they were."),
-    _Kind(r"^(ModuleNotFoundError|ImportError|SyntaxError|IndentationError)\b", "import", "Install it, or correct the file."),
-    _Kind(
-        r"modified by an inplace operation|Expected to have finished reduction in the prior iteration|marked (as )?ready twice",
-        "exception",
-        "",
-    ),
-)
 _SIGNALS: Mapping[str, tuple[str, str]] = {
     "SIGSEGV": ("crash", "Code in C or C++ used memory that is not its own: an extension, a driver, or a fault of the machine."),
     "SIGBUS": ("crash", "Memory mapped from a file was not there: /dev/shm is full, or a file was cut short while it was read."),
-    "SIGABRT": ("crash", "The process ended itself: a failed check in C++; its log has the words."),
+    "SIGABRT": ("crash", "The process ended itself: a failed check in C++; its log has more."),
     "SIGILL": ("crash", "A binary was built for another processor."),
     "SIGFPE": ("crash", "A whole number was divided by zero in C or C++."),
     "SIGXCPU": ("CPU limit", "It used all the processor time that it may have (ulimit -t)."),
@@ -160,8 +86,11 @@ def _signalled(evidence: Evidence, first: Failure, failures: Sequence[Failure], 
         headline = (
             f"{who(guilty)} crashed: {first.kind}" if cause == "crash" else f"{who(guilty)} {_was(guilty)} ended by {first.kind}"
         )
-        said = f" {short(first.message.partition(chr(10))[2])}" if "\n" in first.message else ""
-        return Verdict(tuple(guilty), cause, headline, sentence(f"{headline}{where}{others}. {why}{said}"))
+        words = first.message.partition("\n")[2]
+        if words and (kind := kind_of_words(words)) is not None:
+            cause, why = kind.cause, kind.remedy
+        said = f": {summary(words).rstrip('.')}" if words else ""
+        return Verdict(tuple(guilty), cause, headline, sentence(f"{headline}{where}{others}{said}. {why}"))
     headline = f"{who(guilty)} {_was(guilty)} ended by {short(first.kind, 30)}"
     return Verdict(tuple(guilty), "killed", headline, sentence(f"{headline}{where}{others}. {_FROM_OUTSIDE}"))
 
@@ -170,10 +99,11 @@ def raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping[
     """Of one that failed first, and those that failed in the same way."""
     if first.kind.startswith("SIG"):
         return _signalled(evidence, first, [first], waits)
-    kind = _kind(first)
+    kind = kind_of(first)
     cause = kind.cause if kind is not None else "exception"
     named = _named(first, evidence.world_size) if first.ours else ()
-    guilty = tuple(named or alike)
+    # Those that waited in vain are not to blame; who did not come cannot say so.
+    guilty = tuple(named or (() if cause == "ranks missing" else alike))
     rank = evidence.rank(first.rank)
     message = _message(first)
     verb = _verb(first)
@@ -192,24 +122,21 @@ def raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping[
     return Verdict(guilty, cause, headline, sentence(f"{text}{remedy}"))
 
 
-def _kind(failure: Failure) -> _Kind | None:
-    if lost_data_worker(failure):
-        return _DATA_WORKER
-    said, raised_there = _said(failure)[:20_000], failure.message.startswith("Caught ")
-    kinds = (kind for kind in _KINDS if not (raised_there and kind is _DATA_WORKER))
-    return next((kind for kind in kinds if re.search(kind.pattern, said, re.DOTALL)), None)
-
-
 def _message(failure: Failure) -> str:
-    """On one line: an error of ours up to a traceback in it, else the first line, with what NCCL says of the reason below."""
+    """On one line: an error of ours up to a traceback in it, else the first line and what belongs to it."""
     if failure.ours:
         lines = itertools.takewhile(lambda line: _HEAD not in line, failure.message[:20_000].splitlines())
         return short(" ".join(" ".join(lines).split()))
     if failure.message.startswith("Caught "):  # torch's loader again, with the traceback of its worker
         said = failure.message.strip().splitlines()
         return short(f"{said[-1].partition(': ')[2] or said[-1]} ({said[0].strip()})")
-    last = _LAST_ERROR.search(failure.message[:20_000])
-    return short(failure.message) + (f" Last error: {short(last[1])}" if last is not None else "")
+    return summary(failure.message)
+
+
+def summary(message: str) -> str:
+    """Its first line, with what NCCL says of the reason below."""
+    last = _LAST_ERROR.search(message[:20_000])
+    return short(message) + (f" Last error: {short(last[1])}" if last is not None else "")
 
 
 def _verb(failure: Failure) -> str:

@@ -98,8 +98,9 @@ def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
         guilty = unknown
     # Messages from rank to rank are in no record of gloo's: who waits for one is no root, if there is another.
     guilty = [rank for rank in guilty if not _waits_for_others(evidence.rank(rank))] or guilty
-    failures = [failure for rank in guilty if (failure := evidence.rank(rank).failure) is not None]
-    if len(failures) == len(guilty):  # by their words they lost a peer, and yet nobody else is to blame
+    failures = [f for rank in guilty if (f := evidence.rank(rank).failure) is not None and not f.kind.startswith("SIG")]
+    # By their words they lost a peer, and yet nobody else is to blame. But NCCL's watchdog aborts the absent with the others.
+    if len(failures) == len(guilty):
         return raised(evidence, Failure.first(failures), guilty, waits)
     call = next(call for wait, call in waits.values() if set(guilty) & (set(wait.missing) | set(wait.unknown)))
     rank = evidence.rank(guilty[0])

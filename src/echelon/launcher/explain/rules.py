@@ -12,17 +12,27 @@ from dataclasses import replace
 from echelon.contracts.stopping import REQUEUE, signal_name
 from echelon.contracts.terminal import one_line
 from echelon.launcher.explain import hung, mismatched
+from echelon.launcher.explain.batch import OUT_OF_MEMORY
 from echelon.launcher.explain.evidence import Evidence
-from echelon.launcher.explain.failed import own_failure
+from echelon.launcher.explain.failed import own_failure, summary
 from echelon.launcher.explain.flight import Wait, waits
 from echelon.launcher.explain.stacks import waits_in
 from echelon.launcher.explain.verdict import FINE, RUNNING, UNKNOWN, Verdict
-from echelon.launcher.explain.words import in_call, place, short, who
+from echelon.launcher.explain.words import in_call, place, sentence, short, who
 from echelon.launcher.job import Failure
 
 __all__ = ["explain"]
 
 _SHOWN = 40
+_FROM_OUTSIDE = frozenset({"interrupted", "killed", "launcher", "launcher killed"})
+_GOES_ON = "The same command goes on from the newest checkpoint."
+# Of what a batch system gives as the reason for a job's end: the cause, the reason in words, what to do.
+_OF_BATCH = {
+    "TIME LIMIT": ("time limit", "at its time limit", f"{_GOES_ON} Ask for more time, or have it save earlier (--warn)."),
+    "PREEMPTION": ("preempted", "for another that goes before it", _GOES_ON),
+    "NODE FAILURE": ("node lost", "because it lost a node", _GOES_ON),
+    OUT_OF_MEMORY: ("host out of memory", "since its memory was used up", "Ask for more, or use fewer data workers."),
+}
 
 
 def explain(evidence: Evidence) -> Verdict:
@@ -44,6 +54,8 @@ def explain(evidence: Evidence) -> Verdict:
         )
         verdict = next((found for rule in rules if (found := rule(evidence, waiting)) is not None), None)
     verdict = verdict or _lone_check(evidence) or _by_launcher(evidence) or _unknown(evidence)
+    if verdict.cause in _FROM_OUTSIDE:
+        verdict = _by_batch(evidence, verdict)
     seen = [*verdict.seen, *([] if verdict.cause == FINE else hung.everybody(evidence, waiting)[:_SHOWN])]
     differs = mismatched.mismatch(evidence, waiting)
     if differs is not None and not verdict.cause.startswith("mismatched") and verdict.cause not in (FINE, RUNNING):
@@ -95,12 +107,29 @@ def _lone_check(evidence: Evidence) -> Verdict | None:
     if not own:
         return None
     first = Failure.first(own)
-    headline = f"{who([first.rank])} raised {short(first.kind, 80)} in a collective{place(evidence.rank(first.rank))}"
+    headline = f"{who([first.rank])} failed in a collective{place(evidence.rank(first.rank))}"
     text = (
-        f"{headline}: {short(first.message)} Ranks gave it different shapes or types, or called different collectives; no flight "
+        f"{headline}: {_words(first)} Ranks gave it different shapes or types, or called different collectives; no flight "
         "record tells which. `--check-collectives` names them at the call."
     )
     return Verdict((), "mismatched shape", headline, text[:1].upper() + text[1:])
+
+
+def _by_batch(evidence: Evidence, verdict: Verdict) -> Verdict:
+    """Of an end from outside, if the batch system says that it was that. Who was killed for want of memory stays named."""
+    if evidence.batch not in _OF_BATCH:
+        return verdict
+    cause, why, remedy = _OF_BATCH[evidence.batch]
+    guilty = verdict.guilty if evidence.batch == OUT_OF_MEMORY else ()
+    headline = verdict.headline if guilty else f"the batch system ended the job {why}"
+    text = f"{headline}: the job's memory was used up, as its output says" if guilty else f"{headline}, as its output says"
+    return replace(verdict, guilty=guilty, cause=cause, headline=headline, paragraph=f"{sentence(text)}. {remedy}")
+
+
+def _words(failure: Failure) -> str:
+    """A rank's own, on one line: what a process said before it aborted comes below the signal."""
+    said = failure.message.partition("\n")[2] if failure.kind.startswith("SIG") else ""
+    return summary(said or failure.message)
 
 
 def _by_launcher(evidence: Evidence) -> Verdict | None:
@@ -128,9 +157,10 @@ def _unknown(evidence: Evidence) -> Verdict:
     first = Failure.first(failures)
     if any(f.waited for f in failures):
         headline = f"{who([first.rank])} gave up waiting for the others"
-        text = f"{headline}: {short(first.message)} Nothing tells which rank it waited for."
+        text = f"{headline}: {_words(first)} Nothing tells which rank it waited for."
     else:
         headline = f"{who([first.rank])} lost its connection to another rank"
         where = place(evidence.rank(first.rank))
-        text = f"{headline}{where}: {short(first.message)} No rank ended before it that would explain this."
+        text = f"{headline}{where}: {_words(first)} No rank ended before it that would explain this. "
+        text += "If it comes again: `echelon doctor` tries the network between the ranks."
     return Verdict((), UNKNOWN, headline, text[:1].upper() + text[1:])

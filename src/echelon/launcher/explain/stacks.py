@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from echelon.contracts.terminal import one_line
 from echelon.contracts.traces import named_in_library
 
-__all__ = ["Frame", "crash_stack", "crash_words", "main_thread", "of_traceback", "user_frame", "waits_in"]
+__all__ = ["Frame", "crash_stack", "main_thread", "of_traceback", "user_frame", "waits_in"]
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 _FRAME = re.compile(r'  File "(.{1,4096})", line (\d{1,9}),? in (.{1,200})')
-_WORDS = re.compile(r"^terminate called .{0,300}\n\s*what\(\): {0,4}(.{1,1000})", re.MULTILINE)
 _MOST_FRAMES = 200
 # Installed packages and Python itself, also on a machine that is not this one.
 _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib(64)?[/\\]python\d[\d.]*[/\\]|^<")
@@ -80,12 +79,6 @@ def crash_stack(log: str) -> tuple[Frame, ...]:
     if current:
         return _frames(_THREAD.split(of_current)[0].splitlines())
     return main_thread(rest) if found else ()  # a thread of C++ did
-
-
-def crash_words(log: str) -> str:
-    """What C++ said of an error that nobody caught; empty if it said nothing."""
-    found = _WORDS.findall(log)
-    return one_line(found[-1].strip()) if found else ""
 
 
 def of_traceback(text: str) -> tuple[Frame, ...]:

@@ -35,11 +35,7 @@ _ENDS_OF_PIPES = frozenset(
 _BUILT_AT = re.compile(r"\[enforce fail at [^\]\n]{1,300}\] ")
 
 # A collective's own check of what ranks gave: not a rank's fault by itself.
-_OF_COLLECTIVES = re.compile(
-    r"op\.preamble\.length|enforce fail at .*gloo|Detected mismatch between collectives|gloo.*(size|length)|"
-    r"mismatched? (sizes|shapes|collective)",
-    re.IGNORECASE,
-)
+_OF_COLLECTIVES = re.compile(r"op\.preamble\.length|enforce fail at [^\n]{0,300}\bgloo\b|Detected mismatch between collectives")
 
 
 def who(ranks: Iterable[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.files import MOST_BYTES, write_whole
+from echelon.contracts.files import MOST_BYTES, read_end, write_whole
 from echelon.contracts.stopping import REQUEUE, signal_name
 from echelon.contracts.terminal import say
+from echelon.launcher.aborted import TAIL_BYTES, last_words
 from echelon.launcher.job import Failure
-from echelon.launcher.local.aborted import last_words
 from echelon.launcher.local.memory import OomCount, gib
 from echelon.launcher.records import rank_record
 
@@ -93,19 +94,23 @@ class Attempt:
         code = os.waitstatus_to_exitcode(status)
         if code == REQUEUE:
             return None
-        if code < 0:
-            name = signal_name(-code)
-            if -code == signal.SIGABRT and (words := last_words(self.log_path(rank))):
-                said = f"killed by {name}: NCCL's watchdog ended it\n{words}"
-                log = self.log_path(rank)
-                return Failure(rank, 128 - code, time_ns, name, said, traceback=words, log=log, reported=False)
-            oom, how = self._killed(rank) if -code == signal.SIGKILL else (False, "")
-            said, log = f"killed by {name}{how}", self.log_path(rank)
-            return Failure(rank, 128 - code, time_ns, name, said, log=log, reported=False, oom=oom)
+        if code < 0 and record.get("exit_code", 0) in (0, REQUEUE):
+            return self._signalled(rank, -code, time_ns)
+        # A signal after a rank has said how it failed came while it ended: torch's threads abort what has no device any more.
+        code = code if code >= 0 else 128 - code
         failure = Failure.from_record(rank, code, time_ns, record, self.log_path(rank))
         if "killed by signal: Killed" in failure.message and self.oom.since():  # a data worker's end, in torch's words
             failure = replace(failure, message=f"{failure.message}\n(the kernel had no memory left, and killed it)")
         return failure
+
+    def _signalled(self, rank: int, number: int, time_ns: int) -> Failure:
+        name, log, words = signal_name(number), self.log_path(rank), ""
+        if number == signal.SIGABRT:
+            with contextlib.suppress(OSError):
+                words = last_words(read_end(log, TAIL_BYTES).decode("utf-8", "replace"))
+        oom, how = self._killed(rank) if number == signal.SIGKILL else (False, "")
+        said = f"killed by {name}{how}" + (f"\n{words}" if words else "")
+        return Failure(rank, 128 + number, time_ns, name, said, traceback=words, log=log, reported=False, oom=oom)
 
     def _killed(self, rank: int) -> tuple[bool, str]:
         """Whether the kernel has killed it for want of memory, and how that is said. It kills the first; others follow."""

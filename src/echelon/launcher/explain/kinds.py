@@ -1,0 +1,179 @@
+"""What an error means, by its words, and what to do about it.
+
+The words of torch, NCCL, CUDA and others are as they were seen in logs; where somebody else's program says the same of something
+else, only the remedy is wrong: who is guilty does not depend on it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from echelon.launcher.explain.words import lost_data_worker
+from echelon.launcher.job import Failure
+
+__all__ = ["Kind", "kind_of", "kind_of_words"]
+
+_MOST = 20_000
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of error.
+
+    Args:
+        pattern: how it is recognised in "Class: message", on one line; the message is the exception's own.
+        cause: a word or two.
+        remedy: a sentence or two; empty if the message says it all.
+        ours: only of an error of echelon's own: others use such words, too.
+    """
+
+    pattern: str
+    cause: str
+    remedy: str
+    ours: bool = False
+
+
+_DATA_WORKER = Kind(
+    r"([Ll]oader|data) worker\b.*(exited|killed|died|ended|did not|gave no)|DataLoader timed out|Pin memory thread exited",
+    "data worker",
+    "A process that loads data died or stood still: its log lines say more. /dev/shm or memory may be full; "
+    "num_workers=0 shows the error itself.",
+)
+# The first that fits.
+_KINDS = (
+    Kind(
+        r"OutOfMemoryError\b|\b(CUDA|HIP|XPU|NPU|MPS backend)( error:)? out of memory|CU(DNN|BLAS)_STATUS_ALLOC_FAILED|"
+        r"Cuda failure (\d+ )?'out of memory'|Failed to CUDA [cm]alloc",
+        "device out of memory",
+        "The device had no memory left. Use smaller micro-batches, activation checkpointing, or a strategy that shards.",
+    ),
+    Kind(
+        r"^MemoryError\b|can't allocate memory|[Cc]annot allocate memory|std::bad_alloc|Unable to allocate .* for an array",
+        "host out of memory",
+        "The machine, or the limit of this process (ulimit -v, a job's memory), had none left. Use fewer data workers or "
+        "smaller batches, or ask for more memory.",
+    ),
+    Kind(
+        r"Too many open files|received \d+ items of ancdata",
+        "too many open files",
+        "The process may have no more (ulimit -n). Raise that limit; what data workers hand on holds one for each tensor, unless "
+        "torch.multiprocessing.set_sharing_strategy('file_system') is called first.",
+    ),
+    Kind(
+        r"(/dev/shm/|</torch_).*No space left on device|unable to write to file </torch_|unable to allocate shared memory|"
+        r"while creating shared memory segment",
+        "shared memory full",
+        "/dev/shm is full or too small: `df -h /dev/shm`. A container has 64 MiB unless it is started with --ipc=host or a "
+        "larger --shm-size; fewer data workers and smaller batches need less.",
+    ),
+    Kind(
+        r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]|File too large|\[Errno 27\]",
+        "disk full",
+        "Make room, or write elsewhere; older checkpoints are as they were, and the same command goes on from the newest.",
+    ),
+    _DATA_WORKER,
+    Kind(r"^DataError\b", "data", "The text names the sample."),
+    Kind(
+        r"^NonFiniteError\b|^DivergedError\b|\bnon-?finite\b|is not finite|\bnan\b.*\bloss\b|\bloss\b.*\bnan\b",
+        "not finite",
+        "Look at that rank's batch, lower the learning rate, or clip.",
+    ),
+    Kind(
+        r"EADDRINUSE|[Aa]ddress already in use|seems to have that port|port another job's",
+        "port in use",
+        "Another process has the port, perhaps an earlier run's. End it, or choose another MASTER_PORT.",
+    ),
+    Kind(
+        r"did not come within|clients joined|could not join at|did not join|Timed out .*waiting for clients|"
+        r"client socket has timed out|client failed to connect/validate",
+        "ranks missing",
+        "Start as many ranks as WORLD_SIZE says, with the same MASTER_ADDR, and see that no firewall is between them.",
+    ),
+    Kind(
+        r"uncorrectable (ECC|NVLink)|[Ii]nvalid access of peer GPU memory|GPU is lost|fallen off the bus",
+        "device fault",
+        "The device or a link of it is faulty, not the program. Start again without that machine, and have it looked at: `dmesg` "
+        "has the driver's Xid.",
+    ),
+    Kind(
+        r"(CUDA error|Cuda failure|HIP error).*(device-side assert|illegal (memory|instruction|address)|misaligned address|"
+        r"unspecified launch failure|invalid program counter)|CU(DNN|BLAS)_STATUS_EXECUTION_FAILED",
+        "device error",
+        "Devices report such an error later than at the call that made it, so the line may be another one's: "
+        "CUDA_LAUNCH_BLOCKING=1 shows the right one. An index or a label out of range is the usual reason.",
+    ),
+    Kind(
+        r"CU(DNN|BLAS)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)",
+        "device error",
+        "Most often the device had no memory left, else an index was out of range before: try smaller micro-batches, then "
+        "CUDA_LAUNCH_BLOCKING=1.",
+    ),
+    Kind(
+        r"no kernel image is available|driver on your system is too old|driver version is insufficient|Found no NVIDIA driver|"
+        r"CUDA-capable device(\(s\) is/are|s are) busy|No CUDA GPUs are available|invalid device ordinal|"
+        r"not compiled with CUDA|system not yet initialized|CUDA unknown error",
+        "device setup",
+        "The device cannot be used: torch was built for other devices or another driver, there is none of that number, or "
+        "another process holds it. `nvidia-smi` shows devices, driver and who uses them; `echelon doctor` compares the ranks.",
+    ),
+    Kind(
+        r"Duplicate GPU detected",
+        "device shared",
+        "Several ranks compute on one device. Start no more ranks than there are devices, and let each take that of its local "
+        "rank, as `ech.init_from_env()` does.",
+    ),
+    Kind(
+        r"no socket interface found|is neither AF_INET\(2\) nor AF_INET6|Unable to find (address|interface) for",
+        "network interface",
+        "`ip addr` lists the interfaces. NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME must name one of this host, or be unset.",
+    ),
+    Kind(
+        r"\bNCCL error\b|\bnccl(Unhandled|System|Internal|Invalid)\w*",
+        "NCCL",
+        "NCCL_DEBUG=INFO shows what it did before; `echelon doctor` tries the network and the devices.",
+    ),
+    Kind(
+        r"^(HfHubHTTPError|LocalEntryNotFoundError|OfflineModeIsEnabled|GatedRepoError|RepositoryNotFoundError)\b|"
+        r"connect to 'https://huggingface\.co'|Couldn't reach .* on the Hub",
+        "download",
+        "Every rank asks the server. Load it once before the run, into a cache that all ranks see, and set HF_HUB_OFFLINE=1.",
+    ),
+    Kind(
+        r"\bversions? (differ|disagree)|(differ|disagree|another)\b.*\b(versions?|code|hash|configuration)\b|another echelon",
+        "ranks differ",
+        "Start every rank with the same code, configuration and packages.",
+        ours=True,
+    ),
+    Kind(r"ranks must run the same program|world size must be the same", "ranks differ", "", ours=True),
+    Kind(
+        r"DDP expects same model across all ranks|appears not to match (sizes|strides) of the same param in process",
+        "ranks differ",
+        "Every rank must build the same module. One that shows none of its parameters may have failed before: see its log.",
+    ),
+    Kind(r"^RanksDisagreeError\b", "ranks disagree", ""),
+    Kind(r"^(LauncherEnvironmentError|UsageError)\b", "usage", ""),
+    Kind(
+        r"^(CheckpointCorruptError|CheckpointMismatchError|CheckpointNotFoundError|CheckpointUnreadableError)\b", "checkpoint", ""
+    ),
+    Kind(r"^CheckpointWriteError\b", "checkpoint", "The storage refused the save. Older checkpoints are as they were."),
+    Kind(r"^(ModuleNotFoundError|ImportError|SyntaxError|IndentationError)\b", "import", "Install it, or correct the file."),
+)
+
+
+def kind_of(failure: Failure) -> Kind | None:
+    """Of a rank's own error; None if it is of no kind that is known."""
+    if lost_data_worker(failure):
+        return _DATA_WORKER
+    return _first(f"{failure.kind}: {failure.message}", failure, raised_there=failure.message.startswith("Caught "))
+
+
+def kind_of_words(words: str) -> Kind | None:
+    """Of what a process said before it aborted itself."""
+    return _first(words)
+
+
+def _first(said: str, failure: Failure | None = None, *, raised_there: bool = False) -> Kind | None:
+    ours = failure is not None and failure.ours
+    kinds = (kind for kind in _KINDS if (ours or not kind.ours) and not (raised_there and kind is _DATA_WORKER))
+    return next((kind for kind in kinds if re.search(kind.pattern, said[:_MOST])), None)
