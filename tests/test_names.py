@@ -14,8 +14,8 @@ from echelon.loop.checkpointing.changes import facts
 from echelon.parallel.names import plain_buffers, plain_names, unwrapped
 from echelon.prover.values import named_values, parameters_of
 from tests.conftest import Ranks
-from tests.models import batch, net
-from tests.units import Regression
+from tests.models import batch, largest_difference, net
+from tests.units import KINDS, Regression
 
 
 class Holder(nn.Module):
@@ -62,6 +62,78 @@ def test_names_are_the_authors_even_where_a_layer_is_called_as_a_wrapper_calls_i
         for wrap, found in seen.items():
             within = [f"0.{name}" for name in NAMES]
             assert found == (NAMES, NAMES, BUFFERS, BUFFERS, within, "Holder", None if wrap == "plain" else wrap)
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head, self.scale = net(), nn.Linear(1, 1, dtype=torch.float64), 2.0
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.backbone(x) * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encode(x))
+
+
+class Chooses(Regression):
+    """Gives parts of the module rates of their own, in one of the ways in which scripts find these."""
+
+    def __init__(self, how: str, **options: Any) -> None:
+        super().__init__(module=Parts(), **options)
+        self.how = how
+
+    def configure_optimizers_and_lr_scheduler(self, module: Any) -> tuple[torch.optim.Optimizer, None]:
+        if self.how == "names":
+            named = list(module.named_parameters())
+            backbone = [p for n, p in named if n.startswith("backbone.")]
+            head = [p for n, p in named if not n.startswith("backbone.")]
+        elif self.how == "attributes":
+            backbone, head = list(module.backbone.parameters()), list(module.head.parameters())
+        else:  # of torch's wrapper
+            inner = getattr(module, "module", module)
+            backbone, head = list(inner.backbone.parameters()), list(inner.head.parameters())
+        return torch.optim.SGD([{"params": backbone, "lr": 0.01}, {"params": head, "lr": 0.1}]), None
+
+
+def _rates(strategies: list[str]) -> dict[tuple[str, str], tuple[dict[str, float], Any]]:
+    found = {}
+    for strategy in strategies:
+        for how in ("names", "attributes", "wrapper"):
+            unit = Chooses(how, strategy=strategy)
+            names = {p: n for n, p in unit.prepared.named_parameters()}
+            rates = {names[p]: group["lr"] for group in unit.optimizer.param_groups for p in group["params"]}
+            found[strategy, how] = rates, (unit.module.scale, hasattr(unit.module, "nothing"))
+    return found
+
+
+def test_parts_of_the_module_are_found_alike_under_every_strategy(ranks: Ranks) -> None:
+    """Under ddp all parameters had the head's rate, and `module.head` was an AttributeError: the wrapper has neither."""
+    wanted = {n: 0.01 if n.startswith("backbone.") else 0.1 for n, _ in Parts().named_parameters()}
+    results = ranks(2, _rates, KINDS)
+    for key in results[0]:
+        assert {**results[0][key][0], **results[1][key][0]} == wanted, key  # zero1 divides the optimizer
+        assert all(found[key][1] == (2.0, False) for found in results)
+
+
+class Encodes(Regression):
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        module: Any = self.module
+        out = module.head(module.encode(data[0]))
+        return nn.functional.mse_loss(out, data[1]), out
+
+
+def _encoded(strategy: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    unit = Encodes(module=Parts(), strategy=strategy)
+    ech.train(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(8, 0)), 4), max_epochs=1)
+    return {n: p.detach().clone() for n, p in unit.prepared.named_parameters()}
+
+
+def test_methods_of_the_module_are_reached_through_a_wrapper(ranks: Ranks) -> None:
+    wanted = _encoded("noop")
+    for strategy in ("ddp", "zero1"):
+        assert all(largest_difference(got, wanted) < 1e-12 for got in ranks(2, _encoded, strategy))
 
 
 def test_names_in_a_compiled_module_are_the_authors() -> None:

@@ -369,7 +369,7 @@ class _Bare(nn.Module):
 @pytest.mark.parametrize(
     ("module", "strategy", "size", "message"),
     [
-        (_Bare, ech.TPStrategy(), 2, 'a dict such as {"layers.*": "colwise", "layers.*": "rowwise"}'),
+        (_Bare, ech.TPStrategy(), 2, 'a dict such as {"layers.0": "colwise", "layers.1": "rowwise"}'),
         (Net, ech.TPStrategy(plan={"blocks.*.7": "colwise"}), 2, "'blocks.*.7', which matches no submodule of Net"),
         (Net, ech.TPStrategy(plan={"first": "columns"}), 2, "got 'columns' for 'first'"),
         (Net, ech.TPStrategy(plan={"blocks.0": "colwise"}), 2, "Net.blocks.0 is a Sequential"),

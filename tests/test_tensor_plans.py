@@ -401,6 +401,64 @@ class InOneForward(nn.Module):
             block.q_proj, block.out_proj = nn.Linear(8, 8), nn.Linear(8, 8)
 
 
+class Normed(nn.Module):
+    """Weights of which no layer has its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.utils.parametrizations.weight_norm(nn.Linear(8, 16))
+        self.down = nn.utils.parametrizations.weight_norm(nn.Linear(16, 8))
+
+
+class Classes(nn.Module):
+    """In each half of the outputs there is a class for every label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Classifies(ech.AutoUnit[Any]):
+    directly = False
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        module: Any = self.module
+        out = module.last(torch.tanh(module.first(data[0]))) if self.directly else module(data[0])
+        return nn.functional.cross_entropy(out, data[1]), out
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
+        return torch.optim.SGD(module.parameters(), lr=0.1), None
+
+
+def _misused(directly: bool, strategies: list[Any]) -> list[str]:
+    said = []
+    for strategy in strategies:
+        torch.manual_seed(0)
+        unit = Classifies(module=Classes(), strategy=strategy)
+        unit.directly = directly
+        with pytest.raises(UsageError) as caught:
+            ech.train(unit, [(torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))], max_epochs=1)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_plan_that_leaves_parts_where_all_is_expected_is_refused(ranks: Ranks) -> None:
+    """A head split by outputs trained with half of the classes on each rank; other slips ended in torch's words about shapes."""
+    plans: list[dict[str, str]] = [{"last": "colwise"}, {"first": "colwise"}, {"last": "rowwise"}]
+    for loss, outputs, inputs in ranks(2, _misused, False, [ech.TPStrategy(plan=plan) for plan in plans]):
+        assert "the loss of the first update differs between the 2 ranks" in loss and "such as Classes.last." in loss
+        assert "code of Classes takes all features" in outputs and "such as first, comes a 'rowwise' one" in outputs
+        assert "code of Classes takes all features" in inputs and "'rowwise_split' takes all" in inputs
+
+
+def test_parts_of_a_sharded_module_that_are_called_directly_are_refused(ranks: Ranks) -> None:
+    for said in ranks(2, _misused, True, ["fsdp"]):
+        assert said[0].startswith("compute_loss must call Classes itself: its parameters are split over the ranks")
+
+
 def _few_heads() -> str:
     with pytest.raises(UsageError) as caught:
         check_tensor(_of_transformers("llama"), None, 4)
@@ -423,6 +481,9 @@ def test_fewer_heads_of_keys_than_ranks_are_refused_by_name(ranks: Ranks) -> Non
             False,
             "layer.self_attn.out_proj is a part of torch's MultiheadAttention",
         ),
+        (Encoder, None, 2, False, 'a dict such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}'),
+        (Normed, None, 2, False, "none can be inferred"),
+        (Normed, {"up": "colwise"}, 2, False, "weight or bias of Normed.up is no parameter but computed from others"),
         (Small, {"h.*.attn": "colwise"}, 2, False, "Small.h.0.attn is a FusedAttention"),
         (
             Small,

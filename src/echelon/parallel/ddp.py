@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,12 +39,31 @@ if TYPE_CHECKING:
 
 __all__ = ["DDPPrepared", "DDPStrategy"]
 
+O = TypeVar("O")  # noqa: E741
+
 
 class _LastReference(tuple[Any, ...]):
     """A tuple, which the collector does not empty. Copies, and what other processes get of it, have nothing in it."""
 
     def __reduce__(self) -> Any:
         return _LastReference, ()
+
+
+class _Reaching(DistributedDataParallel):
+    """What a strategy wraps with: the attributes and methods of the module within are its own, too.
+
+    So that `unit.module.encode(x)`, `module.head.parameters()` and `model.config` mean the same as under strategies that have no
+    wrapper. Names with an underscore are those of the wrapper alone, as torch looks by these for what a module is.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = vars(self).get("_modules", {}).get("module")
+            if inner is None or name.startswith("_"):
+                raise
+            return getattr(inner, name)
 
 
 def _outlive_reducer(module: DistributedDataParallel) -> None:
@@ -66,10 +85,25 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
 
     def __init__(self, module: DistributedDataParallel, world: World) -> None:
         _outlive_reducer(module)
-        names = module.device_mesh.mesh_dim_names if getattr(module, "device_mesh", None) is not None else None
+        mesh = vars(module).get("device_mesh")
+        names = mesh.mesh_dim_names if mesh is not None else None
         super().__init__(module, [Axis.of(module.process_group, names[0] if names else "")])
         self._passes: Passes | None = None
         self.reduces_unfrozen()
+
+    def optimizer(self, make: Callable[[DistributedDataParallel], O]) -> O:
+        """A wrapper of ours adds nothing to names: code that chooses parameters by them does so as under other strategies."""
+        if not isinstance(self.module, _Reaching):
+            return super().optimizer(make)
+        inner: Any = self.unwrapped
+        reached = not hasattr(inner, "module")
+        if reached:  # `module.module` is how scripts for one strategy reach through the wrapper
+            vars(inner)["module"] = inner
+        try:
+            return make(inner)
+        finally:
+            if reached:
+                del vars(inner)["module"]
 
     def forward_begins(self) -> None:
         if self._passes is None:
@@ -219,7 +253,7 @@ class DDPStrategy(Strategy):
             "param_to_hook_all_reduce": self.param_to_hook_all_reduce,
         }
         devices = [world.device.index] if world.device.type == "cuda" else None
-        wrapped = DistributedDataParallel(module, devices, **ddp_options(DistributedDataParallel, options))
+        wrapped = _Reaching(module, devices, **ddp_options(DistributedDataParallel, options))
         if self.comm_hook is not None:
             wrapped.register_comm_hook(self.comm_state, self.comm_hook)
         return wrapped

@@ -12,6 +12,7 @@ from torch import nn
 from echelon.parallel.registry import wrapper_of
 
 __all__ = [
+    "class_name",
     "matching",
     "names_of_each",
     "plain_buffers",
@@ -32,6 +33,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
     """What a wrapper of the registry holds; any other module is itself."""
     kind = wrapper_of(module)
     return module if kind is None or kind.inner is None else module.get_submodule(kind.inner)
+
+
+def class_name(module: nn.Module) -> str:
+    """That of the module's author: `fully_shard` makes a class of its own, FSDP before the name."""
+    name = type(module).__name__
+    return name.removeprefix("FSDP") if hasattr(module, "set_requires_gradient_sync") else name
 
 
 def without_compile(module: nn.Module) -> nn.Module:

@@ -34,7 +34,8 @@ from echelon.parallel.recipe import Recipe
 from echelon.parallel.registry import Kind, register
 from echelon.parallel.same_gradients import SameGradients
 from echelon.parallel.shards import is_fully_sharded, is_split, local, reshard
-from echelon.parallel.tensor_gradients import check_whole_layers
+from echelon.parallel.split_errors import explained
+from echelon.parallel.tensor_gradients import check_same_loss, check_whole_layers
 from echelon.parallel.tensor_logits import around_losses, plain_loss
 from echelon.parallel.units import Unit, expert_units, prefetch, resharded, units_of
 from echelon.parallel.unsplit import of_another_type, unsplittable
@@ -108,11 +109,17 @@ class FSDPPrepared(Prepared[nn.Module]):
                 self._same = SameGradients(self.module)
         return NO_CONTEXT
 
+    def forward_backward(self, *given: Any) -> tuple[torch.Tensor, Any]:
+        with explained(self.module):
+            return super().forward_backward(*given)
+
     def backward(
         self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
     ) -> None:
-        super().backward(local(loss), micro_batch, backward)
+        loss = local(loss)
+        super().backward(loss, micro_batch, backward)
         if self._reduces and not self._is_checked:
+            check_same_loss(self.module, loss)
             check_whole_layers(self.module)
             self._is_checked = True
         if self._same is not None:

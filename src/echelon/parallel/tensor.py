@@ -30,7 +30,7 @@ from echelon.parallel.recipe import Recipe
 from echelon.parallel.sequence_part import PartOfSequence
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.tensor_adapters import with_adapters
-from echelon.parallel.tensor_layers import install, is_transposed, split_dims
+from echelon.parallel.tensor_layers import has_own_weights, install, is_transposed, split_dims
 from echelon.parallel.tensor_plans import ALIASES, STYLES, Plan, plan_of
 from echelon.parallel.tensor_sequence import check_sequence, split_sequence
 from echelon.world.init import World, ensure_group
@@ -228,6 +228,11 @@ def _check(module: nn.Module, styles: Mapping[str, Any], size: int) -> None:
         simple = _in_words(style)
         if simple is None:
             continue
+        if not has_own_weights(layer):
+            raise UsageError(
+                f"tensor-parallel plan: the weight or bias of {kind}.{name} is no parameter but computed from others, as by "
+                "weight_norm, another parametrization or pruning: it cannot be split. Leave this layer out of the plan."
+            )
         dim = split_dims(layer, simple)["weight"]
         weight = layer.weight
         if isinstance(weight, torch.Tensor) and weight.shape[dim] % size:

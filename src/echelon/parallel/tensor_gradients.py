@@ -12,15 +12,39 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.axes import Axis, axes_of
-from echelon.parallel.names import plain_names
+from echelon.parallel.names import class_name, plain_names
 from echelon.parallel.shards import is_split, local
-from echelon.parallel.tensor_layers import shared_axis
+from echelon.parallel.tensor_layers import shared_axis, split_outputs
 
-__all__ = ["check_whole_layers"]
+__all__ = ["check_same_loss", "check_whole_layers"]
 
 # Kernels may add up in another order on each rank; parts of a gradient have nothing in common.
 _SAME = 0.01
+_SAME_LOSS = {torch.float32: 1e-4, torch.float64: 1e-4}  # of other types 0.02, which is a few roundings
 _NOISE = 1e-6  # of the norm of all gradients: what is zero but for rounding
+
+
+def check_same_loss(module: nn.Module, loss: torch.Tensor) -> None:
+    """Compare the losses of ranks that share layers. Where one is of a part of the outputs, gradients may yet agree. Collective.
+
+    Raises:
+        UsageError: they differ; on all of these ranks.
+    """
+    axis, parts = shared_axis(module), split_outputs(module)
+    if axis is None or not parts:
+        return
+    value = loss.detach().double()
+    bounds = torch.stack([value, -value])
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=axis.group)
+    largest, least = float(bounds[0]), -float(bounds[1])
+    if not largest - least > _SAME_LOSS.get(loss.dtype, 0.02) * max(abs(largest), abs(least)):  # nor if one is not a number
+        return
+    raise UsageError(
+        f"tensor parallelism: the loss of the first update differs between the {axis.size} ranks that share layers: it is "
+        f"{least:.6g} to {largest:.6g}. Each computes it from its part of the outputs of a layer that is 'colwise' in the plan, "
+        f"such as {class_name(module)}.{parts[-1]}. What takes these must be 'rowwise'; or give the layer the style "
+        "'colwise_gather'."
+    )
 
 
 def check_whole_layers(module: nn.Module) -> None:
@@ -44,7 +68,7 @@ def check_whole_layers(module: nn.Module) -> None:
         return
     number = int(differs.nonzero()[0])
     raise UsageError(
-        f"tensor parallelism: the gradient of {type(module).__name__}.{whole[number][0]} differs between the {axis.size} ranks "
+        f"tensor parallelism: the gradient of {class_name(module)}.{whole[number][0]} differs between the {axis.size} ranks "
         f"that share layers: its norm is {float(least[number]):.3g} to {float(largest[number]):.3g}. It works on a part of the "
         'features or of the sequence. Give its layer the style "summed" in the plan, or split the layers around it otherwise.'
     )

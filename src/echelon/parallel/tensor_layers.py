@@ -23,12 +23,27 @@ if TYPE_CHECKING:
 
     from echelon.parallel.sequence_part import PartOfSequence
 
-__all__ = ["exchanged", "install", "is_transposed", "shared_axis", "split_dims", "splits_logits"]
+__all__ = [
+    "exchanged",
+    "has_own_weights",
+    "install",
+    "is_transposed",
+    "shared_axis",
+    "split_dims",
+    "split_outputs",
+    "splits_logits",
+]
 
 
 def is_transposed(layer: nn.Module) -> bool:
     """Whether it is the Conv1D of transformers: a Linear whose weight is (inputs, outputs)."""
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf") and hasattr(layer, "nx")
+
+
+def has_own_weights(layer: nn.Module) -> bool:
+    """Whether weight and bias are parameters: weight_norm, other parametrizations and pruning compute them from others."""
+    own = {name for name, _ in layer.named_parameters(recurse=False)}
+    return "weight" in own and ("bias" in own or getattr(layer, "bias", None) is None)
 
 
 def split_dims(layer: nn.Module, style: str) -> dict[str, int]:
@@ -46,6 +61,12 @@ def shared_axis(module: nn.Module) -> Axis | None:
     """The ranks that share this module's layers; None if none is split here."""
     replaced = (vars(layer).get("forward") for layer in module.modules())
     return next((each.axis for each in replaced if isinstance(each, _Split)), None)
+
+
+def split_outputs(module: nn.Module) -> list[str]:
+    """The layers that leave each rank a part of their outputs as a plain tensor, which the next layer must take as such."""
+    replaced = ((name, vars(layer).get("forward")) for name, layer in module.named_modules())
+    return [name for name, each in replaced if isinstance(each, _Colwise) and each.style == "colwise"]
 
 
 def splits_logits(layer: nn.Module) -> bool:

@@ -7,6 +7,7 @@ features, so that these stay split. Nothing is inferred in silence: `Plan.text` 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 from echelon.contracts.errors import UsageError, require
 from echelon.parallel.names import matching, tied_names
 from echelon.parallel.tensor_adapters import without_adapter
-from echelon.parallel.tensor_layers import is_transposed, split_dims
+from echelon.parallel.tensor_layers import has_own_weights, is_transposed, split_dims
 
 __all__ = ["ALIASES", "STYLES", "Plan", "plan_of", "tp_plan"]
 
@@ -234,7 +235,7 @@ def _pairs_in_sequence(parent: nn.Sequential) -> dict[str, str]:
 
 def _splits(layer: nn.Module) -> bool:
     plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
-    return plain or is_transposed(layer)
+    return (plain or is_transposed(layer)) and has_own_weights(layer)
 
 
 def _features(layer: nn.Module) -> tuple[int, int]:
@@ -314,11 +315,21 @@ def _can_be_split(module: nn.Module, group: list[str]) -> bool:
     return any(isinstance(module.get_submodule(name), nn.Linear) for name in group)
 
 
+def _example(module: nn.Module) -> dict[str, str]:
+    """Two layers of one parent of which the second could take what the first gives; else how a plan looks."""
+    for name, parent in module.named_modules():
+        prefix = f"{name}." if name else ""
+        layers = [(prefix + n, child) for n, child in parent.named_children() if _splits(child)]
+        if not isinstance(parent, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)):
+            for (first, up), (second, down) in itertools.pairwise(layers):
+                if _features(up)[1] == _features(down)[0]:
+                    patterns = {_pattern(first): "colwise", _pattern(second): "rowwise"}
+                    return patterns if len(patterns) == 2 else {first: "colwise", second: "rowwise"}
+    return {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+
 def _refusal(module: nn.Module, plan: Plan) -> str:
-    layers = [n for n, m in module.named_modules() if isinstance(m, nn.Linear)][:2]
-    names = [_pattern(name) for name in layers]
-    pairs = zip(names or ["up", "down"], ("colwise", "rowwise"), strict=False)
-    example = ", ".join(f'"{name}": "{style}"' for name, style in pairs)
+    example = ", ".join(f'"{name}": "{style}"' for name, style in _example(module).items())
     why = "".join(f" {name} stays whole: {reason}." for name, reason in list(plan.whole.items())[:2])
     return (
         f"strategy 'tp': {type(module).__name__} has no tp_plan that says how its layers are split, and none can be inferred."

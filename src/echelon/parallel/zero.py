@@ -35,7 +35,7 @@ class ZeROPrepared(DDPPrepared):
     divides_optimizer = True
 
     def optimizer(self, make: Callable[[DistributedDataParallel], O]) -> O:
-        made = make(self.module)
+        made = super().optimizer(make)
         optimizer = made[0] if isinstance(made, tuple) and made else made
         if isinstance(optimizer, torch.optim.Optimizer):
             Partition(optimizer, self.module.process_group, {p: n for n, p in self.unwrapped.named_parameters()})
