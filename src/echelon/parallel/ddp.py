@@ -49,7 +49,7 @@ class _LastReference(tuple[Any, ...]):
         return _LastReference, ()
 
 
-class _Reaching(DistributedDataParallel):
+class DDP(DistributedDataParallel):
     """What a strategy wraps with: the attributes and methods of the module within are its own, too.
 
     So that `unit.module.encode(x)`, `module.head.parameters()` and `model.config` mean the same as under strategies that have no
@@ -93,7 +93,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
 
     def optimizer(self, make: Callable[[DistributedDataParallel], O]) -> O:
         """A wrapper of ours adds nothing to names: code that chooses parameters by them does so as under other strategies."""
-        if not isinstance(self.module, _Reaching):
+        if not isinstance(self.module, DDP):
             return super().optimizer(make)
         inner: Any = self.unwrapped
         reached = not hasattr(inner, "module")
@@ -253,7 +253,7 @@ class DDPStrategy(Strategy):
             "param_to_hook_all_reduce": self.param_to_hook_all_reduce,
         }
         devices = [world.device.index] if world.device.type == "cuda" else None
-        wrapped = _Reaching(module, devices, **ddp_options(DistributedDataParallel, options))
+        wrapped = DDP(module, devices, **ddp_options(DistributedDataParallel, options))
         if self.comm_hook is not None:
             wrapped.register_comm_hook(self.comm_state, self.comm_hook)
         return wrapped
