@@ -215,6 +215,34 @@ def test_a_rank_that_left_as_if_done(left: Left) -> None:
     assert "rank 1 left with exit code 0 before the others" in left.verdict.headline
 
 
+def test_one_of_four_that_waits_in_a_further_call_has_made_it_too_many(left: Left) -> None:
+    for rank in (0, 1, 3):
+        left.rank(rank, 0, collectives={"0": "all_reduce #9"})
+    left.flight(2, *map(entry, range(1, 10)), entry(10, "barrier", retired=False)).rank(2, 1, time_ns=5)
+    left.end(1, failed(2, f"RuntimeError: {CLOSED}"), world_size=4)
+    assert left.verdict.guilty == (2,) and left.verdict.cause == "left early"
+    assert "rank 2 called barrier #10" in left.verdict.headline and "a call too many" in left.verdict.paragraph
+
+
+def test_of_two_nobody_knows_whether_one_call_is_too_many_or_one_too_few(left: Left) -> None:
+    left.flight(1, *map(entry, range(1, 10)), entry(10, "barrier", retired=False)).rank(1, 1, time_ns=5)
+    left.rank(0, 0, collectives={"0": "all_reduce #9"}).end(1, failed(1, f"RuntimeError: {CLOSED}"), world_size=2)
+    assert left.verdict.guilty == (0, 1) and "nothing tells which" in left.verdict.paragraph
+
+
+@pytest.mark.parametrize(("op", "differs"), [("broadcast", "`src` or `dst`"), ("all_to_all", "sizes of what each sends")])
+def test_ranks_that_wait_in_a_call_to_which_all_have_come_gave_it_what_no_record_holds(left: Left, op: str, differs: str) -> None:
+    """Of broadcasts with another root; ranks 1 and 3 are through."""
+    for rank in (0, 2):
+        left.flight(rank, entry(1), entry(2, op, retired=False)).stack(rank, (TORCH, 9, op), ("/home/me/train.py", 36, "main"))
+    for rank in (1, 3):
+        left.flight(rank, entry(1), entry(2, op), entry(3, retired=False)).stack(rank, (TORCH, 9, "all_reduce"))
+    left.end(124, hang={"after_s": 60.0}, world_size=4, seen={str(r): seen(answers=True) for r in range(4)})
+    verdict = left.verdict
+    assert verdict.guilty == (0, 2) and verdict.cause == "mismatched arguments" and differs in verdict.paragraph
+    assert f"waited for one another in {op} #2" in verdict.headline and "train.py:36" in verdict.paragraph
+
+
 def test_one_that_ended_after_the_failure_because_it_was_asked_to_is_not_accused(left: Left) -> None:
     left.rank(1, 0, time_ns=9).rank(0, 1, time_ns=5).end(1, failed(0, f"RuntimeError: {CLOSED}"), world_size=2)
     assert left.verdict.guilty == () and left.verdict.cause == "unknown"
@@ -310,6 +338,30 @@ def test_a_refused_collective_is_the_fault_of_the_rank_whose_call_is_not_as_befo
     assert "failed: op.preamble.length" in left.verdict.paragraph
 
 
+def test_of_more_than_two_the_one_that_refuses_what_all_others_call_alike_is_the_odd_one(left: Left) -> None:
+    """At the end of an epoch, where no call is as those of a step."""
+    said = "killed by SIGABRT\n[enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4."
+    left.end(134, killed(0, "SIGABRT", message=said), *(failed(r, f"RuntimeError: {CLOSED}") for r in (1, 2)), world_size=3)
+    for rank in (1, 2):
+        left.flight(rank, *map(entry, range(1, 6)), entry(6, kind="Double", size=(9,), retired=False))
+    assert left.verdict.guilty == (0,) and "these called all_reduce (f64[9]), all alike" in left.verdict.paragraph
+
+
+def test_what_a_loop_of_ours_calls_at_the_end_of_an_epoch_is_no_rank_s_fault(left: Left) -> None:
+    said = "killed by SIGABRT\n[enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4."
+    left.end(134, killed(0, "SIGABRT", message=said), world_size=2)
+    left.flight(1, *map(entry, range(1, 6)), entry(6, kind="Double", retired=False))
+    ours = "/x/site-packages/echelon/loop/engine.py"
+    left.stack(1, (TORCH, 9, "all_reduce"), (ours, 192, "_close_epoch"), ("/home/me/train.py", 83, "<module>"))
+    assert left.verdict.guilty == () and "rank 0 ended with SIGABRT in a collective" in left.verdict.headline
+    assert "8 vs 4" in left.verdict.paragraph
+
+
+def test_a_call_that_refuses_a_rank_s_own_tensors_is_that_rank_s_fault(left: Left) -> None:
+    left.end(1, failed(2, "RuntimeError: [enforce fail at /x/gloo/alltoall.cc:9] in->size == out->size. "), world_size=4)
+    assert left.verdict.guilty == (2,) and "gave it" in left.verdict.paragraph
+
+
 def test_without_records_nobody_is_accused_of_a_refused_collective(left: Left) -> None:
     left.end(
         1, failed(0, "RuntimeError: [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 32 vs 16.")
@@ -337,6 +389,15 @@ def test_a_launcher_that_was_killed_and_an_attempt_without_a_trace(left: Left) -
     assert left.verdict.cause == "launcher killed" and left.verdict.guilty == ()
     left.flight(0, entry(1))
     assert left.verdict.cause == "launcher killed" and left.verdict.guilty == ()
+
+
+def test_who_had_not_come_when_the_launcher_was_killed_is_not_accused(left: Left) -> None:
+    """Asked to stop, it looked at the ranks; then it was killed."""
+    left.flight(0, entry(1), entry(2, retired=False)).flight(1, entry(1))
+    left.stack(0, (TORCH, 9, "all_reduce")).stack(1, ("/home/me/train.py", 24, "load"))
+    (left.path / "run.json").write_text('{"ranks": 2}')
+    assert left.verdict.cause == "launcher killed" and left.verdict.guilty == ()
+    assert "rank 1 did not come to all_reduce #2: it may have been on its way" in left.verdict.paragraph
 
 
 def test_ranks_that_stand_alike_are_not_accused(left: Left) -> None:

@@ -239,7 +239,7 @@ def test_a_rank_that_was_stopped_for_a_moment_is_no_stall(monkeypatch: pytest.Mo
     stopped[0] = False
     assert scene.pass_time(50) == []
     stopped[0] = True
-    assert re.match(r"no step for 6\d s: rank 0, 1 is stopped", scene.pass_time(70)[0])
+    assert re.match(r"no step for 6\d s: ranks 0, 1 are stopped", scene.pass_time(70)[0])
 
 
 def _gave_up(rank: int) -> Failure:

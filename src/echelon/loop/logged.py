@@ -240,7 +240,8 @@ class Logged:
 
 
 def _check_name(name: str) -> None:
-    require(isinstance(name, str) and 0 < len(name) <= _LONGEST and name.isprintable(), "name", "a name of one line", name)
+    is_right = isinstance(name, str) and 0 < len(name) <= _LONGEST and name.isprintable()
+    require(is_right, "name", f"1 to {_LONGEST} characters that can be printed, on one line", name)
     if name in _TAKEN or name.endswith(_TAKEN_ENDS):
         raise UsageError(f"state.log: the records of a run have a number {name!r} of their own. Choose another name.")
 

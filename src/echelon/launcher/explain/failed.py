@@ -204,7 +204,7 @@ def _message(failure: Failure) -> str:
     """On one line: an error of ours up to a traceback in it, else the first line, with what NCCL says of the reason below."""
     if failure.ours:
         lines = itertools.takewhile(lambda line: _HEAD not in line, failure.message[:20_000].splitlines())
-        return short(" ".join(" ".join(lines).split()))
+        return short(" ".join(" ".join(lines).split())).removesuffix(":")
     if failure.message.startswith("Caught "):  # torch's loader again, with the traceback of its worker
         said = failure.message.strip().splitlines()
         return short(f"{said[-1].partition(': ')[2] or said[-1]} ({said[0].strip()})")

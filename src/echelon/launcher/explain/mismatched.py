@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from echelon.launcher.explain.evidence import Evidence
 from echelon.launcher.explain.flight import DEFAULT_GROUP, Call, Mismatch, Wait, expected, first_mismatch, tensor
+from echelon.launcher.explain.stacks import called_by_loop
 from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import is_check, place, sentence, short, together, who
+from echelon.launcher.explain.words import is_check, place, sentence, short, stack_of, together, who
 from echelon.launcher.job import Failure
 
 __all__ = ["checked", "departs", "mismatch"]
@@ -137,16 +138,28 @@ def departs(evidence: Evidence, waits: Waits) -> Verdict | None:
                 )
     first = Failure.first(refused)
     said = short(first.message.splitlines()[-1] if first.message else first.kind)
-    if len(texts) == 1:
+    others = set(evidence.all_ranks) - {first.rank}
+    alike = _all_in_one_call(waits, others) if len(others) > 1 and first.rank not in evidence.flights else None
+    if len(texts) == 1 and alike is None:
         [(rank, headline)] = texts.items()
+        if called_by_loop(stack_of(evidence.rank(rank))):
+            return None  # at an end of an epoch its calls are not those of a step
         text = f"{headline}{place(evidence.rank(rank))}. {sentence(who([first.rank]))} got it, and failed: {said}"
         return Verdict((rank,), "mismatched shape", headline, sentence(text))
-    if texts or not as_due or len(refused) > 1 or as_due != set(evidence.all_ranks) - {first.rank}:
+    if len(refused) > 1 or not others or (alike is None and (texts or as_due != others)):
         return None
     headline = f"{who([first.rank])} called a collective with other shapes or types than the others"
     where = place(evidence.rank(first.rank))
-    text = f"{headline}{where}: what these called was due by their calls before, and it refused that: {said}"
+    why = "what these called was due by their calls before" if alike is None else f"these called {alike.what}, all alike"
+    text = f"{headline}{where}: {why}, and it refused that: {said}"
     return Verdict((first.rank,), "mismatched shape", headline, sentence(text))
+
+
+def _all_in_one_call(waits: Waits, ranks: Collection[int]) -> Call | None:
+    """In which all of these wait; None if they do not."""
+    calls = {(wait.group, wait.call.seq, wait.call.key): wait for rank in ranks if rank in waits for wait in (waits[rank][0],)}
+    wait = next(iter(calls.values())) if len(calls) == 1 else None
+    return wait.call if wait is not None and set(wait.waiting) >= set(ranks) else None
 
 
 def _where_each(evidence: Evidence, found: Mismatch) -> str:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from echelon.contracts.stopping import REQUEUE, signal_name
@@ -17,12 +18,19 @@ from echelon.launcher.explain.failed import own_failure
 from echelon.launcher.explain.flight import Wait, waits
 from echelon.launcher.explain.stacks import waits_in
 from echelon.launcher.explain.verdict import FINE, RUNNING, UNKNOWN, Verdict
-from echelon.launcher.explain.words import in_call, place, short, who
+from echelon.launcher.explain.words import in_call, place, sentence, short, who
 from echelon.launcher.job import Failure
 
 __all__ = ["explain"]
 
 _SHOWN = 40
+_LAUNCHER_KILLED = (
+    "Its launcher ended without a word: it was killed, or its machine was lost. The ranks end with it. The same command goes on "
+    "from the newest checkpoint."
+)
+_RECEIVED = re.compile("preamble|[Rr]eceived|mismatch")  # a check of what came from another rank
+# Rules that see a moment: who was not there yet may have been about to come.
+_OF_A_MOMENT = frozenset({hung.left_early, hung.missing, hung.not_waiting, hung.behind})
 
 
 def explain(evidence: Evidence) -> Verdict:
@@ -36,13 +44,18 @@ def explain(evidence: Evidence) -> Verdict:
             mismatched.checked,
             mismatched.departs,
             hung.left_early,
+            hung.all_in_call,
             hung.missing,
             hung.barrier,
             hung.deadlock,
             hung.not_waiting,
             hung.behind,
         )
-        verdict = next((found for rule in rules if (found := rule(evidence, waiting)) is not None), None)
+        found = ((rule, said) for rule in rules if (said := rule(evidence, waiting)) is not None)
+        rule, verdict = next(found, (None, None))
+        if verdict is not None and rule in _OF_A_MOMENT and _was_cut_off(evidence):
+            text = f"{_LAUNCHER_KILLED} When its ranks were last looked at, {verdict.headline}: it may have been on its way."
+            verdict = Verdict((), "launcher killed", "its launcher ended without a word", text)
     verdict = verdict or _lone_check(evidence) or _by_launcher(evidence) or _unknown(evidence)
     seen = [*verdict.seen, *([] if verdict.cause == FINE else hung.everybody(evidence, waiting)[:_SHOWN])]
     differs = mismatched.mismatch(evidence, waiting)
@@ -95,12 +108,24 @@ def _lone_check(evidence: Evidence) -> Verdict | None:
     if not own:
         return None
     first = Failure.first(own)
-    headline = f"{who([first.rank])} raised {short(first.kind, 80)} in a collective{place(evidence.rank(first.rank))}"
-    text = (
-        f"{headline}: {short(first.message)} Ranks gave it different shapes or types, or called different collectives; no flight "
-        "record tells which. `--check-collectives` names them at the call."
+    crashed = first.kind.startswith("SIG")
+    how = f"ended with {first.kind}" if crashed else f"raised {short(first.kind, 80)}"
+    headline = f"{who([first.rank])} {how} in a collective{place(evidence.rank(first.rank))}"
+    said = short(first.message.splitlines()[-1] if crashed and first.message else first.message)
+    text = f"{headline}: {said}{'' if said.endswith(('.', '?')) else '.'}"
+    if not crashed and not _RECEIVED.search(first.message):
+        why = "The call refused what this rank gave it, before anything was sent: see the sizes and types of its tensors."
+        return Verdict((first.rank,), "mismatched shape", headline, sentence(f"{text} {why}"))
+    why = (
+        "Ranks gave it different shapes or types, or called different collectives; no flight record tells which. "
+        "`--check-collectives` names them at the call."
     )
-    return Verdict((), "mismatched shape", headline, text[:1].upper() + text[1:])
+    return Verdict((), "mismatched shape", headline, sentence(f"{text} {why}"))
+
+
+def _was_cut_off(evidence: Evidence) -> bool:
+    """Whether nobody found anything wrong before its launcher was killed."""
+    return not evidence.failures and evidence.exit_code is None and evidence.hang_after_s is None
 
 
 def _by_launcher(evidence: Evidence) -> Verdict | None:
@@ -116,11 +141,7 @@ def _unknown(evidence: Evidence) -> Verdict:
     if not failures and evidence.exit_code is None:
         if not evidence.ranks and not evidence.world_size:
             return Verdict((), UNKNOWN, "nothing is known of it", "Nothing is known of it: the attempt left no record.")
-        text = (
-            "Its launcher ended without a word: it was killed, or its machine was lost. The ranks end with it. The same command "
-            "goes on from the newest checkpoint."
-        )
-        return Verdict((), "launcher killed", "its launcher ended without a word", text)
+        return Verdict((), "launcher killed", "its launcher ended without a word", _LAUNCHER_KILLED)
     if not failures:
         after = f" for {evidence.hang_after_s:.0f} s" if evidence.hang_after_s is not None else ""
         text = f"No rank made progress{after}, and nothing tells which of them the others waited for."

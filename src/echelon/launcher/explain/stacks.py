@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from echelon.contracts.terminal import one_line
 from echelon.contracts.traces import named_in_library
 
-__all__ = ["Frame", "crash_stack", "crash_words", "main_thread", "of_traceback", "user_frame", "waits_in"]
+__all__ = ["Frame", "called_by_loop", "crash_stack", "crash_words", "main_thread", "of_traceback", "user_frame", "waits_in"]
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 _FRAME = re.compile(r'  File "(.{1,4096})", line (\d{1,9}),? in (.{1,200})')
@@ -25,6 +25,8 @@ _OF_GROUPS = re.compile(r"[/\\]torch[/\\](distributed[/\\]|_C[/\\]_distributed)"
 _BUSY = re.compile(r"[/\\]torch[/\\]distributed[/\\](checkpoint|tensor)[/\\]")
 _PASSES_ON = re.compile(r"[/\\]torch[/\\](_ops\.py|_library[/\\]|futures[/\\]|cuda[/\\])")
 _AROUND = frozenset({"wrapper", "inner", "__call__", "_fn", "decorate_context", "wait", "wait_tensor", "<lambda>"})
+_OF_TORCH = re.compile(r"[/\\]torch[/\\]")
+_OF_LOOPS = re.compile(r"[/\\]echelon[/\\](loop|world)[/\\]")
 _OF_LOADERS = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]")
 
 
@@ -97,6 +99,12 @@ def of_traceback(text: str) -> tuple[Frame, ...]:
 def user_frame(frames: Iterable[Frame]) -> Frame | None:
     """The innermost frame that is no library's."""
     return next((frame for frame in frames if not frame.of_library), None)
+
+
+def called_by_loop(frames: Iterable[Frame]) -> bool:
+    """Whether a loop of echelon's made the call of torch's in which a rank stands, and no code of the user's."""
+    called = next((frame for frame in frames if not _OF_TORCH.search(frame.file)), None)
+    return called is not None and called.of_library and _OF_LOOPS.search(called.file) is not None
 
 
 def waits_in(frames: Iterable[Frame]) -> str:
