@@ -397,7 +397,7 @@ def test_who_had_not_come_when_the_launcher_was_killed_is_not_accused(left: Left
     left.stack(0, (TORCH, 9, "all_reduce")).stack(1, ("/home/me/train.py", 24, "load"))
     (left.path / "run.json").write_text('{"ranks": 2}')
     assert left.verdict.cause == "launcher killed" and left.verdict.guilty == ()
-    assert "rank 1 did not come to all_reduce #2: it may have been on its way" in left.verdict.paragraph
+    assert "rank 1 did not come to all_reduce #2: that may have been on its way" in left.verdict.paragraph
 
 
 def test_ranks_that_stand_alike_are_not_accused(left: Left) -> None:
@@ -617,6 +617,8 @@ def test_files_that_a_record_names_are_not_looked_up(left: Left, monkeypatch: py
     assert left.verdict.guilty == (1,) and looked and not [path for path in looked if path.startswith(("/net", "/x"))]
     assert named_in_library(json.__file__) and named_in_library(explain.__code__.co_filename)
     assert not named_in_library(os.path.dirname(os.__file__) + "/../mine.py")
+    assert named_in_library("/home/them/echelon/src/echelon/loop/engine.py")  # a checkout on the machine where the run was
+    assert not named_in_library("/home/them/echelon/train.py") and not named_in_library("/home/them/echelon/__init__.py")
 
 
 def test_an_end_that_cannot_be_read_is_told_from_the_ranks_own_records(left: Left) -> None:

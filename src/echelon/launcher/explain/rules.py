@@ -54,7 +54,7 @@ def explain(evidence: Evidence) -> Verdict:
         found = ((rule, said) for rule in rules if (said := rule(evidence, waiting)) is not None)
         rule, verdict = next(found, (None, None))
         if verdict is not None and rule in _OF_A_MOMENT and _was_cut_off(evidence):
-            text = f"{_LAUNCHER_KILLED} When its ranks were last looked at, {verdict.headline}: it may have been on its way."
+            text = f"{_LAUNCHER_KILLED} When its ranks were last looked at, {verdict.headline}: that may have been on its way."
             verdict = Verdict((), "launcher killed", "its launcher ended without a word", text)
     verdict = verdict or _lone_check(evidence) or _by_launcher(evidence) or _unknown(evidence)
     seen = [*verdict.seen, *([] if verdict.cause == FINE else hung.everybody(evidence, waiting)[:_SHOWN])]
