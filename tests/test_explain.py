@@ -190,6 +190,30 @@ def test_a_rank_that_did_not_come_is_named_with_its_line_and_its_step(left: Left
     assert "waiting for the data of step 7 at train.py:5 in load" in verdict.paragraph and "1 fewer" in verdict.paragraph
 
 
+def test_the_error_that_ended_a_thread_is_told_of_a_rank_that_waits_for_it(left: Left) -> None:
+    left.flight(0, entry(1), entry(2, retired=False)).flight(1, entry(1))
+    left.stack(0, (TORCH, 9, "all_reduce")).stack(1, ("/x/threading.py", 3, "wait"), ("/home/me/train.py", 24, "feed"))
+    left.end(124, hang={"after_s": 60.0}, world_size=2, seen={str(r): seen(answers=True) for r in range(2)})
+    said = """Exception in thread Thread-1 (read):
+Traceback (most recent call last):
+  File "/home/me/data.py", line 7, in read
+    shard["id"]
+KeyError: 'id\\x1b[31m'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "/home/me/data.py", line 9, in read
+    raise LookupError("shard 3 \x1b[31m") from None
+LookupError: shard 3 \x1b[31m
+and this rank said something later
+"""
+    (left.here / "rank1.log").write_text(said)
+    assert "A thread of rank 1 had ended with LookupError: shard 3 ?[31m at data.py:9 in read." in left.verdict.paragraph
+    (left.here / "rank1.log").write_text("no Exception in thread here\n")
+    assert "A thread" not in left.verdict.paragraph and left.verdict.guilty == (1,)
+
+
 def test_the_root_of_a_chain_of_waits_is_named(left: Left) -> None:
     """Rank 0 waits for rank 1 in one group, which waits for rank 2 in another."""
     groups = {"groups": {"5": {"ranks": [0, 1]}, "6": {"ranks": [1, 2]}}}
@@ -261,6 +285,8 @@ def test_one_that_ended_after_the_failure_because_it_was_asked_to_is_not_accused
          "host out of memory", "ulimit -v"),
         (failed(1, "MemoryError: "), "host out of memory", "MemoryError"),
         (failed(1, "OSError: [Errno 28] No space left on device: 'x'"), "disk full", "Make room"),
+        (failed(1, "OSError: [Errno 24] Too many open files: '/dev/null'"), "too many open files", "ulimit -n"),
+        (failed(1, "RuntimeError: can't start new thread"), "too many processes", "ulimit -u"),
         (failed(1, "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed."), "data worker", "num_workers=0"),
         (failed(1, "DataError: sample 17 is bad:\nKeyError: 7\nIn 0: Traceback (most recent call last):\n  x", ours=True),
          "data", "sample 17 is bad: KeyError: 7. The text names the sample."),

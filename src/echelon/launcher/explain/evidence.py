@@ -22,7 +22,7 @@ from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.explain import flight as flights
 from echelon.launcher.explain.flight import Flight
 from echelon.launcher.explain.folder import is_file, is_folder, is_held, object_in
-from echelon.launcher.explain.stacks import Frame, crash_stack, crash_words, main_thread, of_traceback, waits_in
+from echelon.launcher.explain.stacks import Frame, crash_stack, crash_words, lost_thread, main_thread, of_traceback, waits_in
 from echelon.launcher.job import Failure
 from echelon.launcher.records import exit_record, rank_record
 
@@ -65,6 +65,7 @@ class RankEvidence:
         stack: of its main thread, innermost first, at the time when it was asked, or of its crash.
         flight: its collectives; None if it left no record.
         unread: it left one that could not be read.
+        thread: of one that stood: the error that ended a thread of it.
     """
 
     rank: int
@@ -80,6 +81,7 @@ class RankEvidence:
     stack: tuple[Frame, ...] = ()
     flight: Flight | None = None
     unread: bool = False
+    thread: str = ""
 
     @property
     def exit_code(self) -> int | None:
@@ -177,6 +179,9 @@ class _Reader:
             failure = rank.failure or rank.later
             if rank.flight and failure is not None and _fell_in_call(failure):
                 ranks[number] = rank = replace(rank, flight=flights.reopened(rank.flight))
+            if rank.failure is None and rank.stack and not waits_in(rank.stack):
+                with contextlib.suppress(OSError):
+                    ranks[number] = replace(rank, thread=lost_thread(read_end(self.run.log(number)).decode("utf-8", "replace")))
             if rank.failure is not None and rank.signal not in ("", "SIGKILL"):
                 ranks[number] = self._crashed(rank, rank.failure)
         for number in _left_while_others_waited(ranks):

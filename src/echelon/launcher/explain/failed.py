@@ -33,7 +33,7 @@ class _Kind:
 
 _DATA_WORKER = _Kind(
     r"(DataLoader|data) worker\b.*(exited|killed|died|ended|did not|gave no)|worker .* (was killed|died|exited)|"
-    r"DataLoader timed out|Too many open files",
+    r"DataLoader timed out|received 0 items of ancdata",
     "data worker",
     "A process that loads data died or stood still: its log lines say more. /dev/shm or memory may be full; "
     "num_workers=0 shows the error itself.",
@@ -55,6 +55,17 @@ _KINDS = (
         r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]|File too large|\[Errno 27\]",
         "disk full",
         "Make room, or write elsewhere; older checkpoints are as they were, and the same command goes on from the newest.",
+    ),
+    _Kind(
+        r"Too many open files|\[Errno 2[34]\]",
+        "too many open files",
+        "See `ulimit -n`, and what is opened and not closed. Data workers hold a file for each tensor that they hand on: "
+        'torch.multiprocessing.set_sharing_strategy("file_system") holds none.',
+    ),
+    _Kind(
+        r"can't start new thread",
+        "too many processes",
+        "See `ulimit -u`, and the tasks that the job's cgroup may have: threads count, too.",
     ),
     _DATA_WORKER,
     _Kind(r"^DataError\b", "data", "The text names the sample."),

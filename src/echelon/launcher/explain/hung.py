@@ -188,7 +188,14 @@ def _stood(evidence: Evidence, guilty: Collection[int]) -> str:
         rank = evidence.rank(number)
         at, where = f" {rank.standing}" if rank.is_known else "", place(rank)
         texts[number] = f"was{at}{where}" if at or where else "left no stack: code in C may have kept it from answering"
-    return " ".join(f"{sentence(ranks_are(ranks, text, text.replace('was', 'were', 1)))}." for ranks, text in grouped(texts)[:3])
+    said = [f"{sentence(ranks_are(ranks, text, text.replace('was', 'were', 1)))}." for ranks, text in grouped(texts)[:3]]
+    return " ".join([*said, *_lost_threads(evidence, guilty)])
+
+
+def _lost_threads(evidence: Evidence, guilty: Collection[int]) -> list[str]:
+    """A sentence each for ranks that may wait for what a thread of them would have done."""
+    texts = {number: evidence.rank(number).thread for number in guilty}
+    return [f"A thread of {who(ranks)} had ended with {text}." for ranks, text in grouped(texts)[:3]]
 
 
 def _fewer_steps(evidence: Evidence, guilty: Collection[int]) -> str:
@@ -254,7 +261,7 @@ def not_waiting(evidence: Evidence, waits: Waits) -> Verdict | None:
         return None
     rank = evidence.rank(free[0])
     headline = f"{who(free)} did not come, and stood{place(rank)}" if place(rank) else f"{who(free)} did not come"
-    text = f"{headline}{while_others(evidence, free, waits)}."
+    text = " ".join([f"{headline}{while_others(evidence, free, waits)}.", *_lost_threads(evidence, free)])
     return Verdict(tuple(free), _kind_of_absence(rank), headline, sentence(text + _fewer_steps(evidence, free)))
 
 

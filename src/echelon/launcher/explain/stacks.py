@@ -11,12 +11,22 @@ from dataclasses import dataclass
 from echelon.contracts.terminal import one_line
 from echelon.contracts.traces import named_in_library
 
-__all__ = ["Frame", "called_by_loop", "crash_stack", "crash_words", "main_thread", "of_traceback", "user_frame", "waits_in"]
+__all__ = [
+    "Frame",
+    "called_by_loop",
+    "crash_stack",
+    "crash_words",
+    "lost_thread",
+    "main_thread",
+    "of_traceback",
+    "user_frame",
+    "waits_in",
+]
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 _FRAME = re.compile(r'  File "(.{1,4096})", line (\d{1,9}),? in (.{1,200})')
 _WORDS = re.compile(r"^terminate called .{0,300}\n\s*what\(\): {0,4}(.{1,1000})", re.MULTILINE)
-_MOST_FRAMES = 200
+_MOST_FRAMES, _MOST_LINES, _MOST_SAID = 200, 1000, 200
 # Installed packages and Python itself, also on a machine that is not this one.
 _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib(64)?[/\\]python\d[\d.]*[/\\]|^<")
 # In whose files a rank waits for others, but not where one of these is the innermost: there it writes to a disk, or computes.
@@ -88,6 +98,24 @@ def crash_words(log: str) -> str:
     """What C++ said of an error that nobody caught; empty if it said nothing."""
     found = _WORDS.findall(log)
     return one_line(found[-1].strip()) if found else ""
+
+
+def lost_thread(log: str) -> str:
+    """The error that ended a thread, by the last words of Python's own about one: "KeyError: 'id' at train.py:41 in load"."""
+    _, found, rest = f"\n{log}".rpartition("\nException in thread ")
+    if not found:
+        return ""
+    said, read = "", list[str]()
+    for line in rest.splitlines()[1:_MOST_LINES]:
+        if line.startswith(("Traceback (", "During handling of", "The above exception was")):
+            said = ""
+        elif line[:1].strip():
+            if said:
+                break  # what the rank said afterwards
+            said = line[:_MOST_SAID]
+        read.append(line)
+    frame = user_frame(of_traceback("\n".join(read)))
+    return one_line(said) + (f" at {frame}" if said and frame is not None else "")
 
 
 def of_traceback(text: str) -> tuple[Frame, ...]:
