@@ -279,6 +279,7 @@ def test_one_that_ended_after_the_failure_because_it_was_asked_to_is_not_accused
         (killed(1), "killed", "killed by SIGKILL"),
         (killed(1, "SIGSEGV"), "crash", "crashed: SIGSEGV"),
         (killed(1, "SIGTERM"), "killed", "ended by SIGTERM"),
+        (killed(1, "SIGALRM"), "killed", "A timer that the program itself had set"),
         (killed(1, "SIGXCPU"), "CPU limit", "processor time"),
         (failed(1, "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"), "device out of memory", "micro-batches"),
         (failed(1, "RuntimeError: [enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried"),
@@ -386,6 +387,16 @@ def test_what_a_loop_of_ours_calls_at_the_end_of_an_epoch_is_no_rank_s_fault(lef
 def test_a_call_that_refuses_a_rank_s_own_tensors_is_that_rank_s_fault(left: Left) -> None:
     left.end(1, failed(2, "RuntimeError: [enforce fail at /x/gloo/alltoall.cc:9] in->size == out->size. "), world_size=4)
     assert left.verdict.guilty == (2,) and "gave it" in left.verdict.paragraph
+
+
+def test_two_that_make_the_same_two_calls_in_another_order_are_both_named(left: Left) -> None:
+    """And not the one of which the first is not as its calls before."""
+    before = [*map(entry, range(1, 10))]
+    for rank, sizes in enumerate(((3, 4), (4, 3))):
+        left.flight(rank, *before, *(entry(10 + n, size=(size,), retired=False) for n, size in enumerate(sizes)))
+    left.end(124, hang={"after_s": 60.0}, world_size=2, seen={str(r): seen(answers=True) for r in range(2)})
+    assert left.verdict.guilty == (0, 1) and left.verdict.cause == "mismatched order"
+    assert "the same calls in another order" in left.verdict.paragraph and "was due" not in left.verdict.paragraph
 
 
 def test_without_records_nobody_is_accused_of_a_refused_collective(left: Left) -> None:

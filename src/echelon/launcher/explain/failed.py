@@ -114,6 +114,9 @@ _SIGNALS: Mapping[str, tuple[str, str]] = {
     "SIGABRT": ("crash", "The process ended itself: a failed check in C++; its log has the words."),
     "SIGILL": ("crash", "A binary was built for another processor."),
     "SIGFPE": ("crash", "A whole number was divided by zero in C or C++."),
+    "SIGALRM": ("killed", "A timer that the program itself had set ran out (signal.alarm, setitimer), and nothing handled it."),
+    "SIGPIPE": ("killed", "It wrote to a pipe or socket that nobody reads, in code that does not look at that."),
+    "SIGSYS": ("killed", "It made a call to the kernel that its container forbids (seccomp)."),
     "SIGXCPU": ("CPU limit", "It used all the processor time that it may have (ulimit -t)."),
     "SIGXFSZ": ("disk full", "A file became larger than it may be (ulimit -f)."),
 }

@@ -85,10 +85,12 @@ def _verdict(evidence: Evidence, worst: Mismatch) -> Verdict:
         headline = f"{together(first)} where the others called {most[0].what}"
     of_group = "" if worst.group == DEFAULT_GROUP else f" of group {worst.group!r}"
     how = f" By the calls before, {due} was due." if due else ""
-    if set(guilty) >= {rank for ranks in parts for rank in ranks} or not guilty:
+    if swapped := _swapped(evidence, worst):
+        how = " They made the same calls in another order."
+    elif set(guilty) >= {rank for ranks in parts for rank in ranks} or not guilty:
         how += " One has made a call too many, or the other one too few: nothing tells which."
     why = "All ranks of a group must make the same calls in the same order, with as many elements of the same type."
-    kind = "order" if len({call.op for call, _ in worst.calls}) > 1 else "shape"
+    kind = "order" if swapped or len({call.op for call, _ in worst.calls}) > 1 else "shape"
     text = f"{headline}, as collective #{worst.seq}{of_group}{_where_each(evidence, worst)}.{how} {why}"
     return Verdict(guilty, f"mismatched {kind}", headline, sentence(text))
 
@@ -99,6 +101,8 @@ def _odd_ones(evidence: Evidence, found: Mismatch) -> tuple[tuple[int, ...], lis
     if 2 * len(most) > sum(len(ranks) for _, ranks in found.calls) and len(most) > len(next_most):
         odd = [ranks for _, ranks in found.calls[1:]]
         return tuple(sorted(rank for ranks in odd for rank in ranks)), odd, ""
+    if _swapped(evidence, found):
+        return tuple(sorted((*most, *next_most))), [], ""
     traces = [evidence.flights[ranks[0]].get(found.group) for _, ranks in found.calls]
     told = dict(due for trace in traces if (due := expected(trace, found.seq)) is not None)
     both = tuple(sorted(rank for _, ranks in found.calls for rank in ranks))
@@ -113,6 +117,16 @@ def _odd_ones(evidence: Evidence, found: Mismatch) -> tuple[tuple[int, ...], lis
     decides = by_several or all(call.op == right[0][0].op for call, _ in found.calls)
     guilty = tuple(sorted(rank for ranks in odd for rank in ranks)) if decides else nobody
     return guilty, odd, right[0][0].what
+
+
+def _swapped(evidence: Evidence, found: Mismatch) -> bool:
+    """Whether two kinds of ranks made the same two calls, each the other one first."""
+    if len(found.calls) != 2 or len(found.calls[0][1]) != len(found.calls[1][1]):
+        return False
+    (first, ranks), (other, others) = found.calls
+    traces = [evidence.flights[who[0]].get(found.group) for who in (ranks, others)]
+    follows = [trace.calls.get(found.seq + 1) if trace is not None else None for trace in traces]
+    return [call.key if call is not None else None for call in follows] == [other.key, first.key]
 
 
 def departs(evidence: Evidence, waits: Waits) -> Verdict | None:

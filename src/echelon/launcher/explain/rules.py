@@ -25,8 +25,8 @@ __all__ = ["explain"]
 
 _SHOWN = 40
 _LAUNCHER_KILLED = (
-    "Its launcher ended without a word: it was killed, or its machine was lost. The ranks end with it. The same command goes on "
-    "from the newest checkpoint."
+    "Its launcher ended without a word: it was killed, its machine was lost, or this folder's disk was full. The ranks end with "
+    "it. The same command goes on from the newest checkpoint."
 )
 _RECEIVED = re.compile("preamble|[Rr]eceived|mismatch")  # a check of what came from another rank
 # Rules that see a moment: who was not there yet may have been about to come.

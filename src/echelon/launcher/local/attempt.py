@@ -186,8 +186,9 @@ def write_exit(
         said["ranks"] = {str(f.rank): _shortened(f, _OF_FIRST if f.rank in whole else _OF_OTHERS[-1]) for f in kept}
         text = json.dumps({**said, "seen": {}}, default=str)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed meanwhile
         write_whole(path, text + "\n")
-    except OSError as error:  # a full disk, a folder that was removed meanwhile
+    except OSError as error:  # a full disk
         say(f"{path} cannot be written: {error.strerror}")
 
 

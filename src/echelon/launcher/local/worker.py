@@ -241,6 +241,9 @@ def _record(
         said = {"exit_code": code, "time_ns": time.monotonic_ns(), "loaded": loaded, "collectives": dict(collectives)}
         record = {**said, **(failure or {})}
         with contextlib.suppress(OSError):
+            Path(start.record).parent.mkdir(
+                parents=True, exist_ok=True
+            )  # if it was removed meanwhile, the error is told all the same
             write_json(Path(start.record), record)
 
 
