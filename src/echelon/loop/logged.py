@@ -256,7 +256,10 @@ def _one_number(name: str, value: Any) -> Any:
             return float(value)
         return value.float() if value.device.type == "mps" else value.double()
     try:
-        return float(value)
+        # NumPy converts no array that has a dim, not even of one number.
+        return float(value.item() if getattr(value, "size", None) == 1 and hasattr(value, "item") else value)
+    except OverflowError:
+        raise UsageError(f"state.log({name!r}) must be given a number that a float can hold, got a larger one.") from None
     except (TypeError, ValueError):
         raise UsageError(f"state.log({name!r}) must be given a number or a metric, got a {type(value).__name__}.") from None
 
