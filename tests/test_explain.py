@@ -250,8 +250,11 @@ def test_one_of_four_that_waits_in_a_further_call_has_made_it_too_many(left: Lef
 
 def test_of_two_nobody_knows_whether_one_call_is_too_many_or_one_too_few(left: Left) -> None:
     left.flight(1, *map(entry, range(1, 10)), entry(10, "barrier", retired=False)).rank(1, 1, time_ns=5)
-    left.rank(0, 0, collectives={"0": "all_reduce #9"}).end(1, failed(1, f"RuntimeError: {CLOSED}"), world_size=2)
+    left.rank(0, 0, collectives={"0": "all_reduce #9"}, finished=True)
+    left.end(1, failed(1, f"RuntimeError: {CLOSED}"), world_size=2)
     assert left.verdict.guilty == (0, 1) and "nothing tells which" in left.verdict.paragraph
+    left.rank(0, 0, collectives={"0": "all_reduce #9"})  # as after sys.exit(0), or a return before its group was destroyed
+    assert left.verdict.guilty == (0,) and "rank 0 left with exit code 0" in left.verdict.headline
 
 
 @pytest.mark.parametrize(("op", "differs"), [("broadcast", "`src` or `dst`"), ("all_to_all", "sizes of what each sends")])

@@ -32,7 +32,7 @@ _MOST_RANKS, _MOST_NOTES = 1 << 20, 20
 _STACK_BYTES, _FLIGHT_BYTES = 1 << 20, 16 << 20
 _ALL_BYTES = 256 << 20  # of all files of an attempt together
 # What is used of a record, whatever else it holds.
-_OF_RANK = ("exit_code", "time_ns", "kind", "message", "user_frames", "traceback", "ours", "collectives")
+_OF_RANK = ("exit_code", "time_ns", "kind", "message", "user_frames", "traceback", "ours", "finished", "collectives")
 _OF_END = ("exit_code", "stopped", "ranks", "seen", "hang", "world_size")
 _MOST_GROUPS = 1000
 _FILE = re.compile(r"(exit\.rank|stack\.rank|flight\.rank|exit\.node)(\d{1,7})\.(json|txt)")
@@ -56,6 +56,7 @@ class RankEvidence:
         failure: how it failed; None if it did not, or only because it was ended with the others.
         later: how it failed once the attempt's end had been recorded.
         ended: exit code of a rank that ended without failing; None if it ran.
+        finished: such a one had destroyed its process group, at its program's own end.
         oom: the kernel's out-of-memory killer ended it.
         standing: how far its loop was; None if it has none, or nothing is known.
         stopped: its process existed and did not run.
@@ -72,6 +73,7 @@ class RankEvidence:
     failure: Failure | None = None
     later: Failure | None = None
     ended: int | None = None
+    finished: bool = False
     oom: bool = False
     standing: Standing | None = None
     stopped: bool = False
@@ -298,7 +300,7 @@ def _add_rank(ranks: dict[int, RankEvidence], number: int, said: Mapping[str, An
     code = said.get("exit_code")
     known = ranks.get(number) or RankEvidence(number)
     if code in (0, REQUEUE) and known.failure is None and known.answers is None and not known.stopped:
-        ranks[number] = replace(known, ended=code)
+        ranks[number] = replace(known, ended=code, finished=said.get("finished") is True)
     elif code and not final and known.failure is None:
         ranks[number] = replace(known, failure=Failure.from_record(number, code, 0, said, log))
 

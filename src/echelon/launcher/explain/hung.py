@@ -82,7 +82,8 @@ def left_early(evidence: Evidence, waits: Waits) -> Verdict | None:
 def _one_more(evidence: Evidence, left: Sequence[int], waits: Waits) -> Verdict | None:
     """Where those that left were all others, after equally many calls: the one that waits may have made a call too many.
 
-    Of more than two ranks it is the odd one. Of two nothing tells which is wrong, unless its call was due by those before.
+    Of more than two ranks it is the odd one. Of two nothing tells which is wrong, if the one that left had finished its program:
+    unless the call was due by those before.
     """
     waiting = sorted(rank for rank, (wait, _) in waits.items() if set(wait.missing) & set(left))
     if len(waiting) != 1 or len(left) != evidence.world_size - 1:
@@ -94,7 +95,7 @@ def _one_more(evidence: Evidence, left: Sequence[int], waits: Waits) -> Verdict 
     if len(standing) > 1 or trace is None or others != {wait.call.seq - 1}:
         return None
     due = expected(trace, wait.call.seq)
-    if len(left) == 1 and (due is None or due[0] == wait.call.key):
+    if len(left) == 1 and (not evidence.rank(left[0]).finished or due is None or due[0] == wait.call.key):
         return None
     call = in_call(wait.call, wait.group)
     headline = f"{who([rank])} called {call}{place(evidence.rank(rank))}, and {who(left)} had left with exit code 0"

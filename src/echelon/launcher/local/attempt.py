@@ -186,9 +186,10 @@ def write_exit(
         said["ranks"] = {str(f.rank): _shortened(f, _OF_FIRST if f.rank in whole else _OF_OTHERS[-1]) for f in kept}
         text = json.dumps({**said, "seen": {}}, default=str)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed meanwhile
+        if failures:  # they are told all the same, if the folder was removed meanwhile
+            path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text + "\n")
-    except OSError as error:  # a full disk
+    except OSError as error:  # a full disk, a folder that was removed meanwhile
         say(f"{path} cannot be written: {error.strerror}")
 
 
