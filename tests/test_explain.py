@@ -239,6 +239,12 @@ def test_a_rank_that_left_as_if_done(left: Left) -> None:
     assert "rank 1 left with exit code 0 before the others" in left.verdict.headline
 
 
+def test_dmesg_is_not_recommended_where_the_launcher_has_seen_that_the_kernel_killed_nothing(left: Left) -> None:
+    assert "dmesg" in left.end(137, killed(1), world_size=2).verdict.paragraph
+    said = "killed by SIGKILL, by a person or a program: the kernel has killed nothing here for want of memory"
+    assert "dmesg" not in left.end(137, killed(1, message=said), world_size=2).verdict.paragraph
+
+
 def test_one_of_four_that_waits_in_a_further_call_has_made_it_too_many(left: Left) -> None:
     for rank in (0, 1, 3):
         left.rank(rank, 0, collectives={"0": "all_reduce #9"})

@@ -167,7 +167,9 @@ def _signalled(evidence: Evidence, first: Failure, failures: Sequence[Failure], 
         return Verdict(tuple(guilty), "host out of memory", headline, sentence(text))
     if first.kind == "SIGKILL":
         headline = f"{who(guilty)} {_was(guilty)} killed by SIGKILL"
-        text = f"{headline}{others}. {_FROM_OUTSIDE} The kernel's out-of-memory killer does the same: `dmesg` tells."
+        text = f"{headline}{others}. {_FROM_OUTSIDE}"
+        if "the kernel has killed nothing" not in first.message:
+            text += " The kernel's out-of-memory killer does the same: `dmesg` tells."
         return Verdict(tuple(guilty), "killed", headline, sentence(text))
     if first.kind in _SIGNALS:
         cause, why = _SIGNALS[first.kind]
