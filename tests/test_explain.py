@@ -209,6 +209,30 @@ def test_a_rank_that_was_aborted_with_those_that_waited_for_it_did_not_come(left
     assert "rank 1 waited" not in " ".join(verdict.seen)
 
 
+def test_the_error_that_ended_a_thread_is_told_of_a_rank_that_waits_for_it(left: Left) -> None:
+    left.flight(0, entry(1), entry(2, retired=False)).flight(1, entry(1))
+    left.stack(0, (TORCH, 9, "all_reduce")).stack(1, ("/x/threading.py", 3, "wait"), ("/home/me/train.py", 24, "feed"))
+    left.end(124, hang={"after_s": 60.0}, world_size=2, seen={str(r): seen(answers=True) for r in range(2)})
+    said = """Exception in thread Thread-1 (read):
+Traceback (most recent call last):
+  File "/home/me/data.py", line 7, in read
+    shard["id"]
+KeyError: 'id\\x1b[31m'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "/home/me/data.py", line 9, in read
+    raise LookupError("shard 3 \x1b[31m") from None
+LookupError: shard 3 \x1b[31m
+and this rank said something later
+"""
+    (left.here / "rank1.log").write_text(said)
+    assert "A thread of rank 1 had ended with LookupError: shard 3 ?[31m at data.py:9 in read." in left.verdict.paragraph
+    (left.here / "rank1.log").write_text("no Exception in thread here\n")
+    assert "A thread" not in left.verdict.paragraph and left.verdict.guilty == (1,)
+
+
 def test_the_root_of_a_chain_of_waits_is_named(left: Left) -> None:
     """Rank 0 waits for rank 1 in one group, which waits for rank 2 in another."""
     groups = {"groups": {"5": {"ranks": [0, 1]}, "6": {"ranks": [1, 2]}}}
@@ -234,6 +258,43 @@ def test_a_rank_that_left_as_if_done(left: Left) -> None:
     assert "rank 1 left with exit code 0 before the others" in left.verdict.headline
 
 
+def test_dmesg_is_not_recommended_where_the_launcher_has_seen_that_the_kernel_killed_nothing(left: Left) -> None:
+    assert "dmesg" in left.end(137, killed(1), world_size=2).verdict.paragraph
+    said = "killed by SIGKILL, by a person or a program: the kernel has killed nothing here for want of memory"
+    assert "dmesg" not in left.end(137, killed(1, message=said), world_size=2).verdict.paragraph
+
+
+def test_one_of_four_that_waits_in_a_further_call_has_made_it_too_many(left: Left) -> None:
+    for rank in (0, 1, 3):
+        left.rank(rank, 0, collectives={"0": "all_reduce #9"})
+    left.flight(2, *map(entry, range(1, 10)), entry(10, "barrier", retired=False)).rank(2, 1, time_ns=5)
+    left.end(1, failed(2, f"RuntimeError: {CLOSED}"), world_size=4)
+    assert left.verdict.guilty == (2,) and left.verdict.cause == "left early"
+    assert "rank 2 called barrier #10" in left.verdict.headline and "a call too many" in left.verdict.paragraph
+
+
+def test_of_two_nobody_knows_whether_one_call_is_too_many_or_one_too_few(left: Left) -> None:
+    left.flight(1, *map(entry, range(1, 10)), entry(10, "barrier", retired=False)).rank(1, 1, time_ns=5)
+    left.rank(0, 0, collectives={"0": "all_reduce #9"}, finished=True)
+    left.end(1, failed(1, f"RuntimeError: {CLOSED}"), world_size=2)
+    assert left.verdict.guilty == (0, 1) and "nothing tells which" in left.verdict.paragraph
+    left.rank(0, 0, collectives={"0": "all_reduce #9"})  # as after sys.exit(0), or a return before its group was destroyed
+    assert left.verdict.guilty == (0,) and "rank 0 left with exit code 0" in left.verdict.headline
+
+
+@pytest.mark.parametrize(("op", "differs"), [("broadcast", "`src` or `dst`"), ("all_to_all", "sizes of what each sends")])
+def test_ranks_that_wait_in_a_call_to_which_all_have_come_gave_it_what_no_record_holds(left: Left, op: str, differs: str) -> None:
+    """Of broadcasts with another root; ranks 1 and 3 are through."""
+    for rank in (0, 2):
+        left.flight(rank, entry(1), entry(2, op, retired=False)).stack(rank, (TORCH, 9, op), ("/home/me/train.py", 36, "main"))
+    for rank in (1, 3):
+        left.flight(rank, entry(1), entry(2, op), entry(3, retired=False)).stack(rank, (TORCH, 9, "all_reduce"))
+    left.end(124, hang={"after_s": 60.0}, world_size=4, seen={str(r): seen(answers=True) for r in range(4)})
+    verdict = left.verdict
+    assert verdict.guilty == (0, 2) and verdict.cause == "mismatched arguments" and differs in verdict.paragraph
+    assert f"waited for one another in {op} #2" in verdict.headline and "train.py:36" in verdict.paragraph
+
+
 def test_one_that_ended_after_the_failure_because_it_was_asked_to_is_not_accused(left: Left) -> None:
     left.rank(1, 0, time_ns=9).rank(0, 1, time_ns=5).end(1, failed(0, f"RuntimeError: {CLOSED}"), world_size=2)
     assert left.verdict.guilty == () and left.verdict.cause == "unknown"
@@ -246,12 +307,15 @@ def test_one_that_ended_after_the_failure_because_it_was_asked_to_is_not_accused
         (killed(1), "killed", "killed by SIGKILL"),
         (killed(1, "SIGSEGV"), "crash", "crashed: SIGSEGV"),
         (killed(1, "SIGTERM"), "killed", "ended by SIGTERM"),
+        (killed(1, "SIGALRM"), "killed", "A timer that the program itself had set"),
         (killed(1, "SIGXCPU"), "CPU limit", "processor time"),
         (failed(1, "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"), "device out of memory", "micro-batches"),
         (failed(1, "RuntimeError: [enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried"),
          "host out of memory", "ulimit -v"),
         (failed(1, "MemoryError: "), "host out of memory", "MemoryError"),
         (failed(1, "OSError: [Errno 28] No space left on device: 'x'"), "disk full", "Make room"),
+        (failed(1, "OSError: [Errno 24] Too many open files: '/dev/null'"), "too many open files", "ulimit -n"),
+        (failed(1, "RuntimeError: can't start new thread"), "too many processes", "ulimit -u"),
         (failed(1, "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed."), "data worker", "num_workers=0"),
         (failed(1, "DataError: sample 17 is bad:\nKeyError: 7\nIn 0: Traceback (most recent call last):\n  x", ours=True),
          "data", "sample 17 is bad: KeyError: 7. The text names the sample."),
@@ -329,6 +393,40 @@ def test_a_refused_collective_is_the_fault_of_the_rank_whose_call_is_not_as_befo
     assert "failed: op.preamble.length" in left.verdict.paragraph
 
 
+def test_of_more_than_two_the_one_that_refuses_what_all_others_call_alike_is_the_odd_one(left: Left) -> None:
+    """At the end of an epoch, where no call is as those of a step."""
+    said = "killed by SIGABRT\n[enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4."
+    left.end(134, killed(0, "SIGABRT", message=said), *(failed(r, f"RuntimeError: {CLOSED}") for r in (1, 2)), world_size=3)
+    for rank in (1, 2):
+        left.flight(rank, *map(entry, range(1, 6)), entry(6, kind="Double", size=(9,), retired=False))
+    assert left.verdict.guilty == (0,) and "these called all_reduce (f64[9]), all alike" in left.verdict.paragraph
+
+
+def test_what_a_loop_of_ours_calls_at_the_end_of_an_epoch_is_no_rank_s_fault(left: Left) -> None:
+    said = "killed by SIGABRT\n[enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4."
+    left.end(134, killed(0, "SIGABRT", message=said), world_size=2)
+    left.flight(1, *map(entry, range(1, 6)), entry(6, kind="Double", retired=False))
+    ours = "/x/site-packages/echelon/loop/engine.py"
+    left.stack(1, (TORCH, 9, "all_reduce"), (ours, 192, "_close_epoch"), ("/home/me/train.py", 83, "<module>"))
+    assert left.verdict.guilty == () and "rank 0 ended with SIGABRT in a collective" in left.verdict.headline
+    assert "8 vs 4" in left.verdict.paragraph
+
+
+def test_a_call_that_refuses_a_rank_s_own_tensors_is_that_rank_s_fault(left: Left) -> None:
+    left.end(1, failed(2, "RuntimeError: [enforce fail at /x/gloo/alltoall.cc:9] in->size == out->size. "), world_size=4)
+    assert left.verdict.guilty == (2,) and "gave it" in left.verdict.paragraph
+
+
+def test_two_that_make_the_same_two_calls_in_another_order_are_both_named(left: Left) -> None:
+    """And not the one of which the first is not as its calls before."""
+    before = [*map(entry, range(1, 10))]
+    for rank, sizes in enumerate(((3, 4), (4, 3))):
+        left.flight(rank, *before, *(entry(10 + n, size=(size,), retired=False) for n, size in enumerate(sizes)))
+    left.end(124, hang={"after_s": 60.0}, world_size=2, seen={str(r): seen(answers=True) for r in range(2)})
+    assert left.verdict.guilty == (0, 1) and left.verdict.cause == "mismatched order"
+    assert "the same calls in another order" in left.verdict.paragraph and "was due" not in left.verdict.paragraph
+
+
 def test_without_records_nobody_is_accused_of_a_refused_collective(left: Left) -> None:
     left.end(
         1, failed(0, "RuntimeError: [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 32 vs 16.")
@@ -356,6 +454,15 @@ def test_a_launcher_that_was_killed_and_an_attempt_without_a_trace(left: Left) -
     assert left.verdict.cause == "launcher killed" and left.verdict.guilty == ()
     left.flight(0, entry(1))
     assert left.verdict.cause == "launcher killed" and left.verdict.guilty == ()
+
+
+def test_who_had_not_come_when_the_launcher_was_killed_is_not_accused(left: Left) -> None:
+    """Asked to stop, it looked at the ranks; then it was killed."""
+    left.flight(0, entry(1), entry(2, retired=False)).flight(1, entry(1))
+    left.stack(0, (TORCH, 9, "all_reduce")).stack(1, ("/home/me/train.py", 24, "load"))
+    (left.path / "run.json").write_text('{"ranks": 2}')
+    assert left.verdict.cause == "launcher killed" and left.verdict.guilty == ()
+    assert "rank 1 did not come to all_reduce #2: that may have been on its way" in left.verdict.paragraph
 
 
 def test_ranks_that_stand_alike_are_not_accused(left: Left) -> None:
@@ -576,6 +683,8 @@ def test_files_that_a_record_names_are_not_looked_up(left: Left, monkeypatch: py
     assert left.verdict.guilty == (1,) and looked and not [path for path in looked if path.startswith(("/net", "/x"))]
     assert named_in_library(json.__file__) and named_in_library(explain.__code__.co_filename)
     assert not named_in_library(os.path.dirname(os.__file__) + "/../mine.py")
+    assert named_in_library("/home/them/echelon/src/echelon/loop/engine.py")  # a checkout on the machine where the run was
+    assert not named_in_library("/home/them/echelon/train.py") and not named_in_library("/home/them/echelon/__init__.py")
 
 
 def test_an_end_that_cannot_be_read_is_told_from_the_ranks_own_records(left: Left) -> None:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -286,7 +287,9 @@ def _here(values: list[Any], reduce: str, *, on_device: bool) -> str:
     [
         ("loss", 1.0, {}, "have a number 'loss' of their own"),
         ("tokens_per_s", 1.0, {}, "of their own"),
-        ("a\nb", 1.0, {}, "name must be a name of one line"),
+        ("a\nb", 1.0, {}, "name must be 1 to 100 characters that can be printed, on one line"),
+        ("x" * 101, 1.0, {}, "name must be 1 to 100 characters"),
+        ("n", 10**400, {}, "must be given a number that a float can hold"),
         ("a", torch.zeros(2), {}, "must be given one number, got 2"),
         ("a", "much", {}, "a number or a metric, got a str"),
         ("a", 1.0, {"reduce": "median"}, "reduce must be 'mean', 'sum', 'min' or 'max'"),
@@ -295,6 +298,14 @@ def _here(values: list[Any], reduce: str, *, on_device: bool) -> str:
 def test_what_cannot_be_logged_is_refused(name: str, value: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Logged().add("train", name, value, None, options.get("reduce", "mean"))
+
+
+@pytest.mark.parametrize("value", [np.array([2.0]), np.array(2), np.float32(2), np.int64(2), torch.full((1, 1), 2.0)])
+def test_one_number_of_numpy_is_a_number_whatever_its_dims(value: Any) -> None:
+    logged = Logged()
+    logged.add("train", "a", value, None, "mean")
+    logged.end_window(None)
+    assert logged.settled() == {"a": 2.0}
 
 
 def test_a_number_keeps_its_reduction() -> None:

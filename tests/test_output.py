@@ -141,6 +141,16 @@ def test_a_folder_that_disappears_does_not_turn_a_good_run_into_a_bad_one(starte
     assert b"exit.json cannot be written: No such file or directory" in err
 
 
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_an_error_after_the_runs_folder_has_disappeared_is_told(started: Started, ranks: str) -> None:
+    script = started.script(
+        "import os, shutil\nif os.environ['RANK'] == '0':\n"
+        "    shutil.rmtree(os.environ['ECHELON_RUN_DIR'])\n    raise ValueError('after that')\n"
+    )
+    _, err = started.run("--ranks", ranks, "--name", "a", script).communicate(timeout=60)
+    assert started.processes[-1].returncode == 1 and b"ValueError: after that" in err, err.decode()
+
+
 def test_an_end_that_cannot_be_written_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_exit(tmp_path / "gone" / "exit.json", 0)
     assert capfd.readouterr().err == f"echelon: {tmp_path}/gone/exit.json cannot be written: No such file or directory\n"

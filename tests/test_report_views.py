@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import echelon.contracts.times
+from echelon.cli.main import main
 from echelon.contracts.errors import UsageError
 from echelon.contracts.events import record_of
 from echelon.contracts.files import parse_object
@@ -416,3 +417,12 @@ def test_a_million_steps_are_one_small_page(chromium: browser.Browser, tmp_path:
     seen = chromium.open(f"file://{page}", width=1200, dark=False)
     assert seen.errors == [] and press(chromium, ".plot", "End").startswith("visible: step 1000000 ")
     assert chromium.run("return performance.getEntriesByType('navigation')[0].loadEventEnd") < 20_000
+
+
+def test_a_page_that_cannot_be_written_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in a folder that can only be read: it was a traceback, or said that standard output was full."""
+    run = make_run(tmp_path, [training(1, 2.0)])
+    (run.report / "x").mkdir(parents=True)
+    assert main(["report", str(run.path)]) == 1
+    assert "report.html cannot be written: " in (said := capsys.readouterr().err) and "--output FILE" in said
+    assert main(["report", str(run.path), "--output", str(tmp_path / "page.html")]) == 0 and (tmp_path / "page.html").is_file()

@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -90,6 +91,16 @@ def test_a_thousand_ranks_fit_on_a_screen(tmp_path: Path) -> None:
 
 def test_an_empty_folder_has_not_begun(tmp_path: Path) -> None:
     assert lines(Watch(RunDir(tmp_path)).look(), job="job 7 pending") == [f"{tmp_path.name}  job 7 pending  ? ranks"]
+
+
+def test_a_run_whose_launcher_was_killed_does_not_run(tmp_path: Path, echelon_command: Command) -> None:
+    run = make_run(tmp_path, [training(1, 2.0)], [None], [begun(10)])
+    run.run_json.write_text(json.dumps({**json.loads(run.run_json.read_text()), "host": socket.gethostname()}))
+    (run.path / ".lock").write_text("{}")
+    state = echelon_command("top", str(run.path), "--once").stdout.splitlines()[0]
+    assert "its launcher has gone" in state and "running" not in state
+    run.run_json.write_text(json.dumps({**json.loads(run.run_json.read_text()), "host": "node7"}))
+    assert "launcher" not in echelon_command("top", str(run.path), "--once").stdout.splitlines()[0]
 
 
 @pytest.mark.parametrize("payload", [*PAYLOADS, "\x1b[2J\x1b]0;x\x07\u202e", "a\nb\tc\r"])

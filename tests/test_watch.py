@@ -24,7 +24,9 @@ from echelon.launcher.failure import render
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import Failure
 from echelon.launcher.local import elastic, progress, watch
+from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.judge import record_end
+from echelon.launcher.local.lingering import Lingering
 from echelon.launcher.local.signs import Pulses, Seen
 from echelon.launcher.local.watch import Watch
 from echelon.launcher.records import exit_record
@@ -239,7 +241,7 @@ def test_a_rank_that_was_stopped_for_a_moment_is_no_stall(monkeypatch: pytest.Mo
     stopped[0] = False
     assert scene.pass_time(50) == []
     stopped[0] = True
-    assert re.match(r"no step for 6\d s: rank 0, 1 is stopped", scene.pass_time(70)[0])
+    assert re.match(r"no step for 6\d s: ranks 0, 1 are stopped", scene.pass_time(70)[0])
 
 
 def _gave_up(rank: int) -> Failure:
@@ -251,6 +253,22 @@ def _blamed(folder: Path, failures: list[Failure], seen: dict[int, Seen]) -> Fai
     first = record_end(RunDir(folder).at_attempt(0), 1, failures, seen=seen, world_size=len(seen))
     assert first is not None
     return first
+
+
+def test_a_rank_whose_program_has_ended_and_whose_process_runs_on_is_told_of_once(tmp_path: Path) -> None:
+    """As with a thread that is no daemon: the launcher waits for it, and so does whoever looks at it."""
+    attempt, lingering = Attempt(0, tmp_path), Lingering(0.0)
+    attempt.pids = {0: 1, 1: 1}
+    assert lingering.look(attempt) is None
+    attempt.record_path(1).write_text('{"exit_code": 0}')
+    said = [lingering.look(attempt) for _ in range(4)]
+    assert [line for line in said if line] == [
+        "rank 1 has come to the end of the program, and its process runs on for 0 s: a thread that is no daemon, or a function "
+        "given to atexit, has not ended"
+    ]
+    attempt.record_path(0).write_text('{"exit_code": 0}')
+    attempt.ended = {0: (0, 1)}
+    assert [lingering.look(attempt) for _ in range(3)] == [None, None, None]
 
 
 def test_nobody_is_blamed_without_knowledge(tmp_path: Path) -> None:

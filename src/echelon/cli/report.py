@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.terminal import printable
 
@@ -29,12 +29,17 @@ def execute(arguments: argparse.Namespace) -> int:
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a run folder.")
     runs = [RunDir(folder) for folder in folders]
-    if len(runs) == 1 and arguments.output is None:
-        page = report.write(runs[0])
-    else:
-        page = Path(arguments.output) if arguments.output is not None else folders[0] / "comparison.html"
+    page = runs[0].report if len(runs) == 1 else folders[0] / "comparison.html"
+    if arguments.output is not None:
+        page = Path(arguments.output)
         if not page.parent.is_dir() or page.is_dir():
             raise UsageError(f"--output must be a file in a folder that exists, got {page}.")
-        report.compare(runs, page)
+    try:
+        if len(runs) == 1 and arguments.output is None:
+            report.write(runs[0])
+        else:
+            report.compare(runs, page)
+    except OSError as error:  # somebody else's folder, one that is mounted to be read, a full disk
+        raise EchelonError(f"{page} cannot be written: {error.strerror}. --output FILE writes it elsewhere.") from None
     print(printable(str(page)))
     return 0

@@ -8,6 +8,7 @@ import math
 import os
 import select
 import shutil
+import socket
 import sys
 import termios
 import time
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from echelon.contracts.errors import EchelonError, UsageError
-from echelon.contracts.run_dir import RunDir
+from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.terminal import one_line
 
 __all__ = ["add_arguments", "execute"]
@@ -44,18 +45,32 @@ def execute(arguments: argparse.Namespace) -> int:
     watch, job = Watch(RunDir(path), arguments.rank), _Job(path)
     if arguments.once or not sys.stdout.isatty():
         wide = shutil.get_terminal_size((100, 40))
-        print("\n".join(lines(watch.look(), width=wide.columns, height=10_000, job=job.state())))
+        print("\n".join(lines(watch.look(), width=wide.columns, height=10_000, job=job.state(), gone=_is_left(path))))
         return 0
     with _screen():
         while True:
             wide = shutil.get_terminal_size()
-            shown = lines(watch.look(), width=wide.columns, height=wide.lines - 1, job=job.state())
+            now = watch.look()
+            shown = lines(now, width=wide.columns, height=wide.lines - 1, job=job.state(), gone=_is_left(path))
             # Line by line over the old ones, and the rest cleared: clearing all first would flicker.
             sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\r\n" for line in [*shown, "q leaves"][: wide.lines]) + "\x1b[J")
             sys.stdout.flush()
             if _left(arguments.every):
                 break
     return 0
+
+
+def _is_left(path: Path) -> bool:
+    """Whether the launcher of a run on this machine has gone: its lock is free. Of another machine's, nothing is known here."""
+    from echelon.launcher.explain.folder import is_file, is_held
+
+    host = (read_json(RunDir(path).run_json) or {}).get("host")
+    return (
+        host == socket.gethostname()
+        and is_file(path / ".lock")
+        and os.access(path / ".lock", os.R_OK)
+        and not is_held(path / ".lock")
+    )
 
 
 class _Job:

@@ -7,6 +7,7 @@ between the user's call and the user's own code.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -31,8 +32,21 @@ def in_library(file: str) -> bool:
 
 
 def named_in_library(file: str) -> bool:
-    """As `in_library`, by the name alone: of a file that somebody else names, nothing is looked up."""
-    return "\0" not in file and any(os.path.normpath(file).startswith(lib + os.sep) for lib in _libraries())
+    """As `in_library`, by the name alone: of a file that somebody else names, nothing is looked up.
+
+    A file of echelon may lie elsewhere where it was named: on another machine, in a checkout.
+    """
+    if "\0" in file:
+        return False
+    _, ours, below = file.replace("\\", "/").rpartition("/echelon/")
+    return bool(ours and below in _own_files()) or any(os.path.normpath(file).startswith(lib + os.sep) for lib in _libraries())
+
+
+@functools.lru_cache(maxsize=1)
+def _own_files() -> frozenset[str]:
+    """Of this package, as "loop/engine.py"; not those at its top, whose names others have as well."""
+    found = (os.path.relpath(os.path.join(at, name), _PACKAGE) for at, _, names in os.walk(_PACKAGE) for name in names)
+    return frozenset(path.replace(os.sep, "/") for path in found if os.sep in path and path.endswith(".py"))
 
 
 def _libraries() -> set[str]:

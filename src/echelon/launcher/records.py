@@ -75,7 +75,15 @@ def _object(must: Mapping[str, Check], may: Mapping[str, Check]) -> Check:
 _SAID = {"user_frames": _texts, "traceback": _text, "ours": _flag}
 _RANK = _object(
     {"exit_code": _exit_code},
-    {**_SAID, "time_ns": _count, "kind": _text, "message": _text, "loaded": _texts, "collectives": lambda v: _of_names(v, _text)},
+    {
+        **_SAID,
+        "time_ns": _count,
+        "kind": _text,
+        "message": _text,
+        "loaded": _texts,
+        "finished": _flag,
+        "collectives": lambda v: _of_names(v, _text),
+    },
 )
 _FAILURE = _object(
     {"rank": _count, "exit_code": _exit_code, "kind": _text, "message": _text},

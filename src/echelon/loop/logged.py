@@ -240,7 +240,8 @@ class Logged:
 
 
 def _check_name(name: str) -> None:
-    require(isinstance(name, str) and 0 < len(name) <= _LONGEST and name.isprintable(), "name", "a name of one line", name)
+    is_right = isinstance(name, str) and 0 < len(name) <= _LONGEST and name.isprintable()
+    require(is_right, "name", f"1 to {_LONGEST} characters that can be printed, on one line", name)
     if name in _TAKEN or name.endswith(_TAKEN_ENDS):
         raise UsageError(f"state.log: the records of a run have a number {name!r} of their own. Choose another name.")
 
@@ -255,7 +256,10 @@ def _one_number(name: str, value: Any) -> Any:
             return float(value)
         return value.float() if value.device.type == "mps" else value.double()
     try:
-        return float(value)
+        # NumPy converts no array that has a dim, not even of one number.
+        return float(value.item() if getattr(value, "size", None) == 1 and hasattr(value, "item") else value)
+    except OverflowError:
+        raise UsageError(f"state.log({name!r}) must be given a number that a float can hold, got a larger one.") from None
     except (TypeError, ValueError):
         raise UsageError(f"state.log({name!r}) must be given a number or a metric, got a {type(value).__name__}.") from None
 

@@ -209,13 +209,14 @@ def _event_line(event: Mapping[str, Any]) -> str:
 # --- as text
 
 
-def lines(now: Now, *, width: int = 100, height: int = 40, job: str = "") -> list[str]:
+def lines(now: Now, *, width: int = 100, height: int = 40, job: str = "", gone: bool = False) -> list[str]:
     """A screen of text: at most `height` lines of at most `width` characters, safe for a terminal.
 
     Args:
         job: what the scheduler says of the job.
+        gone: the launcher of an attempt that has no end does not run any more.
     """
-    head = [_state(now, job)]
+    head = [_state(now, job, gone=gone)]
     if now.progress:
         head.append(_bar(now.fraction) + now.progress)
     head += [f"attempt {each.number}: {_ended(each)}" for each in now.ended[-3:]]
@@ -241,7 +242,7 @@ def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(one_line(text), max(20, width))[:6]
 
 
-def _state(now: Now, job: str) -> str:
+def _state(now: Now, job: str, *, gone: bool) -> str:
     attempt = now.attempt
     if attempt is None:
         said = job or "has not begun"
@@ -250,6 +251,7 @@ def _state(now: Now, job: str) -> str:
     else:
         silent = now.since_s is not None and now.since_s > _SILENT_S
         said = f"has written nothing for {_duration(now.since_s or 0.0)}" if silent else "running"
+        said = "its launcher has gone: `echelon explain` says more" if gone else said
         said += f" ({job})" if job else ""
     parts = [now.name, said, f"{now.ranks} ranks"]
     if attempt is not None and attempt.number:

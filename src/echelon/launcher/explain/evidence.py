@@ -24,17 +24,16 @@ from echelon.launcher.explain import flight as flights
 from echelon.launcher.explain.batch import why_ended
 from echelon.launcher.explain.flight import Flight
 from echelon.launcher.explain.folder import is_file, is_folder, is_held, object_in
-from echelon.launcher.explain.stacks import Frame, crash_stack, main_thread, of_traceback, waits_in
+from echelon.launcher.explain.stacks import Frame, crash_stack, lost_thread, main_thread, of_traceback, waits_in
 from echelon.launcher.job import Failure
 from echelon.launcher.records import exit_record, rank_record
 
 __all__ = ["Evidence", "RankEvidence"]
 
 _MOST_RANKS, _MOST_NOTES = 1 << 20, 20
-_STACK_BYTES, _FLIGHT_BYTES = 1 << 20, 16 << 20
-_ALL_BYTES = 256 << 20  # of all files of an attempt together
+_STACK_BYTES, _FLIGHT_BYTES, _ALL_BYTES = 1 << 20, 16 << 20, 256 << 20  # the last: of all files of an attempt together
 # What is used of a record, whatever else it holds.
-_OF_RANK = ("exit_code", "time_ns", "kind", "message", "user_frames", "traceback", "ours", "collectives")
+_OF_RANK = ("exit_code", "time_ns", "kind", "message", "user_frames", "traceback", "ours", "finished", "collectives")
 _OF_END = ("exit_code", "stopped", "ranks", "seen", "hang", "world_size")
 _MOST_GROUPS = 1000
 _FILE = re.compile(r"(exit\.rank|stack\.rank|flight\.rank|exit\.node)(\d{1,7})\.(json|txt)")
@@ -58,6 +57,7 @@ class RankEvidence:
         failure: how it failed; None if it did not, or only because it was ended with the others.
         later: how it failed once the attempt's end had been recorded.
         ended: exit code of a rank that ended without failing; None if it ran.
+        finished: such a one had destroyed its process group, at its program's own end.
         oom: the kernel's out-of-memory killer ended it.
         standing: how far its loop was; None if it has none, or nothing is known.
         stopped: its process existed and did not run.
@@ -67,12 +67,14 @@ class RankEvidence:
         stack: of its main thread, innermost first, at the time when it was asked, or of its crash.
         flight: its collectives; None if it left no record.
         unread: it left one that could not be read.
+        thread: of one that stood: the error that ended a thread of it.
     """
 
     rank: int
     failure: Failure | None = None
     later: Failure | None = None
     ended: int | None = None
+    finished: bool = False
     oom: bool = False
     standing: Standing | None = None
     stopped: bool = False
@@ -82,6 +84,7 @@ class RankEvidence:
     stack: tuple[Frame, ...] = ()
     flight: Flight | None = None
     unread: bool = False
+    thread: str = ""
 
     @property
     def exit_code(self) -> int | None:
@@ -181,6 +184,9 @@ class _Reader:
             failure = rank.failure or rank.later
             if rank.flight and failure is not None and _fell_in_call(failure):
                 ranks[number] = rank = replace(rank, flight=flights.reopened(rank.flight))
+            if rank.failure is None and rank.stack and not waits_in(rank.stack):
+                with contextlib.suppress(OSError):
+                    ranks[number] = replace(rank, thread=lost_thread(read_end(self.run.log(number)).decode("utf-8", "replace")))
             if rank.failure is not None and rank.signal not in ("", "SIGKILL"):
                 ranks[number] = self._crashed(rank, rank.failure)
         for number in _left_while_others_waited(ranks):
@@ -297,7 +303,7 @@ def _add_rank(ranks: dict[int, RankEvidence], number: int, said: Mapping[str, An
     code = said.get("exit_code")
     known = ranks.get(number) or RankEvidence(number)
     if code in (0, REQUEUE) and known.failure is None and known.answers is None and not known.stopped:
-        ranks[number] = replace(known, ended=code)
+        ranks[number] = replace(known, ended=code, finished=said.get("finished") is True)
     elif code and not final and known.failure is None:
         ranks[number] = replace(known, failure=Failure.from_record(number, code, 0, said, log))
 

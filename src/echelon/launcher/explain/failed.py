@@ -29,6 +29,9 @@ _SIGNALS: Mapping[str, tuple[str, str]] = {
     "SIGABRT": ("crash", "The process ended itself: a failed check in C++; its log has more."),
     "SIGILL": ("crash", "A binary was built for another processor."),
     "SIGFPE": ("crash", "A whole number was divided by zero in C or C++."),
+    "SIGALRM": ("killed", "A timer that the program itself had set ran out (signal.alarm, setitimer), and nothing handled it."),
+    "SIGPIPE": ("killed", "It wrote to a pipe or socket that nobody reads, in code that does not look at that."),
+    "SIGSYS": ("killed", "It made a call to the kernel that its container forbids (seccomp)."),
     "SIGXCPU": ("CPU limit", "It used all the processor time that it may have (ulimit -t)."),
     "SIGXFSZ": ("disk full", "A file became larger than it may be (ulimit -f)."),
 }
@@ -79,7 +82,9 @@ def _signalled(evidence: Evidence, first: Failure, failures: Sequence[Failure], 
         return Verdict(tuple(guilty), "host out of memory", headline, sentence(text))
     if first.kind == "SIGKILL":
         headline = f"{who(guilty)} {_was(guilty)} killed by SIGKILL"
-        text = f"{headline}{others}. {_FROM_OUTSIDE} The kernel's out-of-memory killer does the same: `dmesg` tells."
+        text = f"{headline}{others}. {_FROM_OUTSIDE}"
+        if "the kernel has killed nothing" not in first.message:
+            text += " The kernel's out-of-memory killer does the same: `dmesg` tells."
         return Verdict(tuple(guilty), "killed", headline, sentence(text))
     if first.kind in _SIGNALS:
         cause, why = _SIGNALS[first.kind]
@@ -126,7 +131,7 @@ def _message(failure: Failure) -> str:
     """On one line: an error of ours up to a traceback in it, else the first line and what belongs to it."""
     if failure.ours:
         lines = itertools.takewhile(lambda line: _HEAD not in line, failure.message[:20_000].splitlines())
-        return short(" ".join(" ".join(lines).split()))
+        return short(" ".join(" ".join(lines).split())).removesuffix(":")
     if failure.message.startswith("Caught "):  # torch's loader again, with the traceback of its worker
         said = failure.message.strip().splitlines()
         return short(f"{said[-1].partition(': ')[2] or said[-1]} ({said[0].strip()})")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from echelon.contracts.pulse import Phase
 from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.failed import raised
-from echelon.launcher.explain.flight import Wait
+from echelon.launcher.explain.flight import Wait, expected
 from echelon.launcher.explain.stacks import waits_in
 from echelon.launcher.explain.verdict import Verdict
 from echelon.launcher.explain.words import (
     doing,
     grouped,
+    in_call,
     is_check,
     place,
     ranks_are,
@@ -26,6 +27,7 @@ from echelon.launcher.explain.words import (
 from echelon.launcher.job import Failure
 
 __all__ = [
+    "all_in_call",
     "barrier",
     "behind",
     "deadlock",
@@ -37,6 +39,11 @@ __all__ = [
 ]
 
 _NOT_PASSED = re.compile(r"Ranks? (\d{1,7}(?:, ?\d{1,7}){0,1000}) failed to pass monitoredBarrier")
+# What no record says of a call, and must be alike.
+_UNRECORDED = (
+    (re.compile("all_?to_?all"), "the sizes of what each sends to each"),
+    (re.compile("broadcast|^reduce$|^gather|^scatter"), "the roots, `src` or `dst`,"),
+)
 Waits = Mapping[int, tuple[Wait, str]]
 
 
@@ -64,14 +71,44 @@ def left_early(evidence: Evidence, waits: Waits) -> Verdict | None:
     needed_ones = [rank for rank in guilty if rank in needed]
     if not needed_ones:
         return None
+    if (more := _one_more(evidence, needed_ones, waits)) is not None:
+        return more
     headline = f"{who(needed_ones)} left with exit code 0 before the others"
     text = f"{headline}{_fewer(evidence, needed_ones, waits)}{while_others(evidence, guilty, waits)}."
     why = " Every rank must make the same number of steps: see loaders of different lengths, and returns under a condition."
     return Verdict(tuple(needed_ones), "left early", headline, sentence(text + why))
 
 
+def _one_more(evidence: Evidence, left: Sequence[int], waits: Waits) -> Verdict | None:
+    """Where those that left were all others, after equally many calls: the one that waits may have made a call too many.
+
+    Of more than two ranks it is the odd one. Of two nothing tells which is wrong, if the one that left had finished its program:
+    unless the call was due by those before.
+    """
+    waiting = sorted(rank for rank, (wait, _) in waits.items() if set(wait.missing) & set(left))
+    if len(waiting) != 1 or len(left) != evidence.world_size - 1:
+        return None
+    [rank], wait = waiting, waits[waiting[0]][0]
+    standing = {r.standing.step for number in (rank, *left) if (r := evidence.rank(number)).standing is not None}
+    trace = evidence.flights[rank].get(wait.group) if rank in evidence.flights else None
+    others = {evidence.flights[number][wait.group].last for number in left if wait.group in evidence.flights.get(number, {})}
+    if len(standing) > 1 or trace is None or others != {wait.call.seq - 1}:
+        return None
+    due = expected(trace, wait.call.seq)
+    if len(left) == 1 and (not evidence.rank(left[0]).finished or due is None or due[0] == wait.call.key):
+        return None
+    call = in_call(wait.call, wait.group)
+    headline = f"{who([rank])} called {call}{place(evidence.rank(rank))}, and {who(left)} had left with exit code 0"
+    how = f", after {wait.call.seq - 1} collectives as all others"
+    why = " It has made a call too many, such as one that only this rank reaches."
+    if len(left) == 1:
+        how, why = "", " One has made a call too many, or the other one has left too early: nothing tells which."
+    text = f"{headline}{how}.{why} All ranks of a group must make the same calls."
+    return Verdict((rank,) if len(left) > 1 else (*sorted((rank, *left)),), "left early", headline, sentence(text))
+
+
 def _fewer(evidence: Evidence, guilty: Collection[int], waits: Waits) -> str:
-    """As " after 9 steps where others made 10", or how many collectives it has called fewer."""
+    """As ", after 9 steps where others had made 10,", or after how many collectives."""
     steps = {rank: r.standing.step for rank, r in evidence.ranks.items() if r.standing is not None and r.standing.step}
     mine, others = [steps.get(rank, 0) for rank in guilty], [n for rank, n in steps.items() if rank not in guilty]
     if others and all(mine) and max(mine) < max(others):
@@ -80,7 +117,7 @@ def _fewer(evidence: Evidence, guilty: Collection[int], waits: Waits) -> str:
     for wait, _ in waits.values():
         last = [flights[rank][wait.group].last for rank in guilty if rank in flights and wait.group in flights[rank]]
         if last and max(last) < wait.call.seq:
-            return f", after {max(last)} of its collectives"
+            return f", after {max(last)} collectives,"
     return ""
 
 
@@ -112,6 +149,31 @@ def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
     return Verdict(tuple(guilty), _kind_of_absence(rank), headline, sentence(text.strip()))
 
 
+def all_in_call(evidence: Evidence, waits: Waits) -> Verdict | None:
+    """Ranks that wait in a call to which all have come, some of which may be through: they wait for one another in it.
+
+    What of a call is in no record, such as its root, is then not the same on all of them; or the network between them is broken.
+    """
+    stuck = {rank: wait for rank, (wait, _) in waits.items() if not wait.missing and not wait.unknown and wait.complete}
+    wanted = {rank for wait, _ in waits.values() for rank in wait.missing}
+    if len(stuck) < 2 or not wanted <= set(stuck) or any(not waits_in(stack_of(evidence.rank(rank))) for rank in stuck):
+        return None
+    calls = {(wait.group, wait.call.seq) for wait in stuck.values()}
+    free = set(evidence.all_ranks) - set(waits)
+    if len(calls) > 1 or free:
+        return None
+    failures = [failure for rank in stuck if (failure := evidence.rank(rank).failure) is not None]
+    if evidence.hang_after_s is None and not any(failure.waited for failure in failures):
+        return None
+    wait = next(iter(stuck.values()))
+    differs = next((what for op, what in _UNRECORDED if op.search(wait.call.op)), "")
+    why = f"Most often {differs} differ between ranks, which no record holds. Else" if differs else "Then"
+    headline = f"{who(stuck)} waited for one another in {in_call(wait.call, wait.group)}, to which all ranks had come"
+    text = f"{headline}{place(evidence.rank(min(stuck)))}{while_others(evidence, stuck, waits)}."
+    text = f"{text} {why} the network between them may be broken: `echelon doctor` tries it."
+    return Verdict(tuple(sorted(stuck)), "mismatched arguments" if differs else "did not end", headline, sentence(text))
+
+
 def _refused(rank: RankEvidence) -> bool:
     return rank.failure is not None and is_check(rank.failure)
 
@@ -128,7 +190,14 @@ def _stood(evidence: Evidence, guilty: Collection[int]) -> str:
         rank = evidence.rank(number)
         at, where = f" {rank.standing}" if rank.is_known else "", place(rank)
         texts[number] = f"was{at}{where}" if at or where else "left no stack: code in C may have kept it from answering"
-    return " ".join(f"{sentence(ranks_are(ranks, text, text.replace('was', 'were', 1)))}." for ranks, text in grouped(texts)[:3])
+    said = [f"{sentence(ranks_are(ranks, text, text.replace('was', 'were', 1)))}." for ranks, text in grouped(texts)[:3]]
+    return " ".join([*said, *_lost_threads(evidence, guilty)])
+
+
+def _lost_threads(evidence: Evidence, guilty: Collection[int]) -> list[str]:
+    """A sentence each for ranks that may wait for what a thread of them would have done."""
+    texts = {number: evidence.rank(number).thread for number in guilty}
+    return [f"A thread of {who(ranks)} had ended with {text}." for ranks, text in grouped(texts)[:3]]
 
 
 def _fewer_steps(evidence: Evidence, guilty: Collection[int]) -> str:
@@ -194,7 +263,7 @@ def not_waiting(evidence: Evidence, waits: Waits) -> Verdict | None:
         return None
     rank = evidence.rank(free[0])
     headline = f"{who(free)} did not come, and stood{place(rank)}" if place(rank) else f"{who(free)} did not come"
-    text = f"{headline}{while_others(evidence, free, waits)}."
+    text = " ".join([f"{headline}{while_others(evidence, free, waits)}.", *_lost_threads(evidence, free)])
     return Verdict(tuple(free), _kind_of_absence(rank), headline, sentence(text + _fewer_steps(evidence, free)))
 
 

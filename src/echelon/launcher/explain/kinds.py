@@ -55,10 +55,15 @@ _KINDS = (
         "smaller batches, or ask for more memory.",
     ),
     Kind(
-        r"Too many open files|received \d+ items of ancdata",
+        r"Too many open files|\[Errno 2[34]\]|received \d+ items of ancdata",
         "too many open files",
         "The process may have no more (ulimit -n). Raise that limit; what data workers hand on holds one for each tensor, unless "
         "torch.multiprocessing.set_sharing_strategy('file_system') is called first.",
+    ),
+    Kind(
+        r"can't start new thread",
+        "too many processes",
+        "See `ulimit -u`, and the tasks that the job's cgroup may have: threads count, too.",
     ),
     Kind(
         r"(/dev/shm/|</torch_).*No space left on device|unable to write to file </torch_|unable to allocate shared memory|"

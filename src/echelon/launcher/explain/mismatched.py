@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from echelon.launcher.explain.evidence import Evidence
 from echelon.launcher.explain.flight import DEFAULT_GROUP, Call, Mismatch, Wait, expected, first_mismatch, tensor
+from echelon.launcher.explain.stacks import called_by_loop
 from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import is_check, place, sentence, short, together, who
+from echelon.launcher.explain.words import is_check, place, sentence, short, stack_of, together, who
 from echelon.launcher.job import Failure
 
 __all__ = ["checked", "departs", "mismatch"]
@@ -84,10 +85,12 @@ def _verdict(evidence: Evidence, worst: Mismatch) -> Verdict:
         headline = f"{together(first)} where the others called {most[0].what}"
     of_group = "" if worst.group == DEFAULT_GROUP else f" of group {worst.group!r}"
     how = f" By the calls before, {due} was due." if due else ""
-    if set(guilty) >= {rank for ranks in parts for rank in ranks} or not guilty:
+    if swapped := _swapped(evidence, worst):
+        how = " They made the same calls in another order."
+    elif set(guilty) >= {rank for ranks in parts for rank in ranks} or not guilty:
         how += " One has made a call too many, or the other one too few: nothing tells which."
     why = "All ranks of a group must make the same calls in the same order, with as many elements of the same type."
-    kind = "order" if len({call.op for call, _ in worst.calls}) > 1 else "shape"
+    kind = "order" if swapped or len({call.op for call, _ in worst.calls}) > 1 else "shape"
     text = f"{headline}, as collective #{worst.seq}{of_group}{_where_each(evidence, worst)}.{how} {why}"
     return Verdict(guilty, f"mismatched {kind}", headline, sentence(text))
 
@@ -98,6 +101,8 @@ def _odd_ones(evidence: Evidence, found: Mismatch) -> tuple[tuple[int, ...], lis
     if 2 * len(most) > sum(len(ranks) for _, ranks in found.calls) and len(most) > len(next_most):
         odd = [ranks for _, ranks in found.calls[1:]]
         return tuple(sorted(rank for ranks in odd for rank in ranks)), odd, ""
+    if _swapped(evidence, found):
+        return tuple(sorted((*most, *next_most))), [], ""
     traces = [evidence.flights[ranks[0]].get(found.group) for _, ranks in found.calls]
     told = dict(due for trace in traces if (due := expected(trace, found.seq)) is not None)
     both = tuple(sorted(rank for _, ranks in found.calls for rank in ranks))
@@ -112,6 +117,16 @@ def _odd_ones(evidence: Evidence, found: Mismatch) -> tuple[tuple[int, ...], lis
     decides = by_several or all(call.op == right[0][0].op for call, _ in found.calls)
     guilty = tuple(sorted(rank for ranks in odd for rank in ranks)) if decides else nobody
     return guilty, odd, right[0][0].what
+
+
+def _swapped(evidence: Evidence, found: Mismatch) -> bool:
+    """Whether two kinds of ranks made the same two calls, each the other one first."""
+    if len(found.calls) != 2 or len(found.calls[0][1]) != len(found.calls[1][1]):
+        return False
+    (first, ranks), (other, others) = found.calls
+    traces = [evidence.flights[who[0]].get(found.group) for who in (ranks, others)]
+    follows = [trace.calls.get(found.seq + 1) if trace is not None else None for trace in traces]
+    return [call.key if call is not None else None for call in follows] == [other.key, first.key]
 
 
 def departs(evidence: Evidence, waits: Waits) -> Verdict | None:
@@ -137,16 +152,28 @@ def departs(evidence: Evidence, waits: Waits) -> Verdict | None:
                 )
     first = Failure.first(refused)
     said = short(first.message.splitlines()[-1] if first.message else first.kind)
-    if len(texts) == 1:
+    others = set(evidence.all_ranks) - {first.rank}
+    alike = _all_in_one_call(waits, others) if len(others) > 1 and first.rank not in evidence.flights else None
+    if len(texts) == 1 and alike is None:
         [(rank, headline)] = texts.items()
+        if called_by_loop(stack_of(evidence.rank(rank))):
+            return None  # at an end of an epoch its calls are not those of a step
         text = f"{headline}{place(evidence.rank(rank))}. {sentence(who([first.rank]))} got it, and failed: {said}"
         return Verdict((rank,), "mismatched shape", headline, sentence(text))
-    if texts or not as_due or len(refused) > 1 or as_due != set(evidence.all_ranks) - {first.rank}:
+    if len(refused) > 1 or not others or (alike is None and (texts or as_due != others)):
         return None
     headline = f"{who([first.rank])} called a collective with other shapes or types than the others"
     where = place(evidence.rank(first.rank))
-    text = f"{headline}{where}: what these called was due by their calls before, and it refused that: {said}"
+    why = "what these called was due by their calls before" if alike is None else f"these called {alike.what}, all alike"
+    text = f"{headline}{where}: {why}, and it refused that: {said}"
     return Verdict((first.rank,), "mismatched shape", headline, sentence(text))
+
+
+def _all_in_one_call(waits: Waits, ranks: Collection[int]) -> Call | None:
+    """In which all of these wait; None if they do not."""
+    calls = {(wait.group, wait.call.seq, wait.call.key): wait for rank in ranks if rank in waits for wait in (waits[rank][0],)}
+    wait = next(iter(calls.values())) if len(calls) == 1 else None
+    return wait.call if wait is not None and set(wait.waiting) >= set(ranks) else None
 
 
 def _where_each(evidence: Evidence, found: Mismatch) -> str:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from echelon.contracts.stopping import REQUEUE, signal_name
@@ -33,6 +34,13 @@ _OF_BATCH = {
     "NODE FAILURE": ("node lost", "because it lost a node", _GOES_ON),
     OUT_OF_MEMORY: ("host out of memory", "since its memory was used up", "Ask for more, or use fewer data workers."),
 }
+_LAUNCHER_KILLED = (
+    "Its launcher ended without a word: it was killed, its machine was lost, or this folder's disk was full. The ranks end with "
+    "it. The same command goes on from the newest checkpoint."
+)
+_RECEIVED = re.compile("preamble|[Rr]eceived|mismatch")  # a check of what came from another rank
+# Rules that see a moment: who was not there yet may have been about to come.
+_OF_A_MOMENT = frozenset({hung.left_early, hung.missing, hung.not_waiting, hung.behind})
 
 
 def explain(evidence: Evidence) -> Verdict:
@@ -46,13 +54,18 @@ def explain(evidence: Evidence) -> Verdict:
             mismatched.checked,
             mismatched.departs,
             hung.left_early,
+            hung.all_in_call,
             hung.missing,
             hung.barrier,
             hung.deadlock,
             hung.not_waiting,
             hung.behind,
         )
-        verdict = next((found for rule in rules if (found := rule(evidence, waiting)) is not None), None)
+        found = ((rule, said) for rule in rules if (said := rule(evidence, waiting)) is not None)
+        rule, verdict = next(found, (None, None))
+        if verdict is not None and rule in _OF_A_MOMENT and _was_cut_off(evidence):
+            text = f"{_LAUNCHER_KILLED} When its ranks were last looked at, {verdict.headline}: that may have been on its way."
+            verdict = Verdict((), "launcher killed", "its launcher ended without a word", text)
     verdict = verdict or _lone_check(evidence) or _by_launcher(evidence) or _unknown(evidence)
     if verdict.cause in _FROM_OUTSIDE:
         verdict = _by_batch(evidence, verdict)
@@ -107,12 +120,23 @@ def _lone_check(evidence: Evidence) -> Verdict | None:
     if not own:
         return None
     first = Failure.first(own)
-    headline = f"{who([first.rank])} failed in a collective{place(evidence.rank(first.rank))}"
-    text = (
-        f"{headline}: {_words(first)} Ranks gave it different shapes or types, or called different collectives; no flight "
-        "record tells which. `--check-collectives` names them at the call."
+    crashed = first.kind.startswith("SIG")
+    how = f"ended with {first.kind}" if crashed else "failed"
+    headline = f"{who([first.rank])} {how} in a collective{place(evidence.rank(first.rank))}"
+    text = f"{headline}: {_words(first)}"
+    if not crashed and not _RECEIVED.search(first.message):
+        why = "The call refused what this rank gave it, before anything was sent: see the sizes and types of its tensors."
+        return Verdict((first.rank,), "mismatched shape", headline, sentence(f"{text} {why}"))
+    why = (
+        "Ranks gave it different shapes or types, or called different collectives; no flight record tells which. "
+        "`--check-collectives` names them at the call."
     )
-    return Verdict((), "mismatched shape", headline, text[:1].upper() + text[1:])
+    return Verdict((), "mismatched shape", headline, sentence(f"{text} {why}"))
+
+
+def _was_cut_off(evidence: Evidence) -> bool:
+    """Whether nobody found anything wrong before its launcher was killed."""
+    return not evidence.failures and evidence.exit_code is None and evidence.hang_after_s is None
 
 
 def _by_batch(evidence: Evidence, verdict: Verdict) -> Verdict:
@@ -145,11 +169,7 @@ def _unknown(evidence: Evidence) -> Verdict:
     if not failures and evidence.exit_code is None:
         if not evidence.ranks and not evidence.world_size:
             return Verdict((), UNKNOWN, "nothing is known of it", "Nothing is known of it: the attempt left no record.")
-        text = (
-            "Its launcher ended without a word: it was killed, or its machine was lost. The ranks end with it. The same command "
-            "goes on from the newest checkpoint."
-        )
-        return Verdict((), "launcher killed", "its launcher ended without a word", text)
+        return Verdict((), "launcher killed", "its launcher ended without a word", _LAUNCHER_KILLED)
     if not failures:
         after = f" for {evidence.hang_after_s:.0f} s" if evidence.hang_after_s is not None else ""
         text = f"No rank made progress{after}, and nothing tells which of them the others waited for."

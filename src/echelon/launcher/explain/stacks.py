@@ -11,11 +11,20 @@ from dataclasses import dataclass
 from echelon.contracts.terminal import one_line
 from echelon.contracts.traces import named_in_library
 
-__all__ = ["Frame", "crash_stack", "main_thread", "of_traceback", "user_frame", "waits_in"]
+__all__ = [
+    "Frame",
+    "called_by_loop",
+    "crash_stack",
+    "lost_thread",
+    "main_thread",
+    "of_traceback",
+    "user_frame",
+    "waits_in",
+]
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 _FRAME = re.compile(r'  File "(.{1,4096})", line (\d{1,9}),? in (.{1,200})')
-_MOST_FRAMES = 200
+_MOST_FRAMES, _MOST_LINES, _MOST_SAID = 200, 1000, 200
 # Installed packages and Python itself, also on a machine that is not this one.
 _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib(64)?[/\\]python\d[\d.]*[/\\]|^<")
 # In whose files a rank waits for others, but not where one of these is the innermost: there it writes to a disk, or computes.
@@ -24,6 +33,8 @@ _OF_GROUPS = re.compile(r"[/\\]torch[/\\](distributed[/\\]|_C[/\\]_distributed)"
 _BUSY = re.compile(r"[/\\]torch[/\\]distributed[/\\](checkpoint|tensor)[/\\]")
 _PASSES_ON = re.compile(r"[/\\]torch[/\\](_ops\.py|_library[/\\]|futures[/\\]|cuda[/\\])")
 _AROUND = frozenset({"wrapper", "inner", "__call__", "_fn", "decorate_context", "wait", "wait_tensor", "<lambda>"})
+_OF_TORCH = re.compile(r"[/\\]torch[/\\]")
+_OF_LOOPS = re.compile(r"[/\\]echelon[/\\](loop|world)[/\\]")
 _OF_LOADERS = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]")
 
 
@@ -81,6 +92,24 @@ def crash_stack(log: str) -> tuple[Frame, ...]:
     return main_thread(rest) if found else ()  # a thread of C++ did
 
 
+def lost_thread(log: str) -> str:
+    """The error that ended a thread, by the last words of Python's own about one: "KeyError: 'id' at train.py:41 in load"."""
+    _, found, rest = f"\n{log}".rpartition("\nException in thread ")
+    if not found:
+        return ""
+    said, read = "", list[str]()
+    for line in rest.splitlines()[1:_MOST_LINES]:
+        if line.startswith(("Traceback (", "During handling of", "The above exception was")):
+            said = ""
+        elif line[:1].strip():
+            if said:
+                break  # what the rank said afterwards
+            said = line[:_MOST_SAID]
+        read.append(line)
+    frame = user_frame(of_traceback("\n".join(read)))
+    return one_line(said) + (f" at {frame}" if said and frame is not None else "")
+
+
 def of_traceback(text: str) -> tuple[Frame, ...]:
     """The frames of the last traceback in a text, innermost first."""
     last = text.rpartition("Traceback (most recent call last):")[2]
@@ -90,6 +119,12 @@ def of_traceback(text: str) -> tuple[Frame, ...]:
 def user_frame(frames: Iterable[Frame]) -> Frame | None:
     """The innermost frame that is no library's."""
     return next((frame for frame in frames if not frame.of_library), None)
+
+
+def called_by_loop(frames: Iterable[Frame]) -> bool:
+    """Whether a loop of echelon's made the call of torch's in which a rank stands, and no code of the user's."""
+    called = next((frame for frame in frames if not _OF_TORCH.search(frame.file)), None)
+    return called is not None and called.of_library and _OF_LOOPS.search(called.file) is not None
 
 
 def waits_in(frames: Iterable[Frame]) -> str:

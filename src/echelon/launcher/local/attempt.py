@@ -190,9 +190,16 @@ def write_exit(
         kept = sorted(failures, key=lambda f: (f.rank not in whole, f.time_ns))[:_MOST_FAILURES]
         said["ranks"] = {str(f.rank): _shortened(f, _OF_FIRST if f.rank in whole else _OF_OTHERS[-1]) for f in kept}
         text = json.dumps({**said, "seen": {}}, default=str)
+    _write_end(path, text, again=bool(failures))
+
+
+def _write_end(path: Path, text: str, *, again: bool) -> None:
+    """Where the folder was removed meanwhile: into a new one if there is a failure to be told."""
     try:
+        if again:
+            path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text + "\n")
-    except OSError as error:  # a full disk, a folder that was removed meanwhile
+    except OSError as error:  # a full disk, too
         say(f"{path} cannot be written: {error.strerror}")
 
 

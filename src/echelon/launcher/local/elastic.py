@@ -31,6 +31,7 @@ from echelon.launcher.local.attempt import Attempt, Requests
 from echelon.launcher.local.gather import Sight
 from echelon.launcher.local.hang import HangLimit, hang_timeout
 from echelon.launcher.local.judge import HANGS, HUNG
+from echelon.launcher.local.lingering import Lingering
 from echelon.launcher.local.nodes import Meeting
 from echelon.launcher.local.rendezvous import NODES_WAIT_S, NodesRendezvous, OneNodeRendezvous
 from echelon.launcher.local.server import ForkServer
@@ -112,6 +113,7 @@ class ForkAgent(SimpleElasticAgent):
         self.hang_s: float | None = None
         self._say, stall_s = say or terminal.say, stall_after(job.stall_after_s)
         self._watch = Watch(stall_s, self._say, self.sight.ask_stacks)
+        self._lingering = Lingering(stall_s)
         self._hang = HangLimit(*hang_timeout(job.hang_timeout_s), self._watch.progress, self.sight, stall_s)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -184,8 +186,9 @@ class ForkAgent(SimpleElasticAgent):
 
     def _hangs(self, attempt: Attempt) -> float | None:
         idle_s = self._hang.look(attempt)
-        if (line := self._hang.quiet()) is not None:
-            self._say(line)
+        for line in (self._hang.quiet(), self._lingering.look(attempt)):
+            if line is not None:
+                self._say(line)
         # A node whose ranks have all ended hears of the others' end by itself.
         all_late = self._meetings.all_late(idle_s is not None or (self._hang.after_s > 0 and not attempt.running))
         return idle_s if all_late else None

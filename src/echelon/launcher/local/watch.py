@@ -7,6 +7,7 @@ that runs a loop of its own has no position; of that, only a stopped process and
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -89,5 +90,7 @@ def positions(seen: Mapping[int, Seen], late: Sequence[int], *, works: bool = Fa
             alike.setdefault(f"{how}|{seen[rank]}", []).append(rank)
         for text, who in alike.items():
             how, _, stands = text.partition("|")
-            parts.append(f"rank {', '.join(map(str, who))} {how}{f', {stands}' if stands else ''}")
+            of_several = re.sub(r"^(\w+)s\b", r"\1", how.replace("is ", "are ", 1))
+            which = f"rank {who[0]} {how}" if len(who) == 1 else f"ranks {', '.join(map(str, who))} {of_several}"
+            parts.append(f"{which}{f', {stands}' if stands else ''}")
     return "; ".join(parts)

@@ -172,11 +172,12 @@ def _program(start: Start) -> None:
 def run_recorded(start: Start, program: Callable[[], None]) -> int:
     """Run `program` in this process; returns its exit code and writes the record of `start`."""
     failure: dict[str, Any] | None = None
-    code, pid = 0, os.getpid()
+    code, pid, finished = 0, os.getpid(), False
     try:
         with _leaving_when_asked():
             program()
         gc.disable()
+        finished = _has_no_group()
     except SystemExit as stop:
         gc.disable()
         code, failure = _system_exit(stop)
@@ -199,8 +200,14 @@ def run_recorded(start: Start, program: Callable[[], None]) -> int:
         # What the launcher has asked for before it ended this rank says where the rank was; what came since, only how it ended.
         keeps = failure is None or start.flight is None or os.path.lexists(start.flight)
         flight = flight_record() if keeps else write_flight(Path(str(start.flight)))
-        _record(start, code, failure, last_calls(flight))
+        _record(start, code, failure, last_calls(flight), finished=finished)
     return code
+
+
+def _has_no_group() -> bool:
+    """Whether the program destroyed its process group, as one does that has come to its own end."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and not distributed.is_initialized()
 
 
 @contextlib.contextmanager
@@ -233,14 +240,27 @@ def _run_script(script: str) -> None:
 
 
 def _record(
-    start: Start, code: int, failure: dict[str, Any] | None, collectives: Mapping[str, str] = MappingProxyType({})
+    start: Start,
+    code: int,
+    failure: dict[str, Any] | None,
+    collectives: Mapping[str, str] = MappingProxyType({}),
+    *,
+    finished: bool = False,
 ) -> None:
-    """Leave how this rank ended for the launcher: whole or not at all. `collectives` are the last that it called, by group."""
+    """Leave how this rank ended for the launcher: whole or not at all.
+
+    Args:
+        collectives: the last that it called, by group.
+        finished: it came to its program's end, and had destroyed its process group.
+    """
     if start.record:
         loaded = [name for name in SLOW_MODULES if name in sys.modules]
         said = {"exit_code": code, "time_ns": time.monotonic_ns(), "loaded": loaded, "collectives": dict(collectives)}
+        said |= {"finished": True} if finished else {}
         record = {**said, **(failure or {})}
         with contextlib.suppress(OSError):
+            if failure is not None:  # it is told all the same, if its folder was removed meanwhile
+                Path(start.record).parent.mkdir(parents=True, exist_ok=True)
             write_json(Path(start.record), record)
 
 
