@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
+from echelon.parallel import edges
 from echelon.parallel.blocks import blocks_to_shard
 from echelon.parallel.edges import edges_of
 from echelon.parallel.parallelize import prepare_module
@@ -63,8 +65,14 @@ def _speaker(head: str) -> Speaker:
     return Speaker(head)
 
 
+def _whatever_their_bytes() -> Any:
+    """Context in which the layers of these small models are not too small."""
+    return mock.patch.object(edges, "_WORTH_BYTES", 0)
+
+
 def _names(model: nn.Module) -> tuple[list[str], list[str]]:
-    embeddings, head = edges_of(model, blocks_to_shard(model))
+    with _whatever_their_bytes():
+        embeddings, head = edges_of(model, blocks_to_shard(model))
     return [n for n, _ in embeddings], [n for n, _ in head]
 
 
@@ -88,6 +96,13 @@ def test_edges_are_found_by_structure() -> None:
     assert _names(Nested()) == (["model.lexicon"], ["model.calm", "score"])
 
 
+def test_what_has_few_bytes_stays_with_the_root() -> None:
+    model = Speaker()
+    assert edges_of(model, blocks_to_shard(model)) == ([], [])
+    model.lexicon = nn.Embedding((1 << 20) // WIDTH // 4, WIDTH)  # float32: as many as are worth it
+    assert [name for name, _ in edges_of(model, blocks_to_shard(model))[0]] == ["lexicon"]
+
+
 def _batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
@@ -107,7 +122,8 @@ class _Speaks(ech.AutoUnit[Any]):
 
 
 def _trained(head: str, strategy: Any, **options: Any) -> dict[str, torch.Tensor]:
-    unit = _Speaks(module=_speaker(head), device=CPU, strategy=strategy, clip_grad_norm=0.5, **options)
+    with _whatever_their_bytes():
+        unit = _Speaks(module=_speaker(head), device=CPU, strategy=strategy, clip_grad_norm=0.5, **options)
     rank, size = (unit.prepared.dp_rank, unit.prepared.dp_size) if strategy != "noop" else (0, 1)
     data = [tuple(t.chunk(size)[rank] for t in each) for each in _batches()]
     ech.train(unit, data, max_epochs=1)
@@ -171,7 +187,8 @@ def _left_to_the_root() -> dict[str, Any]:
     log, lines = logging.getLogger("echelon.parallel.units"), _Counts()
     log.addHandler(lines)
     log.setLevel(logging.INFO)
-    module: Any = prepare_module(_speaker("own"), CPU, strategy="fsdp")
+    with _whatever_their_bytes():
+        module: Any = prepare_module(_speaker("own"), CPU, strategy="fsdp")
     seen: dict[str, list[str]] = {}
 
     def look(place: str) -> Any:

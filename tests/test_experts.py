@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
@@ -526,6 +527,20 @@ def test_a_model_built_without_memory_has_the_same_values(ranks: Ranks, kind: st
     strategy = ech.Parallel(ep=2)
     plain, meta = (ranks(2, _from_meta, strategy, kind, deferred) for deferred in (False, True))
     _same(plain[0], meta[0])
+
+
+def _experts_are_units(precision: str | None) -> set[bool]:
+    """Whether `fully_shard` gathers experts by themselves; it leaves its mark on the class of what it gathers."""
+    model = Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS))
+    unit = Regression(module=model, strategy=ech.Parallel(ep=2), precision=precision)
+    return {isinstance(layer.experts, FSDPModule) for layer in unit.prepared.module.modules() if isinstance(layer, ech.MoE)}
+
+
+def test_experts_that_no_other_rank_has_are_not_gathered(ranks: Ranks) -> None:
+    """There is nothing to gather; but a unit is what computes them in another type than they are kept in."""
+    assert ranks(2, _experts_are_units, None) == [{False}, {False}]
+    assert ranks(2, _experts_are_units, "bf16") == [{True}, {True}]
+    assert ranks(4, _experts_are_units, None)[0] == {True}  # two ranks have the same experts
 
 
 def _by_hand() -> list[float]:

@@ -230,8 +230,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         prepared, window, bitwise, last = self.prepared, self.window, self._bitwise, micro_batch.is_last
         if bitwise is not None:
             bitwise.begin(window.updates, window.count - 1)
-        reduces = last or bitwise is not None
-        anomaly = self.detect_anomaly
+        reduces, anomaly = last or bitwise is not None, self.detect_anomaly
         with prepared.accumulate(reduces), NO_CONTEXT if anomaly is None else torch.autograd.set_detect_anomaly(anomaly):
             _, outputs = prepared.forward_backward(micro_batch, partial(self._forward, state), partial(self._backward, state))
         if bitwise is not None:
@@ -263,8 +262,9 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
             enter(Part.BACKWARD)
         assert window.reference is not None
         scale = weight * prepared.averaged_over / window.reference
-        if self.grad_scaler is not None:
-            loss = self.grad_scaler.scale(loss)
+        loss = loss if self.grad_scaler is None else self.grad_scaler.scale(loss)
+        if prepared.takes_windows and not loss.requires_grad:  # of another stage: it only counts
+            return
         if not isinstance(scale, torch.Tensor) and scale == 0:
             gradients.pass_zeros(loss)
         if isinstance(scale, float) and scale == 1.0:

@@ -1,7 +1,7 @@
 """The large layers around a model's blocks, embedding and head: split one by one, so that the root does not gather them all step.
 
 They are found by what they are and where they stand: an `nn.Embedding` outside the blocks; the last `nn.Linear` after them, with
-the norm in front of it. One that is small beside a block, or that is tied, stays with the root.
+the norm in front of it. One that is small, in bytes or beside a block, or that is tied, stays with the root.
 
 The root's parameters can be read anywhere in its forward pass, as `x @ self.embedding.weight.T` does. So can these, outside of
 their own layer's forward. An embedding is gathered then, and stays so until the backward pass, now and from then on. A head's
@@ -21,8 +21,8 @@ from echelon.parallel.shards import is_split
 
 __all__ = ["edges_of", "keep_readable"]
 
-# Of the largest block: less is not worth a collective of its own.
-_WORTH = 0.25
+# Of the largest block, and in bytes: less is not worth a collective, whose latency is as long as so much takes to send.
+_WORTH, _WORTH_BYTES = 0.25, 1 << 20
 
 
 def edges_of(module: nn.Module, blocks: Blocks) -> tuple[Blocks, Blocks]:
@@ -34,9 +34,9 @@ def edges_of(module: nn.Module, blocks: Blocks) -> tuple[Blocks, Blocks]:
     last = max(i for i, (n, _) in enumerate(order) if f"{n}.".startswith(inside))
     least = _WORTH * max(_size(block) for _, block in blocks)
     outside = [(n, m) for n, m in order if not f"{n}.".startswith(inside)]
-    embeddings: Blocks = [(n, m) for n, m in outside if type(m) is nn.Embedding and _size(m) >= least]
+    embeddings: Blocks = [(n, m) for n, m in outside if type(m) is nn.Embedding and _is_large(m, least)]
     after = [(n, m) for n, m in order[last + 1 :] if _size(m)]
-    heads = [i for i, (_, m) in enumerate(after) if type(m) is nn.Linear and _size(m) >= least]
+    heads = [i for i, (_, m) in enumerate(after) if type(m) is nn.Linear and _is_large(m, least)]
     head: Blocks = []
     if heads:
         at = heads[-1]
@@ -48,6 +48,10 @@ def edges_of(module: nn.Module, blocks: Blocks) -> tuple[Blocks, Blocks]:
 
 def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
+
+
+def _is_large(module: nn.Module, least: float) -> bool:
+    return _size(module) >= least and sum(p.nbytes for p in module.parameters()) >= _WORTH_BYTES
 
 
 class _Within:

@@ -6,6 +6,8 @@ over the mesh axes that it is split over, and once over those that it is replica
     |g|  =  ( sum over tensors, over the ranks that split them, of |part|^p ) ^ (1/p)
 
 in one small all-reduce per mesh axis, and the same number on every rank.
+
+All of it without autograd: with it, torch makes a node of the graph each time that it is asked for a DTensor's part.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ def clear(optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
+@torch.no_grad()
 def scale_(parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply every gradient in place. Per rank."""
     grads = [local(p.grad) for p in parameters if p.grad is not None]
@@ -47,6 +50,7 @@ def scale_(parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> 
     _multiply(grads, factor)
 
 
+@torch.no_grad()
 def clip_by_value_(parameters: Iterable[torch.Tensor], max_value: float) -> None:
     """Clamp every gradient element to [-max_value, max_value]. Per rank."""
     parameters = list(parameters)
@@ -59,6 +63,7 @@ def clip_by_value_(parameters: Iterable[torch.Tensor], max_value: float) -> None
         torch._foreach_clamp_max_(grads, max_value)
 
 
+@torch.no_grad()
 def clip_by_norm_(
     parameters: Iterable[torch.Tensor],
     max_norm: float,
@@ -91,8 +96,12 @@ def clip_by_norm_(
     kinds: dict[Axes, list[torch.Tensor]] = {}
     uncounted: list[torch.Tensor] = []
     others = {id(parameter) for parameter in elsewhere}
+    axes: dict[Any, Axes] = {}  # asking a mesh for its groups takes longer than all else that is done with a gradient
     for parameter in parameters:
-        parts = kinds.setdefault(_split_over(parameter), [])
+        layout = id(getattr(parameter, "device_mesh", None)), getattr(parameter, "placements", None)
+        if layout not in axes:
+            axes[layout] = _split_over(parameter)
+        parts = kinds.setdefault(axes[layout], [])
         if parameter.grad is not None and (part := local(parameter.grad)).numel():  # a rank's part of a small tensor may be empty
             (uncounted if id(parameter) in others else parts).append(part)
     # Phase 2: their norm, over the ranks.

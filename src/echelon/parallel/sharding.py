@@ -37,7 +37,7 @@ from echelon.parallel.shards import is_fully_sharded, is_split, local, reshard
 from echelon.parallel.split_errors import explained
 from echelon.parallel.tensor_gradients import check_same_loss, check_whole_layers
 from echelon.parallel.tensor_logits import around_losses, plain_loss
-from echelon.parallel.units import Unit, expert_units, prefetch, resharded, units_of
+from echelon.parallel.units import Unit, expert_units, experts_apart, prefetch, resharded, units_of
 from echelon.parallel.unsplit import of_another_type, unsplittable
 from echelon.world.init import World, ensure_group
 from echelon.world.mesh import ParallelDims
@@ -235,7 +235,9 @@ def shard(
     units = units_of(module, how.blocks, precision, how.policy, reshards, world.device, reports=reports)
     if isinstance(said, Mapping):
         units = resharded(units, module, said)
-    units = [*expert_units(module, precision, how.policy, reshards), *units]
+    apart = set() if how.offload else experts_apart(module, precision, how.policy)
+    units = [*expert_units(module, precision, how.policy, reshards, apart), *units]
+    ignored |= apart
     root_policy = policy_for(module, precision, how.root_policy or how.policy)
     module = recipe.compile(recipe.checkpoint_activations(module))
     whole |= (others := of_another_type(module, [unit.modules for unit in units], ignored))

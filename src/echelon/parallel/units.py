@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["Unit", "check_prefetch", "check_reshard", "expert_units", "prefetch", "resharded", "units_of"]
+__all__ = ["Unit", "check_prefetch", "check_reshard", "expert_units", "experts_apart", "prefetch", "resharded", "units_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +90,34 @@ def units_of(
     return units
 
 
+def experts_apart(module: nn.Module, precision: Precision | None, policy: MixedPrecisionPolicy | None) -> set[nn.Parameter]:
+    """Parameters of experts that no other data-parallel rank has: there is nothing to gather and nothing to reduce.
+
+    A unit over a single rank would copy them in each pass. Where they are computed in another type than they are kept in, one
+    stays, to cast them.
+    """
+    return {
+        parameter
+        for _, part in divided_experts(module)
+        if part.dispatch is not None
+        and part.dispatch.data_mesh.size() == 1
+        and policy_for(part, precision, policy).param_dtype is None
+        for parameter in part.parameters()
+    }
+
+
 def expert_units(
-    module: nn.Module, precision: Precision | None, policy: MixedPrecisionPolicy | None, reshard: bool | int
+    module: nn.Module,
+    precision: Precision | None,
+    policy: MixedPrecisionPolicy | None,
+    reshard: bool | int,
+    apart: Collection[nn.Parameter] = (),
 ) -> list[Unit]:
-    """Experts that are divided over ranks: each is sharded over the ranks that have the same ones. They are split first."""
+    """Experts that are divided over ranks: each is sharded over the ranks that have the same ones. They are split first.
+
+    Args:
+        apart: parameters of experts that are no units.
+    """
     return [
         Unit(
             name,
@@ -105,7 +129,7 @@ def expert_units(
             placement=part.dispatch.placement,
         )
         for name, part in divided_experts(module)
-        if part.dispatch is not None
+        if part.dispatch is not None and not any(parameter in apart for parameter in part.parameters())
     ]
 
 

@@ -54,24 +54,26 @@ class Experts(nn.Module):
         already, and what reduces it takes the mean over fewer ranks than that of other parameters. Not by `fully_shard`'s
         `set_gradient_divide_factor`: over a single rank torch 2.13 divides twice.
         """
-        part = local(stack)
         if self.dispatch is None:
-            return part
-        scaled: torch.Tensor = _Scaled.apply(part, 1 / self.dispatch.size)  # type: ignore[no-untyped-call]
-        return scaled
+            return local(stack)
+        part: torch.Tensor = _Part.apply(stack, 1 / self.dispatch.size)  # type: ignore[no-untyped-call]
+        return part
 
 
-class _Scaled(torch.autograd.Function):
-    """The same, with its gradient multiplied by a number."""
+class _Part(torch.autograd.Function):
+    """A DTensor's part on this rank, with its gradient multiplied by a number: `to_local` in one node of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, stack: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return stack.view_as(stack)
+    def forward(ctx: Any, stack: Any, factor: float) -> torch.Tensor:
+        ctx.factor, ctx.mesh, ctx.placements = factor, stack.device_mesh, stack.placements
+        part = local(stack)
+        return part.view_as(part)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0] * ctx.factor, None
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(grads[0] * ctx.factor, ctx.mesh, ctx.placements, run_check=False), None
 
 
 class _Contiguous(torch.autograd.Function):

@@ -54,6 +54,7 @@ class Pipeline:
         self._learned: dict[Any, Learned] = {}
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._under_way: Window | None = None
+        self._common: int | None = None  # what the random numbers of the update under way come from
         self.is_trying = False
 
     # --- training
@@ -82,10 +83,11 @@ class Pipeline:
         under_way = Window(list(micro_batches), forward, backward, before_backward)
         self._under_way = under_way
         try:
-            for first, last in zip(begins, [*begins[1:], len(micro_batches)], strict=True):
-                for size in parts(self.kind, last - first, self._pp):
-                    self._run(signatures[first], first, size)
-                    first += size
+            with self._own_draws():
+                for first, last in zip(begins, [*begins[1:], len(micro_batches)], strict=True):
+                    for size in parts(self.kind, last - first, self._pp):
+                        self._run(signatures[first], first, size)
+                        first += size
         finally:
             self._under_way = None
         self.shared.sum_gradients()
@@ -192,8 +194,8 @@ class Pipeline:
         run = Run(stage, values, learned.forms, solid=self._walk.solid)
         if stage < self.cut.count - 1:
             run.outgoing = lambda run: self._outgoing(run, learned)
-        with self._draws(stage):
-            made = compute(self.cut, run, lambda: window.forward(micro_batch))
+        self._begin_draws(stage, number)
+        made = compute(self.cut, run, lambda: window.forward(micro_batch))
         if stage == self.cut.count - 1:
             window.made[number] = made[0].detach(), made[1]
             output = weighted(made[0], micro_batch, window.backward)
@@ -232,24 +234,34 @@ class Pipeline:
         return made
 
     @contextlib.contextmanager
-    def _draws(self, stage: int) -> Iterator[None]:
-        """In every stage another RNG state, from one number that all stages draw: else layers of equal place drop alike."""
+    def _own_draws(self) -> Iterator[None]:
+        """Context of an update's passes, which may leave the RNGs in any state: see `_begin_draws`."""
         if not self.module.training:
+            self._common = None
             yield
             return
-        seed = (int(torch.randint(2**62, ())) + stage * 0x9E3779B97F4A7C15) % 2**63
+        self._common = int(torch.randint(2**62, ()))
         on_gpu = self.cut.device.type == "cuda"
-        # Not torch.manual_seed, which notes the stack of its caller for a GPU that is not used, a millisecond each time.
         state, state_of_gpu = torch.get_rng_state(), torch.cuda.get_rng_state(self.cut.device) if on_gpu else None
-        torch.default_generator.manual_seed(seed)
-        if on_gpu:
-            torch.cuda.manual_seed(seed)
         try:
             yield
         finally:
             torch.set_rng_state(state)
             if state_of_gpu is not None:
                 torch.cuda.set_rng_state(state_of_gpu, self.cut.device)
+
+    def _begin_draws(self, stage: int, number: int) -> None:
+        """In every stage and micro-batch another RNG state, from one number that all ranks draw in an update.
+
+        Else layers of equal place would drop alike.
+        """
+        if self._common is None:
+            return
+        seed = (self._common + (number * self.cut.count + stage) * 0x9E3779B97F4A7C15) % 2**63
+        # Not torch.manual_seed, which notes the stack of its caller for a GPU that is not used, a millisecond each time.
+        torch.default_generator.manual_seed(seed)
+        if self.cut.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     # --- what all ranks are told
 
@@ -269,7 +281,7 @@ class Pipeline:
         made = []
         for i, micro_batch in enumerate(window.micro_batches):
             value = losses[i].to(loss.dtype)
-            window.backward(value.clone().requires_grad_(), micro_batch)  # counts it, and changes no gradient
+            window.backward(value, micro_batch)  # counts it
             made.append((value, outputs[i]))
         return made
 

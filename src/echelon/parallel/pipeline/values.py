@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,9 @@ class Leaf:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
+_structure = functools.lru_cache(maxsize=1024)(pytree.treespec_loads)  # a form is filled for each micro-batch
+
+
 @dataclass(frozen=True)
 class Form:
     """A nesting without its tensors.
@@ -62,7 +66,7 @@ class Form:
     def filled(self, tensors: list[torch.Tensor]) -> Any:
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, Leaf) else leaf for leaf in self.leaves]
-        return pytree.tree_unflatten(leaves, pytree.treespec_loads(self.tree))
+        return pytree.tree_unflatten(leaves, _structure(self.tree))
 
     def to_json(self) -> Any:
         packed = [
