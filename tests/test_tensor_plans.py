@@ -454,6 +454,12 @@ def test_a_plan_that_leaves_parts_where_all_is_expected_is_refused(ranks: Ranks)
         assert "code of Classes takes all features" in inputs and "'rowwise_split' takes all" in inputs
 
 
+def test_a_plan_that_leaves_parts_where_all_is_expected_is_refused_in_stages(ranks: Ranks) -> None:
+    """On all ranks, of which only those of the last stage see it."""
+    for (loss,) in ranks(4, _misused, False, [ech.Parallel(pp=2, tp=2, stages=["last"], plan={"last": "colwise"})]):
+        assert "the loss of the first update differs between the 2 ranks" in loss and "such as Classes.last." in loss
+
+
 def test_parts_of_a_sharded_module_that_are_called_directly_are_refused(ranks: Ranks) -> None:
     for said in ranks(2, _misused, True, ["fsdp"]):
         assert said[0].startswith("compute_loss must call Classes itself: its parameters are split over the ranks")

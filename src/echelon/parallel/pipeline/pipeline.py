@@ -26,6 +26,7 @@ from echelon.parallel.pipeline.trial import compute
 from echelon.parallel.pipeline.values import Form, Leaf, form_of, shape_of_batch
 from echelon.parallel.pipeline.walk import Needs, Walk, Walked
 from echelon.parallel.pipeline.window import Learned, Made, Window, weighted
+from echelon.parallel.split_errors import explained
 from echelon.world import agree
 
 __all__ = ["Pipeline"]
@@ -123,6 +124,7 @@ class Pipeline:
 
     def _studied(self, structure: Any, act: Callable[[], Any]) -> Walked:
         needs = self._needs.get(structure)
+        act = explained(self.module)(act)
         self.is_trying = True
         try:
             walked = self._walk.again(act, needs) if needs is not None else self._walk.study(act)

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from echelon.contracts.errors import UsageError
 from echelon.parallel.pipeline.prepared import Pipelined
 from echelon.parallel.same_gradients import SameGradients
 from echelon.parallel.sharding import FSDPPrepared
+from echelon.parallel.split_errors import explained
+from echelon.parallel.tensor_gradients import check_same_loss, check_whole_layers
+from echelon.world import agree
 
 __all__ = ["ShardedStages"]
 
 
 class ShardedStages(Pipelined, FSDPPrepared):
     """What `fully_shard` reduces after a backward pass that a schedule calls."""
+
+    def forward_backward_window(self, *given: Any) -> list[tuple[torch.Tensor, Any]]:
+        with explained(self.module):
+            made = super().forward_backward_window(*given)
+        if not self._is_checked and self.pipeline is not None:
+            self._is_checked = True
+            self._check_plan(made[0][0])
+        return made
+
+    def _check_plan(self, loss: torch.Tensor) -> None:
+        """After the first update's backward passes, on all ranks: only those of some stages may see what is wrong."""
+        found: str | None = None
+        try:
+            check_same_loss(self.module, loss)
+            check_whole_layers(self.module)
+        except UsageError as error:
+            found = str(error)
+        if (told := agree.first_told(found)) is not None:
+            raise UsageError(told)
 
     def passes_begin(self, *, several: bool) -> None:
         reduction = self.reduction
