@@ -183,7 +183,7 @@ def _where(update: int, micro_batches: int, progress: Progress) -> _Where:
 
 
 def _is_elsewhere(loss: torch.Tensor) -> bool:
-    return loss.device.type != "cpu"
+    return not loss.is_cpu
 
 
 def _to_host(

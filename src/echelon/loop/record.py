@@ -41,23 +41,23 @@ class Recorder:
         """What the coming update computes."""
         if self.utilization is None:
             self.utilization = Utilization(unit)
-        for each in micro_batches:
-            self.utilization.count(each.data)
+        if self.utilization.counts:
+            for each in micro_batches:
+                self.utilization.count(each.data)
 
     def update(
         self, step: int, update: int, loss: Any, weight: Any, lr: Any, grad_norm: Any, more: Mapping[str, Any] | None = None
     ) -> None:
         """One optimizer update: mean loss and weight of its global batch, and more by name. Numbers or 0-dim tensors."""
-        now = time.perf_counter()
-        arrival = None
+        now, arrival = time.perf_counter(), None
         if isinstance(loss, torch.Tensor):
-            if _is_elsewhere(loss):
+            if not loss.is_cpu:
                 more = more or {}
                 (loss, weight, grad_norm, *rest), arrival = _to_host([loss, weight, grad_norm, *more.values()])
                 more = dict(zip(more, rest, strict=True))
             else:  # a number at once: hundreds of tensors kept until the flush would push the model's out of the cache
                 loss = loss.item()
-        flops = 0.0 if self.utilization is None else self.utilization.take()
+        flops = self.utilization.take() if self.utilization is not None and self.utilization.counts else 0.0
         self._pending.append((step, update, loss, weight, lr, grad_norm, now, flops, more, arrival))
         if now - self._flushed_at >= _FLUSH_S:
             self._write_arrived()
@@ -146,7 +146,7 @@ class Recorder:
 
 
 def _is_elsewhere(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    return isinstance(value, torch.Tensor) and not value.is_cpu
 
 
 def _to_host(given: list[Any]) -> tuple[list[Any], torch.cuda.Event | None]:

@@ -36,6 +36,8 @@ class Utilization:
 
     Args:
         unit: an AutoUnit, whose `flops` is asked for each micro-batch if the peak is known.
+    Attributes:
+        counts: the peak is known.
     """
 
     def __init__(self, unit: Any) -> None:
@@ -43,6 +45,7 @@ class Utilization:
         self.device, self.devices = unit.device, world
         # Ranks that compute parts of the same samples share the work.
         self._peak = (peak_of(unit) or 0.0) * max(1, world // max(1, unit.prepared.dp_size))
+        self.counts = self._peak > 0
         self._unit, self._flops = unit, 0.0
         (_, self._parts), (_, stages) = unit.prepared.part, unit.prepared.stage
         # A rank of a pipeline has the parameters of its own stages alone.
@@ -50,12 +53,13 @@ class Utilization:
 
     def count(self, micro_batch: Any) -> None:
         """One more micro-batch of this rank; where it has parts of sequences, those of all ranks that share the peak."""
-        if self._peak:
-            flops = self._unit.flops(micro_batch)
-            if flops is not None:
-                self._flops += flops * self._parts
-            elif self._model is not None:
-                self._flops += self._model.flops(micro_batch, self._parts) or 0.0
+        if not self.counts:
+            return
+        flops = self._unit.flops(micro_batch)
+        if flops is not None:
+            self._flops += flops * self._parts
+        elif self._model is not None:
+            self._flops += self._model.flops(micro_batch, self._parts) or 0.0
 
     def take(self) -> float:
         """The FLOPs since the last call."""

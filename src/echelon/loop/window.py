@@ -156,7 +156,7 @@ class _Reduction:
     def __init__(
         self, weight: Any, loss: torch.Tensor, wants_stop: bool, logged: Sequence[float], group: dist.ProcessGroup | None
     ) -> None:
-        self._on_device = loss.device.type != "cpu"
+        self._on_device = not loss.is_cpu
         self._weight_on_device = self._on_device and isinstance(weight, torch.Tensor)
         self._mine = [
             0.0 if self._weight_on_device else float(weight),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from time import perf_counter, thread_time
@@ -34,7 +34,7 @@ class Part(IntEnum):
 
 _PARTS = len(Part)
 _BRIEF_S = 0.0002  # a part that is over so soon counts as computed: asking the kernel costs more than all else here
-_GROUP_S = 0.01  # steps are noted one by one if they take longer, else so many at once
+_GROUP_S = 0.03  # steps are noted one by one if they take longer, else so many at once: a note costs as much as twenty marks
 # More than come between two records, unless nobody takes them: the disk hangs, or the thread beside the loop has ended.
 _MOST_GROUPS = 4096
 
@@ -66,27 +66,27 @@ class Clock:
         groups: totals since they were last taken; the newest is last. Where they are not taken, ever fewer of the older ones.
     """
 
-    __slots__ = ("_queue", "_since", "_spent", "_used", "groups", "native", "noted_at", "part", "step", "thread")
+    __slots__ = ("_idle", "_lag", "_queue", "_since", "_wall", "groups", "native", "noted_at", "part", "step", "thread")
 
     def __init__(self, step: int) -> None:
         self.thread, self.native = threading.get_ident(), threading.get_native_id()
         self.part, self.step = int(Part.OTHER), step
-        self._spent = [0.0] * (2 * _PARTS)
-        self._since, self._used = perf_counter(), thread_time()
-        self.noted_at = self._since
+        self._wall, self._idle = [0.0] * _PARTS, [0.0] * _PARTS
+        self._since = self.noted_at = perf_counter()
+        self._lag = self._since - thread_time()  # which grows by what the thread does not compute
         self._queue = _open(f"/proc/self/task/{self.native}/schedstat")
         self.groups: list[Group] = []
         self.note()
 
     def enter(self, part: int) -> int:
-        now, spent, before = perf_counter(), self._spent, self.part
-        elapsed = used = now - self._since
+        now, before = perf_counter(), self.part
+        elapsed = now - self._since
+        self._wall[before] += elapsed
         if elapsed > _BRIEF_S:
-            used = thread_time() - self._used
-        spent[before] += elapsed
-        spent[before + _PARTS] += used
+            lag = now - thread_time()
+            self._idle[before] += lag - self._lag
+            self._lag = lag
         self._since, self.part = now, part
-        self._used += used
         return before
 
     def step_ended(self, step: int) -> None:
@@ -107,7 +107,8 @@ class Clock:
                 queued = 0.0
         if len(self.groups) >= _MOST_GROUPS:
             del self.groups[1:-1:2]  # totals: those that stay say all of the time, in larger pieces
-        self.groups.append(Group(self.step, self._since, tuple(self._spent[:_PARTS]), tuple(self._spent[_PARTS:]), queued))
+        used = tuple(wall - idle for wall, idle in zip(self._wall, self._idle, strict=True))
+        self.groups.append(Group(self.step, self._since, tuple(self._wall), used, queued))
 
     def close(self) -> None:
         if self._queue is not None:
@@ -122,45 +123,39 @@ def _open(path: str) -> int | None:
         return None
 
 
-def _off(part: int) -> int:
-    return part
-
-
 # Of the loop that is written down, if there is one.
 _clock: Clock | None = None
-_enter: Callable[[int], int] = _off
 
 
 def start(step: int) -> Clock | None:
     """Begin to add up, in this thread; None if a loop around this one does, or a thread beside it."""
-    global _clock, _enter
+    global _clock
     if _clock is not None:
         return None
     _clock = Clock(step)
-    _enter = _clock.enter
     return _clock
 
 
 def stop() -> None:
-    global _clock, _enter
-    clock, _clock, _enter = _clock, None, _off
+    global _clock
+    clock, _clock = _clock, None
     if clock is not None:
         clock.close()
 
 
 def enter(part: int) -> int:
     """From now on the loop is in `part`; returns the one it was in."""
-    return _enter(part)
+    return part if _clock is None else _clock.enter(part)
 
 
 @contextlib.contextmanager
 def during(part: int) -> Iterator[None]:
     """Context of a part, after which the loop is in the one before."""
-    before = _enter(part)
+    before = enter(part)
     try:
         yield
     finally:
-        _enter(before)
+        enter(before)
 
 
 @contextlib.contextmanager
