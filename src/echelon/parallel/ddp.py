@@ -26,6 +26,7 @@ from echelon.parallel.materialize import materialize
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.older_torch import ddp_options
 from echelon.parallel.prepared import Prepared, WrapperPrepared
+from echelon.parallel.reaching import DistributedDataParallel as Reaching
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.registry import Kind, register
 from echelon.parallel.strategy import Strategy
@@ -47,23 +48,6 @@ class _LastReference(tuple[Any, ...]):
 
     def __reduce__(self) -> Any:
         return _LastReference, ()
-
-
-class DDP(DistributedDataParallel):
-    """What a strategy wraps with: the attributes and methods of the module within are its own, too.
-
-    So that `unit.module.encode(x)`, `module.head.parameters()` and `model.config` mean the same as under strategies that have no
-    wrapper. Names with an underscore are those of the wrapper alone, as torch looks by these for what a module is.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            inner = vars(self).get("_modules", {}).get("module")
-            if inner is None or name.startswith("_"):
-                raise
-            return getattr(inner, name)
 
 
 def _outlive_reducer(module: DistributedDataParallel) -> None:
@@ -93,7 +77,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
 
     def optimizer(self, make: Callable[[DistributedDataParallel], O]) -> O:
         """A wrapper of ours adds nothing to names: code that chooses parameters by them does so as under other strategies."""
-        if not isinstance(self.module, DDP):
+        if not isinstance(self.module, Reaching):
             return super().optimizer(make)
         inner: Any = self.unwrapped
         reached = not hasattr(inner, "module")
@@ -253,7 +237,7 @@ class DDPStrategy(Strategy):
             "param_to_hook_all_reduce": self.param_to_hook_all_reduce,
         }
         devices = [world.device.index] if world.device.type == "cuda" else None
-        wrapped = DDP(module, devices, **ddp_options(DistributedDataParallel, options))
+        wrapped = Reaching(module, devices, **ddp_options(DistributedDataParallel, options))
         if self.comm_hook is not None:
             wrapped.register_comm_hook(self.comm_state, self.comm_hook)
         return wrapped
