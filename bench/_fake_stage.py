@@ -22,6 +22,7 @@ from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.parallelize import parallelize
 from echelon.parallel.pipeline.pipeline import Pipeline
 from echelon.parallel.pipeline.schedules import StageModule
+from echelon.parallel.pipeline.sharded import ShardedStages
 from echelon.parallel.pipeline.values import Form, Leaf, form_of
 from echelon.parallel.pipeline.window import Learned
 from echelon.parallel.recipe import Recipe
@@ -64,7 +65,9 @@ def trace_stage(
         def update(tracing: Any) -> None:
             with _told(prepared.pipeline, kinds), fake_tensors(mode), tracing:
                 prepared.forward_backward_window(
-                    window, lambda each: (prepared.module(*each.data), None), lambda loss, each: loss.backward()
+                    window,
+                    lambda each: (prepared.module(*each.data), None),
+                    lambda loss, each: loss.backward() if loss.requires_grad else None,
                 )
                 optimizer.step()
                 optimizer.zero_grad()
@@ -118,6 +121,7 @@ def _told(pipeline: Pipeline, kinds: dict[str, Form]) -> Iterator[None]:
     yes = SimpleNamespace(item=lambda: 1)  # stages vote that they know all shapes
     with (
         mock.patch.object(pipeline, "_learn", learn),
+        mock.patch.object(ShardedStages, "check_plan"),
         mock.patch.object(StageModule, "forward", forward),
         mock.patch.object(PipelineStage, "_warmup_forward_vote", lambda *args, **kwargs: yes),
         mock.patch.object(PipelineStage, "_warmup_backward_result", lambda *args, **kwargs: yes),

@@ -410,7 +410,7 @@ def _failure(rank: int, ms: int, kind: str = "ValueError", said: str = "", repor
     "others",
     [
         [_failure(0, 5, said="later")],
-        [_failure(0, 0, said="[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:4711")],
+        [_failure(0, 0, "RuntimeError", "[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:4711")],
         [_failure(0, 0, "RuntimeError", "NCCL error: remote process exited")],
     ],
 )

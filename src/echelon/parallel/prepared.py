@@ -274,7 +274,8 @@ class Prepared(Generic[M]):
         backward: Callable[[torch.Tensor, MicroBatch[Any]], None],
     ) -> list[tuple[torch.Tensor, Any]]:
         """All micro-batches of an update, where `takes_windows`; a schedule calls `forward` and `backward` once for each, in any
-        order, and gradients are reduced when it returns. Gives losses and outputs in the order of the micro-batches.
+        order, and gradients are reduced when it returns. A loss that other ranks have computed requires no gradient: `backward`
+        counts it. Gives losses and outputs in the order of the micro-batches.
         """
         raise NotImplementedError(f"{type(self).__name__}.takes_windows, but it has no forward_backward_window.")
 

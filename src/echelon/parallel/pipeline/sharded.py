@@ -25,10 +25,10 @@ class ShardedStages(Pipelined, FSDPPrepared):
             made = super().forward_backward_window(*given)
         if not self._is_checked and self.pipeline is not None:
             self._is_checked = True
-            self._check_plan(made[0][0])
+            self.check_plan(made[0][0])
         return made
 
-    def _check_plan(self, loss: torch.Tensor) -> None:
+    def check_plan(self, loss: torch.Tensor) -> None:
         """After the first update's backward passes, on all ranks: only those of some stages may see what is wrong."""
         found: str | None = None
         try:
