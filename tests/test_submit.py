@@ -379,7 +379,7 @@ def test_the_last_word_is_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFix
         {"0": {"at": [6, 7, 0, 21], "stopped": False, "where": ""}},
         {"3": {"at": [6, 7, 0, 21], "stopped": True, "where": ""}},
     )
-    text = "Timed out waiting 4000ms for recv operation to complete"
+    text = "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4000ms for recv operation to complete"
     waited = Failure(0, 1, 1_000, "RuntimeError", text, traceback=f"RuntimeError: {text}").as_json()
     run = _ends(
         tmp_path, "hangs", {"exit_code": 1, "ranks": {"0": waited}, "seen": stood[0]}, {"exit_code": 143, "seen": stood[1]}
