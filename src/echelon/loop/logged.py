@@ -195,7 +195,7 @@ class Logged:
         """
         totals, takes_part = self._totals.pop("train", {}), self._took_part("train")
         if told is None:
-            self._settled = _settle(totals, None, None)
+            self._settled = _settle(totals, None, None) if totals else {}
             return
         loggers, a, aa, b, bb, ranks = map(round, told)
         if not loggers:
