@@ -46,7 +46,7 @@ class TimeRecord:
         wall_s: its duration: the sum of the eight of `PARTS`.
         data_s: waiting for batches, and moving them to the device.
         forward_s, backward_s, optimizer_s: of steps, without waits for other ranks in them. In a step that is code of the user's
-            own they are estimated by looking where it is, 20 times a second.
+            own they are estimated by looking where it is, 40 times a record.
         wait_s: for other ranks, in collectives.
         checkpoint_s: for which the loop stopped for a checkpoint.
         eval_s: of evaluations between steps.

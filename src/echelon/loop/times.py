@@ -34,8 +34,9 @@ __all__ = ["noted", "record_of"]
 
 logger = logging.getLogger(__name__)
 
-# On average: looks at equal intervals would always find a step of that length at the same place.
-_LOOK_S = 0.05
+# For each record, at times that vary: looks at equal intervals would always find a step of that length at the same place. A look
+# holds the loop up by as much as a step of a small model takes, so a long run, whose records are of more steps, has fewer.
+_LOOKS = 40
 _FADES = 0.5  # looks of the records before, which help where a part has few
 # The first record is of the first steps, which compile, and connect ranks; then there is one every so often, more seldom in a
 # long run.
@@ -95,7 +96,7 @@ class _Writer(threading.Thread):
 
     def run(self) -> None:
         chance = random.Random()
-        while not self._ended.wait(_LOOK_S * chance.uniform(0.4, 1.6)):
+        while not self._ended.wait(self._record_s() / _LOOKS * chance.uniform(0.4, 1.6)):
             try:
                 self._where.look()
                 if self._is_due(self._clock.groups[-1]):
@@ -111,7 +112,11 @@ class _Writer(threading.Thread):
         young = newest.step - self._first_step <= _IS_YOUNG
         if young and steps >= _EARLY_STEPS and seconds >= _EARLY_S:
             return True
-        return seconds >= min(_MOST_S, max(_LEAST_S, _OF_RUN * (newest.at - self._began)))
+        return seconds >= self._record_s()
+
+    def _record_s(self) -> float:
+        """Of how many seconds a record is, of steps after the first."""
+        return min(_MOST_S, max(_LEAST_S, _OF_RUN * (time.perf_counter() - self._began)))
 
     def _write(self) -> None:
         groups, self._clock.groups = self._clock.groups, self._clock.groups[-1:]

@@ -154,7 +154,7 @@ def _among(ranks: Sequence[_Usual]) -> list[Straggler]:
             if excess < max(_LEAST_S, _LEAST_OF_STEP * rank.wall) or getattr(rank, own) < _FACTOR * usual:
                 continue
             cause = next((c for c, share in _EXPLAINS.items() if more(c) >= share * excess), "compute")
-            if own == "mean" and cause == "compute":  # a slow step now and then: not by looking 20 times a second
+            if own == "mean" and cause == "compute":  # a slow step now and then: not by looking at it now and then
                 continue
             factor = getattr(rank, own) / max(usual, 1e-6)
             found.append(Straggler(rank.rank, rank.latest.host, factor, cause, rank.line))  # type: ignore[arg-type]

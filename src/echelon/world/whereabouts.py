@@ -1,4 +1,4 @@
-"""Where a thread is: looked at from another one, 20 times a second, with its Python frames and its state in the kernel.
+"""Where a thread is: looked at from another one, 20 times a second at first, with its Python frames and its state in the kernel.
 
 What the clock of the loop cannot tell: whether a thread that does not compute waits for other ranks, for a disk, or in a line of
 the user's own. DistributedDataParallel and FSDP wait within the passes of a model, where no mark can be made.
