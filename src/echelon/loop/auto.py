@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -31,7 +31,7 @@ from echelon.loop.optimizer_checks import check_holds, look_at_first_update, not
 from echelon.loop.pieces import pieces_for
 from echelon.loop.window import Window
 from echelon.parallel.activation import Preset
-from echelon.parallel.experts.loads import Routers
+from echelon.parallel.experts.loads import Routers, routers_of
 from echelon.parallel.float8 import Float8
 from echelon.parallel.fused import fuse
 from echelon.parallel.precision import Precision, Shards, check_scaler
@@ -165,7 +165,8 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         steps = self._bitwise.accumulation if self._bitwise is not None else overrides().accumulation or given
         self.gradient_accumulation_steps = steps
         self.window = Window(steps, fixed=self._bitwise is not None)
-        self._routers = Routers.of(self.prepared.unwrapped, [*self.prepared.data_groups, *self.prepared.stages])
+        groups = [*self.prepared.data_groups, *self.prepared.stages]
+        self._routers = Routers.of(self.prepared.unwrapped, groups) if routers_of(self.prepared.unwrapped) else None
         self.clip_grad_norm, self.clip_grad_value = options.clip_grad_norm, options.clip_grad_value
         self.retain_graph = options.loss_backward_retain_graph
         self.zero_grad_at_train_step_start = options.zero_grad_at_train_step_start
@@ -178,7 +179,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         self._finite = FiniteWatch(options.stop_after_nonfinite_losses)
         self.latest_update = (None, None)
         self.eval_loss = self.test_loss = float("nan")  # of the latest evaluation and test, over all ranks
-        self._around_window, self._held = ExitStack(), []
+        self._around_window, self._held = None, []
         self._evaluation = MeanOfAPhase()
 
     @property
@@ -306,12 +307,6 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
                 state.recorder.evaluation(self.train_progress.num_steps_completed, "eval_loss", self.eval_loss)
         elif phase == "test":
             self.test_loss = self._evaluation.mean.compute()
-
-    def _apply(self, state: State, weight: Any, loss: Any, norm: torch.Tensor | None) -> bool:
-        updated = super()._apply(state, weight, loss, norm)
-        if self.prepared.works_alone and self.prepared.told_to_stop(state.stop_requested):
-            state.agree_to_stop()
-        return updated
 
     def phase_ended(self, state: State, phase: str) -> None:
         self.window.group = None

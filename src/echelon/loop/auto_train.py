@@ -3,40 +3,33 @@
     train_step          the batch, or its pieces, as micro-batches with weights
     _forward_backward   loss, outputs = compute_loss(state, data)    under autocast
                         backward of the loss, weighted               no gradient traffic before the window's last micro-batch
-    _update             unscale, weigh, clip by norm, clip by value, optimizer step, zero the gradients, averages, scheduler step
+    _update             see `auto_update`
 
-`Window` says how micro-batches are weighed. In fp16 an update with an inf is skipped on all ranks: parameters, schedule and
-averages stay as they are.
+`Window` says how micro-batches are weighed.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from echelon.contracts.errors import LossError
 from echelon.data.parts import Pieces
 from echelon.loop.auto_predict import AutoPredictUnit
-from echelon.loop.averaged import AveragedWeights
-from echelon.loop.bitwise import BitEqual
-from echelon.loop.finite import FiniteWatch, check_loss
+from echelon.loop.auto_update import AutoUpdates
+from echelon.loop.finite import check_loss
 from echelon.loop.loss import problem_with, rows
 from echelon.loop.pieces import in_order, together
 from echelon.loop.state import step_under_way
-from echelon.loop.unit import TrainUnit
-from echelon.loop.window import Window
 from echelon.parallel import gradients
-from echelon.parallel.experts.loads import Routers
 from echelon.parallel.micro_batch import MicroBatch
-from echelon.parallel.precision import Shards
 from echelon.parallel.prepared import NO_CONTEXT
-from echelon.world.clock import Part, enter
+from echelon.world import clock
+from echelon.world.clock import Part
 
 if TYPE_CHECKING:
     from echelon.loop.state import State
@@ -44,6 +37,9 @@ if TYPE_CHECKING:
 __all__ = ["AutoTrainUnit", "TrainStepResults"]
 
 T = TypeVar("T")
+
+# Marks of every step: asking the enumeration takes longer than making the mark.
+FORWARD, BACKWARD = int(Part.FORWARD), int(Part.BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -61,32 +57,12 @@ class TrainStepResults:
     outputs: Any
 
 
-class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
+class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
     """What AutoUnit does in a training step, and what its user writes for it. AutoUnit's constructor sets the attributes."""
 
-    peak_flops: float | None = None  # FLOP/s of this device; None looks its name up
-    window: Window
-    optimizer: torch.optim.Optimizer
-    lr_scheduler: Any
-    clip_grad_norm: float | None
-    clip_grad_value: float | None
     retain_graph: bool | None
-    zero_grad_at_train_step_start: bool
-    step_lr_interval: Literal["step", "epoch"]
     training: bool
-    grad_scaler: Any
-    swa_model: AveragedWeights | None
-    swa_scheduler: Any
-    latest_update: tuple[Any, Any]  # loss over the global batch and gradient norm, if it is clipped
-    _shards: Shards | None  # of the optimizer, for the gradient scaler
-    _bitwise: BitEqual | None
-    _finite: FiniteWatch
-    _first_look: RemovableHandle | None  # at what the optimizer holds
-    _routers: Routers
-    _plateau: bool  # whether the scheduler advances with evaluations
-    _reduces: bool  # whether windows are summed over ranks
-    _around_window: ExitStack  # the strategy's context of the window under way
-    _held: list[list[MicroBatch[T]]]  # its steps so far, where the strategy takes them at once
+    peak_flops: float | None = None  # FLOP/s of this device; None looks its name up
     _reports_step = True  # False once it is known that nobody wants to hear of its steps
 
     # --- what the user writes
@@ -122,18 +98,6 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
     def on_train_step_end(self, state: State, data: T, step: int, results: TrainStepResults) -> None:
         """After a step; `step` counts from 0."""
 
-    def step_lr_scheduler(self) -> None:
-        """Advance the scheduler by one interval; override for one that wants a metric.
-
-        A ReduceLROnPlateau advances after each evaluation within `fit` instead, with `eval_loss`.
-        """
-        if self.lr_scheduler is not None and not self._plateau:
-            self.lr_scheduler.step()
-
-    def zero_grad(self, state: State) -> None:
-        """Drop all gradients."""
-        gradients.clear(self.optimizer)
-
     # --- a step
 
     def train_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
@@ -146,29 +110,30 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         micro_batches = self._micro_batches(data, padded=step.is_padding, ends_window=ends_window)
         if window.reference is None:
             window.estimate(0 if self.prepared.is_replica else sum(m.weight for m in micro_batches), over_ranks=self._reduces)
-        if state.recorder is not None:
+        if state.recorder is not None and state.recorder.counts_flops:
             state.recorder.count_flops(self, micro_batches)
         if self.zero_grad_at_train_step_start and window.count == 1:
             self.zero_grad(state)
         if self.prepared.takes_windows:
             return self._take_into_window(state, micro_batches, ends_window)
         if window.count == 1 and (around := self.prepared.window()) is not NO_CONTEXT:
-            self._around_window.enter_context(around)
+            self._enter_window(around)
         losses = []
         try:
             for micro_batch in micro_batches:
-                enter(Part.FORWARD)
+                if clock.running is not None:
+                    clock.running.enter(FORWARD)
                 outputs = self._forward_backward(state, micro_batch)
                 losses.append(window.latest_loss)
         except BaseException:
-            self._around_window.close()
+            self._exit_window()
             raise
-        loss = together(losses, micro_batches)
-        if ends_window:
-            self._around_window.close()
+        loss = losses[0] if len(losses) == 1 else together(losses, micro_batches)
+        if ends_window and self._around_window is not None:
+            self._exit_window()
         norm = self._update(state) if ends_window else None
         if self._reports_step:
-            enter(Part.OTHER)
+            clock.enter(Part.OTHER)
             number = self.train_progress.num_steps_completed
             self.on_train_step_end(state, micro_batches[-1].data, number, TrainStepResults(loss, norm, outputs))
         return loss, outputs
@@ -185,7 +150,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         every = [micro_batch for step in steps for micro_batch in step]
         with self.prepared.window():
             forward = partial(state.logged.of_stage, self.prepared, partial(self._forward, state))
-            enter(Part.STEP)  # in any order
+            clock.enter(Part.STEP)  # in any order
             made = iter(self.prepared.forward_backward_window(every, forward, partial(self._backward, state)))
         if self._reduces:
             self.window.start_reduction(state.stop_requested, state.logged.signature())
@@ -201,44 +166,40 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
                 self.on_train_step_end(state, latest.data, number - back, found)
         return results[-1][1:]
 
-    def _leave_window(self) -> None:
-        """Forget an unfinished window."""
-        self.window.discard()
-        self._held.clear()
-        self._around_window.close()
-        self.prepared.discard_window()
-        self._routers.discard()
-        if self._bitwise is not None:
-            self._bitwise.discard()
-
     def _micro_batches(self, data: Any, *, padded: bool, ends_window: bool) -> list[MicroBatch[T]]:
         """A batch as one, or its pieces, of which only the last may end the window."""
-        pieces = in_order(data, padded) if isinstance(data, Pieces) else [(data, padded)]
-        found = []
-        for whole, is_padding in pieces:
-            piece = self.prepared.part_of(whole)
-            weight = 0 if is_padding else self.weight(piece)
-            if isinstance(weight, torch.Tensor):
-                # Whole numbers in float32 end at 16 million; waiting for a CPU costs nothing.
-                weight = float(weight) if weight.device.type == "cpu" else weight.double()
-            found.append(MicroBatch(piece, weight, False))
-        found[-1].is_last = ends_window
-        return found
+        if not isinstance(data, Pieces):
+            return [self._micro_batch(data, padded, ends_window)]
+        *pieces, last = in_order(data, padded)
+        return [*(self._micro_batch(*piece, False) for piece in pieces), self._micro_batch(*last, ends_window)]
+
+    def _micro_batch(self, whole: Any, is_padding: bool, is_last: bool) -> MicroBatch[T]:
+        piece = self.prepared.part_of(whole)
+        weight = 0 if is_padding else self.weight(piece)
+        if isinstance(weight, torch.Tensor):
+            # Whole numbers in float32 end at 16 million; waiting for a CPU costs nothing.
+            weight = float(weight) if weight.device.type == "cpu" else weight.double()
+        return MicroBatch(piece, weight, is_last)
 
     def _forward_backward(self, state: State, micro_batch: MicroBatch[T]) -> Any:
         """With the window's last, gradients are summed up over the ranks. Returns the outputs."""
-        prepared, window, bitwise, last = self.prepared, self.window, self._bitwise, micro_batch.is_last
+        prepared, bitwise, last, anomaly = self.prepared, self._bitwise, micro_batch.is_last, self.detect_anomaly
         if bitwise is not None:
-            bitwise.begin(window.updates, window.count - 1)
-        reduces, anomaly = last or bitwise is not None, self.detect_anomaly
-        with prepared.accumulate(reduces), NO_CONTEXT if anomaly is None else torch.autograd.set_detect_anomaly(anomaly):
-            _, outputs = prepared.forward_backward(micro_batch, partial(self._forward, state), partial(self._backward, state))
+            bitwise.begin(self.window.updates, self.window.count - 1)
+        forward, backward = partial(self._forward, state), partial(self._backward, state)
+        around = prepared.accumulate(last or bitwise is not None)
+        if around is NO_CONTEXT and anomaly is None:  # which costs more than all else here
+            _, outputs = prepared.forward_backward(micro_batch, forward, backward)
+        else:
+            with around, NO_CONTEXT if anomaly is None else torch.autograd.set_detect_anomaly(anomaly):
+                _, outputs = prepared.forward_backward(micro_batch, forward, backward)
         if bitwise is not None:
             bitwise.add(last=last)
         return outputs
 
     def _forward(self, state: State, micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:
-        self._routers.begin_forward(micro_batch.weight)
+        if self._routers is not None:
+            self._routers.begin_forward(micro_batch.weight)
         state.logged.begins(0 if self.prepared.is_replica else micro_batch.weight)
         if self.computes.dtype is None:
             made = self.compute_loss(state, micro_batch.data)
@@ -258,93 +219,19 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         window.add(loss.detach(), 0 if prepared.is_replica else weight)
         if micro_batch.is_last and self._reduces and not prepared.takes_windows:  # whose last backward pass may be another
             window.start_reduction(state.stop_requested, state.logged.signature())
-        if not prepared.takes_windows:
-            enter(Part.BACKWARD)
+        if clock.running is not None and not prepared.takes_windows:
+            clock.running.enter(BACKWARD)
         assert window.reference is not None
         scale = weight * prepared.averaged_over / window.reference
         loss = loss if self.grad_scaler is None else self.grad_scaler.scale(loss)
         if prepared.takes_windows and not loss.requires_grad:  # of another stage: it only counts
             return
-        if not isinstance(scale, torch.Tensor) and scale == 0:
-            gradients.pass_zeros(loss)
         if isinstance(scale, float) and scale == 1.0:
             loss.backward(retain_graph=self.retain_graph)
         else:
+            if not isinstance(scale, torch.Tensor) and scale == 0:
+                gradients.pass_zeros(loss)
             # As the first gradient of the chain rule: the weight costs no operation of its own. It is filled in on the device:
             # a copy from the host, as `new_tensor` makes it, would wait for all kernels before.
             start = scale.to(loss) if isinstance(scale, torch.Tensor) else loss.new_full((), scale)
             loss.backward(gradient=start.reshape(()), retain_graph=self.retain_graph)
-
-    def _update(self, state: State) -> torch.Tensor | None:
-        """Returns the gradient norm, if it is clipped."""
-        weight, loss = self._end_window(state)
-        norm = self._clip()
-        updated = self._apply(state, weight, loss, norm)
-        if not self.zero_grad_at_train_step_start:
-            self.zero_grad(state)
-        if updated and self.step_lr_interval == "step":
-            self._advance()
-        return norm
-
-    def _end_window(self, state: State) -> tuple[Any, Any]:
-        """The gradients become those of the global batch. Returns its weight and its loss."""
-        window, prepared, scaler = self.window, self.prepared, self.grad_scaler
-        if self._reduces:
-            enter(Part.WAIT)
-        micro_batches, (weight, loss, stop) = window.count, window.close()
-        enter(Part.OPTIMIZER)
-        self._finite.take(loss, window.own_loss, window.updates - 1, micro_batches, self.train_progress)
-        if stop:
-            state.agree_to_stop()
-        state.logged.end_window(window.told, None if self.device.type == "cpu" else self.device)
-        if scaler is not None:
-            scaler.unscale_(self._shards)
-        assert window.reference is not None
-        if isinstance(weight, torch.Tensor):  # on a device: nothing waits for it
-            prepared.scale_grads(window.reference / weight)
-        elif weight != window.reference:
-            prepared.scale_grads(window.reference / weight)
-            window.reference = window.reference if window.fixed else float(weight)
-        return weight, loss
-
-    def _apply(self, state: State, weight: Any, loss: Any, norm: torch.Tensor | None) -> bool:
-        """The optimizer's step, and what follows from it. False if fp16's scaler left the update out."""
-        self.latest_update, lr = (loss, norm), self.optimizer.param_groups[0]["lr"]
-        updated = self._step_optimizer()
-        self._routers.end_window(updated=updated)
-        if updated:
-            if self._first_look is not None:
-                self._first_look.remove()
-                self._first_look = None
-            self.prepared.after_step()
-            if self.swa_model is not None:
-                self.swa_model.step()
-        if state.recorder is not None:
-            step, more = self.train_progress.num_steps_completed + 1, {**self._routers.measures(), **state.logged.settled()}
-            state.recorder.update(step, self.window.updates, loss, weight, lr, norm, more)
-        return updated
-
-    def _clip(self) -> torch.Tensor | None:
-        """Of whole gradients, before the optimizer's step. Returns their norm, if they are clipped by it."""
-        norm = self.prepared.clip_grad_norm_(self.clip_grad_norm) if self.clip_grad_norm is not None else None
-        if self.clip_grad_value is not None:
-            self.prepared.clip_grad_value_(self.clip_grad_value)
-        return norm
-
-    def _step_optimizer(self) -> bool:
-        """False if fp16's scaler left the update out."""
-        scaler = self.grad_scaler
-        if scaler is None:
-            self.optimizer.step()
-            return True
-        assert self._shards is not None
-        updated = self._shards.update_with(scaler)
-        self._finite.take_skip(not updated, scaler)
-        return updated
-
-    def _advance(self) -> None:
-        """After an update or an epoch, as `step_lr_interval` says: the schedule, or the averages' own once these have begun."""
-        if self.swa_scheduler is not None and self.swa_model is not None and self.swa_model.begun:
-            self.swa_scheduler.step()
-        else:
-            self.step_lr_scheduler()

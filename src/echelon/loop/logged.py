@@ -193,6 +193,10 @@ class Logged:
         Raises:
             RanksDisagreeError: on every rank, with the names that each has logged.
         """
+        if told is None and not self._totals:  # as a rule
+            self._takes_part.discard("train")
+            self._settled = {}
+            return
         totals, takes_part = self._totals.pop("train", {}), self._took_part("train")
         if told is None:
             self._settled = _settle(totals, None, None) if totals else {}

@@ -18,6 +18,9 @@ __all__ = ["Recorder"]
 
 # Often enough for a live line, seldom enough to cost nothing: at a thousand updates a second a batch holds two hundred.
 _FLUSH_S = 0.2
+# Of an update: step, update, loss, weight, learning rate, gradient norm, when, FLOPs, more by name, and what its numbers on the
+# host wait for.
+_Row = tuple[int, int, Any, Any, Any, Any, float, float, Mapping[str, Any] | None, Any]
 _MEMORY_S = 1.0  # between two looks at the allocator's counters, which take a fraction of a millisecond
 
 
@@ -31,8 +34,9 @@ class Recorder:
     def __init__(self, sinks: list[Sink], weight_unit: str) -> None:
         self._sinks = sinks
         self._rate_key = f"{weight_unit}_per_s"
-        self._pending: list[tuple[int, int, Any, Any, Any, Any, float, float, Any, Any]] = []
+        self._pending: list[_Row] = []
         self.utilization: Utilization | None = None  # set at the first step that can tell
+        self.counts_flops = True  # until that step tells that there is no peak to compare them with
         self._looked_at = 0.0
         self._flushed_at = self._last_at = time.perf_counter()
         self._wall_offset = time.time() - self._flushed_at
@@ -41,6 +45,7 @@ class Recorder:
         """What the coming update computes."""
         if self.utilization is None:
             self.utilization = Utilization(unit)
+            self.counts_flops = self.utilization.counts
         if self.utilization.counts:
             for each in micro_batches:
                 self.utilization.count(each.data)
@@ -57,7 +62,7 @@ class Recorder:
                 more = dict(zip(more, rest, strict=True))
             else:  # a number at once: hundreds of tensors kept until the flush would push the model's out of the cache
                 loss = loss.item()
-        flops = self.utilization.take() if self.utilization is not None and self.utilization.counts else 0.0
+        flops = self.utilization.take() if self.counts_flops and self.utilization is not None else 0.0
         self._pending.append((step, update, loss, weight, lr, grad_norm, now, flops, more, arrival))
         if now - self._flushed_at >= _FLUSH_S:
             self._write_arrived()
@@ -92,7 +97,7 @@ class Recorder:
         arrived = len(self._pending)
         while arrived and (late := self._pending[arrived - 1][-1]) is not None and not late.query():
             arrived -= 1
-        records = [self._read(*row) for row in self._pending[:arrived]]
+        records = self._read(self._pending[:arrived])
         del self._pending[:arrived]
         if records:
             self._add_memory(records[-1])
@@ -105,39 +110,30 @@ class Recorder:
             self._looked_at = now
             record |= self.utilization.memory()
 
-    def _read(
-        self,
-        step: int,
-        update: int,
-        loss: Any,
-        weight: Any,
-        lr: Any,
-        grad_norm: Any,
-        at: float,
-        flops: float,
-        more: Mapping[str, Any] | None,
-        arrival: Any,
-    ) -> dict[str, Any]:
-        elapsed, self._last_at = at - self._last_at, max(at, self._last_at)
-        rate = float(weight) / elapsed if elapsed > 0 else None
-        record = {
-            "step": step,
-            "update": update,
-            "loss": float(loss),
-            "lr": float(lr),
-            "grad_norm": None if grad_norm is None else float(grad_norm),
-            self._rate_key: rate,
-            "time": at + self._wall_offset,
-        }
-        if more:
-            record |= {name: float(value) for name, value in more.items()}
-        used = self.utilization
-        if used is not None and rate is not None:
-            if used.devices > 1:
-                record[f"{self._rate_key}_per_device"] = rate / used.devices
-            if (mfu := used.mfu(flops, elapsed)) is not None:
-                record["mfu"] = mfu
-        return record
+    def _read(self, rows: Sequence[_Row]) -> list[dict[str, Any]]:
+        used, rate_key, offset, last_at, records = self.utilization, self._rate_key, self._wall_offset, self._last_at, []
+        for step, update, loss, weight, lr, grad_norm, at, flops, more, _ in rows:
+            elapsed, last_at = at - last_at, max(at, last_at)
+            rate = float(weight) / elapsed if elapsed > 0 else None
+            record = {
+                "step": step,
+                "update": update,
+                "loss": float(loss),
+                "lr": float(lr),
+                "grad_norm": None if grad_norm is None else float(grad_norm),
+                rate_key: rate,
+                "time": at + offset,
+            }
+            if more:
+                record |= {name: float(value) for name, value in more.items()}
+            if used is not None and rate is not None:
+                if used.devices > 1:
+                    record[f"{rate_key}_per_device"] = rate / used.devices
+                if flops and (mfu := used.mfu(flops, elapsed)) is not None:
+                    record["mfu"] = mfu
+            records.append(record)
+        self._last_at = last_at
+        return records
 
     def close(self) -> None:
         self.flush()

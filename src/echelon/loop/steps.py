@@ -75,17 +75,18 @@ class Steps:
         is done. `close` tells the rest.
         """
         stage, fetch, take, cuts = self.stage, self.fetch, self.take, self.cuts
-        state, unit, inner, hooks, here, progress = stage.state, stage.unit, stage.inner, stage.hooks, stage.here, stage.progress
+        state, inner, hooks, here, progress = stage.state, stage.inner, stage.hooks, stage.here, stage.progress
         trains, before_step = stage.trains, hooks.next_end + hooks.step_start
-        agree_to_stop, evaluate = self.between.agree_to_stop, self.between.evaluate
-        waits, durations, now, enter, ended = self.waits, self.durations, time.perf_counter, clock.enter, clock.step_ended
-        (fetching, stepping, after), (in_data, in_step), at = _BEATS[trains], _PARTS[trains], pulse.at
-        trained, evaluated = self.trained, self.evaluated
+        evaluate, next_start, evaluated = self.between.evaluate, hooks.next_start, self.evaluated
+        waits, durations, now, running, at = self.waits, self.durations, time.perf_counter, clock.running, pulse.at
+        (fetching, stepping, _), (in_data, in_step), trained = _BEATS[trains], _PARTS[trains], self.trained
+        meets = self.between != Between()
         pulse.begin()
         while not (state.should_stop and (inner.at_boundary or not trains)) and (cuts is None or not cuts.asked()):
-            stage.call(hooks.next_start)
+            stage.call(next_start)
             at(fetching, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
-            enter(in_data)
+            if running is not None:
+                running.enter(in_data)
             start = now()
             try:
                 if fetch is not None:
@@ -103,23 +104,34 @@ class Steps:
             fetched = now()
             at(stepping, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
             waits.append(fetched - start)
-            stage.call(before_step)
-            enter(in_step)
+            if before_step:
+                stage.call(before_step)
+            if running is not None:
+                running.enter(in_step)
             yield data
             progress.increment_step()
             evaluates = evaluate is not None and evaluation_due.after_step(here, progress)
             durations.append(now() - fetched)
-            ended(progress.num_steps_completed)
-            at(after, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
-            for hook in hooks.step_end:
-                hook(state, unit)
+            if running is not None:
+                running.step_ended(progress.num_steps_completed)
+            if meets or hooks.step_end:  # looked up here: a loop of one's own has hooks from its first update on
+                self._follow(evaluates)
             here.step_output = None
             if state.rolled_back:
                 break
-            if agree_to_stop is not None and inner.at_boundary:
-                agree_to_stop()
-            if evaluates:
-                evaluate()  # type: ignore[misc]
+
+    def _follow(self, evaluates: bool) -> None:
+        """What somebody has asked for after a step."""
+        stage, between = self.stage, self.between
+        pulse.at(_BEATS[stage.trains][2], self.trained.num_steps_completed, self.evaluated.num_steps_completed_in_epoch)
+        stage.call(stage.hooks.step_end)
+        stage.here.step_output = None
+        if stage.state.rolled_back:
+            return
+        if between.agree_to_stop is not None and stage.inner.at_boundary:
+            between.agree_to_stop()
+        if evaluates and between.evaluate is not None:
+            between.evaluate()
 
     def _fetch_agreed(self, fetch: Callable[[], Any]) -> Any:
         """Where no loader has a length: all ranks have one more batch, or none has."""
@@ -163,9 +175,15 @@ class Steps:
 
 
 # Fetching a batch, taking a step, and after it; by whether it trains.
-_BEATS = {True: (Phase.DATA, Phase.STEP, Phase.AFTER), False: (Phase.EVAL_DATA, Phase.EVAL_STEP, Phase.EVAL_DATA)}
+_BEATS = {
+    trains: tuple(map(int, phases))
+    for trains, phases in {
+        True: (Phase.DATA, Phase.STEP, Phase.AFTER),
+        False: (Phase.EVAL_DATA, Phase.EVAL_STEP, Phase.EVAL_DATA),
+    }.items()
+}
 # Of the clock, while it fetches and before a step, which says itself what it does, or else cannot.
-_PARTS = {True: (Part.DATA, Part.STEP), False: (Part.EVAL, Part.EVAL)}
+_PARTS = {True: (int(Part.DATA), int(Part.STEP)), False: (int(Part.EVAL), int(Part.EVAL))}
 
 
 def _trained(unit: Any) -> Progress:

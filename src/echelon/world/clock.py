@@ -15,7 +15,7 @@ from time import perf_counter, thread_time
 
 from echelon.contracts import pulse
 
-__all__ = ["Clock", "Group", "Part", "during", "enter", "in_checkpoint", "start", "step_ended", "stop"]
+__all__ = ["Clock", "Group", "Part", "during", "enter", "in_checkpoint", "start", "stop"]
 
 
 class Part(IntEnum):
@@ -33,6 +33,7 @@ class Part(IntEnum):
 
 
 _PARTS = len(Part)
+OTHER, EVAL = int(Part.OTHER), int(Part.EVAL)  # asking the enumeration takes as long as making a mark
 _BRIEF_S = 0.0002  # a part that is over so soon counts as computed: asking the kernel costs more than all else here
 _GROUP_S = 0.03  # steps are noted one by one if they take longer, else so many at once: a note costs as much as twenty marks
 # More than come between two records, unless nobody takes them: the disk hangs, or the thread beside the loop has ended.
@@ -90,7 +91,10 @@ class Clock:
         return before
 
     def step_ended(self, step: int) -> None:
-        self.enter(Part.OTHER)
+        """So many are complete; what follows is OTHER. One of an evaluation is part of that."""
+        if self.part == EVAL:
+            return
+        self.enter(OTHER)
         self.step = step
         if self._since - self.noted_at >= _GROUP_S:
             self.note()
@@ -123,29 +127,29 @@ def _open(path: str) -> int | None:
         return None
 
 
-# Of the loop that is written down, if there is one.
-_clock: Clock | None = None
+# Of the loop that is written down, if there is one. What makes a mark in every step asks for it here.
+running: Clock | None = None
 
 
 def start(step: int) -> Clock | None:
     """Begin to add up, in this thread; None if a loop around this one does, or a thread beside it."""
-    global _clock
-    if _clock is not None:
+    global running
+    if running is not None:
         return None
-    _clock = Clock(step)
-    return _clock
+    running = Clock(step)
+    return running
 
 
 def stop() -> None:
-    global _clock
-    clock, _clock = _clock, None
-    if clock is not None:
-        clock.close()
+    global running
+    ended, running = running, None
+    if ended is not None:
+        ended.close()
 
 
 def enter(part: int) -> int:
     """From now on the loop is in `part`; returns the one it was in."""
-    return part if _clock is None else _clock.enter(part)
+    return part if running is None else running.enter(part)
 
 
 @contextlib.contextmanager
@@ -163,9 +167,3 @@ def in_checkpoint() -> Iterator[None]:
     """Context in which the loop stops for a checkpoint, also for the launcher."""
     with pulse.during(pulse.Phase.CHECKPOINT), during(Part.CHECKPOINT):
         yield
-
-
-def step_ended(step: int) -> None:
-    """A step ended, of which so many are complete; what follows is OTHER. One of an evaluation is part of that."""
-    if _clock is not None and _clock.part != Part.EVAL:
-        _clock.step_ended(step)

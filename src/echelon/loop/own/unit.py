@@ -112,10 +112,10 @@ class LoopUnit(AutoUnit[Any]):
         if window.reference is None:
             window.estimate(0 if prepared.is_replica else weight, over_ranks=self._reduces)
         micro_batch = MicroBatch(data, weight, ends_window)
-        if state.recorder is not None:
+        if state.recorder is not None and state.recorder.counts_flops:
             state.recorder.count_flops(self, [micro_batch])
         if window.count == 1 and (around := prepared.window()) is not NO_CONTEXT:
-            self._around_window.enter_context(around)
+            self._enter_window(around)
         if self._bitwise is not None:
             self._bitwise.begin(window.updates, window.count - 1)
             if self.seeded is not None:
@@ -130,7 +130,7 @@ class LoopUnit(AutoUnit[Any]):
         if bitwise is not None:
             bitwise.add(last=last)
         if last:
-            self._around_window.close()
+            self._exit_window()
             self._ended = self._end_window(state)
 
     @property

@@ -20,7 +20,7 @@ from echelon.parallel.experts.moe import Router
 from echelon.parallel.experts.seen import Added
 from echelon.world.agree import is_joined
 
-__all__ = ["Routers", "auxiliary_loss", "balance_experts", "expert_loads"]
+__all__ = ["Routers", "auxiliary_loss", "balance_experts", "expert_loads", "routers_of"]
 
 
 def auxiliary_loss(module: nn.Module) -> torch.Tensor:

@@ -1,0 +1,185 @@
+"""The update of an AutoUnit: what follows a window's last backward pass, read from top to bottom.
+
+    _end_window     the sums over the ranks arrive, gradients become those of the global batch
+    _clip           by norm, by value
+    _apply          optimizer step, what the strategy and the averages do after it, the record for whoever watches
+    _advance        scheduler step
+
+In fp16 an update with an inf is skipped on all ranks: parameters, schedule and averages stay as they are.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from echelon.loop.averaged import AveragedWeights
+from echelon.loop.bitwise import BitEqual
+from echelon.loop.finite import FiniteWatch
+from echelon.loop.unit import TrainUnit
+from echelon.loop.window import Window
+from echelon.parallel import gradients
+from echelon.parallel.experts.loads import Routers
+from echelon.parallel.micro_batch import MicroBatch
+from echelon.parallel.precision import Shards
+from echelon.parallel.prepared import Prepared
+from echelon.world import clock
+from echelon.world.clock import Part
+
+if TYPE_CHECKING:
+    from echelon.loop.state import State
+
+__all__ = ["AutoUpdates"]
+
+T = TypeVar("T")
+
+# A mark of every step: asking the enumeration takes longer than making the mark.
+OPTIMIZER = int(Part.OPTIMIZER)
+
+
+class AutoUpdates(TrainUnit[T]):
+    """The part of an AutoUnit that updates its module. AutoUnit's constructor sets the attributes."""
+
+    device: torch.device
+    prepared: Prepared[Any]
+    window: Window
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: Any
+    clip_grad_norm: float | None
+    clip_grad_value: float | None
+    zero_grad_at_train_step_start: bool
+    step_lr_interval: Literal["step", "epoch"]
+    grad_scaler: Any
+    swa_model: AveragedWeights | None
+    swa_scheduler: Any
+    latest_update: tuple[Any, Any]  # loss over the global batch and gradient norm, if it is clipped
+    _shards: Shards | None  # of the optimizer, for the gradient scaler
+    _bitwise: BitEqual | None
+    _finite: FiniteWatch
+    _first_look: RemovableHandle | None  # at what the optimizer holds
+    _routers: Routers | None  # None where the module has no experts
+    _plateau: bool  # whether the scheduler advances with evaluations
+    _reduces: bool  # whether windows are summed over ranks
+    _around_window: AbstractContextManager[Any] | None  # the strategy's context of the window under way
+    _held: list[list[MicroBatch[T]]]  # its steps so far, where the strategy takes them at once
+
+    # --- what the user may write
+
+    def step_lr_scheduler(self) -> None:
+        """Advance the scheduler by one interval; override for one that wants a metric.
+
+        A ReduceLROnPlateau advances after each evaluation within `fit` instead, with `eval_loss`.
+        """
+        if self.lr_scheduler is not None and not self._plateau:
+            self.lr_scheduler.step()
+
+    def zero_grad(self, state: State) -> None:
+        """Drop all gradients."""
+        gradients.clear(self.optimizer)
+
+    # --- a window
+
+    def _enter_window(self, around: AbstractContextManager[Any]) -> None:
+        around.__enter__()
+        self._around_window = around
+
+    def _exit_window(self) -> None:
+        around, self._around_window = self._around_window, None
+        if around is not None:
+            around.__exit__(None, None, None)
+
+    def _leave_window(self) -> None:
+        """Forget an unfinished window."""
+        self.window.discard()
+        self._held.clear()
+        self._exit_window()
+        self.prepared.discard_window()
+        if self._routers is not None:
+            self._routers.discard()
+        if self._bitwise is not None:
+            self._bitwise.discard()
+
+    # --- its end
+
+    def _update(self, state: State) -> torch.Tensor | None:
+        """Returns the gradient norm, if it is clipped."""
+        weight, loss = self._end_window(state)
+        norm = self._clip() if self.clip_grad_norm is not None or self.clip_grad_value is not None else None
+        updated = self._apply(state, weight, loss, norm)
+        if not self.zero_grad_at_train_step_start:
+            self.zero_grad(state)
+        if updated and self.step_lr_interval == "step":
+            self._advance()
+        return norm
+
+    def _end_window(self, state: State) -> tuple[Any, Any]:
+        """The gradients become those of the global batch. Returns its weight and its loss."""
+        window, prepared, scaler = self.window, self.prepared, self.grad_scaler
+        if self._reduces:
+            clock.enter(Part.WAIT)
+        micro_batches, (weight, loss, stop) = window.count, window.close()
+        if clock.running is not None:
+            clock.running.enter(OPTIMIZER)
+        self._finite.take(loss, window.own_loss, window.updates - 1, micro_batches, self.train_progress)
+        if stop:
+            state.agree_to_stop()
+        state.logged.end_window(window.told, None if self.device.type == "cpu" else self.device)
+        if scaler is not None:
+            scaler.unscale_(self._shards)
+        assert window.reference is not None
+        if isinstance(weight, torch.Tensor):  # on a device: nothing waits for it
+            prepared.scale_grads(window.reference / weight)
+        elif weight != window.reference:
+            prepared.scale_grads(window.reference / weight)
+            window.reference = window.reference if window.fixed else float(weight)
+        return weight, loss
+
+    def _apply(self, state: State, weight: Any, loss: Any, norm: torch.Tensor | None) -> bool:
+        """The optimizer's step, and what follows from it. False if fp16's scaler left the update out."""
+        self.latest_update, lr = (loss, norm), self.optimizer.param_groups[0]["lr"]
+        updated = self._step_optimizer()
+        if self._routers is not None:
+            self._routers.end_window(updated=updated)
+        if updated:
+            if self._first_look is not None:
+                self._first_look.remove()
+                self._first_look = None
+            self.prepared.after_step()
+            if self.swa_model is not None:
+                self.swa_model.step()
+        if state.recorder is not None:
+            step, more = self.train_progress.num_steps_completed + 1, state.logged.settled()
+            if self._routers is not None:
+                more = {**self._routers.measures(), **more}
+            state.recorder.update(step, self.window.updates, loss, weight, lr, norm, more)
+        if self.prepared.works_alone and self.prepared.told_to_stop(state.stop_requested):
+            state.agree_to_stop()
+        return updated
+
+    def _clip(self) -> torch.Tensor | None:
+        """Of whole gradients, before the optimizer's step. Returns their norm, if they are clipped by it."""
+        norm = self.prepared.clip_grad_norm_(self.clip_grad_norm) if self.clip_grad_norm is not None else None
+        if self.clip_grad_value is not None:
+            self.prepared.clip_grad_value_(self.clip_grad_value)
+        return norm
+
+    def _step_optimizer(self) -> bool:
+        """False if fp16's scaler left the update out."""
+        scaler = self.grad_scaler
+        if scaler is None:
+            self.optimizer.step()
+            return True
+        assert self._shards is not None
+        updated = self._shards.update_with(scaler)
+        self._finite.take_skip(not updated, scaler)
+        return updated
+
+    def _advance(self) -> None:
+        """After an update or an epoch, as `step_lr_interval` says: the schedule, or the averages' own once these have begun."""
+        if self.swa_scheduler is not None and self.swa_model is not None and self.swa_model.begun:
+            self.swa_scheduler.step()
+        else:
+            self.step_lr_scheduler()
