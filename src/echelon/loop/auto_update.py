@@ -107,7 +107,7 @@ class AutoUpdates(TrainUnit[T]):
     def _update(self, state: State) -> torch.Tensor | None:
         """Returns the gradient norm, if it is clipped."""
         weight, loss = self._end_window(state)
-        norm = self._clip() if self.clip_grad_norm is not None or self.clip_grad_value is not None else None
+        norm = self._clip()
         updated = self._apply(state, weight, loss, norm)
         if not self.zero_grad_at_train_step_start:
             self.zero_grad(state)
