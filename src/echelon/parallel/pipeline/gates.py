@@ -168,8 +168,9 @@ class _GatedRoot(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         cut: Cut = vars(self)["_pipeline_gate"]
+        forward = vars(self).get("_pipeline_forward") or super().forward
         try:
-            return super().forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         except Left:
             pass  # the frames that it holds end here, and with them the contexts of torch.utils.checkpoint in them
         run = cut.run
@@ -215,6 +216,8 @@ def cut(module: nn.Module, units: list[Unit], own: Iterable[int], device: torch.
         vars(unit.module)["_pipeline_gate"] = Gate(made, unit.name, unit.stage)
         unit.module.__class__ = _with_gate(type(unit.module), _Gated)  # type: ignore[arg-type]
     vars(module)["_pipeline_gate"] = made
+    if "forward" in vars(module):  # somebody has put another in its place, as torch.compile does: the gate's goes around it
+        vars(module)["_pipeline_forward"] = vars(module).pop("forward")
     module.__class__ = _with_gate(type(module), _GatedRoot)  # type: ignore[arg-type]
     return made
 

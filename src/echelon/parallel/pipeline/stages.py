@@ -94,9 +94,13 @@ def _chain(module: nn.Module, points: Sequence[str]) -> list[tuple[str, nn.Modul
     """The largest submodules that hold none of these names within them, and no repeated blocks, in their order."""
     names = {*points, *(name for name, _ in blocks_to_shard(module))}
     found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()  # a module that is registered in several places stands at the first
 
     def visit(prefix: str, parent: nn.Module) -> None:
         for child_name, child in parent.named_children():
+            if child in seen:
+                continue
+            seen.add(child)
             name = f"{prefix}{child_name}"
             within = any(other.startswith(f"{name}.") for other in names)
             if within or (isinstance(child, (nn.ModuleList, nn.ModuleDict)) and name not in names):
