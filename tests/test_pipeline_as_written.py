@@ -1,4 +1,4 @@
-"""A pipeline takes modules and loops as people write them: layers frozen in mid-training, forwards replaced, parts named twice."""
+"""A pipeline takes modules as people write them: layers frozen in mid-training, forwards replaced, parts with two names."""
 
 from __future__ import annotations
 
