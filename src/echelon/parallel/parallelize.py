@@ -27,6 +27,7 @@ from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Compile, Recipe, TorchCompileParams, recipe_of
 from echelon.parallel.registry import kind_of, wrapper_of
 from echelon.parallel.replaced import note
+from echelon.parallel.shards import is_fully_sharded, reshard_after_looking
 from echelon.parallel.strategy import NOOPStrategy, Strategy, resolve
 from echelon.parallel.sync_batchnorm import on_host
 from echelon.world.init import World
@@ -151,7 +152,13 @@ def prepare_module(
             "prepare_module never sees the optimizer that strategy 'zero1' divides: call echelon.parallel.partition.Partition("
             "optimizer) once you have built it, or this is strategy 'ddp'"
         )
+    return _for_own_steps(prepared)
+
+
+def _for_own_steps(prepared: Prepared[Any]) -> nn.Module:
     made: nn.Module = prepared.module
+    if is_fully_sharded(made):
+        reshard_after_looking(made)
     return made
 
 
@@ -172,11 +179,9 @@ def prepare_ddp(module: nn.Module, device: torch.device, strategy: DDPStrategy |
 
 def prepare_fsdp(module: nn.Module, device: torch.device, strategy: FSDPStrategy | None = None) -> nn.Module:
     """The module on `device`, sharded in place by `fully_shard`; its parameters are DTensors."""
-    prepared: nn.Module = parallelize(module, strategy or FSDPStrategy(), device).module
-    return prepared
+    return _for_own_steps(parallelize(module, strategy or FSDPStrategy(), device))
 
 
 def prepare_fsdp2(module: nn.Module, device: torch.device, strategy: FSDP2Strategy | None = None) -> nn.Module:
     """As `prepare_fsdp`, with `fully_shard`'s own options."""
-    prepared: nn.Module = parallelize(module, strategy or FSDP2Strategy(), device).module
-    return prepared
+    return _for_own_steps(parallelize(module, strategy or FSDP2Strategy(), device))
