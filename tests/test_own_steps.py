@@ -28,6 +28,8 @@ class _Unit(ech.TrainUnit[Batch]):
     def __init__(self, strategy: str, step: Step) -> None:
         super().__init__()
         self.module, self.target = (ech.prepare_module(net(seed), CPU, strategy=strategy) for seed in (0, 1))
+        with torch.no_grad():
+            self.module(batch(2, 0)[0])  # a look before the optimizer is made leaves the parameters that it is to have
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
         self.step = step
 

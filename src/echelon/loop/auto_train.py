@@ -31,7 +31,7 @@ from echelon.loop.pieces import in_order, together
 from echelon.loop.state import step_under_way
 from echelon.loop.unit import TrainUnit
 from echelon.loop.window import Window
-from echelon.parallel import gradients
+from echelon.parallel import gradients, split_errors
 from echelon.parallel.experts.loads import Routers
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.precision import Shards
@@ -335,7 +335,7 @@ class AutoTrainUnit(AutoPredictUnit[T], TrainUnit[T]):
         """False if fp16's scaler left the update out."""
         scaler = self.grad_scaler
         if scaler is None:
-            self.optimizer.step()
+            split_errors.take_step(self.optimizer)
             return True
         assert self._shards is not None
         updated = self._shards.update_with(scaler)

@@ -6,6 +6,7 @@ without any of its module's. Besides some of the module's parameters, an optimiz
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,12 @@ def check_holds(unit: AutoPredictUnit[Any], optimizer: Any) -> None:
     if overrides().observes or not isinstance(optimizer, torch.optim.Optimizer):
         return
     what = f"{type(unit).__name__}: the {type(optimizer).__name__}"
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UsageError(
+            f"{what} needs a closure, which computes the loss again and again in one step, and an AutoUnit has none. Write a "
+            "TrainUnit, whose train_step calls optimizer.step(closure)."
+        )
     held = parameters_of(optimizer)
     problem = _stale(what, held)
     if problem is None:
