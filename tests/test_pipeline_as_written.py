@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import echelon as ech
 from tests.conftest import Ranks
-from tests.models import Net, batch, largest_difference, net
+from tests.models import Batch, Net, batch, largest_difference, net
 from tests.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -107,3 +108,74 @@ def _named_twice() -> nn.Module:
 def test_a_part_with_two_names_lies_in_one_stage(ranks: Ranks) -> None:
     results = ranks(2, _trained, _named_twice, "pp=2")
     assert largest_difference(_all(results), _plain(_named_twice())) < 1e-12
+
+
+class _Loss(Regression):
+    """A loss that a pipeline cannot follow, one way at a time."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(strategy="pp=2", module=_Reentrant().double() if way == "reentrant" else net())
+        self.way = way
+
+    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        x = data[0].clone().requires_grad_(self.way == "slope")
+        out = self.module(x)
+        loss = nn.functional.mse_loss(out, data[1])
+        if self.way == "penalty":
+            loss = loss + sum(p.abs().sum() for p in self.module.parameters() if p.requires_grad)
+        if self.way == "twice":
+            loss = loss + self.module(x / 2).pow(2).mean()
+        if self.way == "slope":
+            loss = loss + torch.autograd.grad(out.sum(), x, create_graph=True)[0].pow(2).mean()
+        return loss, out
+
+
+class _Reentrant(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+        return self.last(x)
+
+
+def _refused(ways: list[str]) -> dict[str, str]:
+    found = {}
+    for way in ways:
+        with pytest.raises(ech.EchelonError) as caught:
+            ech.train(_Loss(way), DATA, max_epochs=1)
+        found[way] = str(caught.value)
+    return found
+
+
+def test_losses_that_a_pipeline_cannot_follow_are_refused_on_all_ranks(ranks: Ranks) -> None:
+    """A sum over all parameters had those of the last stage alone, in silence."""
+    words = {
+        "penalty": "stage 1 of Net uses a parameter of another stage outside of its module",
+        "twice": "compute_loss must call Net once, got another call",
+        "slope": "asks for a gradient of what Net gives, by what goes into it",
+        "reentrant": "must have use_reentrant=False around _Reentrant.blocks.0 in a pipeline",
+    }
+    for found in ranks(2, _refused, list(words)):
+        for way, said in words.items():
+            assert said in found[way], way
+
+
+def test_a_penalty_on_the_last_stage_counts(ranks: Ranks) -> None:
+    class Penalised(Regression):
+        def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+            loss, out = super().compute_loss(state, data)
+            return loss + self.module.last.weight.pow(2).sum(), out  # type: ignore[union-attr, operator]
+
+    def trained() -> dict[str, torch.Tensor]:
+        unit = Penalised(module=net(), strategy="pp=2")
+        ech.train(unit, DATA, max_epochs=1)
+        return {name: p.detach() for name, p in unit.prepared.named_parameters()}
+
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for x, y in DATA:
+        (nn.functional.mse_loss(module(x), y) + module.last.weight.pow(2).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    want = {name: p.detach() for name, p in module.named_parameters()}
+    assert largest_difference(_all(ranks(2, trained)), want) < 1e-12

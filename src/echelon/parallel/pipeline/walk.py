@@ -158,7 +158,7 @@ class Walk:
 
         def once(fills: dict[str, float]) -> tuple[Run, Any]:
             run = Run(stage, received, forms, fills)
-            with self._trials.repeated():
+            with self._trials.repeated(), self.cut.listed():
                 return run, self._pass(run, act)
 
         first, value = once(dict.fromkeys(rest, nan))
@@ -174,7 +174,8 @@ class Walk:
             if not same(base, leaves(other, value)):
                 raise UsageError(
                     f"stage {stage} of {self.cut.kind} uses a parameter of another stage outside of its module. Cut so that both "
-                    "are in one stage, or tie it to a parameter of a module that is called there: stages=."
+                    "are in one stage, or tie it to a parameter of a module that is called there: stages=. A penalty on all "
+                    "parameters is the optimizer's: weight_decay."
                 )
             more = [call for call in rest if not same(base, leaves(*once({**dict.fromkeys(rest, zero), call: nan})))]
             return {"more": more}
