@@ -146,8 +146,8 @@ class Cut:
         form = run.forms.get(call)
         if form is None and run.calls[""] > 1:
             raise UsageError(
-                f"compute_loss must call {self.kind} once, got another call: its stages pass one batch on after the other. Put the "
-                "inputs together, as by torch.cat, or let forward take them all."
+                f"compute_loss must call {self.kind} once, got another call: its stages pass one batch on after the other. Put "
+                "the inputs together, as by torch.cat, or let forward take them all."
             )
         if form is None:
             raise UsageError(
@@ -171,8 +171,8 @@ class _Gated(nn.Module):
         run = gate.cut.run
         if run is not None and run.learns and not torch.is_grad_enabled() and _is_reentrant():
             raise UsageError(
-                f"torch.utils.checkpoint must have use_reentrant=False around {gate.cut.kind}.{gate.name} in a pipeline, got True: "
-                "its backward pass computes again what lies in other stages. Or take activation_checkpoint_params='blocks'."
+                f"torch.utils.checkpoint must have use_reentrant=False around {gate.cut.kind}.{gate.name} in a pipeline, got True: its "
+                "backward pass computes again what lies in other stages. Or take activation_checkpoint_params='blocks'."
             )
         if run is not None and run.stage != gate.stage:
             return gate.cut.meet(gate, run)
