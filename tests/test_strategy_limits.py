@@ -175,6 +175,29 @@ class _Closing(ech.TrainUnit[Any]):
         raise AssertionError("it is refused before")
 
 
+def _hooked() -> nn.Module:
+    module = net()
+    module.last.weight.register_hook(lambda gradient: gradient / 2)  # type: ignore[operator, union-attr]
+    return module
+
+
+class _HookedLate(Regression):
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+        module.last.weight.register_hook(lambda gradient: gradient / 2)  # type: ignore[operator, union-attr]
+        return super().configure_optimizers_and_lr_scheduler(module)
+
+
+class _Short(Looked):
+    """Its last layer is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.words((x > 0).long()).mean((1, 2))[:, None]
+
+
 def _steps() -> dict[str, str]:
     def train(unit: Any) -> str:
         return _refusal(lambda: ech.train(unit, [batch(4, 0), batch(4, 1)], max_epochs=1))
@@ -184,6 +207,10 @@ def _steps() -> dict[str, str]:
         "Adafactor": train(Regression(strategy="fsdp", optimizer="Adafactor")),
         "LBFGS": train(Regression(strategy="fsdp", optimizer="LBFGS")),
         "LBFGS of several": train(_Closing("tp")),
+        "hook": _refusal(lambda: Regression(module=_hooked(), strategy="fsdp")),
+        "late hook": train(_HookedLate(strategy="fsdp")),
+        "max_norm": _refusal(lambda: Regression(module=nn.Embedding(5, 4, max_norm=1.0), strategy="ddp")),
+        "unused": train(Regression(module=_Short().double(), strategy="ddp")),
     }
 
 
@@ -195,5 +222,9 @@ def test_gradients_and_optimizers_that_a_strategy_cannot_have_are_named(ranks: R
         "Adafactor": "Adafactor cannot step parameters that are split over the ranks",
         "LBFGS": "the LBFGS needs a closure, which computes the loss again and again in one step, and an AutoUnit has none",
         "LBFGS of several": "LBFGS makes one vector of all parameters",
+        "hook": "the parameter Net.last.weight has a hook (register_hook), which is not called",
+        "late hook": "the parameter Net.last.weight has a hook (register_hook), which is not called",
+        "max_norm": "has max_norm=1.0: its forward pass writes into the weights of a rank's own words",
+        "unused": "last.weight, last.bias: no gradient in an update, and a DistributedDataParallel waits for all",
     }.items():
         assert words in first[name], name

@@ -19,6 +19,7 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
 from echelon.parallel.around import watch
 from echelon.parallel.filling import fill_rest
+from echelon.parallel.lost import hook_on_shards
 from echelon.parallel.mixed import step_by_kind
 from echelon.parallel.partition import parameters_of
 from echelon.parallel.replaced import name_before
@@ -133,6 +134,8 @@ def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.
     for each in prepared:
         each.reshard()
         fill_rest(each.module)
+        if (problem := hook_on_shards(each)) is not None:
+            return problem
     held = {name: parameters_of(optimizer) for name, optimizer in optimizers.items()}
     everywhere = {id(p) for parameters in held.values() for p in parameters}
     reached = {id(p) for p in _within(vars(unit).values())}

@@ -6,6 +6,7 @@ micro-batch, all-reduces of gradient buckets, overlapped with the computation.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -124,6 +125,21 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         if self._alone:
             average_(self._alone, self.data_groups, in_order=self.order_is_fixed)
             self.module.require_forward_param_sync = True  # as after torch's own: rank 0's buffers are sent next
+
+    def forward_backward(self, *given: Any) -> tuple[torch.Tensor, Any]:
+        try:
+            return super().forward_backward(*given)
+        except RuntimeError as error:
+            if "Expected to have finished reduction" not in str(error):
+                raise
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            names = [name for name, p in self.named_parameters() if any(p is each for each in self._in_buckets)]
+            without = [names[int(number)] for number in found[1].split()] if found is not None else ["some"]
+            raise UsageError(
+                f"{', '.join(without[:4])}{', ...' if len(without) > 4 else ''}: no gradient in an update, and a "
+                "DistributedDataParallel waits for all. If a forward pass leaves layers out, train under "
+                "DDPStrategy(find_unused_parameters=True) or 'fsdp'; what is never used is to be frozen."
+            ) from error
 
     @property
     def forward_is_collective(self) -> bool:  # type: ignore[override]

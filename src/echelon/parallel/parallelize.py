@@ -21,6 +21,7 @@ from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.float8 import convert, refuse_wrapped, scales_after_step
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
+from echelon.parallel.lost import refuse_hooks, refuse_max_norm
 from echelon.parallel.names import without_compile
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
@@ -90,6 +91,8 @@ def parallelize(
         before = list(module.named_parameters(remove_duplicate=False))
         prepared = chosen.prepare(module, world, recipe)
         note(before, prepared.unwrapped.parameters())
+        refuse_hooks(before, prepared)
+        refuse_max_norm(prepared)
         prepared.find_replicas()
         scales_after_step(prepared, float8)
         return prepared
@@ -101,6 +104,7 @@ def parallelize(
     refuse_wrapped(module, float8)
     given = Prepared.of(module, world)
     recipe.compile(recipe.checkpoint_activations(given.unwrapped))
+    refuse_max_norm(given)
     given.adopt()
     given.find_replicas()
     return given
