@@ -12,17 +12,17 @@ from echelon.parallel.names import class_name
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.shards import is_split
 
-__all__ = ["hook_on_shards", "refuse_hooks", "refuse_max_norm"]
+__all__ = ["hook_on_shards", "refuse_lost"]
 
 
-def refuse_hooks(before: Iterable[tuple[str, nn.Parameter]], prepared: Prepared[Any]) -> None:
-    """Of parameters in whose place there are others.
-
+def refuse_lost(prepared: Prepared[Any], before: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
+    """
     Args:
         before: the parameters by name, before the module was made parallel.
     Raises:
-        UsageError: one has a hook, which nothing calls any more.
+        UsageError: one in whose place there is another has a hook, which nothing calls any more; an embedding has max_norm.
     """
+    _refuse_max_norm(prepared)
     now = dict(prepared.named_parameters(every_name=True))
     for name, parameter in before:
         if now.get(name, parameter) is not parameter and _is_hooked(parameter):
@@ -48,16 +48,13 @@ def _said(name: str) -> str:
     )
 
 
-def refuse_max_norm(prepared: Prepared[Any]) -> None:
-    """
-    Raises:
-        UsageError: an embedding writes into its weight in forward passes, of which each rank has others.
-    """
+def _refuse_max_norm(prepared: Prepared[Any]) -> None:
+    """Such an embedding writes into its weight in forward passes, of which each rank has others."""
     if prepared.averaged_over == 1 and not prepared.replaces_parameters:
         return
     for name, part in prepared.unwrapped.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
             raise UsageError(
                 f"{class_name(prepared.unwrapped)}.{name} has max_norm={part.max_norm}: its forward pass writes into the weights "
-                "of a rank's own words, so that the ranks' weights would differ. Leave it out, and scale what the embedding gives."
+                "of a rank's own words, so that they would differ between ranks. Leave it out, and scale what the embedding gives."
             )

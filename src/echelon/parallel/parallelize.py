@@ -21,7 +21,7 @@ from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.float8 import convert, refuse_wrapped, scales_after_step
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
-from echelon.parallel.lost import refuse_hooks, refuse_max_norm
+from echelon.parallel.lost import refuse_lost
 from echelon.parallel.names import without_compile
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
@@ -88,12 +88,7 @@ def parallelize(
             on_host(module)
         chosen = chosen or NOOPStrategy()
         convert(module, float8, chosen.name)
-        before = list(module.named_parameters(remove_duplicate=False))
-        prepared = chosen.prepare(module, world, recipe)
-        note(before, prepared.unwrapped.parameters())
-        refuse_hooks(before, prepared)
-        refuse_max_norm(prepared)
-        prepared.find_replicas()
+        prepared = _prepared(module, chosen, world, recipe)
         scales_after_step(prepared, float8)
         return prepared
     if chosen is not None and not is_plain:
@@ -104,10 +99,19 @@ def parallelize(
     refuse_wrapped(module, float8)
     given = Prepared.of(module, world)
     recipe.compile(recipe.checkpoint_activations(given.unwrapped))
-    refuse_max_norm(given)
+    refuse_lost(given)
     given.adopt()
     given.find_replicas()
     return given
+
+
+def _prepared(module: nn.Module, strategy: Strategy, world: World, recipe: Recipe) -> Prepared[Any]:
+    before = list(module.named_parameters(remove_duplicate=False))
+    prepared = strategy.prepare(module, world, recipe)
+    note(before, prepared.unwrapped.parameters())
+    refuse_lost(prepared, before)
+    prepared.find_replicas()
+    return prepared
 
 
 def _refuse_wrapped_parts(module: nn.Module) -> None:
