@@ -56,5 +56,5 @@ def _refuse_max_norm(prepared: Prepared[Any]) -> None:
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
             raise UsageError(
                 f"{class_name(prepared.unwrapped)}.{name} has max_norm={part.max_norm}: its forward pass writes into the weights "
-                "of a rank's own words, so that they would differ between ranks. Leave it out, and scale what the embedding gives."
+                "of a rank's own words, so that they would differ between ranks. Leave it out, and scale the outputs."
             )
