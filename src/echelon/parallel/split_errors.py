@@ -15,7 +15,12 @@ from echelon.parallel.tensor_layers import shared_axis, split_outputs
 __all__ = ["explained", "take_step"]
 
 # What torch says of a part of the features where all are expected.
-_SHAPES = ("shapes cannot be multiplied", "must match the size of tensor", "is invalid for input of size")
+_SHAPES = (
+    "shapes cannot be multiplied",
+    "must match the size of tensor",
+    "is invalid for input of size",
+    "must match except in dim",
+)
 
 
 @contextmanager

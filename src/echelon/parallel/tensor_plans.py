@@ -209,6 +209,8 @@ def _mlp(parent: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
     for widening, narrow in _MLPS:
         if narrow not in layers or not set(widening) <= layers.keys():
             continue
+        if list(layers).index(narrow) < list(layers).index(widening[0]):  # an adapter: first "down", then "up"
+            continue
         others = [child for n, child in parent.named_children() if n not in (*widening, narrow)]
         features = {_features(layers[n])[1] for n in widening} | {_features(layers[narrow])[0]}
         if len(features) == 1 and all(_is_elementwise(child) for child in others):
