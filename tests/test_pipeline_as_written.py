@@ -92,6 +92,26 @@ def test_a_replaced_forward_ends_where_the_stage_does(ranks: Ranks, make: Callab
     assert largest_difference(_all(results), want) < 1e-12
 
 
+def _compiled_parts() -> nn.Module:
+    """Names have torch.compile's part in them, which its author does not write."""
+    module = net()
+    for number, block in enumerate(module.blocks):
+        module.blocks[number] = torch.compile(block, backend="eager")  # type: ignore[call-overload]
+    return torch.compile(module, backend="eager")  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("strategy", [ech.Parallel(pp=2, stages=["blocks.1"]), ech.Parallel(tp=2, plan=Net.tp_plan)])
+def test_a_compiled_model_is_cut_and_split_by_the_names_of_its_author(strategy: Any) -> None:
+    from echelon.parallel.pipeline.prepared import plan_stages
+    from echelon.parallel.tensor import check_tensor
+
+    if strategy.pp > 1:
+        units = plan_stages(_compiled_parts(), strategy.stages, strategy.schedule, 2).units
+        assert [(unit.name, unit.stage) for unit in units] == [("first", 0), ("blocks.0", 0), ("blocks.1", 1), ("last", 1)]
+    else:
+        assert len(check_tensor(_compiled_parts(), strategy.plan, 2).styles) == 4
+
+
 class _NamedTwice(Net):
     """A block is registered in a second place, as PEFT's prompts do it."""
 
