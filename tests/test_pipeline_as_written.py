@@ -199,3 +199,83 @@ def test_a_penalty_on_the_last_stage_counts(ranks: Ranks) -> None:
         optimizer.zero_grad()
     want = {name: p.detach() for name, p in module.named_parameters()}
     assert largest_difference(_all(ranks(2, trained)), want) < 1e-12
+
+
+class _Kept(Net):
+    """A block leaves something beside its output, which the root adds to what it gives."""
+
+    def __init__(self, how: str, detached: bool = False) -> None:
+        super().__init__()
+        self.how, self.detached = how, detached
+        self.kept: list[torch.Tensor] = []
+        if how == "hook":
+            self.blocks[0].register_forward_hook(lambda module, args, output: self.kept.append(output.pow(2).mean()))
+        if how == "attribute":
+            self.blocks[0].penalty = torch.zeros(())  # type: ignore[assignment]
+            self.blocks[0][0].register_forward_hook(self._note)  # type: ignore[index]
+
+    def _note(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.blocks[0].penalty = (output.detach() if self.detached else output).pow(2).mean()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.clear()
+        out = super().forward(x)
+        more = self.kept + ([] if self.detached or self.how == "hook" else [self.blocks[0].penalty])  # type: ignore[list-item]
+        return out + sum(more)
+
+
+def _kept(strategy: Any) -> dict[str, str]:
+    found = {}
+    for how in ("hook", "attribute"):
+        torch.manual_seed(0)
+        with pytest.raises(ech.EchelonError) as caught:
+            ech.train(Regression(module=_Kept(how).double(), strategy=strategy), DATA, max_epochs=1)
+        found[how] = str(caught.value)
+    return found
+
+
+def test_what_a_stage_keeps_beside_its_outputs_is_refused(ranks: Ranks) -> None:
+    """Later stages lie on other ranks: a penalty that blocks leave somewhere was left out of the loss in silence."""
+    for found in ranks(2, _kept, "pp=2"):
+        for said in found.values():
+            assert "stage 0 of _Kept keeps something that" in said and "blocks.0" in said and "beside the outputs" in said
+
+
+@pytest.mark.full
+def test_what_a_sharded_stage_keeps_is_refused_too(ranks: Ranks) -> None:
+    for found in ranks(4, _kept, "pp=2,dp_shard=2"):
+        assert all("stage 0 of _Kept keeps something that" in said for said in found.values())
+
+
+def _kept_for_looking() -> nn.Module:
+    torch.manual_seed(0)
+    return _Kept("attribute", detached=True).double()
+
+
+def test_what_is_kept_without_gradients_is_nobodys_loss(ranks: Ranks) -> None:
+    results = ranks(2, _trained, _kept_for_looking, "pp=2")
+    assert largest_difference(_all(results), _plain(_kept_for_looking())) < 1e-12
+
+
+class _Shifted(Net):
+    """Parameters in containers that are read, not called, in several stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts = nn.ParameterDict({"early": nn.Parameter(torch.zeros(8)), "late": nn.Parameter(torch.zeros(8))})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) + self.shifts["early"]
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x + self.shifts["late"])
+
+
+def _shifted() -> nn.Module:
+    torch.manual_seed(0)
+    return _Shifted().double()
+
+
+def test_containers_of_parameters_are_on_every_stage(ranks: Ranks) -> None:
+    results = ranks(2, _trained, _shifted, "pp=2")
+    assert largest_difference(_all(results), _plain(_shifted())) < 1e-12

@@ -99,7 +99,7 @@ def _chain(module: nn.Module, points: Sequence[str]) -> list[tuple[str, nn.Modul
 
     def visit(prefix: str, parent: nn.Module) -> None:
         for child_name, child in parent.named_children():
-            if child in seen:
+            if child in seen or isinstance(child, (nn.ParameterList, nn.ParameterDict)):  # these are read, not called
                 continue
             seen.add(child)
             name = plain_name(f"{prefix}{child_name}")  # what torch.compile puts into it is left out
