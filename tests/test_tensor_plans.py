@@ -398,6 +398,48 @@ def test_adapters_of_other_kinds_than_lora_are_refused_by_their_kind(kind: str, 
     assert "k_proj has an " in str(caught.value) and words in str(caught.value) and "plan=" in str(caught.value)
 
 
+class Between(nn.Module):
+    """Blocks whose MLPs do something between their halves that is no submodule."""
+
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.what = what
+        self.mlps = nn.ModuleList(Halves(what) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for mlp in self.mlps:
+            x = x + mlp(x)
+        return x
+
+
+class Halves(nn.Module):
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.what = nn.Linear(4, 8), nn.Linear(8, 4), what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc2(self.what(self.fc1(x)))
+        return out
+
+
+def _between() -> float:
+    """How far the outputs of parts are from those of the whole."""
+    torch.manual_seed(0)
+    module = Between(lambda h: h.softmax(-1)).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    want = module(x).detach()
+    unit = ech.prepare_module(module, CPU, strategy="tp")
+    with torch.no_grad():
+        return float((unit(x) - want).abs().max())
+
+
+def test_what_lies_between_the_halves_of_an_mlp_gets_all_features_unless_it_is_known(ranks: Ranks) -> None:
+    """A softmax of a rank's part of the features would be another one, in silence."""
+    assert ech.tp_plan(Between(torch.tanh)) == {"mlps.*.fc1": "colwise_gather", "mlps.*.fc2": "rowwise_split"}
+    assert ech.tp_plan(Between(nn.GELU())) == {"mlps.*.fc1": "colwise", "mlps.*.fc2": "rowwise"}
+    assert all(far < 1e-12 for far in ranks(2, _between))
+
+
 class Larger(nn.Module):
     def __init__(self) -> None:
         super().__init__()
