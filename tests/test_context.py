@@ -40,6 +40,27 @@ def _reentrant() -> nn.Module:
     return Reentrant().double()
 
 
+class Routed(LM):
+    """With a layer of experts, which have the tokens in an order of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = self.norm.normalized_shape[0]
+        experts = [nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width)) for _ in range(4)]
+        self.routed = ech.MoE(width, experts, top_k=2, balance=None)
+
+    def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.tokens(x) + self.places(ech.positions(x))
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h + self.routed(h)))
+
+
+def _routed() -> nn.Module:
+    torch.manual_seed(0)
+    return Routed().double()
+
+
 # (make the model, options of a batch, options of the unit)
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "sgd": (lm, {}, {}),
@@ -50,6 +71,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "token weights": (lm, {"ignored": 0.6}, {"by_tokens": True}),
     "rows, with ignored targets": (lm, {"ignored": 0.6}, {}),
     "blocks computed again by torch": (_reentrant, {}, {}),
+    "experts": (_routed, {}, {}),
+    "divided experts": (_routed, {}, {}),
     "checkpointed": (lm, {"packed": True}, {"activation_checkpoint_params": "blocks"}),
 }
 
@@ -75,7 +98,7 @@ def _train(case: str, cp: int, dp: int) -> tuple[float, float, float]:
     windows = _windows(cp, dp, batch)
     unit = Language(
         module=make(),
-        strategy=ech.Parallel(dp_shard=dp, cp=cp),
+        strategy=ech.Parallel(dp_shard=dp, cp=cp, ep=2 if case == "divided experts" else 1),
         gradient_accumulation_steps=2,
         **{"clip_grad_norm": float("inf"), **options},
     )

@@ -228,3 +228,36 @@ def test_layers_that_are_unfrozen_during_training_are_averaged(ranks: Ranks, str
     want = {name: p.detach() for name, p in module.named_parameters()}
     for trained in ranks(2, _unfrozen, strategy, frozen):
         assert largest_difference(trained, want) < 1e-12
+
+
+def _freezes(module: nn.Module, step: int) -> None:
+    """After a step: one in the middle of a window of two, one at its end, and trained again."""
+    module.get_submodule("first").requires_grad_(step not in (3, 4, 5))
+    module.get_submodule("blocks.1").requires_grad_(step != 2)
+
+
+class _Freezes(ech.Callback):
+    def on_train_step_end(self, state: ech.State, unit: Any) -> None:
+        _freezes(unit.prepared.unwrapped, unit.train_progress.num_steps_completed)
+
+
+def _frozen_later(strategy: str) -> dict[str, torch.Tensor]:
+    unit = Regression(module=net(), strategy=strategy, gradient_accumulation_steps=2)
+    ech.train(unit, [batch(4, 10 * i + dist.get_rank()) for i in range(8)], max_epochs=1, callbacks=[_Freezes()])
+    return whole(unit.prepared.unwrapped)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", pytest.param("fsdp", marks=pytest.mark.full)])
+def test_layers_that_are_frozen_during_training_stay_and_the_others_are_averaged(ranks: Ranks, strategy: str) -> None:
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for step in range(8):
+        (x, y), (more_x, more_y) = batch(4, 10 * step), batch(4, 10 * step + 1)
+        (nn.functional.mse_loss(module(torch.cat([x, more_x])), torch.cat([y, more_y])) / 2).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        _freezes(module, step + 1)
+    want = {name: p.detach() for name, p in module.named_parameters()}
+    for trained in ranks(2, _frozen_later, strategy):
+        assert largest_difference(trained, want) < 1e-12

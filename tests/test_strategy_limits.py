@@ -152,3 +152,79 @@ def test_names_stand_for_defaults() -> None:
     for name in ("dp", "ddp", "fsdp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "noop"):
         strategy = resolve(name)
         assert strategy is not None and strategy.name == name
+
+
+class Looked(nn.Module):
+    """An embedding whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.last = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.words((x > 0).long()).mean(1))  # type: ignore[no-any-return]
+
+
+class _Closing(ech.TrainUnit[Any]):
+    def __init__(self, strategy: Any) -> None:
+        super().__init__()
+        self.module = ech.prepare_module(net(), CPU, strategy=strategy)
+        self.optimizer = torch.optim.LBFGS(self.module.parameters(), lr=0.1)
+
+    def train_step(self, state: ech.State, data: Any) -> None:
+        raise AssertionError("it is refused before")
+
+
+def _hooked() -> nn.Module:
+    module = net()
+    module.last.weight.register_hook(lambda gradient: gradient / 2)  # type: ignore[operator, union-attr]
+    return module
+
+
+class _HookedLate(Regression):
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+        module.last.weight.register_hook(lambda gradient: gradient / 2)  # type: ignore[operator, union-attr]
+        return super().configure_optimizers_and_lr_scheduler(module)
+
+
+class _Short(Looked):
+    """Its last layer is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.words((x > 0).long()).mean((1, 2))[:, None]
+
+
+def _steps() -> dict[str, str]:
+    def train(unit: Any) -> str:
+        return _refusal(lambda: ech.train(unit, [batch(4, 0), batch(4, 1)], max_epochs=1))
+
+    return {
+        "sparse": train(Regression(module=Looked().double(), strategy="fsdp")),
+        "Adafactor": train(Regression(strategy="fsdp", optimizer="Adafactor")),
+        "LBFGS": train(Regression(strategy="fsdp", optimizer="LBFGS")),
+        "LBFGS of several": train(_Closing("tp")),
+        "hook": _refusal(lambda: Regression(module=_hooked(), strategy="fsdp")),
+        "late hook": train(_HookedLate(strategy="fsdp")),
+        "max_norm": _refusal(lambda: Regression(module=nn.Embedding(5, 4, max_norm=1.0), strategy="ddp")),
+        "unused": train(Regression(module=_Short().double(), strategy="ddp")),
+    }
+
+
+def test_gradients_and_optimizers_that_a_strategy_cannot_have_are_named(ranks: Ranks) -> None:
+    first, second = ranks(2, _steps)
+    assert first == second
+    for name, words in {
+        "sparse": "a parameter of Looked has a sparse gradient, as nn.Embedding(sparse=True) makes it",
+        "Adafactor": "Adafactor cannot step parameters that are split over the ranks",
+        "LBFGS": "the LBFGS needs a closure, which computes the loss again and again in one step, and an AutoUnit has none",
+        "LBFGS of several": "LBFGS makes one vector of all parameters",
+        "hook": "the parameter Net.last.weight has a hook (register_hook), which is not called",
+        "late hook": "the parameter Net.last.weight has a hook (register_hook), which is not called",
+        "max_norm": "has max_norm=1.0: its forward pass writes into the weights of a rank's own words",
+        "unused": "last.weight, last.bias: no gradient in an update, and a DistributedDataParallel waits for all",
+    }.items():
+        assert words in first[name], name

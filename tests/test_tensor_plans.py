@@ -369,6 +369,77 @@ def test_an_inferred_plan_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
     assert "wte" not in found.styles and "  lm_head          whole: 2 ranks do not divide its 51 rows" in found.text.splitlines()
 
 
+class Adapted(nn.Module):
+    """Blocks of an MLP, and an adapter behind it, which narrows first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        for _ in range(2):
+            mlp = nn.ModuleDict({"up": nn.Linear(4, 8), "act": nn.GELU(), "down": nn.Linear(8, 4)})
+            adapter = nn.ModuleDict({"down": nn.Linear(4, 2), "act": nn.GELU(), "up": nn.Linear(2, 4)})
+            self.blocks.append(nn.ModuleDict({"mlp": mlp, "adapter": adapter}))
+
+
+def test_an_adapter_that_narrows_before_it_widens_is_no_mlp() -> None:
+    """Split as one, its first layer would take a rank's part of features that are all there."""
+    assert ech.tp_plan(Adapted()) == {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
+
+
+@pytest.mark.filterwarnings("ignore:invalid escape sequence")  # of torchao, which peft imports
+@pytest.mark.parametrize(("kind", "words"), [("IA3Config", "adapter of PEFT (ia3)"), ("LoHaConfig", "adapter of PEFT (loha)")])
+def test_adapters_of_other_kinds_than_lora_are_refused_by_their_kind(kind: str, words: str) -> None:
+    import peft
+
+    more = {"feedforward_modules": []} if kind == "IA3Config" else {"r": 2}
+    module = peft.get_peft_model(made("llama"), getattr(peft, kind)(target_modules=["k_proj", "v_proj"], **more))
+    with pytest.raises(UsageError) as caught:
+        check_tensor(module, None, 2)
+    assert "k_proj has an " in str(caught.value) and words in str(caught.value) and "plan=" in str(caught.value)
+
+
+class Between(nn.Module):
+    """Blocks whose MLPs do something between their halves that is no submodule."""
+
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.what = what
+        self.mlps = nn.ModuleList(Halves(what) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for mlp in self.mlps:
+            x = x + mlp(x)
+        return x
+
+
+class Halves(nn.Module):
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.what = nn.Linear(4, 8), nn.Linear(8, 4), what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc2(self.what(self.fc1(x)))
+        return out
+
+
+def _between() -> float:
+    """How far the outputs of parts are from those of the whole."""
+    torch.manual_seed(0)
+    module = Between(lambda h: h.softmax(-1)).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    want = module(x).detach()
+    unit = ech.prepare_module(module, CPU, strategy="tp")
+    with torch.no_grad():
+        return float((unit(x) - want).abs().max())
+
+
+def test_what_lies_between_the_halves_of_an_mlp_gets_all_features_unless_it_is_known(ranks: Ranks) -> None:
+    """A softmax of a rank's part of the features would be another one, in silence."""
+    assert ech.tp_plan(Between(torch.tanh)) == {"mlps.*.fc1": "colwise_gather", "mlps.*.fc2": "rowwise_split"}
+    assert ech.tp_plan(Between(nn.GELU())) == {"mlps.*.fc1": "colwise", "mlps.*.fc2": "rowwise"}
+    assert all(far < 1e-12 for far in ranks(2, _between))
+
+
 class Larger(nn.Module):
     def __init__(self) -> None:
         super().__init__()

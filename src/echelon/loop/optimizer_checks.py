@@ -6,6 +6,7 @@ without any of its module's. Besides some of the module's parameters, an optimiz
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
 from echelon.parallel.around import watch
 from echelon.parallel.filling import fill_rest
+from echelon.parallel.lost import hook_on_shards
 from echelon.parallel.mixed import step_by_kind
 from echelon.parallel.partition import parameters_of
 from echelon.parallel.replaced import name_before
@@ -42,6 +44,12 @@ def check_holds(unit: AutoPredictUnit[Any], optimizer: Any) -> None:
     if overrides().observes or not isinstance(optimizer, torch.optim.Optimizer):
         return
     what = f"{type(unit).__name__}: the {type(optimizer).__name__}"
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UsageError(
+            f"{what} needs a closure, which computes the loss again and again in one step, and an AutoUnit has none. Write a "
+            "TrainUnit, whose train_step calls optimizer.step(closure)."
+        )
     held = parameters_of(optimizer)
     problem = _stale(what, held)
     if problem is None:
@@ -126,6 +134,8 @@ def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.
     for each in prepared:
         each.reshard()
         fill_rest(each.module)
+        if (problem := hook_on_shards(each)) is not None:
+            return problem
     held = {name: parameters_of(optimizer) for name, optimizer in optimizers.items()}
     everywhere = {id(p) for parameters in held.values() for p in parameters}
     reached = {id(p) for p in _within(vars(unit).values())}

@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.after_backward import after_backward
 from echelon.parallel.partition import parameters_of
 from echelon.world import agree
 
@@ -54,6 +56,35 @@ def _hear(listeners: list[Passes], module: nn.Module, args: Any) -> None:
     if torch.is_grad_enabled():
         for passes in listeners:
             passes.ran = True
+
+
+class _Backwards:
+    """Whether the latest backward pass through a wrapper was reduced: only the first after its forward is.
+
+    Attributes:
+        unreduced: it was not; gradients of every rank's own were added to what was reduced before.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.unreduced = self._is_awaited = self._in_pass = False
+        module.register_forward_hook(self._listen)
+
+    def _listen(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        self._in_pass = False  # even if the last backward pass ended in an error
+        self._is_awaited = self._is_awaited or bool(module.require_backward_grad_sync)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._hear)
+
+    def _hear(self, gradient: torch.Tensor) -> None:
+        if not self._in_pass:
+            self._in_pass = True
+            after_backward(self._end)
+
+    def _end(self) -> None:
+        self._in_pass, self.unreduced, self._is_awaited = False, not self._is_awaited, False
 
 
 class _Through(nn.Module):
@@ -114,7 +145,7 @@ class _Watch:
 
     def __init__(self, name: str, module: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         self._name, self._module = name, weakref.ref(module)
-        self._passes = Passes(module)
+        self._passes, self._backwards = Passes(module), _Backwards(module)
         self._frozen = [weakref.ref(p) for p in module.parameters() if not p.requires_grad]
         self._unfrozen, self._doubtful, self._next_look = 0, 0, 1
         optimizer.register_step_pre_hook(self._before)
@@ -132,7 +163,7 @@ class _Watch:
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients that the wrapper did not reduce must be equal all the same: reducing by hand is allowed."""
         unfrozen = {p for ref in self._frozen if (p := ref()) is not None and p.requires_grad}
-        if self._passes.ran and not unfrozen:
+        if self._passes.ran and not unfrozen and not self._backwards.unreduced:
             return
         if len(unfrozen) != self._unfrozen:
             self._unfrozen, self._doubtful, self._next_look = len(unfrozen), 0, 1
@@ -140,7 +171,13 @@ class _Watch:
         if self._doubtful < self._next_look:
             return
         self._next_look *= 2
-        if self._passes.ran:
+        if self._passes.ran and self._backwards.unreduced:
+            self._compare(
+                set(parameters_of(optimizer)),
+                "a DistributedDataParallel reduces in the first backward pass after its forward, and another followed. Add the "
+                "losses up and call backward once, or call the module for each.",
+            )
+        elif self._passes.ran:
             self._compare(
                 unfrozen,
                 "it was frozen when training began, and a DistributedDataParallel leaves out what is frozen while it is made. "

@@ -6,8 +6,11 @@ micro-batch, all-reduces of gradient buckets, overlapped with the computation.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import or_
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,6 +25,7 @@ from echelon.parallel import reduction_order
 from echelon.parallel.around import Passes, send_through
 from echelon.parallel.axes import Axis, split_axes
 from echelon.parallel.fixed_order import reduce_bucket
+from echelon.parallel.loose import average_
 from echelon.parallel.materialize import materialize
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.older_torch import ddp_options
@@ -73,6 +77,9 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         names = mesh.mesh_dim_names if mesh is not None else None
         super().__init__(module, [Axis.of(module.process_group, names[0] if names else "")])
         self._passes: Passes | None = None
+        self._in_buckets = [p for p in module.parameters() if p.requires_grad]
+        self._of_window: list[bool] = []  # which of them were trained in a micro-batch since the last update
+        self._alone: list[nn.Parameter] = []  # those whose gradients are averaged apart in this micro-batch
         self.reduces_unfrozen()
 
     def optimizer(self, make: Callable[[DistributedDataParallel], O]) -> O:
@@ -89,6 +96,20 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
             if reached:
                 del vars(inner)["module"]
 
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        trained = [p.requires_grad for p in self._in_buckets]
+        self._of_window = list(map(or_, self._of_window, trained)) if self._of_window else trained
+        self._alone = []
+        if last and not all(trained):  # torch would wait for what is frozen: its buckets are left out
+            self._alone = [p for p, is_trained in zip(self._in_buckets, self._of_window, strict=True) if is_trained]
+        found = super().accumulate(last and not self._alone)
+        if last:
+            self._reduces, self._of_window = True, []
+        return found
+
+    def discard_window(self) -> None:
+        self._of_window = []
+
     def forward_begins(self) -> None:
         if self._passes is None:
             self._passes = Passes(self.module)
@@ -98,9 +119,27 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
     ) -> None:
         assert self._passes is not None
-        if self._reduces and not self._passes.ran:
+        if self._reduces and not self._passes.ran and not self._alone:
             loss = send_through(self.module, loss)
         super().backward(loss, micro_batch, backward)
+        if self._alone:
+            average_(self._alone, self.data_groups, in_order=self.order_is_fixed)
+            self.module.require_forward_param_sync = True  # as after torch's own: rank 0's buffers are sent next
+
+    def forward_backward(self, *given: Any) -> tuple[torch.Tensor, Any]:
+        try:
+            return super().forward_backward(*given)
+        except RuntimeError as error:
+            if "Expected to have finished reduction" not in str(error):
+                raise
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            names = [name for name, p in self.named_parameters() if any(p is each for each in self._in_buckets)]
+            without = [names[int(number)] for number in found[1].split()] if found is not None else ["some"]
+            raise UsageError(
+                f"{', '.join(without[:4])}{', ...' if len(without) > 4 else ''}: no gradient in an update, and a "
+                "DistributedDataParallel waits for all. If a forward pass leaves layers out, train under "
+                "DDPStrategy(find_unused_parameters=True) or 'fsdp'; what is never used is to be frozen."
+            ) from error
 
     @property
     def forward_is_collective(self) -> bool:  # type: ignore[override]

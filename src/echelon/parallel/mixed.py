@@ -12,15 +12,26 @@ from typing import Any
 
 import torch
 
+from echelon.contracts.errors import UsageError
+
 __all__ = ["step_by_kind"]
 
 _handled: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Split] = weakref.WeakKeyDictionary()
 
 
 def step_by_kind(optimizer: torch.optim.Optimizer) -> None:
-    """From now on. Nothing changes, and hardly anything is done, where every group is of one kind."""
-    # LBFGS makes one vector of all its parameters, whatever we do.
-    if optimizer not in _handled and not isinstance(optimizer, torch.optim.LBFGS):
+    """From now on. Nothing changes, and hardly anything is done, where every group is of one kind.
+
+    Raises:
+        UsageError: LBFGS over several kinds.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        if any(len(_kinds(group["params"])) > 1 for group in optimizer.param_groups):
+            raise UsageError(
+                "LBFGS makes one vector of all parameters, of which some are split over other ranks than the rest, or whole. "
+                "Train under 'ddp', or under 'fsdp' without scalar parameters."
+            )
+    elif optimizer not in _handled:
         _handled[optimizer] = _Split(optimizer)
 
 

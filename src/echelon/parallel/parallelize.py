@@ -21,12 +21,14 @@ from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.float8 import convert, refuse_wrapped, scales_after_step
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
+from echelon.parallel.lost import refuse_lost
 from echelon.parallel.names import without_compile
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Compile, Recipe, TorchCompileParams, recipe_of
 from echelon.parallel.registry import kind_of, wrapper_of
 from echelon.parallel.replaced import note
+from echelon.parallel.shards import is_fully_sharded, reshard_after_looking
 from echelon.parallel.strategy import NOOPStrategy, Strategy, resolve
 from echelon.parallel.sync_batchnorm import on_host
 from echelon.world.init import World
@@ -86,10 +88,7 @@ def parallelize(
             on_host(module)
         chosen = chosen or NOOPStrategy()
         convert(module, float8, chosen.name)
-        before = list(module.named_parameters(remove_duplicate=False))
-        prepared = chosen.prepare(module, world, recipe)
-        note(before, prepared.unwrapped.parameters())
-        prepared.find_replicas()
+        prepared = _prepared(module, chosen, world, recipe)
         scales_after_step(prepared, float8)
         return prepared
     if chosen is not None and not is_plain:
@@ -100,9 +99,19 @@ def parallelize(
     refuse_wrapped(module, float8)
     given = Prepared.of(module, world)
     recipe.compile(recipe.checkpoint_activations(given.unwrapped))
+    refuse_lost(given)
     given.adopt()
     given.find_replicas()
     return given
+
+
+def _prepared(module: nn.Module, strategy: Strategy, world: World, recipe: Recipe) -> Prepared[Any]:
+    before = list(module.named_parameters(remove_duplicate=False))
+    prepared = strategy.prepare(module, world, recipe)
+    note(before, prepared.unwrapped.parameters())
+    refuse_lost(prepared, before)
+    prepared.find_replicas()
+    return prepared
 
 
 def _refuse_wrapped_parts(module: nn.Module) -> None:
@@ -151,7 +160,13 @@ def prepare_module(
             "prepare_module never sees the optimizer that strategy 'zero1' divides: call echelon.parallel.partition.Partition("
             "optimizer) once you have built it, or this is strategy 'ddp'"
         )
+    return _for_own_steps(prepared)
+
+
+def _for_own_steps(prepared: Prepared[Any]) -> nn.Module:
     made: nn.Module = prepared.module
+    if is_fully_sharded(made):
+        reshard_after_looking(made)
     return made
 
 
@@ -172,11 +187,9 @@ def prepare_ddp(module: nn.Module, device: torch.device, strategy: DDPStrategy |
 
 def prepare_fsdp(module: nn.Module, device: torch.device, strategy: FSDPStrategy | None = None) -> nn.Module:
     """The module on `device`, sharded in place by `fully_shard`; its parameters are DTensors."""
-    prepared: nn.Module = parallelize(module, strategy or FSDPStrategy(), device).module
-    return prepared
+    return _for_own_steps(parallelize(module, strategy or FSDPStrategy(), device))
 
 
 def prepare_fsdp2(module: nn.Module, device: torch.device, strategy: FSDP2Strategy | None = None) -> nn.Module:
     """As `prepare_fsdp`, with `fully_shard`'s own options."""
-    prepared: nn.Module = parallelize(module, strategy or FSDP2Strategy(), device).module
-    return prepared
+    return _for_own_steps(parallelize(module, strategy or FSDP2Strategy(), device))

@@ -33,6 +33,7 @@ from echelon.parallel.prepared import NO_CONTEXT, Prepared
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.registry import Kind, register
 from echelon.parallel.same_gradients import SameGradients
+from echelon.parallel.second_derivatives import refuse_second_derivatives
 from echelon.parallel.shards import is_fully_sharded, is_split, local, reshard
 from echelon.parallel.split_errors import explained
 from echelon.parallel.tensor_gradients import check_same_loss, check_whole_layers
@@ -251,6 +252,7 @@ def shard(
     if trained and len(ranks) > 1:
         AfterEachBackward(module, trained, groups)
     Buffers.keep_equal(module, groups)
+    refuse_second_derivatives(module)
     prepared = made(module, world, axes_of(how.mesh))
     if precision is not None and decides(precision, how.root_policy or how.policy):
         always_under_autocast(module, precision, world.device)

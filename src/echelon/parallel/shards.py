@@ -9,7 +9,7 @@ from torch import nn
 
 from echelon.parallel.registry import imported
 
-__all__ = ["is_fully_sharded", "is_split", "local", "reshard", "whole"]
+__all__ = ["is_fully_sharded", "is_split", "local", "reshard", "reshard_after_looking", "whole"]
 
 
 def is_split(tensor: Any) -> bool:
@@ -45,3 +45,16 @@ def reshard(module: nn.Module) -> None:
     for part in module.modules():
         if is_fully_sharded(part):
             part.reshard()  # type: ignore[operator]
+
+
+def reshard_after_looking(module: nn.Module) -> None:
+    """From now on a forward pass without gradients leaves shards, as one with a backward pass does.
+
+    For steps of the user's own, which may write into parameters: whole ones are thrown away, with what was written.
+    """
+
+    def after(module: nn.Module, args: object, output: object) -> None:
+        if not torch.is_grad_enabled():
+            reshard(module)
+
+    module.register_forward_hook(torch.compiler.disable(after))

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.names import class_name
 from echelon.parallel.tensor_layers import shared_axis, split_outputs
 
-__all__ = ["explained"]
+__all__ = ["explained", "take_step"]
 
 # What torch says of a part of the features where all are expected.
-_SHAPES = ("shapes cannot be multiplied", "must match the size of tensor", "is invalid for input of size")
+_SHAPES = (
+    "shapes cannot be multiplied",
+    "must match the size of tensor",
+    "is invalid for input of size",
+    "must match except in dim",
+)
 
 
 @contextmanager
@@ -32,14 +38,52 @@ def explained(module: nn.Module) -> Iterator[None]:
         raise UsageError(f"{said} torch says: {error}") from error
 
 
+# What torch says of an operation that an optimizer does with all elements of a parameter, or with parameters of several meshes.
+_OF_STEPS = (
+    "in-place operations that require placement changes",
+    "cross mesh",
+    "must have the same mesh",
+    "no sharding strategy",
+)
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    """
+    Raises:
+        UsageError: in the place of torch's RuntimeError, which is its cause: the optimizer cannot work with parts of parameters.
+    """
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        if not any(each in str(error) for each in _OF_STEPS):
+            raise
+        raise UsageError(
+            f"{type(optimizer).__name__} cannot step parameters that are split over the ranks (torch {torch.__version__}). Train "
+            f"under 'ddp' or 'zero1', whose parameters are whole, or take another optimizer. torch says: {error}"
+        ) from error
+
+
 def _meaning(module: nn.Module, text: str) -> str | None:
     name = class_name(module)
-    if "mixed torch.Tensor and DTensor" in text:
+    if "fsdp::" in text and "Sparse" in text:
         return (
-            f"compute_loss must call {name} itself: its parameters are split over the ranks, and are put together in its "
-            "forward only, not for a method or a part that is called directly. Let forward do it, with an argument that says "
-            "what; or train under 'ddp' or 'zero1'."
+            f"a parameter of {name} has a sparse gradient, as nn.Embedding(sparse=True) makes it, and only dense ones are "
+            "reduced to shards. Leave sparse=True out, or train under 'ddp'."
         )
+    if "appears to not have been used in the graph" in text and "_pipeline_gate" in vars(module):
+        return (
+            f"compute_loss asks for a gradient of what {name} gives, by what goes into it: in a pipeline another stage has that. "
+            "Train without pp."
+        )
+    if "mixed torch.Tensor and DTensor" in text or "on inputs with different meshes" in text:
+        said = (
+            f"compute_loss must call {name} itself: its parameters are split over the ranks, and are put together in its "
+            "forward only, not for a method or a part that is called directly, nor where they are read. Let forward do it, with "
+            "an argument that says what; or train under 'ddp' or 'zero1'."
+        )
+        if shared_axis(module) is not None:
+            said += " A layer whose weight is read by other code than its own is left out of the tensor-parallel plan."
+        return said
     if shared_axis(module) is not None and any(each in text for each in _SHAPES):
         parts = split_outputs(module)
         such = f", such as {parts[-1]}," if parts else ""

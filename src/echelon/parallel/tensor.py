@@ -24,7 +24,7 @@ from echelon.parallel.axes import axes_of
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.materialize import remember
-from echelon.parallel.names import matching, tied_names
+from echelon.parallel.names import matching, plain_name, tied_names
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.sequence_part import PartOfSequence
@@ -193,10 +193,11 @@ def split_layers(module: nn.Module, chosen: Chosen, tp_mesh: DeviceMesh) -> None
 def _by_name(module: nn.Module, plan: Plan) -> dict[str, Any]:
     """The plan with every pattern replaced by the names that it matches; a layer with several names has its first."""
     first: dict[nn.Module, str] = {}
-    names = {name: first.setdefault(m, name) for name, m in module.named_modules(remove_duplicate=False) if name}
+    found_all = module.named_modules(remove_duplicate=False)
+    names = {plain: first.setdefault(m, name) for name, m in found_all if (plain := plain_name(name))}
     styles: dict[str, Any] = {}
     for pattern, style in plan.styles.items():
-        found = list(dict.fromkeys(names[name] for name in matching(pattern, names)))
+        found = list(dict.fromkeys(names[name] for name in matching(plain_name(pattern), names)))
         if not found:
             raise UsageError(f"the tensor-parallel plan has {pattern!r}, which matches no submodule of {type(module).__name__}.")
         if isinstance(style, str):

@@ -26,13 +26,22 @@ def with_adapters(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any
     found: dict[str, Any] = {}
     for name, style in styles.items():
         layer = module.get_submodule(name)
+        if hasattr(layer, "base_layer") and hasattr(layer, "adapter_layer_names") and not hasattr(layer, "lora_A"):
+            adapter = type(layer).__module__.rpartition(".")[0].rpartition(".")[2]
+            raise UsageError(
+                f"tensor-parallel plan: {name} has an adapter of PEFT ({adapter}) that is not split; of these only LoRA's is. "
+                "Leave it out of the plan: TPStrategy(plan=...) takes one; or train under 'fsdp'."
+            )
         if without_adapter(layer) is layer or not isinstance(style, str):
             found[name] = style
             continue
         magnitudes = list(getattr(layer, "lora_magnitude_vector", ()))
         if magnitudes or isinstance(without_adapter(layer), nn.Embedding):
             kind = "DoRA, which needs the whole weight" if magnitudes else "an Embedding"
-            raise UsageError(f"tensor-parallel plan: {name} is an adapter of {kind}. Leave it out of the plan.")
+            raise UsageError(
+                f"tensor-parallel plan: {name} is an adapter of {kind}. Leave it out of the plan: TPStrategy(plan=...) takes "
+                "one; or train under 'fsdp'."
+            )
         side = "lora_B" if style.startswith("colwise") else "lora_A"
         found[f"{name}.base_layer"] = style
         found |= {f"{name}.{side}.{adapter}": style for adapter, _ in layer.get_submodule(side).named_children()}

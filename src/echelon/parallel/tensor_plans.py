@@ -2,7 +2,7 @@
 
 What is inferred is right for any code: attention, whose code may count on all heads, gets the outputs of its first layers put
 together again, and only their weights and products are split. Between the two halves of an MLP everything works on single
-features, so that these stay split. Nothing is inferred in silence: `Plan.text` is logged.
+features if its submodules, of which one is an activation, say so: then these stay split. Nothing is inferred in silence: `Plan.text` is logged.
 """
 
 from __future__ import annotations
@@ -209,9 +209,13 @@ def _mlp(parent: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
     for widening, narrow in _MLPS:
         if narrow not in layers or not set(widening) <= layers.keys():
             continue
+        if list(layers).index(narrow) < list(layers).index(widening[0]):  # an adapter: first "down", then "up"
+            continue
         others = [child for n, child in parent.named_children() if n not in (*widening, narrow)]
         features = {_features(layers[n])[1] for n in widening} | {_features(layers[narrow])[0]}
-        if len(features) == 1 and all(_is_elementwise(child) for child in others):
+        # Without an activation among the children, what forward does between the halves is not known: softmax needs all features.
+        known = any(_is_elementwise(child) and not isinstance(child, _EACH) for child in others)
+        if known and len(features) == 1 and all(_is_elementwise(child) for child in others):
             return dict.fromkeys(widening, "colwise") | {narrow: "rowwise"}
         return dict.fromkeys(widening, "colwise_gather") | {narrow: "rowwise_split"}
     return {}

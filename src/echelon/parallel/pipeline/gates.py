@@ -12,15 +12,18 @@ So what an author does between the units (positions, masks, residual sums) happe
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.pipeline.stages import Unit
@@ -47,6 +50,7 @@ class Run:
         gave: by call, what this stage's units have returned.
         stood_in: the placeholders that were asked for.
         has_left: whether a unit of a later stage was called.
+        learns: whether gradients are wanted.
         is_whole: whether the module itself was called.
     """
 
@@ -59,6 +63,7 @@ class Run:
     gave: dict[str, Any] = field(default_factory=dict)
     stood_in: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     has_left: bool = False
+    learns: bool = field(default_factory=torch.is_grad_enabled)
     is_whole: bool = False
     outgoing: Callable[[Run], Any] = lambda run: None
     sent: Any = None
@@ -94,6 +99,7 @@ class Cut:
         self.stage_of = {unit.name: unit.stage for unit in units}
         self.run: Run | None = None
         self._weights: list[torch.Tensor] = []  # one number each, which stands for all of a parameter
+        self._taken: list[tuple[nn.Module, str]] = []  # parameters that other ranks have
 
     def __deepcopy__(self, memo: Any) -> Cut:  # a copy of the module is cut alike
         return self
@@ -102,6 +108,24 @@ class Cut:
         """What the author's code reads of parameters that other ranks have."""
         for weight in self._weights:
             weight.fill_(value)
+
+    @contextlib.contextmanager
+    def listed(self) -> Iterator[None]:
+        """Context in which `parameters()` gives what stands for other ranks' parameters, too, and not this rank's alone."""
+        for part, name in self._taken:
+            vars(part)["_parameters"][name] = vars(part)[name].detach().requires_grad_()
+        try:
+            yield
+        finally:
+            for part, name in self._taken:
+                del vars(part)["_parameters"][name]
+
+    def take(self, part: nn.Module, name: str, stand_in: torch.Tensor) -> None:
+        """Put it in the place of a parameter or buffer that another rank has."""
+        if name in vars(part)["_parameters"] and stand_in.dtype.is_floating_point:
+            self._taken.append((part, name))
+        delattr(part, name)
+        vars(part)[name] = stand_in
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """What takes the place of a parameter or buffer that another rank has: its shape and type, in one number's memory."""
@@ -120,6 +144,11 @@ class Cut:
             value = run.received[call]
             return pytree.tree_map_only(torch.Tensor, torch.clone, value) if run.solid else value
         form = run.forms.get(call)
+        if form is None and run.calls[""] > 1:
+            raise UsageError(
+                f"compute_loss must call {self.kind} once, got another call: its stages pass one batch on after the other. Put "
+                "the inputs together, as by torch.cat, or let forward take them all."
+            )
         if form is None:
             raise UsageError(
                 f"{self.kind}.{gate.name} is in stage {gate.stage}, but is called in stage {run.stage}, after {run.latest}: what "
@@ -140,6 +169,11 @@ class _Gated(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         gate: Gate = vars(self)["_pipeline_gate"]
         run = gate.cut.run
+        if run is not None and run.learns and not torch.is_grad_enabled() and _is_reentrant():
+            raise UsageError(
+                f"torch.utils.checkpoint must have use_reentrant=False around {gate.cut.kind}.{gate.name} in a pipeline: its "
+                "backward pass computes again what lies in other stages. Or take activation_checkpoint_params='blocks'."
+            )
         if run is not None and run.stage != gate.stage:
             return gate.cut.meet(gate, run)
         if run is None and gate.stage not in gate.cut.own:
@@ -160,6 +194,7 @@ class _GatedRoot(nn.Module):
         if run is None:
             raise _outside(cut, None)
         run.is_whole = True
+        run.calls[""] += 1
         value = super().__call__(*args, **kwargs)  # its hooks, such as fully_shard's, see what leaves the stage
         if run.has_left:
             run.sent = value
@@ -168,14 +203,23 @@ class _GatedRoot(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         cut: Cut = vars(self)["_pipeline_gate"]
+        forward = vars(self).get("_pipeline_forward") or super().forward
         try:
-            return super().forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         except Left:
             pass  # the frames that it holds end here, and with them the contexts of torch.utils.checkpoint in them
         run = cut.run
         assert run is not None
         run.has_left = True
         return run.outgoing(run)
+
+
+def _is_reentrant() -> bool:
+    """Whether this is called in the forward pass of a checkpoint that calls it again in the backward pass."""
+    code, frame = CheckpointFunction.forward.__code__, inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _outside(cut: Cut, name: str | None) -> UsageError:
@@ -207,14 +251,15 @@ def cut(module: nn.Module, units: list[Unit], own: Iterable[int], device: torch.
             held = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
             for name, tensor in held:
                 if id(tensor) not in mine:
-                    delattr(part, name)
                     if id(tensor) not in emptied:
                         emptied[id(tensor)] = made.stand_in(tensor)
-                    vars(part)[name] = emptied[id(tensor)]
+                    made.take(part, name, emptied[id(tensor)])
     for unit in units:
         vars(unit.module)["_pipeline_gate"] = Gate(made, unit.name, unit.stage)
         unit.module.__class__ = _with_gate(type(unit.module), _Gated)  # type: ignore[arg-type]
     vars(module)["_pipeline_gate"] = made
+    if "forward" in vars(module):  # somebody has put another in its place, as torch.compile does: the gate's goes around it
+        vars(module)["_pipeline_forward"] = vars(module).pop("forward")
     module.__class__ = _with_gate(type(module), _GatedRoot)  # type: ignore[arg-type]
     return made
 

@@ -7,6 +7,7 @@ on the shapes of its micro-batches, and a broadcast of the losses.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,8 @@ class Pipeline:
         self._learned: dict[Any, Learned] = {}
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._under_way: Window | None = None
+        self._trained: tuple[bool, ...] | None = None  # which parameters were, in the latest window
+        self._trained_by_all: tuple[str, ...] = ()  # the same of every rank
         self._common: int | None = None  # what the random numbers of the update under way come from
         self.is_trying = False
 
@@ -76,9 +79,7 @@ class Pipeline:
                 before.
             share: whether all ranks want what `compute_loss` returns besides the loss.
         """
-        trained = tuple(p.requires_grad for p in self.module.parameters())
-        signatures = [(self.module.training, trained, shape_of_batch(each.data)) for each in micro_batches]
-        begins, unknown = self._agreed(signatures)
+        signatures, begins, unknown = self._agreed([each.data for each in micro_batches])
         for number in unknown:
             self._learn(signatures[number], micro_batches[number], forward)
         under_way = Window(list(micro_batches), forward, backward, before_backward)
@@ -98,14 +99,24 @@ class Pipeline:
     def _pp(self) -> int:
         return dist.get_world_size(self.group)
 
-    def _agreed(self, signatures: list[Any]) -> tuple[list[int], list[int]]:
-        """Where a schedule begins, and which micro-batches are of a new kind: on any rank, so that all compute in one order."""
-        new = [i == 0 or s != signatures[i - 1] for i, s in enumerate(signatures)]
-        first_seen = {s: i for i, s in reversed(list(enumerate(signatures)))}
-        unseen = [s not in self._learned and first_seen[s] == i for i, s in enumerate(signatures)]
-        told = agree.any_ranks([*new, *unseen])
-        begins, unknown = told[: len(new)], told[len(new) :]
-        return [i for i, each in enumerate(begins) if each], [i for i, each in enumerate(unknown) if each]
+    def _agreed(self, batches: list[Any]) -> tuple[list[Any], list[int], list[int]]:
+        """The kinds of the micro-batches, where a schedule begins, and which are of a new kind: on any rank, so that all compute
+        in one order. What is sent back depends on which layers are trained, on every stage: that is a part of a kind.
+        """
+        trained = tuple(p.requires_grad for p in self.module.parameters())
+        changed = trained != self._trained
+        while True:
+            signatures = [(self.module.training, self._trained_by_all, shape_of_batch(each)) for each in batches]
+            new = [i == 0 or s != signatures[i - 1] for i, s in enumerate(signatures)]
+            first_seen = {s: i for i, s in reversed(list(enumerate(signatures)))}
+            unseen = [s not in self._learned and first_seen[s] == i for i, s in enumerate(signatures)]
+            changed, *told = agree.any_ranks([changed, *new, *unseen])
+            if not changed:
+                begins, unknown = told[: len(new)], told[len(new) :]
+                return signatures, [i for i, each in enumerate(begins) if each], [i for i, each in enumerate(unknown) if each]
+            self._trained = trained
+            self._trained_by_all = tuple(agree.gather(hashlib.sha256(bytes(trained)).hexdigest()))
+            changed = False
 
     def _learn(self, signature: Any, micro_batch: MicroBatch[Any], forward: Callable[[MicroBatch[Any]], Made]) -> None:
         walked = self._studied(("train", signature[0], signature[2][0]), lambda: forward(micro_batch))

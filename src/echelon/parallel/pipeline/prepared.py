@@ -14,7 +14,7 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel import gradients
 from echelon.parallel.apart import set_apart
 from echelon.parallel.micro_batch import MicroBatch
-from echelon.parallel.names import names_of_each
+from echelon.parallel.names import names_of_each, plain_name
 from echelon.parallel.pipeline.gates import cut, kept_by
 from echelon.parallel.pipeline.pipeline import Pipeline
 from echelon.parallel.pipeline.schedules import Kind, kind_named, stage_ranks
@@ -92,6 +92,7 @@ def _refuse_hooks(module: nn.Module, units: list[Unit]) -> None:
     """Of modules that lie in several stages, whose calls do not end in most of them."""
     inside = {part for unit in units for part in unit.module.modules()}
     for name, part in module.named_modules():
+        name = plain_name(name)
         split = any(unit.name.startswith(f"{name}.") or not name for unit in units) and part not in inside
         kinds = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
         if split and (found := [kind for kind in kinds if getattr(part, kind, None)]):

@@ -16,6 +16,7 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.blocks import blocks_to_shard
+from echelon.parallel.names import plain_name
 
 __all__ = ["Splits", "Unit", "check_splits", "units_of"]
 
@@ -92,14 +93,20 @@ def units_of(module: nn.Module, stages: Splits | None, pp: int, per_rank: int | 
 
 def _chain(module: nn.Module, points: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """The largest submodules that hold none of these names within them, and no repeated blocks, in their order."""
-    names = {*points, *(name for name, _ in blocks_to_shard(module))}
+    names = {*points, *(plain_name(name) for name, _ in blocks_to_shard(module))}
     found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()  # a module that is registered in several places stands at the first
 
     def visit(prefix: str, parent: nn.Module) -> None:
         for child_name, child in parent.named_children():
-            name = f"{prefix}{child_name}"
+            if child in seen or isinstance(child, (nn.ParameterList, nn.ParameterDict)):  # these are read, not called
+                continue
+            seen.add(child)
+            name = plain_name(f"{prefix}{child_name}")  # what torch.compile puts into it is left out
             within = any(other.startswith(f"{name}.") for other in names)
-            if within or (isinstance(child, (nn.ModuleList, nn.ModuleDict)) and name not in names):
+            if not name:
+                visit("", child)
+            elif within or (isinstance(child, (nn.ModuleList, nn.ModuleDict)) and name not in names):
                 visit(f"{name}.", child)
             elif _holds_state(child):
                 found.append((name, child))
@@ -138,7 +145,7 @@ def _at_points(module: nn.Module, points: list[str]) -> list[Unit]:
 def _as_listed(module: nn.Module, stages: Splits) -> list[Unit]:
     listed = [str(name) for names in stages for name in names]
     chain = _chain(module, listed)
-    known = {name: part for name, part in module.named_modules() if name}
+    known = {plain_name(name) for name, _ in module.named_modules() if plain_name(name)}
     number: dict[str, int] = {}
     for stage, names in enumerate(stages):
         for name in names:
@@ -167,7 +174,7 @@ def _refuse_unknown(module: nn.Module, points: Sequence[str], chain: list[tuple[
 def _balanced(module: nn.Module, count: int) -> list[Unit]:
     """Stages begin at blocks, so that the costliest stage costs least."""
     chain = _chain(module, ())
-    blocks = {name for name, _ in blocks_to_shard(module)}
+    blocks = {plain_name(name) for name, _ in blocks_to_shard(module)}
     kind = type(module).__name__
     places = [i for i, (name, _) in enumerate(chain) if name in blocks]
     if not places:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from echelon.contracts import errors
 from echelon.contracts.errors import EchelonError, UsageError
+from echelon.parallel.pipeline.escapes import Escapes
 from echelon.parallel.pipeline.gates import Cut, Run, reached
 from echelon.parallel.pipeline.trial import Trials, compute, leaves, same
 from echelon.parallel.pipeline.values import Form, Unsendable, form_of
@@ -158,12 +159,16 @@ class Walk:
 
         def once(fills: dict[str, float]) -> tuple[Run, Any]:
             run = Run(stage, received, forms, fills)
-            with self._trials.repeated():
+            with self._trials.repeated(), self.cut.listed():
                 return run, self._pass(run, act)
 
-        first, value = once(dict.fromkeys(rest, nan))
-        seen = leaves(first, value)
+        escapes = Escapes(unit for unit in self.cut.units if unit.stage == stage < self.cut.count - 1)
+        with escapes.watched():
+            first, value = once(dict.fromkeys(rest, nan))
+        # Copies: what is detached has its origin, and the graph with it.
+        seen = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves(first, value)]
         del first, value
+        self._refuse_kept(stage, escapes)
         self.cut.fill_weights(zero)
         try:
             other, value = once(dict.fromkeys(rest, zero))
@@ -174,11 +179,20 @@ class Walk:
             if not same(base, leaves(other, value)):
                 raise UsageError(
                     f"stage {stage} of {self.cut.kind} uses a parameter of another stage outside of its module. Cut so that both "
-                    "are in one stage, or tie it to a parameter of a module that is called there: stages=."
+                    "are in one stage, or tie it to a parameter of a module that is called there: stages=. A penalty on all "
+                    "parameters is the optimizer's: weight_decay."
                 )
             more = [call for call in rest if not same(base, leaves(*once({**dict.fromkeys(rest, zero), call: nan})))]
             return {"more": more}
         return self._report(stage, other, value)
+
+    def _refuse_kept(self, stage: int, escapes: Escapes) -> None:
+        if names := escapes.found():
+            raise UsageError(
+                f"stage {stage} of {self.cut.kind} keeps something that {', '.join(names[:4])} computed, beside the outputs: an "
+                "attribute, an entry of a list, what a hook has caught. It requires gradients, and later stages, on other ranks, "
+                "would not see it. Pass it on with what forward returns; or detach() it, if no loss uses it."
+            )
 
     def _computed(
         self, stage: int, forms: dict[str, Form], received: dict[str, Any], act: Callable[[], Any], share: bool

@@ -1,0 +1,281 @@
+"""A pipeline takes modules as people write them: layers frozen in mid-training, forwards replaced, parts with two names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+import echelon as ech
+from tests.conftest import Ranks
+from tests.models import Batch, Net, batch, largest_difference, net
+from tests.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+DATA = [batch(4, seed) for seed in range(6)]
+Change = Callable[[nn.Module, int], None]
+
+
+def _unfreezes(module: nn.Module, update: int) -> None:
+    """Only the last layer, then the block of each stage, then all but one: no two ranks see a change at the same time."""
+    trained = {1: "last", 2: "blocks.1", 3: "blocks.0", 4: "first"}.get(update)
+    for name, parameter in module.named_parameters():
+        if update == 0 or update == 5:
+            parameter.requires_grad_(name.startswith("last"))
+        elif trained is not None and name.startswith(trained):
+            parameter.requires_grad_(True)
+
+
+class _Changing(ech.Callback):
+    def __init__(self, change: Change) -> None:
+        self._change = change
+
+    def on_train_step_end(self, state: ech.State, unit: Any) -> None:
+        self._change(unit.prepared.unwrapped, unit.train_progress.num_steps_completed)
+
+
+def _plain(module: nn.Module, change: Change | None = None) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for update, (x, y) in enumerate(DATA):
+        nn.functional.mse_loss(module(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if change is not None:
+            change(module, update + 1)
+    return {name: p.detach() for name, p in module.named_parameters()}
+
+
+def _trained(make: Callable[[], nn.Module], strategy: Any, change: Change | None = None) -> dict[str, torch.Tensor]:
+    """The parameters that this rank holds."""
+    unit = Regression(module=make(), strategy=strategy)
+    ech.train(unit, DATA, max_epochs=1, callbacks=[] if change is None else [_Changing(change)])
+    return {name: p.detach() for name, p in unit.prepared.named_parameters()}
+
+
+def _all(results: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: value for values in results for name, value in values.items()}
+
+
+def _frozen_net() -> nn.Module:
+    module = net()
+    _unfreezes(module, 0)
+    return module
+
+
+def test_layers_of_one_stage_after_another_are_unfrozen_and_frozen_again(ranks: Ranks) -> None:
+    """A rank whose own layers stay as they are computes with the others' change all the same."""
+    results = ranks(2, _trained, _frozen_net, "pp=2", _unfreezes)
+    assert largest_difference(_all(results), _plain(_frozen_net(), _unfreezes)) < 1e-12
+
+
+def _with_forward() -> nn.Module:
+    """Someone else's forward in the place of the class's own, as compilers and libraries put it."""
+    module = net()
+    own = module.forward
+    module.forward = lambda x: own(2 * x)  # type: ignore[method-assign]
+    return module
+
+
+def _compiled() -> nn.Module:
+    return torch.compile(net(), backend="eager")  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("make", [_with_forward, pytest.param(_compiled, marks=pytest.mark.full)])
+def test_a_replaced_forward_ends_where_the_stage_does(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
+    results = ranks(2, _trained, make, "pp=2")
+    want = {name.removeprefix("_orig_mod."): value for name, value in _plain(make()).items()}
+    assert largest_difference(_all(results), want) < 1e-12
+
+
+def _compiled_parts() -> nn.Module:
+    """Names have torch.compile's part in them, which its author does not write."""
+    module = net()
+    for number, block in enumerate(module.blocks):
+        module.blocks[number] = torch.compile(block, backend="eager")  # type: ignore[call-overload]
+    return torch.compile(module, backend="eager")  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("strategy", [ech.Parallel(pp=2, stages=["blocks.1"]), ech.Parallel(tp=2, plan=Net.tp_plan)])
+def test_a_compiled_model_is_cut_and_split_by_the_names_of_its_author(strategy: Any) -> None:
+    from echelon.parallel.pipeline.prepared import plan_stages
+    from echelon.parallel.tensor import check_tensor
+
+    if strategy.pp > 1:
+        units = plan_stages(_compiled_parts(), strategy.stages, strategy.schedule, 2).units
+        assert [(unit.name, unit.stage) for unit in units] == [("first", 0), ("blocks.0", 0), ("blocks.1", 1), ("last", 1)]
+    else:
+        assert len(check_tensor(_compiled_parts(), strategy.plan, 2).styles) == 4
+
+
+class _NamedTwice(Net):
+    """A block is registered in a second place, as PEFT's prompts do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.ModuleList([self.blocks[0]])
+
+
+def _named_twice() -> nn.Module:
+    torch.manual_seed(0)
+    return _NamedTwice().double()
+
+
+def test_a_part_with_two_names_lies_in_one_stage(ranks: Ranks) -> None:
+    results = ranks(2, _trained, _named_twice, "pp=2")
+    assert largest_difference(_all(results), _plain(_named_twice())) < 1e-12
+
+
+class _Loss(Regression):
+    """A loss that a pipeline cannot follow, one way at a time."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(strategy="pp=2", module=_Reentrant().double() if way == "reentrant" else net())
+        self.way = way
+
+    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        x = data[0].clone().requires_grad_(self.way == "slope")
+        out = self.module(x)
+        loss = nn.functional.mse_loss(out, data[1])
+        if self.way == "penalty":
+            loss = loss + sum(p.abs().sum() for p in self.module.parameters() if p.requires_grad)
+        if self.way == "twice":
+            loss = loss + self.module(x / 2).pow(2).mean()
+        if self.way == "slope":
+            loss = loss + torch.autograd.grad(out.sum(), x, create_graph=True)[0].pow(2).mean()
+        return loss, out
+
+
+class _Reentrant(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+        return self.last(x)
+
+
+def _refused(ways: list[str]) -> dict[str, str]:
+    found = {}
+    for way in ways:
+        with pytest.raises(ech.EchelonError) as caught:
+            ech.train(_Loss(way), DATA, max_epochs=1)
+        found[way] = str(caught.value)
+    return found
+
+
+def test_losses_that_a_pipeline_cannot_follow_are_refused_on_all_ranks(ranks: Ranks) -> None:
+    """A sum over all parameters had those of the last stage alone, in silence."""
+    words = {
+        "penalty": "stage 1 of Net uses a parameter of another stage outside of its module",
+        "twice": "compute_loss must call Net once, got another call",
+        "slope": "asks for a gradient of what Net gives, by what goes into it",
+        "reentrant": "must have use_reentrant=False around _Reentrant.blocks.0 in a pipeline",
+    }
+    for found in ranks(2, _refused, list(words)):
+        for way, said in words.items():
+            assert said in found[way], way
+
+
+def test_a_penalty_on_the_last_stage_counts(ranks: Ranks) -> None:
+    class Penalised(Regression):
+        def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+            loss, out = super().compute_loss(state, data)
+            return loss + self.module.last.weight.pow(2).sum(), out  # type: ignore[union-attr, operator]
+
+    def trained() -> dict[str, torch.Tensor]:
+        unit = Penalised(module=net(), strategy="pp=2")
+        ech.train(unit, DATA, max_epochs=1)
+        return {name: p.detach() for name, p in unit.prepared.named_parameters()}
+
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for x, y in DATA:
+        (nn.functional.mse_loss(module(x), y) + module.last.weight.pow(2).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    want = {name: p.detach() for name, p in module.named_parameters()}
+    assert largest_difference(_all(ranks(2, trained)), want) < 1e-12
+
+
+class _Kept(Net):
+    """A block leaves something beside its output, which the root adds to what it gives."""
+
+    def __init__(self, how: str, detached: bool = False) -> None:
+        super().__init__()
+        self.how, self.detached = how, detached
+        self.kept: list[torch.Tensor] = []
+        if how == "hook":
+            self.blocks[0].register_forward_hook(lambda module, args, output: self.kept.append(output.pow(2).mean()))
+        if how == "attribute":
+            self.blocks[0].penalty = torch.zeros(())  # type: ignore[assignment]
+            self.blocks[0][0].register_forward_hook(self._note)  # type: ignore[index]
+
+    def _note(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.blocks[0].penalty = (output.detach() if self.detached else output).pow(2).mean()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.clear()
+        out = super().forward(x)
+        more = self.kept + ([] if self.detached or self.how == "hook" else [self.blocks[0].penalty])  # type: ignore[list-item]
+        return out + sum(more)
+
+
+def _kept(strategy: Any) -> dict[str, str]:
+    found = {}
+    for how in ("hook", "attribute"):
+        torch.manual_seed(0)
+        with pytest.raises(ech.EchelonError) as caught:
+            ech.train(Regression(module=_Kept(how).double(), strategy=strategy), DATA, max_epochs=1)
+        found[how] = str(caught.value)
+    return found
+
+
+def test_what_a_stage_keeps_beside_its_outputs_is_refused(ranks: Ranks) -> None:
+    """Later stages lie on other ranks: a penalty that blocks leave somewhere was left out of the loss in silence."""
+    for found in ranks(2, _kept, "pp=2"):
+        for said in found.values():
+            assert "stage 0 of _Kept keeps something that" in said and "blocks.0" in said and "beside the outputs" in said
+
+
+@pytest.mark.full
+def test_what_a_sharded_stage_keeps_is_refused_too(ranks: Ranks) -> None:
+    for found in ranks(4, _kept, "pp=2,dp_shard=2"):
+        assert all("stage 0 of _Kept keeps something that" in said for said in found.values())
+
+
+def _kept_for_looking() -> nn.Module:
+    torch.manual_seed(0)
+    return _Kept("attribute", detached=True).double()
+
+
+def test_what_is_kept_without_gradients_is_nobodys_loss(ranks: Ranks) -> None:
+    results = ranks(2, _trained, _kept_for_looking, "pp=2")
+    assert largest_difference(_all(results), _plain(_kept_for_looking())) < 1e-12
+
+
+class _Shifted(Net):
+    """Parameters in containers that are read, not called, in several stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts = nn.ParameterDict({"early": nn.Parameter(torch.zeros(8)), "late": nn.Parameter(torch.zeros(8))})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) + self.shifts["early"]
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x + self.shifts["late"])
+
+
+def _shifted() -> nn.Module:
+    torch.manual_seed(0)
+    return _Shifted().double()
+
+
+def test_containers_of_parameters_are_on_every_stage(ranks: Ranks) -> None:
+    results = ranks(2, _trained, _shifted, "pp=2")
+    assert largest_difference(_all(results), _plain(_shifted())) < 1e-12
