@@ -31,6 +31,7 @@ from echelon.parallel.recipe import Recipe
 from echelon.parallel.registry import Kind, register
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.sync_batchnorm import sync_batchnorm
+from echelon.parallel.unused import Awaited
 from echelon.world.init import World, ensure_group
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         names = mesh.mesh_dim_names if mesh is not None else None
         super().__init__(module, [Axis.of(module.process_group, names[0] if names else "")])
         self._passes: Passes | None = None
+        self._awaited = Awaited(module)
         self.reduces_unfrozen()
 
     def optimizer(self, make: Callable[[DistributedDataParallel], O]) -> O:
@@ -94,6 +96,10 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
             self._passes = Passes(self.module)
         self._passes.ran = False
 
+    def forward_backward(self, *given: Any) -> tuple[torch.Tensor, Any]:
+        with self._awaited.explained():
+            return super().forward_backward(*given)
+
     def backward(
         self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
     ) -> None:
@@ -101,6 +107,8 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         if self._reduces and not self._passes.ran:
             loss = send_through(self.module, loss)
         super().backward(loss, micro_batch, backward)
+        if self._reduces:
+            self._awaited.check()
 
     @property
     def forward_is_collective(self) -> bool:  # type: ignore[override]

@@ -1,7 +1,8 @@
 """Parameters that a strategy leaves whole and alone: their gradients are averaged over the data-parallel ranks here.
 
-Scalars, which `fully_shard` cannot split, and what an optimizer trains besides the module: a learned weight of a loss, held by
-the unit. Communication: one all-reduce per type after the last backward pass of a window, of a few numbers as a rule.
+Scalars, which `fully_shard` cannot split; what an optimizer trains besides the module: a learned weight of a loss, held by the
+unit; and layers that a module has got since it was made parallel. Communication: one all-reduce per type after the last backward
+pass of a window, of a few numbers as a rule.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.after_backward import after_backward
 from echelon.parallel.fixed_order import tree_sum
+from echelon.parallel.shards import is_split
 from echelon.world import agree
 from echelon.world.device import from_host
 
-__all__ = ["AfterEachBackward", "average_", "check_equal"]
+__all__ = ["AfterEachBackward", "Joined", "average_", "check_equal"]
 
 Groups = Sequence[dist.ProcessGroup | None]
 
@@ -71,6 +74,16 @@ def _mean(flat: torch.Tensor, group: dist.ProcessGroup | None, in_order: bool) -
     return tree_sum(gathered).div_(size)
 
 
+class Joined:
+    """Which parameters a module has got since it was made parallel, of which its strategy knows nothing."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
+
+    def trained(self, module: nn.Module) -> list[nn.Parameter]:
+        return [p for p in module.parameters() if p.requires_grad and not is_split(p) and p not in self._before]
+
+
 def check_equal(parameters: Sequence[nn.Parameter], groups: Groups, what: str) -> None:
     """Collective.
 
@@ -81,9 +94,9 @@ def check_equal(parameters: Sequence[nn.Parameter], groups: Groups, what: str) -
     for group in groups:
         if len(agree.kinds(mine, group)) > 1:
             raise UsageError(
-                f"{what} outside the module that differ between ranks, and averaging their gradients would not make them equal. "
-                "Make them part of the module, or seed all ranks alike before creating them. If each rank is to train its own, "
-                "use a TrainUnit."
+                f"{what} that differ between ranks, and averaging their gradients would not make them equal. "
+                "Make them part of the module before it is made parallel, or seed all ranks alike before creating them. If each "
+                "rank is to train its own, use a TrainUnit."
             )
 
 

@@ -18,9 +18,11 @@ from echelon.contracts.errors import UsageError, require
 from echelon.contracts.overrides import overrides
 from echelon.parallel.activation import Preset
 from echelon.parallel.ddp import DDPStrategy
+from echelon.parallel.embeddings import check_embeddings
 from echelon.parallel.float8 import convert, refuse_wrapped, scales_after_step
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
+from echelon.parallel.hooked import refuse_lost
 from echelon.parallel.names import without_compile
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
@@ -88,7 +90,7 @@ def parallelize(
         convert(module, float8, chosen.name)
         before = list(module.named_parameters(remove_duplicate=False))
         prepared = chosen.prepare(module, world, recipe)
-        note(before, prepared.unwrapped.parameters())
+        _check_what_changed(prepared, before, chosen.name)
         prepared.find_replicas()
         scales_after_step(prepared, float8)
         return prepared
@@ -103,6 +105,13 @@ def parallelize(
     given.adopt()
     given.find_replicas()
     return given
+
+
+def _check_what_changed(prepared: Prepared[Any], before: list[tuple[str, nn.Parameter]], strategy: str) -> None:
+    note(before, prepared.unwrapped.parameters())
+    refuse_lost(before, dict(prepared.named_parameters(every_name=True)), strategy)
+    if prepared.averaged_over > 1 and not prepared.works_alone:
+        check_embeddings(prepared.unwrapped)
 
 
 def _refuse_wrapped_parts(module: nn.Module) -> None:

@@ -20,7 +20,7 @@ from echelon.parallel import gradients
 from echelon.parallel.axes import Axis, Share, mesh_of, share, speaks_for
 from echelon.parallel.filling import fill_rest
 from echelon.parallel.fixed_order import clip_in_order_
-from echelon.parallel.loose import average_, check_equal
+from echelon.parallel.loose import Joined, average_, check_equal
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_buffers, plain_names, unwrapped, without_compile
 from echelon.parallel.registry import kind_of, wrapper_of
@@ -88,7 +88,7 @@ class Prepared(Generic[M]):
         self.others: list[nn.Parameter] = []
         self._loose: list[nn.Parameter] = []  # whose gradients nothing else reduces
         self._frozen: list[nn.Parameter] = []  # nor theirs, if they are unfrozen
-        self._reduces = True
+        self._joined, self._reduces = Joined(module), True
         self._after_step: list[Callable[[], None]] = []
 
     @staticmethod
@@ -215,18 +215,18 @@ class Prepared(Generic[M]):
     def trains_also(self, others: list[nn.Parameter]) -> None:
         """Before training: what the optimizer has besides the module. Its gradients are averaged over the ranks, too. Collective.
 
-        Raises UsageError if these parameters are not the same on all ranks.
+        Raises UsageError if these parameters, or those that the module has got since, are not the same on all ranks.
         """
         fill_rest(self.module)
-        self.others = others
-        groups = self.data_groups
+        self.others, groups = others, self.data_groups
         if groups:
-            check_equal(others, groups, "the optimizer has parameters")
+            check_equal(others, groups, "the optimizer has parameters outside the module")
+            check_equal(self._joined.trained(self.module), groups, "the module has got parameters")
         self._loose = [*self._left_alone(), *others] if groups else []
 
     def _left_alone(self) -> list[nn.Parameter]:
         """Trained parameters of the module whose gradients the strategy does not reduce."""
-        return []
+        return self._joined.trained(self.module)
 
     def reduces_unfrozen(self) -> None:
         """What is frozen now is not in the strategy's buckets: once it is unfrozen, its gradients are averaged apart."""
@@ -257,7 +257,7 @@ class Prepared(Generic[M]):
         return loss, outputs
 
     def forward_begins(self) -> None:
-        """Before a micro-batch's forward pass, where that is code of the user's own and only `backward` is called after it."""
+        """Before a forward pass, where that is code of the user's own and only `backward` is called after it."""
 
     def backward(
         self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]

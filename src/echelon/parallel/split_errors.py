@@ -40,6 +40,16 @@ def _meaning(module: nn.Module, text: str) -> str | None:
             "forward only, not for a method or a part that is called directly. Let forward do it, with an argument that says "
             "what; or train under 'ddp' or 'zero1'."
         )
+    if "setStorage" in text and "storage of size 0" in text:
+        return (
+            f"a gradient of {name}'s gradient (create_graph=True), as of a penalty on gradients, needs whole parameters after "
+            "the backward pass that has given them back. Train under 'ddp' or 'zero1'."
+        )
+    if "Sparse" in text and "backend" in text:
+        return (
+            f"{name} has gradients that are sparse tensors, which cannot be split over the ranks. Make its embeddings with "
+            "sparse=False, or train under 'ddp'."
+        )
     if shared_axis(module) is not None and any(each in text for each in _SHAPES):
         parts = split_outputs(module)
         such = f", such as {parts[-1]}," if parts else ""

@@ -1,0 +1,257 @@
+"""Models that are changed after they were made parallel, or that parallel ranks cannot train as one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import echelon as ech
+from echelon.contracts.errors import EchelonError, UsageError
+from tests.conftest import Ranks
+from tests.models import Net, batch, largest_difference, net, whole
+from tests.units import KINDS, Regression, under_each
+
+pytestmark = pytest.mark.standing_ranks
+
+Change = Callable[[Any, torch.optim.Optimizer, int], None]
+STEPS, ROWS, CHANGED = 5, 4, 2
+
+
+class Changing(Net):
+    """Its forward heeds attributes, and layers that it gets later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.more, self.skips = 1.0, None, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x) if not self.skips else self.last(self.first(x))
+        return self.scale * (out if self.more is None else out + self.more(x))
+
+
+def _model(seed: int = 0) -> Changing:
+    torch.manual_seed(seed)
+    return Changing().double()
+
+
+def _nothing(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    pass
+
+
+def _grow(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step == CHANGED:
+        torch.manual_seed(7)
+        module.more = nn.Linear(4, 1).double()
+        optimizer.add_param_group({"params": module.more.parameters()})
+
+
+def _rescale(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    module.scale = 0.5**step
+
+
+def _load(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step == CHANGED:
+        getattr(module, "module", module).load_state_dict(_model(seed=3).state_dict())
+
+
+def _skip_last(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    module.skips = step == STEPS - 1
+
+
+CHANGES: dict[str, Change] = {"grow": _grow, "rescale": _rescale, "load": _load, "skip last": _skip_last, "nothing": _nothing}
+
+
+class Changes(ech.Callback):
+    def __init__(self, change: Change) -> None:
+        self.change = change
+
+    def on_train_step_start(self, state: ech.State, unit: Any) -> None:
+        self.change(unit.module, unit.optimizer, unit.train_progress.num_steps_completed)
+
+
+def _trained(strategy: Any, change: str, model: Callable[[], nn.Module] = _model) -> dict[str, torch.Tensor]:
+    unit = Regression(module=model(), strategy=strategy)
+    data = ech.Loader(TensorDataset(*batch(ROWS * STEPS, seed=1)), global_batch=ROWS, shuffle=False)
+    ech.train(unit, data, max_epochs=1, callbacks=[Changes(CHANGES[change])])
+    return whole(unit.module)
+
+
+def _reference(change: str, model: Callable[[], nn.Module] = _model) -> dict[str, torch.Tensor]:
+    """The same in plain PyTorch."""
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    x, y = batch(ROWS * STEPS, seed=1)
+    for step in range(STEPS):
+        CHANGES[change](module, optimizer, step)
+        rows = slice(step * ROWS, (step + 1) * ROWS)
+        nn.functional.mse_loss(module(x[rows]), y[rows]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("change", ["grow", "rescale", "load"])
+def test_what_is_changed_in_training_is_changed_under_every_strategy(ranks: Ranks, change: str) -> None:
+    want = _reference(change)
+    for of_rank in ranks(2, under_each, KINDS, _trained, change):
+        for strategy, got in of_rank.items():
+            assert largest_difference(got, want) < 1e-12, strategy
+
+
+def _grown_apart(strategy: str) -> str:
+    def grow(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == CHANGED:  # from each rank's own RNG
+            module.more = nn.Linear(4, 1).double()
+            optimizer.add_param_group({"params": module.more.parameters()})
+
+    CHANGES["apart"] = grow
+    return _refusal(strategy, "apart")
+
+
+def _refusal(strategy: Any, change: str = "nothing", model: Callable[[], nn.Module] = _model) -> str:
+    try:
+        _trained(strategy, change, model)
+    except EchelonError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_a_layer_that_each_rank_drew_for_itself_is_refused(ranks: Ranks) -> None:
+    for of_rank in ranks(2, under_each, ["ddp", "fsdp"], _grown_apart):
+        for strategy, said in of_rank.items():
+            assert "the module has got parameters that differ between ranks" in said, strategy
+
+
+def _skipping_at_the_end() -> Any:
+    found = ech.DDPStrategy(find_unused_parameters=True)
+    return under_each(["ddp", "zero1"], _refusal, "skip last"), _trained(found, "skip last"), _trained("fsdp", "skip last")
+
+
+def test_layers_that_only_the_last_step_left_out_are_named_before_its_update(ranks: Ranks) -> None:
+    """torch raises in the next forward pass, and there is none: each rank kept gradients of its own."""
+    want = _reference("skip last")
+    for refused, *right in ranks(2, _skipping_at_the_end):
+        for strategy, said in refused.items():
+            assert "got no gradient of blocks.0.0.weight and 7 more. " in said, strategy
+            assert "find_unused_parameters=True" in said
+        for got in right:
+            assert largest_difference(got, want) < 1e-12
+
+
+# --- hooks on parameters
+
+
+def _masked() -> Changing:
+    model = _model()
+    model.first.weight.register_hook(lambda gradient: gradient * 0)
+    return model
+
+
+def _stepping() -> Changing:
+    model = _model()
+    model.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return model
+
+
+def _late_hook() -> str:
+    unit = Regression(module=_model(), strategy="fsdp")
+    next(unit.module.parameters()).register_hook(lambda gradient: gradient * 0)
+    data = ech.Loader(TensorDataset(*batch(ROWS, seed=1)), global_batch=ROWS)
+    with pytest.raises(UsageError, match=r"first\.weight is split over the ranks, and torch does not call its hook") as raised:
+        ech.train(unit, data, max_epochs=1)
+    return str(raised.value)
+
+
+def _hooks() -> Any:
+    lost = {name: under_each(["fsdp", "zero2"], _refusal, "nothing", model) for name, model in HOOKED.items()}
+    return _trained("ddp", "nothing", _masked), lost, _late_hook()
+
+
+HOOKED = {"mask": _masked, "step": _stepping}
+
+
+def test_a_hook_on_a_parameter_acts_or_is_refused(ranks: Ranks) -> None:
+    want = _reference("nothing", _masked)
+    for masked, lost, late in ranks(2, _hooks):
+        assert largest_difference(masked, want) < 1e-12
+        for of_kind in lost.values():
+            for strategy, said in of_kind.items():
+                assert said.startswith(f"strategy {strategy!r} puts another parameter in the place of first.weight"), said
+        assert "register_step_pre_hook" in late
+
+
+# --- models
+
+
+class Words(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(8, 4, **options)
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.rows((x[:, 0].abs() * 4).long().clamp(max=7)))
+
+
+def _words(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Words(**options).double()
+
+
+def _bounded() -> nn.Module:
+    return _words(max_norm=1.0)
+
+
+def _sparse() -> nn.Module:
+    return _words(sparse=True)
+
+
+def _transposed() -> nn.Module:
+    model = _model()
+    model.first.weight = nn.Parameter(model.first.weight.detach().t().contiguous().t())
+    return model
+
+
+def _container() -> nn.Module:
+    return nn.ModuleDict({"net": net()})
+
+
+class Penalty(Regression):
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = data[0].requires_grad_(), data[1]
+        out = self.module(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return nn.functional.mse_loss(out, y) + slope.square().sum(1).mean(), out
+
+
+def _penalty() -> str:
+    unit = Penalty(module=_model(), strategy="fsdp")
+    with pytest.raises(UsageError, match="a gradient of Changing's gradient") as raised:
+        ech.train(unit, [batch(ROWS, seed=1)], max_epochs=1)
+    return str(raised.value)
+
+
+def _models() -> dict[str, Any]:
+    return {
+        "bounded": under_each(["ddp", "fsdp"], _refusal, "nothing", _bounded),
+        "sparse": _refusal("fsdp", "nothing", _sparse),
+        "container": _refusal("fsdp", "nothing", _container),
+        "penalty": _penalty(),
+        "transposed": _trained("fsdp", "nothing", _transposed),
+    }
+
+
+def test_what_a_strategy_cannot_train_is_refused_with_what_to_do(ranks: Ranks) -> None:
+    want = _reference("nothing", _transposed)
+    for of_rank in ranks(2, _models):
+        for said in of_rank["bounded"].values():
+            assert said.startswith("rows: max_norm must be None on several ranks, got 1.")
+        assert "sparse=False" in of_rank["sparse"]
+        assert "must have a forward, got a ModuleDict" in of_rank["container"]
+        assert "'ddp' or 'zero1'" in of_rank["penalty"]
+        assert largest_difference(of_rank["transposed"], want) < 1e-12
