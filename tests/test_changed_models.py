@@ -59,11 +59,22 @@ def _load(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
         getattr(module, "module", module).load_state_dict(_model(seed=3).state_dict())
 
 
+def _convert(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    module.to("cpu").double()
+
+
 def _skip_last(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
     module.skips = step == STEPS - 1
 
 
-CHANGES: dict[str, Change] = {"grow": _grow, "rescale": _rescale, "load": _load, "skip last": _skip_last, "nothing": _nothing}
+CHANGES: dict[str, Change] = {
+    "grow": _grow,
+    "rescale": _rescale,
+    "load": _load,
+    "convert": _convert,
+    "skip last": _skip_last,
+    "nothing": _nothing,
+}
 
 
 class Changes(ech.Callback):
@@ -81,10 +92,10 @@ def _trained(strategy: Any, change: str, model: Callable[[], nn.Module] = _model
     return whole(unit.module)
 
 
-def _reference(change: str, model: Callable[[], nn.Module] = _model) -> dict[str, torch.Tensor]:
+def _reference(change: str, model: Callable[[], nn.Module] = _model, kind: str = "SGD") -> dict[str, torch.Tensor]:
     """The same in plain PyTorch."""
     module = model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.1, **({"momentum": 0.9} if kind == "SGD" else {}))
     x, y = batch(ROWS * STEPS, seed=1)
     for step in range(STEPS):
         CHANGES[change](module, optimizer, step)
@@ -95,7 +106,7 @@ def _reference(change: str, model: Callable[[], nn.Module] = _model) -> dict[str
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("change", ["grow", "rescale", "load"])
+@pytest.mark.parametrize("change", ["grow", "rescale", "load", "convert"])
 def test_what_is_changed_in_training_is_changed_under_every_strategy(ranks: Ranks, change: str) -> None:
     want = _reference(change)
     for of_rank in ranks(2, under_each, KINDS, _trained, change):
@@ -141,6 +152,49 @@ def test_layers_that_only_the_last_step_left_out_are_named_before_its_update(ran
             assert "find_unused_parameters=True" in said
         for got in right:
             assert largest_difference(got, want) < 1e-12
+
+
+# --- loops of one's own
+
+
+def _own_loop(strategy: str, kind: str) -> dict[str, torch.Tensor]:
+    model = _model()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    loader = ech.Loader(TensorDataset(*batch(ROWS * STEPS, seed=1)), global_batch=ROWS, shuffle=False)
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, strategy=strategy)
+    for _ in ech.epochs(loader, 1):
+        for x, y in loader:
+            with ech.window(model) as window:
+                window.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+    return whole(model)
+
+
+def test_an_optimizer_that_makes_its_state_as_it_is_built_is_taken(ranks: Ranks) -> None:
+    """Adagrad was taken for one that had stepped."""
+    want = _reference("nothing", kind="Adagrad")
+    for of_rank in ranks(2, under_each, KINDS, _own_loop, "Adagrad"):
+        for strategy, got in of_rank.items():
+            assert largest_difference(got, want) < 1e-12, strategy
+
+
+def _parts_in_a_window() -> str:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = ech.Loader(TensorDataset(*batch(ROWS, seed=1)), global_batch=ROWS)
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, strategy="fsdp")
+    with pytest.raises(UsageError, match="must come from a call of Changing itself") as raised:
+        for _ in ech.epochs(loader, 1):
+            for x, _ in loader:
+                with ech.window(model) as window:
+                    window.backward(model.last(model.first(x)).mean())
+    return str(raised.value)
+
+
+def test_what_torch_says_of_parts_is_explained_in_a_window(ranks: Ranks) -> None:
+    for said in ranks(2, _parts_in_a_window):
+        assert "its parameters are split over the ranks" in said
 
 
 # --- hooks on parameters

@@ -7,6 +7,7 @@ micro-batch, all-reduces of gradient buckets, overlapped with the computation.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -97,8 +98,11 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         self._passes.ran = False
 
     def forward_backward(self, *given: Any) -> tuple[torch.Tensor, Any]:
-        with self._awaited.explained():
+        with self.explaining():
             return super().forward_backward(*given)
+
+    def explaining(self) -> AbstractContextManager[Any]:
+        return self._awaited.explained()
 
     def backward(
         self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]

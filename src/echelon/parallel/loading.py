@@ -12,7 +12,7 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.parallel.shards import is_split, reshard
 
-__all__ = ["take_whole_states"]
+__all__ = ["part_like", "take_whole_states"]
 
 
 def take_whole_states(root: nn.Module) -> None:
@@ -37,16 +37,21 @@ def _split(root: weakref.ref[nn.Module], names: list[str], part: nn.Module, stat
         if parameter is None or not is_split(parameter) or not isinstance(given, torch.Tensor) or is_split(given):
             continue
         if given.shape == parameter.shape:  # else torch says so
-            state[prefix + name] = _part(given, parameter, prefix + name)
+            state[prefix + name] = part_like(given, parameter, prefix + name)
 
 
-def _part(given: torch.Tensor, parameter: Any, name: str) -> torch.Tensor:
+def part_like(given: torch.Tensor, parameter: Any, name: str) -> torch.Tensor:
+    """A whole tensor, which every rank has, split as a parameter is.
+
+    Raises:
+        UsageError: it is split along several axes.
+    """
     from torch.distributed.tensor import distribute_tensor
 
     if any(type(each).__name__ not in ("Shard", "Replicate") for each in parameter.placements):
         raise UsageError(
-            f"load_state_dict: {name} is split along several axes, as {parameter.placements}, and takes no whole tensor. Load "
-            "the weights before the module is made parallel."
+            f"{name} is split along several axes, as {parameter.placements}, and takes no whole tensor. Load weights before the "
+            "module is made parallel."
         )
     value = given.detach().to(parameter.device)
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -8,13 +8,12 @@ pass of a window, of a few numbers as a rule.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.after_backward import after_backward
@@ -77,8 +76,9 @@ def _mean(flat: torch.Tensor, group: dist.ProcessGroup | None, in_order: bool) -
 class Joined:
     """Which parameters a module has got since it was made parallel, of which its strategy knows nothing."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._before = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
+    def __init__(self, before: Iterable[nn.Parameter]) -> None:
+        # Not by weak references: `module.to(...)` swaps DTensors, and torch swaps nothing that has one.
+        self._before = {p for p in before if not is_split(p)}
 
     def trained(self, module: nn.Module) -> list[nn.Parameter]:
         return [p for p in module.parameters() if p.requires_grad and not is_split(p) and p not in self._before]

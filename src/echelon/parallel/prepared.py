@@ -36,7 +36,6 @@ M = TypeVar("M", bound=nn.Module)
 B = TypeVar("B")
 R = TypeVar("R")
 
-
 NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()  # one for all: making one takes longer than entering it
 
 
@@ -63,6 +62,7 @@ class Prepared(Generic[M]):
         is_trying: what is computed now is thrown away: a pipeline learns what its stages pass on.
         works_alone: each rank trains by itself, and meets the others now and then.
         computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
+        explaining: makes a context around passes, in which errors of torch's that say nothing of their cause are UsageErrors.
     """
 
     forward_is_collective = False
@@ -80,6 +80,7 @@ class Prepared(Generic[M]):
     is_trying = False
     share: float | torch.Tensor = 1.0
     computes_in: torch.dtype | None = None
+    explaining: Callable[[], AbstractContextManager[Any]] = staticmethod(lambda: NO_CONTEXT)
 
     def __init__(self, module: M, averaged: Sequence[Axis] = ()) -> None:
         self.module, self.averaged = module, list(averaged)
@@ -88,7 +89,7 @@ class Prepared(Generic[M]):
         self.others: list[nn.Parameter] = []
         self._loose: list[nn.Parameter] = []  # whose gradients nothing else reduces
         self._frozen: list[nn.Parameter] = []  # nor theirs, if they are unfrozen
-        self._joined, self._reduces = Joined(module), True
+        self._joined, self._reduces = Joined(module.parameters() if averaged else ()), True
         self._after_step: list[Callable[[], None]] = []
 
     @staticmethod
@@ -218,8 +219,8 @@ class Prepared(Generic[M]):
         Raises UsageError if these parameters, or those that the module has got since, are not the same on all ranks.
         """
         fill_rest(self.module)
-        self.others, groups = others, self.data_groups
-        if groups:
+        self.others = others
+        if groups := self.data_groups:
             check_equal(others, groups, "the optimizer has parameters outside the module")
             check_equal(self._joined.trained(self.module), groups, "the module has got parameters")
         self._loose = [*self._left_alone(), *others] if groups else []
@@ -310,8 +311,7 @@ class Prepared(Generic[M]):
     def parameters_written(self) -> None:
         """Call it after writing into parameters other than by an optimizer's step: what was gathered of them is forgotten.
 
-        Raises:
-            UsageError: this kind of module cannot forget.
+        Raises UsageError if this kind of module cannot forget.
         """
 
     def before_evaluation(self) -> None:

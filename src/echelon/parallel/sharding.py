@@ -112,8 +112,11 @@ class FSDPPrepared(Prepared[nn.Module]):
         return NO_CONTEXT
 
     def forward_backward(self, *given: Any) -> tuple[torch.Tensor, Any]:
-        with explained(self.module):
+        with self.explaining():
             return super().forward_backward(*given)
+
+    def explaining(self) -> AbstractContextManager[Any]:
+        return explained(self.module)
 
     def backward(
         self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]

@@ -36,8 +36,8 @@ def _meaning(module: nn.Module, text: str) -> str | None:
     name = class_name(module)
     if "mixed torch.Tensor and DTensor" in text:
         return (
-            f"compute_loss must call {name} itself: its parameters are split over the ranks, and are put together in its "
-            "forward only, not for a method or a part that is called directly. Let forward do it, with an argument that says "
+            f"the loss must come from a call of {name} itself: its parameters are split over the ranks, and are put together in "
+            "its forward only, not for a method or a part that is called directly. Let forward do it, with an argument that says "
             "what; or train under 'ddp' or 'zero1'."
         )
     if "setStorage" in text and "storage of size 0" in text:
