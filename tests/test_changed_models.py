@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -112,6 +116,18 @@ def test_what_is_changed_in_training_is_changed_under_every_strategy(ranks: Rank
     for of_rank in ranks(2, under_each, KINDS, _trained, change):
         for strategy, got in of_rank.items():
             assert largest_difference(got, want) < 1e-12, strategy
+
+
+def _copied() -> tuple[list[str], bool]:
+    unit = Regression(module=_model(), strategy="ddp")
+    other = copy.deepcopy(unit.module)
+    other.scale = 3.0
+    other(batch(2, seed=1)[0]).sum().backward()
+    return sorted(set(vars(other)) - set(vars(unit.module))), other.module.scale == 3.0 != unit.module.scale
+
+
+def test_a_copy_of_the_wrapper_has_its_own_parts_and_reaches_its_own_module(ranks: Ranks) -> None:
+    assert ranks(2, _copied) == [([], True)] * 2
 
 
 def _grown_apart(strategy: str) -> str:
@@ -309,3 +325,53 @@ def test_what_a_strategy_cannot_train_is_refused_with_what_to_do(ranks: Ranks) -
         assert "must have a forward, got a ModuleDict" in of_rank["container"]
         assert "'ddp' or 'zero1'" in of_rank["penalty"]
         assert largest_difference(of_rank["transposed"], want) < 1e-12
+
+
+# --- copies that drift apart
+
+
+def _noise(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+def _on_rank_0(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            next(module.parameters()).mul_(0.5)
+
+
+CHANGES |= {"noise": _noise, "on rank 0": _on_rank_0}
+
+
+def _said_at_saves(strategy: str, change: str, folder: Path) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("echelon.loop.checkpointing.replicas")
+    log.addHandler(handler)
+    try:
+        unit = Regression(module=_model(), strategy=strategy)
+        saver = ech.DistributedCheckpointSaver(folder / f"{strategy} {change}", save_every_n_train_steps=2)
+        data = ech.Loader(TensorDataset(*batch(ROWS * STEPS, seed=1)), global_batch=ROWS)
+        ech.train(unit, data, max_epochs=1, callbacks=[Changes(CHANGES[change]), saver])
+    finally:
+        log.removeHandler(handler)
+    return said
+
+
+def _of_each_change(folder: Path) -> dict[str, dict[str, list[str]]]:
+    strategies = ["ddp", "fsdp", "hsdp"]
+    return {change: under_each(strategies, _said_at_saves, change, folder) for change in ("noise", "on rank 0", "nothing")}
+
+
+def test_a_save_says_once_that_ranks_have_changed_their_copies_each_in_its_own_way(ranks: Ranks, tmp_path: Path) -> None:
+    first, other = ranks(2, _of_each_change, tmp_path)
+    for strategy in ("ddp", "hsdp"):  # under zero1 the owner's values go to all after each update
+        (said,) = first["noise"][strategy]
+        assert said.startswith("the ranks hold different values of module.first.weight (one of 12 parameters)"), said
+        (said,) = first["on rank 0"][strategy]
+        assert "module.first.weight (one of " in said
+    assert first["noise"]["fsdp"] == [] and set(map(len, first["nothing"].values())) == {0}
+    assert all(not said for of_change in other.values() for said in of_change.values())

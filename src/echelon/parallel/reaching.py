@@ -21,6 +21,14 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         super().__init__(*args, **options)
         vars(self)["_is_made"] = True  # from here on, what is set is the user's
 
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {name: value for name, value in state.items() if name != "_is_made"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        vars(self)["_is_made"] = True
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
