@@ -159,6 +159,11 @@ STATES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "no value": (OWN, change("metrics", to={"~": "tuple"})),
     "a tag of another": (OWN, change("metrics", to={"~": "object", "v": "os.system"})),
     "bytes that are none": (OWN, change("metrics", to={"~": "bytes", "v": "é"})),
+    "a defaultdict of code": (OWN, change("metrics", to={"~": "defaultdict", "v": {}, "factory": "os.getpid"})),
+    "a defaultdict of a list": (OWN, change("metrics", to={"~": "defaultdict", "v": [1], "factory": "list"})),
+    "a defaultdict of a set": (OWN, change("metrics", to={"~": "defaultdict", "v": {"~": "set", "v": []}, "factory": "list"})),
+    "a deque of text": (OWN, change("metrics", to={"~": "deque", "v": "abc", "maxlen": None})),
+    "a deque that is too long": (OWN, change("metrics", to={"~": "deque", "v": [1, 2], "maxlen": 1})),
     "deep": (OWN, change("metrics", to={"a": DEEP})),
 }
 

@@ -6,7 +6,7 @@ import json
 import logging
 import pickle
 import re
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ from echelon.checkpoint.location import Remote
 from echelon.contracts.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.loop.checkpointing import changes
+from echelon.parallel.optimizer_state import OptimizerState
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
 from tests.saving import DATA, Marked, make_loader, make_unit, resume, train_and_save, uninterrupted
@@ -468,15 +469,22 @@ def test_an_optimizer_without_its_modules_and_parameters_that_are_new_to_it(tmp_
     assert wider.optimizer.param_groups[0]["lr"] == 0.05 and module.extra.weight not in wider.optimizer.state
 
 
-def test_a_parameter_that_no_module_of_the_unit_holds_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_parameter_that_no_module_of_the_unit_holds_is_in_the_state_of_its_optimizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Loose(Regression):
         def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-            return torch.optim.AdamW([*module.parameters(), nn.Parameter(torch.zeros(2))]), None
+            return torch.optim.AdamW([*module.parameters(), nn.Parameter(torch.full((2,), self.lr))]), None
 
+    ech.train(Loose(), make_loader(), max_steps=2, callbacks=[Saver(tmp_path)])
+    other = Loose(lr=7.0)
     with caplog.at_level(logging.WARNING):
-        ech.train(Loose(), make_loader(), max_steps=2, callbacks=[Saver(tmp_path)])
-    assert "a parameter of a AdamW belong" in caplog.text
-    Saver.restore_from_latest(tmp_path, Loose())
+        Saver.restore_from_latest(tmp_path, other)
+    assert other.optimizer.param_groups[0]["params"][-1].tolist() == pytest.approx([0.1, 0.1])
+    assert "belong to no module" not in caplog.text
+    saved_by_an_earlier_echelon: Any = {}
+    OptimizerState({"module": other.module}, other.optimizer).targets("optimizer", saved_by_an_earlier_echelon, {})
+    assert "a parameter of a AdamW belong to no module" in caplog.text and "they stay as they are" in caplog.text
 
 
 # --- ranks that differ
@@ -625,6 +633,9 @@ def test_states_of_many_kinds_come_back_as_they_were() -> None:
         "bytes": b"\x00\xff",
         "torch": [torch.float16, torch.device("cpu"), torch.Size([2, 3])],
         "odd": [complex(1, 2), frozenset([1])],
+        "history": defaultdict(list, loss=[1.0, 2.0]),
+        "counts": defaultdict(int, {("a", 1): 3, "~": 1}),
+        "window": deque([1, (2, 3)], maxlen=4),
     }
     import json
 
@@ -632,11 +643,14 @@ def test_states_of_many_kinds_come_back_as_they_were() -> None:
     text = json.dumps(plain.encode(value, tensors))
     got = plain.decode(json.loads(text), lambda name, dtype, shape: tensors[name])
     assert list(got) == list(value) and got["plain"] == value["plain"]
-    for key in (3, "counter", "ordered", "tuple", "bytes", "torch", "odd"):
+    for key in (3, "counter", "ordered", "tuple", "bytes", "torch", "odd", "history", "counts", "window"):
         assert got[key] == value[key] and type(got[key]) is type(value[key]), key
+    assert got["history"]["new"] == [] and got["counts"]["new"] == 0 and got["window"].maxlen == 4
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got["tensors"], value["tensors"], strict=True))
     for a, b in zip(got["numpy"], value["numpy"], strict=True):
         assert np.array_equal(a, b) and a.dtype == b.dtype and type(a) is type(b)
+    with pytest.raises(CheckpointError, match=r"a is a defaultdict"):
+        plain.encode({"a": defaultdict(lambda: 1)}, {})
     with pytest.raises(CheckpointError, match=r"a.b\[0\] is a PosixPath"):
         plain.encode({"a": {"b": [Path("x")]}}, {})
 

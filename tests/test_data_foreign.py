@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import echelon as ech
+from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
-from tests.units import Regression
+from tests.units import Regression, under_each
 
 Saver = ech.DistributedCheckpointSaver
 DATA = torch.utils.data.TensorDataset(*batch(48, 0))
@@ -154,6 +155,55 @@ def test_a_save_from_which_no_run_can_go_on_exactly_is_told_once(
         ech.train(Regression(module=net()), make(), max_epochs=2, callbacks=[saver, Watch()])
     assert told == ([0] * 12 if text is None else [0, 0] + [1] * 10)
     assert text is None or text in caplog.text
+
+
+class Uneven:
+    """Batches of a bucketing sampler that has not counted the last."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3, 4], [5]])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_batches_beyond_a_loaders_length_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    unit = Regression()
+    ech.train(unit, DataLoader(DATA, batch_sampler=Uneven()), max_epochs=1)
+    assert unit.train_progress.num_steps_completed == 2
+    assert "more batches than its length, 2, which are left out" in caplog.text
+
+
+def _told(loader: str) -> str:
+    rank = torch.distributed.get_rank()
+    mine = torch.utils.data.TensorDataset(*(t[rank::2] for t in DATA.tensors))
+    made: Any = {
+        "shuffled": lambda: DataLoader(DATA, batch_size=4, shuffle=True),
+        "augmented": lambda: DataLoader(Augmented(), batch_size=4),
+        "own parts": lambda: DataLoader(mine, batch_size=4, shuffle=True),
+        "sampler": lambda: DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA)),
+        "one rank": lambda: DataLoader(DATA, batch_size=2 if rank else 4, sampler=DistributedSampler(DATA) if rank else None),
+    }
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("echelon.loop.undivided")
+    log.addHandler(handler)
+    try:
+        ech.train(Regression(strategy="ddp"), made[loader](), max_steps=2)
+    finally:
+        log.removeHandler(handler)
+    return "".join(records)
+
+
+def test_ranks_that_all_train_on_all_samples_are_told(ranks: Ranks) -> None:
+    loaders = ["shuffled", "augmented", "own parts", "sampler", "one rank"]
+    said, others = ranks(2, under_each, loaders, _told)
+    assert said.pop("shuffled") == (
+        "each of 2 ranks trains on all 48 samples of the DataLoader in every epoch, instead of its share: nothing divides them. "
+        "Give echelon.Loader(dataset, global_batch=8), or a DataLoader with a DistributedSampler"
+    )
+    assert set(said.values()) == set(others.values()) == {""}
 
 
 def test_at_the_end_of_an_epoch_there_is_nothing_to_tell(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

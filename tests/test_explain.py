@@ -365,6 +365,12 @@ def test_ranks_that_fail_alike_are_guilty_together_and_later_ones_are_not(left: 
     assert "rank 2 failed with KeyError" in verdict.paragraph
 
 
+def test_ranks_that_all_exit_are_several(left: Left) -> None:
+    exits = [failed(r, "SystemExit: exit code 3", kind="SystemExit", exit_code=3) for r in range(2)]
+    left.end(3, *exits, world_size=2)
+    assert left.verdict.headline.startswith("ranks 0, 1 ended themselves with exit code 3")
+
+
 def test_what_is_raised_from_a_lost_connection_is_a_victim_s(left: Left) -> None:
     chained = f"RuntimeError: {CLOSED}\n\nThe above exception was the direct cause of the following exception:\n\nKeyError: 'x'\n"
     left.end(1, failed(0, "KeyError: 'x'", -5.0, traceback=chained), killed(1), world_size=2)

@@ -19,7 +19,7 @@ from echelon.contracts.errors import CheckpointMismatchError
 from echelon.world import rng
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
-from tests.units import Regression
+from tests.units import KINDS, Regression, under_each
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -155,3 +155,48 @@ def test_of_equally_good_checkpoints_the_older_is_best() -> None:
     """A newer one may only repeat a number that was not measured since."""
     best = BestCheckpointConfig("loss", "min")
     assert best.best_first({1: {"loss": 2.0}, 2: {"loss": 1.0}, 3: {"loss": 1.0}, 4: {}}) == [2, 3, 1]
+
+
+class Besides(Regression):
+    """Trains what is in no module among its attributes: a parameter, and modules in a list."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(5)
+        self.weight_of_loss = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.heads = [torch.nn.Linear(1, 1).double() for _ in range(2)]
+        super().__init__(**options)
+
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        out = self.module(data[0])
+        out = (self.heads[0](out) + self.heads[1](out)) * self.weight_of_loss
+        return torch.nn.functional.mse_loss(out, data[1]), None
+
+    def besides(self) -> list[torch.nn.Parameter]:
+        return [self.weight_of_loss, *(p for head in self.heads for p in head.parameters())]
+
+    def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> Any:
+        return torch.optim.AdamW([*module.parameters(), *self.besides()], lr=0.05), None
+
+
+def _trained_besides(strategy: str, folder: Path, steps: list[int]) -> list[Any]:
+    """In as many runs, of which each but the first goes on from the last one's checkpoint."""
+    for step in steps:
+        unit, loader = Besides(strategy=strategy), ech.Loader(DATA, 8, seed=1)
+        saver = Saver(folder / f"{strategy}-{len(steps)}", save_every_n_train_steps=100)
+        saver.restore_from_latest(folder / f"{strategy}-{len(steps)}", unit, train_dataloader=loader)
+        ech.train(unit, loader, max_steps=step, callbacks=[saver])
+    return [p.tolist() for p in (*whole(unit.module).values(), *unit.besides())]
+
+
+def _both_ways(strategy: str, folder: Path) -> bool:
+    return _trained_besides(strategy, folder, [6]) == _trained_besides(strategy, folder, [2, 6])
+
+
+def test_what_an_optimizer_trains_besides_the_modules_goes_on_from_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    """Its values were in no checkpoint: it began again, under its old momentum."""
+    for of_rank in ranks(2, under_each, KINDS, _both_ways, tmp_path):
+        assert of_rank == dict.fromkeys(KINDS, True)
+    alone = Besides()  # on another number of ranks
+    Saver.restore_from_latest(tmp_path / "fsdp-1", alone)
+    assert [p.tolist() for p in alone.besides()] != [p.tolist() for p in Besides().besides()]
+    assert dict(alone.optimizer.state[alone.weight_of_loss])["step"] == 6

@@ -218,13 +218,13 @@ def test_gradients_and_optimizers_that_a_strategy_cannot_have_are_named(ranks: R
     first, second = ranks(2, _steps)
     assert first == second
     for name, words in {
-        "sparse": "a parameter of Looked has a sparse gradient, as nn.Embedding(sparse=True) makes it",
+        "sparse": "Looked has gradients that are sparse tensors, which cannot be split over the ranks",
         "Adafactor": "Adafactor cannot step parameters that are split over the ranks",
         "LBFGS": "the LBFGS needs a closure, which computes the loss again and again in one step, and an AutoUnit has none",
         "LBFGS of several": "LBFGS makes one vector of all parameters",
-        "hook": "the parameter Net.last.weight has a hook (register_hook), which is not called",
-        "late hook": "the parameter Net.last.weight has a hook (register_hook), which is not called",
-        "max_norm": "has max_norm=1.0: its forward pass writes into the weights of a rank's own words",
-        "unused": "last.weight, last.bias: no gradient in an update, and a DistributedDataParallel waits for all",
+        "hook": "puts another parameter in the place of last.weight, whose hook (register_hook",
+        "late hook": "last.weight is split over the ranks, and torch does not call its hook",
+        "max_norm": "max_norm must be None on several ranks, got 1",
+        "unused": "the loss must depend on all trained parameters, got no gradient of last.weight and 1 more",
     }.items():
         assert words in first[name], name

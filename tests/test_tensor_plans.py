@@ -533,7 +533,7 @@ def test_a_plan_that_leaves_parts_where_all_is_expected_is_refused_in_stages(ran
 
 def test_parts_of_a_sharded_module_that_are_called_directly_are_refused(ranks: Ranks) -> None:
     for said in ranks(2, _misused, True, ["fsdp"]):
-        assert said[0].startswith("compute_loss must call Classes itself: its parameters are split over the ranks")
+        assert said[0].startswith("the loss must come from a call of Classes itself: its parameters are split over the ranks")
 
 
 def _few_heads() -> str:

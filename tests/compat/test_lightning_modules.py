@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,47 @@ class Small(LightningModule):
 
 def two_batches() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+
+
+class Late(Autoencoder):
+    """Makes its layers in a hook."""
+
+    def __init__(self, hook: str) -> None:
+        LightningModule.__init__(self)
+        self.hook = hook
+
+    def make(self) -> None:
+        fresh = made(Autoencoder)
+        self.encoder, self.decoder, self.scale = fresh.encoder, fresh.decoder, fresh.scale
+
+    def configure_model(self) -> None:
+        if self.hook == "configure_model" and not list(self.children()):
+            self.make()
+
+    def setup(self, stage: str) -> None:
+        if self.hook == "setup" or (self.hook == "only in ranks" and torch.distributed.is_initialized()):
+            self.make()
+
+
+OWN_RANKS: dict[str, Any] = {"max_epochs": 2, "devices": 2, "strategy": "ddp", **QUIET}
+
+
+@pytest.mark.parametrize("hook", ["configure_model", pytest.param("setup", marks=pytest.mark.full)])
+def test_layers_that_the_ranks_of_a_trainer_made_come_back_trained(hook: str) -> None:
+    module = Late(hook)
+    Trainer(**OWN_RANKS).fit(module, loader_of(Autoencoder, 2))
+    assert largest_difference(module.state_dict(), plainly(Autoencoder, 2)) < 1e-12
+
+
+@pytest.mark.full
+def test_weights_of_layers_that_only_ranks_had_are_kept_in_a_file() -> None:
+    with pytest.raises(UsageError, match="has been trained, but here it has not the layers") as raised:
+        Trainer(**OWN_RANKS).fit(Late("only in ranks"), loader_of(Autoencoder, 2))
+    left = Path(str(raised.value).partition("weights are in ")[2].partition(": ")[0])
+    try:
+        assert largest_difference(torch.load(left), plainly(Autoencoder, 2)) < 1e-12
+    finally:
+        shutil.rmtree(left.parent)
 
 
 def test_hooks_run_in_lightnings_order() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,9 @@ __all__ = ["decode", "dtype_of", "encode"]
 _TAG = "~"
 _PAIRS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _MANY: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
+# What the values of a defaultdict may begin as.
+_FACTORIES: dict[Any, str] = {None: "None"} | {each: each.__name__ for each in (bool, int, float, str, list, tuple, dict, set)}
+_BY_NAME = {name: factory for factory, name in _FACTORIES.items()}
 _ALLOWED = "tensors, arrays, numbers, strings, bytes, None, and lists, tuples, sets and dicts of these"
 
 
@@ -56,6 +59,11 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "", depth:
     many = _MANY.get(type(value))
     if many is not None:
         return {_TAG: many, "v": [encode(v, tensors, f"{where}[...]", depth + 2) for v in value]}
+    if type(value) is deque:
+        return {_TAG: "deque", "v": [encode(v, tensors, f"{where}[...]", depth + 2) for v in value], "maxlen": value.maxlen}
+    if type(value) is defaultdict and value.default_factory in _FACTORIES:
+        inner = encode(dict(value), tensors, where, depth + 1)
+        return {_TAG: "defaultdict", "v": inner, "factory": _FACTORIES[value.default_factory]}
     if type(value) in (bytes, bytearray):
         return {_TAG: "bytes", "v": base64.b64encode(value).decode()}
     if type(value) is complex:
@@ -89,6 +97,10 @@ def decode(value: Any, tensors: Any) -> Any:
     if kind in ("tuple", "set", "frozenset", "size"):
         make: Any = {"tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size}[kind]
         return make(decode(v, tensors) for v in inner)
+    if kind == "deque":
+        return deque((decode(v, tensors) for v in inner), value["maxlen"])
+    if kind == "defaultdict":
+        return defaultdict(_BY_NAME[value["factory"]], decode(inner, tensors))
     if kind == "bytes":
         return base64.b64decode(inner)
     if kind == "complex":

@@ -248,6 +248,25 @@ def _many(value: dict[str, Any], header: Header, missing: set[str], hashable: bo
         _check_value(each, header, missing, hashable or value["~"] in ("set", "frozenset"))
 
 
+def _deque(value: dict[str, Any], header: Header, missing: set[str], _: bool) -> None:
+    strict.mapping(value, "a deque", {"~", "v", "maxlen"})
+    items = strict.listing(value["v"], "a deque")
+    if value["maxlen"] is not None and strict.whole(value["maxlen"], "the length of a deque") < len(items):
+        raise Wrong(f"a deque of at most {value['maxlen']} values has {len(items)}")
+    for each in items:
+        _check_value(each, header, missing)
+
+
+def _defaultdict(value: dict[str, Any], header: Header, missing: set[str], _: bool) -> None:
+    strict.mapping(value, "a defaultdict", {"~", "v", "factory"})
+    if strict.text(value["factory"], "what a defaultdict begins with") not in _FACTORIES:
+        raise Wrong(f"a defaultdict begins with {short(value['factory'])}, which this echelon does not know")
+    inner = value["v"]
+    if not isinstance(inner, dict) or inner.get("~", "dict") != "dict":
+        raise Wrong(f"a defaultdict holds {short(inner)}")
+    _check_value(inner, header, missing)
+
+
 def _texts(value: dict[str, Any], *_: Any) -> None:
     strict.mapping(value, "a value", {"~", "v"})
     inner = strict.text(value["v"], "a value")
@@ -273,7 +292,10 @@ _CHECKS: dict[str, Callable[[dict[str, Any], Header, set[str], bool], None]] = {
     **dict.fromkeys(("array", "number"), _array),
     **dict.fromkeys(("dict", "ordered", "counter"), _pairs),
     **dict.fromkeys(("tuple", "set", "frozenset", "size"), _many),
+    "deque": _deque,
+    "defaultdict": _defaultdict,
     **dict.fromkeys(("bytes", "dtype", "device"), _texts),
     "complex": _complex,
 }
-_UNHASHABLE: Iterable[str] = {"array", "dict", "ordered", "counter", "set"}
+_UNHASHABLE: Iterable[str] = {"array", "dict", "ordered", "counter", "set", "deque", "defaultdict"}
+_FACTORIES = {"None", "bool", "int", "float", "str", "list", "tuple", "dict", "set"}

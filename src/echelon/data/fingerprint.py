@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from echelon.data.workers import start_method
 from echelon.world import rng
 
-__all__ = ["checksum", "fingerprint"]
+__all__ = ["checksum", "fingerprint", "read_twice"]
 
 # Reads at most so many samples, each twice, once in a run.
 _SAMPLES = 4
@@ -58,11 +58,16 @@ class _Twice:
         self._dataset = dataset
 
     def __getitem__(self, index: int) -> int | None:
-        try:
-            first, second = checksum(self._dataset[index]), checksum(self._dataset[index])
-        except Exception:  # a sample that cannot be read is told when its turn comes, with more to say about it
-            return None
-        return first if first == second else None
+        return read_twice(self._dataset, index)
+
+
+def read_twice(dataset: Any, index: int) -> int | None:
+    """The sample's checksum; None if two readings differ, or it cannot be read."""
+    try:
+        first, second = checksum(dataset[index]), checksum(dataset[index])
+    except Exception:  # a sample that cannot be read is told when its turn comes, with more to say about it
+        return None
+    return first if first == second else None
 
 
 def checksum(sample: Any) -> int | None:

@@ -6,6 +6,7 @@ the position of a batch that was only read ahead.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -21,6 +22,8 @@ from echelon.world import rng
 from echelon.world.device import record_stream
 
 __all__ = ["NO_STEP", "Feed", "Step", "known_length", "restored_state"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -152,12 +155,12 @@ class Feed(Iterator[Step[Any]]):
 
         Others are left alone: one that goes on beyond its length would lose a batch.
         """
-        if (
-            isinstance(self._loader, DataLoader)
-            and self.length is not None
-            and (self._limit is None or self._limit > self.length)
-        ):
-            next(self._iterator, _END)
+        is_whole = self.length is not None and (self._limit is None or self._limit > self.length)
+        if isinstance(self._loader, DataLoader) and is_whole and next(self._iterator, _END) is not _END:
+            logger.warning(
+                "the DataLoader has more batches than its length, %s, which are left out: its sampler's __len__ is wrong",
+                self.length,
+            )
 
     def _next_ahead(self) -> Step[Any]:
         if self._next is None:

@@ -27,7 +27,7 @@ from echelon.loop.averaged import AveragedWeights, SWAParams, swa_scheduler
 from echelon.loop.bitwise import BitEqual
 from echelon.loop.finite import FiniteWatch
 from echelon.loop.metrics import MeanOfAPhase
-from echelon.loop.optimizer_checks import check_holds, look_at_first_update, not_the_modules
+from echelon.loop.optimizer_checks import check_holds, look_at_first_update, not_the_modules, when_it_grows
 from echelon.loop.pieces import pieces_for
 from echelon.loop.window import Window
 from echelon.parallel.activation import Preset
@@ -275,6 +275,18 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
 
     def _check_optimizer(self) -> None:
         """At every start of training, whoever made it: it may have been assigned, or been given more parameters."""
+        self._take_parameters()
+        when_it_grows(self.optimizer, self)
+        if self.window.updates == 0:
+            self._first_look = look_at_first_update(self, self.optimizer, together=self._reduces)
+
+    def optimizer_grew(self) -> None:
+        """While it trains, somebody has given the optimizer more parameters, on all ranks alike. Collective."""
+        if self.window.group is not None:
+            self._take_parameters()
+
+    def _take_parameters(self) -> None:
+        """See to it that the gradients of all that the optimizer holds are averaged. Collective."""
         check_holds(self, self.optimizer)
         others = not_the_modules(self, self.optimizer)
         if others and self._bitwise is not None:
@@ -283,8 +295,6 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
                 "them part of it."
             )
         self.prepared.trains_also(others)
-        if self.window.updates == 0:
-            self._first_look = look_at_first_update(self, self.optimizer, together=self._reduces)
 
     def pieces_of_step(self, phase: str) -> int:
         return self._pieces_of_step if phase == "train" else 1

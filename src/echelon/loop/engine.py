@@ -26,6 +26,7 @@ from echelon.loop.reporting import Reporting
 from echelon.loop.stage import Stage
 from echelon.loop.state import ActivePhase, EntryPoint, State
 from echelon.loop.steps import Between, Steps
+from echelon.loop.undivided import warn_of_same_samples
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.world import agree, clock, stop
 from echelon.world.clock import Part
@@ -146,6 +147,8 @@ class Run:
         # divided by whoever made them, so nobody has to know how.
         if isinstance(loader, (BaseLoader, Combined)) and (rank_and_size := self._inner.data_rank_and_size) is not None:
             loader.set_data_rank(*rank_and_size)
+        if stage.trains and not self.state.alone:
+            warn_of_same_samples(loader, self._inner)
         stage.call(stage.hooks.start)
 
     # --- an epoch of training

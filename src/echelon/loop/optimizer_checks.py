@@ -7,8 +7,10 @@ without any of its module's. Besides some of the module's parameters, an optimiz
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +21,6 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
 from echelon.parallel.around import watch
 from echelon.parallel.filling import fill_rest
-from echelon.parallel.lost import hook_on_shards
 from echelon.parallel.mixed import step_by_kind
 from echelon.parallel.partition import parameters_of
 from echelon.parallel.replaced import name_before
@@ -29,7 +30,7 @@ from echelon.world import agree
 if TYPE_CHECKING:
     from echelon.loop.auto_predict import AutoPredictUnit
 
-__all__ = ["check_holds", "check_tracked", "look_at_first_update", "not_the_modules"]
+__all__ = ["check_holds", "check_tracked", "look_at_first_update", "not_the_modules", "when_it_grows"]
 
 _REMEDY = "Nothing would be trained. Make the optimizer after the module is made parallel, from the parameters that it has then"
 
@@ -111,6 +112,29 @@ def not_the_modules(unit: AutoPredictUnit[Any], optimizer: Any) -> list[nn.Param
     return [p for p in rest if p.requires_grad]
 
 
+def when_it_grows(optimizer: Any, unit: Any) -> None:
+    """Have `unit.optimizer_grew()` called after each `add_param_group`, for which torch has no hook. Once."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer.add_param_group, _Growing):
+        return
+    before = optimizer.add_param_group
+    add = weakref.WeakMethod(before) if inspect.ismethod(before) else lambda: before  # an optimizer in no cycle is freed at once
+    optimizer.add_param_group = _Growing(add, weakref.ref(unit))  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class _Growing:
+    """An optimizer's `add_param_group` that tells a unit."""
+
+    add: Callable[[], Callable[[dict[str, Any]], None] | None]
+    unit: weakref.ref[Any]
+
+    def __call__(self, param_group: dict[str, Any]) -> None:
+        if (add := self.add()) is not None:
+            add(param_group)
+        if (unit := self.unit()) is not None:
+            unit.optimizer_grew()
+
+
 def check_tracked(unit: Any) -> None:
     """Before a unit trains: all optimizers and modules among its attributes. Collective.
 
@@ -134,8 +158,6 @@ def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.
     for each in prepared:
         each.reshard()
         fill_rest(each.module)
-        if (problem := hook_on_shards(each)) is not None:
-            return problem
     held = {name: parameters_of(optimizer) for name, optimizer in optimizers.items()}
     everywhere = {id(p) for parameters in held.values() for p in parameters}
     reached = {id(p) for p in _within(vars(unit).values())}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.shards import is_fully_sharded
 
-__all__ = ["ranks_apart", "refuse_own_saving", "set_apart"]
+__all__ = ["ranks_apart", "refuse_copies", "refuse_own_saving", "set_apart"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,23 @@ def ranks_apart(module: nn.Module) -> dist.ProcessGroup | None:
     """The ranks that hold all of the module between them; None if each has all of its names."""
     found = vars(module).get("_ranks_apart")
     return found.group if isinstance(found, _Apart) else None
+
+
+def refuse_copies(module: nn.Module) -> None:
+    """Make operations that need whole modules, such as `copy.deepcopy`, raise with the remedy."""
+
+    def deepcopy(memo: Any) -> NoReturn:
+        raise UsageError(
+            "a module that is split over the ranks cannot be copied, as timm's ModelEmaV3 and others do to average weights. Pass "
+            "swa_params=echelon.SWAParams(averaging_method='ema', ema_decay=0.999, use_in_evaluation=True) to the unit: its "
+            "averages are split like the module. get_model_state_dict(module) of torch.distributed.checkpoint.state_dict has "
+            "the values."
+        )
+
+    for part in module.modules():
+        if is_fully_sharded(part):
+            vars(part)["__deepcopy__"] = deepcopy
+    refuse_own_saving(module)
 
 
 def refuse_own_saving(module: nn.Module) -> None:

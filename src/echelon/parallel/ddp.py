@@ -6,7 +6,6 @@ micro-batch, all-reduces of gradient buckets, overlapped with the computation.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from echelon.parallel.recipe import Recipe
 from echelon.parallel.registry import Kind, register
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.sync_batchnorm import sync_batchnorm
+from echelon.parallel.unused import Awaited
 from echelon.world.init import World, ensure_group
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         self._in_buckets = [p for p in module.parameters() if p.requires_grad]
         self._of_window: list[bool] = []  # which of them were trained in a micro-batch since the last update
         self._alone: list[nn.Parameter] = []  # those whose gradients are averaged apart in this micro-batch
+        self._awaited = Awaited(module)
         self.reduces_unfrozen()
 
     def optimizer(self, make: Callable[[DistributedDataParallel], O]) -> O:
@@ -115,6 +116,13 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
             self._passes = Passes(self.module)
         self._passes.ran = False
 
+    def forward_backward(self, *given: Any) -> tuple[torch.Tensor, Any]:
+        with self.explaining():
+            return super().forward_backward(*given)
+
+    def explaining(self) -> AbstractContextManager[Any]:
+        return self._awaited.explained()
+
     def backward(
         self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
     ) -> None:
@@ -125,21 +133,8 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         if self._alone:
             average_(self._alone, self.data_groups, in_order=self.order_is_fixed)
             self.module.require_forward_param_sync = True  # as after torch's own: rank 0's buffers are sent next
-
-    def forward_backward(self, *given: Any) -> tuple[torch.Tensor, Any]:
-        try:
-            return super().forward_backward(*given)
-        except RuntimeError as error:
-            if "Expected to have finished reduction" not in str(error):
-                raise
-            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            names = [name for name, p in self.named_parameters() if any(p is each for each in self._in_buckets)]
-            without = [names[int(number)] for number in found[1].split()] if found is not None else ["some"]
-            raise UsageError(
-                f"{', '.join(without[:4])}{', ...' if len(without) > 4 else ''}: no gradient in an update, and a "
-                "DistributedDataParallel waits for all. If a forward pass leaves layers out, train under "
-                "DDPStrategy(find_unused_parameters=True) or 'fsdp'; what is never used is to be frozen."
-            ) from error
+        if self._reduces:
+            self._awaited.check()
 
     @property
     def forward_is_collective(self) -> bool:  # type: ignore[override]

@@ -1,13 +1,14 @@
 """Parameters that a strategy leaves whole and alone: their gradients are averaged over the data-parallel ranks here.
 
-Scalars, which `fully_shard` cannot split, and what an optimizer trains besides the module: a learned weight of a loss, held by
-the unit. Communication: one all-reduce per type after the last backward pass of a window, of a few numbers as a rule.
+Scalars, which `fully_shard` cannot split; what an optimizer trains besides the module: a learned weight of a loss, held by the
+unit; and layers that a module has got since it was made parallel. Communication: one all-reduce per type after the last backward
+pass of a window, of a few numbers as a rule.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,10 +18,11 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.parallel.after_backward import after_backward
 from echelon.parallel.fixed_order import tree_sum
+from echelon.parallel.shards import is_split
 from echelon.world import agree
 from echelon.world.device import from_host
 
-__all__ = ["AfterEachBackward", "average_", "check_equal"]
+__all__ = ["AfterEachBackward", "Joined", "average_", "check_equal"]
 
 Groups = Sequence[dist.ProcessGroup | None]
 
@@ -71,6 +73,17 @@ def _mean(flat: torch.Tensor, group: dist.ProcessGroup | None, in_order: bool) -
     return tree_sum(gathered).div_(size)
 
 
+class Joined:
+    """Which parameters a module has got since it was made parallel, of which its strategy knows nothing."""
+
+    def __init__(self, before: Iterable[nn.Parameter]) -> None:
+        # Not by weak references: `module.to(...)` swaps DTensors, and torch swaps nothing that has one.
+        self._before = {p for p in before if not is_split(p)}
+
+    def trained(self, module: nn.Module) -> list[nn.Parameter]:
+        return [p for p in module.parameters() if p.requires_grad and not is_split(p) and p not in self._before]
+
+
 def check_equal(parameters: Sequence[nn.Parameter], groups: Groups, what: str) -> None:
     """Collective.
 
@@ -81,9 +94,9 @@ def check_equal(parameters: Sequence[nn.Parameter], groups: Groups, what: str) -
     for group in groups:
         if len(agree.kinds(mine, group)) > 1:
             raise UsageError(
-                f"{what} outside the module that differ between ranks, and averaging their gradients would not make them equal. "
-                "Make them part of the module, or seed all ranks alike before creating them. If each rank is to train its own, "
-                "use a TrainUnit."
+                f"{what} that differ between ranks, and averaging their gradients would not make them equal. "
+                "Make them part of the module before it is made parallel, or seed all ranks alike before creating them. If each "
+                "rank is to train its own, use a TrainUnit."
             )
 
 

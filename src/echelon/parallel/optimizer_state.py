@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 class OptimizerState:
     """An optimizer's state, keyed "state.<parameter>.<what>" and "param_groups.<parameter>.<option>".
 
+    What it trains and no module has, such as a learned weight of a loss, is in nobody else's state: "values.<parameter>".
+
     Of an optimizer that is divided over the ranks each has the tensors of what it owns; the methods are collective then.
 
     Args:
@@ -56,19 +58,15 @@ class OptimizerState:
             for name, parameter in plain_names(module):
                 self._names[parameter] = name if len(modules) == 1 else f"{owner}.{name}"
                 self._values[parameter] = f"{owner}.{name}"
-        loose = [p for group in self._groups for p in group if p not in self._names]
-        self._names |= {p: f"~{i}" for i, p in enumerate(loose)}
-        if loose:
-            logger.warning(
-                "%s of a %s belong to no module among the unit's attributes: their values are not in its checkpoints. Make the "
-                "module an attribute, several an nn.ModuleList.",
-                "a parameter" if len(loose) == 1 else f"{len(loose)} parameters",
-                type(optimizer).__name__,
-            )
+        self._loose: dict[torch.Tensor, str] = {
+            p: f"~{i}" for i, p in enumerate(p for group in self._groups for p in group if p not in self._names)
+        }
+        self._names |= self._loose
 
     def state_dict(self) -> dict[str, Any]:
-        own: dict[str, Any] = {}
-        for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
+        mine = [p for group in self._optimizer.param_groups for p in group["params"]]
+        own: dict[str, Any] = {f"values.{self._loose[p]}": p.detach() for p in mine if p in self._loose}
+        for parameter in mine:
             held = state_keys.leaves(f"state.{self._names[parameter]}", self._optimizer.state.get(parameter, {}))
             own |= {key: as_float(value) for key, value in held.items()}
         options = {
@@ -128,10 +126,23 @@ class OptimizerState:
                     if weight is not None and dtype == weight[0]:
                         dtype = parameter.dtype  # a state of its parameter's type, as torch's optimizers have it
                     found[key] = _room(parameter, dtype, shape)
-        found |= state_keys.tensor_options(me, saved)
+        found |= state_keys.tensor_options(me, saved) | self._saved_values(me, saved)
         known = state_keys.known((*values, *found))
         everyones = [self._names[parameter] for group in self._groups for parameter in group]
         return found, [f"param_groups.{name}" for name in everyones if name not in known]
+
+    def _saved_values(self, me: str, saved: Saved) -> dict[str, torch.Tensor]:
+        """The parameters that no module has, whose values a checkpoint holds; those of earlier echelons did not."""
+        values = {f"values.{name}": p.detach() for p, name in self._loose.items()}
+        found = {key: value for key, value in values.items() if f"{me}.{key}" in saved}
+        if len(found) < len(values):
+            logger.warning(
+                "%s of a %s belong to no module among the unit's attributes, and their values are not in this checkpoint: they "
+                "stay as they are",
+                "a parameter" if len(values) - len(found) == 1 else f"{len(values) - len(found)} parameters",
+                type(self._optimizer).__name__,
+            )
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of what `state_dict` knows; what it knows without a state has none then."""

@@ -18,10 +18,11 @@ from echelon.contracts.errors import UsageError, require
 from echelon.contracts.overrides import overrides
 from echelon.parallel.activation import Preset
 from echelon.parallel.ddp import DDPStrategy
+from echelon.parallel.embeddings import check_embeddings
 from echelon.parallel.float8 import convert, refuse_wrapped, scales_after_step
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
-from echelon.parallel.lost import refuse_lost
+from echelon.parallel.hooked import refuse_lost
 from echelon.parallel.names import without_compile
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
@@ -99,7 +100,7 @@ def parallelize(
     refuse_wrapped(module, float8)
     given = Prepared.of(module, world)
     recipe.compile(recipe.checkpoint_activations(given.unwrapped))
-    refuse_lost(given)
+    _check_embeddings(given)
     given.adopt()
     given.find_replicas()
     return given
@@ -109,9 +110,15 @@ def _prepared(module: nn.Module, strategy: Strategy, world: World, recipe: Recip
     before = list(module.named_parameters(remove_duplicate=False))
     prepared = strategy.prepare(module, world, recipe)
     note(before, prepared.unwrapped.parameters())
-    refuse_lost(prepared, before)
+    refuse_lost(before, dict(prepared.named_parameters(every_name=True)), strategy.name)
+    _check_embeddings(prepared)
     prepared.find_replicas()
     return prepared
+
+
+def _check_embeddings(prepared: Prepared[Any]) -> None:
+    if (prepared.averaged_over > 1 or prepared.replaces_parameters) and not prepared.works_alone:
+        check_embeddings(prepared.unwrapped)
 
 
 def _refuse_wrapped_parts(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.shards import local
+from echelon.parallel.shards import is_split, local
 from echelon.world.init import World
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ def place(
                 continue
             if tensor.device != world.device:
                 tensor.data = tensor.data.to(world.device)
+            if not (is_split(tensor) or tensor.is_contiguous()):  # channels_last, a transposed weight: no part of it is one piece
+                tensor.data = tensor.data.contiguous()
             if from_rank0 and world.size > 1:
                 _broadcast(tensor.detach(), mesh)
 

@@ -20,7 +20,7 @@ from echelon.parallel import gradients
 from echelon.parallel.axes import Axis, Share, mesh_of, share, speaks_for
 from echelon.parallel.filling import fill_rest
 from echelon.parallel.fixed_order import clip_in_order_
-from echelon.parallel.loose import average_, check_equal
+from echelon.parallel.loose import Joined, average_, check_equal
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_buffers, plain_names, unwrapped, without_compile
 from echelon.parallel.registry import kind_of, wrapper_of
@@ -35,7 +35,6 @@ O = TypeVar("O")  # noqa: E741
 M = TypeVar("M", bound=nn.Module)
 B = TypeVar("B")
 R = TypeVar("R")
-
 
 NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()  # one for all: making one takes longer than entering it
 
@@ -63,6 +62,7 @@ class Prepared(Generic[M]):
         is_trying: what is computed now is thrown away: a pipeline learns what its stages pass on.
         works_alone: each rank trains by itself, and meets the others now and then.
         computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
+        explaining: makes a context around passes, in which errors of torch's that say nothing of their cause are UsageErrors.
     """
 
     forward_is_collective = False
@@ -80,6 +80,7 @@ class Prepared(Generic[M]):
     is_trying = False
     share: float | torch.Tensor = 1.0
     computes_in: torch.dtype | None = None
+    explaining: Callable[[], AbstractContextManager[Any]] = staticmethod(lambda: NO_CONTEXT)
 
     def __init__(self, module: M, averaged: Sequence[Axis] = ()) -> None:
         self.module, self.averaged = module, list(averaged)
@@ -88,7 +89,7 @@ class Prepared(Generic[M]):
         self.others: list[nn.Parameter] = []
         self._loose: list[nn.Parameter] = []  # whose gradients nothing else reduces
         self._frozen: list[nn.Parameter] = []  # nor theirs, if they are unfrozen
-        self._reduces = True
+        self._joined, self._reduces = Joined(module.parameters() if averaged else ()), True
         self._after_step: list[Callable[[], None]] = []
 
     @staticmethod
@@ -215,18 +216,18 @@ class Prepared(Generic[M]):
     def trains_also(self, others: list[nn.Parameter]) -> None:
         """Before training: what the optimizer has besides the module. Its gradients are averaged over the ranks, too. Collective.
 
-        Raises UsageError if these parameters are not the same on all ranks.
+        Raises UsageError if these parameters, or those that the module has got since, are not the same on all ranks.
         """
         fill_rest(self.module)
         self.others = others
-        groups = self.data_groups
-        if groups:
-            check_equal(others, groups, "the optimizer has parameters")
+        if groups := self.data_groups:
+            check_equal(others, groups, "the optimizer has parameters outside the module")
+            check_equal(self._joined.trained(self.module), groups, "the module has got parameters")
         self._loose = [*self._left_alone(), *others] if groups else []
 
     def _left_alone(self) -> list[nn.Parameter]:
         """Trained parameters of the module whose gradients the strategy does not reduce."""
-        return []
+        return self._joined.trained(self.module)
 
     def reduces_unfrozen(self) -> None:
         """What is frozen now is not in the strategy's buckets: once it is unfrozen, its gradients are averaged apart."""
@@ -257,7 +258,7 @@ class Prepared(Generic[M]):
         return loss, outputs
 
     def forward_begins(self) -> None:
-        """Before a micro-batch's forward pass, where that is code of the user's own and only `backward` is called after it."""
+        """Before a forward pass, where that is code of the user's own and only `backward` is called after it."""
 
     def backward(
         self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
@@ -310,8 +311,7 @@ class Prepared(Generic[M]):
     def parameters_written(self) -> None:
         """Call it after writing into parameters other than by an optimizer's step: what was gathered of them is forgotten.
 
-        Raises:
-            UsageError: this kind of module cannot forget.
+        Raises UsageError if this kind of module cannot forget.
         """
 
     def before_evaluation(self) -> None:

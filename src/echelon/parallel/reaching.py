@@ -12,9 +12,22 @@ __all__ = ["DistributedDataParallel"]
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """Torch's, by its name; and the attributes and methods of the module within are its own, too.
 
-    So that `unit.module.encode(x)`, `module.head.parameters()` and `model.config` mean the same as under strategies that have no
-    wrapper. Names with an underscore are those of the wrapper alone, as torch looks by these for what a module is.
+    So that `unit.module.encode(x)`, `module.head.parameters()`, `model.config` and `unit.module.temperature = 0.5` mean the same
+    as under strategies that have no wrapper. Names with an underscore are those of the wrapper alone, as torch looks by these for
+    what a module is; and so are those that torch's wrapper has itself.
     """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        vars(self)["_is_made"] = True  # from here on, what is set is the user's
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {name: value for name, value in state.items() if name != "_is_made"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        vars(self)["_is_made"] = True
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -24,3 +37,20 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             if inner is None or name.startswith("_"):
                 raise
             return getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_inner(name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_inner(name):
+            delattr(self.module, name)
+        else:
+            super().__delattr__(name)
+
+    def _is_inner(self, name: str) -> bool:
+        mine = vars(self)
+        own = name.startswith("_") or name in mine or name == "module" or hasattr(type(self), name)
+        return not own and "_is_made" in mine

@@ -7,16 +7,17 @@ a window's last micro-batch.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.apart import refuse_own_saving
+from echelon.parallel.apart import refuse_copies
 from echelon.parallel.axes import Axis, axes_of, sharded_axes, split_axes
 from echelon.parallel.blocks import Blocks
 from echelon.parallel.buffers import Buffers
@@ -25,6 +26,8 @@ from echelon.parallel.edges import keep_readable
 from echelon.parallel.experts.distribute import divided_experts
 from echelon.parallel.fixed_order import TreeReduceScatter
 from echelon.parallel.given_up import forget_gradients
+from echelon.parallel.hooked import refuse_unheard
+from echelon.parallel.loading import take_whole_states
 from echelon.parallel.loose import AfterEachBackward
 from echelon.parallel.materialize import materialize, remember
 from echelon.parallel.micro_batch import MicroBatch
@@ -71,7 +74,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         self._same: SameGradients | None = None
         self._is_checked = False
         self._losses = around_losses(module) or NO_CONTEXT
-        _refuse_copies(module)
+        refuse_copies(module)
 
     def adopt(self) -> None:
         Buffers.keep_equal(self.module, self.data_groups, begin=True)
@@ -111,8 +114,11 @@ class FSDPPrepared(Prepared[nn.Module]):
         return NO_CONTEXT
 
     def forward_backward(self, *given: Any) -> tuple[torch.Tensor, Any]:
-        with explained(self.module):
+        with self.explaining():
             return super().forward_backward(*given)
+
+    def explaining(self) -> AbstractContextManager[Any]:
+        return explained(self.module)
 
     def backward(
         self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
@@ -122,6 +128,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         if self._reduces and not self._is_checked:
             check_same_loss(self.module, loss)
             check_whole_layers(self.module)
+            refuse_unheard((name, p) for name, p in self.named_parameters() if is_split(p))
             self._is_checked = True
         if self._same is not None:
             self._same.check(last=self._reduces)
@@ -146,23 +153,6 @@ class FSDPPrepared(Prepared[nn.Module]):
 
 
 register(Kind("fsdp", is_fully_sharded, FSDPPrepared))
-
-
-def _refuse_copies(module: nn.Module) -> None:
-    """Make operations that need whole modules, such as `copy.deepcopy`, raise with the remedy."""
-
-    def deepcopy(memo: Any) -> NoReturn:
-        raise UsageError(
-            "a module that is split over the ranks cannot be copied, as timm's ModelEmaV3 and others do to average weights. Pass "
-            "swa_params=echelon.SWAParams(averaging_method='ema', ema_decay=0.999, use_in_evaluation=True) to the unit: its "
-            "averages are split like the module. get_model_state_dict(module) of torch.distributed.checkpoint.state_dict has "
-            "the values."
-        )
-
-    for part in module.modules():
-        if is_fully_sharded(part):
-            vars(part)["__deepcopy__"] = deepcopy
-    refuse_own_saving(module)
 
 
 @dataclass(frozen=True)
@@ -225,6 +215,7 @@ def shard(
             f"the mesh must have one axis, or two with names, got {how.mesh.ndim}{names}. "
             "Make it by init_device_mesh(device, (copies, shards), mesh_dim_names=('dp_replicate', 'dp_shard'))."
         )
+    _refuse_container(module)
     ignored = set(how.ignored)
     ranks = how.mesh.mesh.flatten().tolist()
     _refuse_split(module, ranks, {p for _, experts in divided_experts(module) for p in experts.parameters()})
@@ -247,12 +238,12 @@ def shard(
     materialize(module, torch.device("cpu") if how.offload else world.device, buffers=world.device)
     for parameter in whole:  # is never offloaded
         parameter.data = parameter.data.to(world.device)
-    trained = [p for p in module.parameters() if p in whole and p.requires_grad]
     groups = [how.mesh.get_group(axis) for axis in range(how.mesh.ndim)]
-    if trained and len(ranks) > 1:
+    if len(ranks) > 1 and (trained := [p for p in module.parameters() if p in whole and p.requires_grad]):
         AfterEachBackward(module, trained, groups)
     Buffers.keep_equal(module, groups)
     refuse_second_derivatives(module)
+    take_whole_states(module)
     prepared = made(module, world, axes_of(how.mesh))
     if precision is not None and decides(precision, how.root_policy or how.policy):
         always_under_autocast(module, precision, world.device)
@@ -288,6 +279,14 @@ def _split(
         fully_shard(together, **{**options, **own}, reshard_after_forward=unit.reshard, mp_policy=unit.policy)
     keep_readable(module, [part for unit in units if unit.is_read for part in unit.modules])
     prefetch(units, int(how.forward_prefetch), how.backward_prefetch)
+
+
+def _refuse_container(module: nn.Module) -> None:
+    if inspect.getattr_static(type(module), "forward") is inspect.getattr_static(nn.Module, "forward"):
+        raise UsageError(
+            f"the module must have a forward, got a {type(module).__name__} without one: parameters are put together as it is "
+            "called. Write an nn.Module that holds these networks and whose forward calls them; or train under 'ddp' or 'zero1'."
+        )
 
 
 def _refuse_split(module: nn.Module, ranks: list[int], experts: set[nn.Parameter]) -> None:

@@ -65,11 +65,6 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
 
 def _meaning(module: nn.Module, text: str) -> str | None:
     name = class_name(module)
-    if "fsdp::" in text and "Sparse" in text:
-        return (
-            f"a parameter of {name} has a sparse gradient, as nn.Embedding(sparse=True) makes it, and only dense ones are "
-            "reduced to shards. Leave sparse=True out, or train under 'ddp'."
-        )
     if "appears to not have been used in the graph" in text and "_pipeline_gate" in vars(module):
         return (
             f"compute_loss asks for a gradient of what {name} gives, by what goes into it: in a pipeline another stage has that. "
@@ -77,13 +72,18 @@ def _meaning(module: nn.Module, text: str) -> str | None:
         )
     if "mixed torch.Tensor and DTensor" in text or "on inputs with different meshes" in text:
         said = (
-            f"compute_loss must call {name} itself: its parameters are split over the ranks, and are put together in its "
-            "forward only, not for a method or a part that is called directly, nor where they are read. Let forward do it, with "
-            "an argument that says what; or train under 'ddp' or 'zero1'."
+            f"the loss must come from a call of {name} itself: its parameters are split over the ranks, and are put together in "
+            "its forward only, not for a method or a part that is called directly, nor where they are read. Let forward do it, "
+            "with an argument that says what; or train under 'ddp' or 'zero1'."
         )
         if shared_axis(module) is not None:
             said += " A layer whose weight is read by other code than its own is left out of the tensor-parallel plan."
         return said
+    if "Sparse" in text and ("fsdp::" in text or "backend" in text):
+        return (
+            f"{name} has gradients that are sparse tensors, which cannot be split over the ranks. Make its embeddings with "
+            "sparse=False, or train under 'ddp'."
+        )
     if shared_axis(module) is not None and any(each in text for each in _SHAPES):
         parts = split_outputs(module)
         such = f", such as {parts[-1]}," if parts else ""

@@ -2,7 +2,8 @@
 
 What is inferred is right for any code: attention, whose code may count on all heads, gets the outputs of its first layers put
 together again, and only their weights and products are split. Between the two halves of an MLP everything works on single
-features if its submodules, of which one is an activation, say so: then these stay split. Nothing is inferred in silence: `Plan.text` is logged.
+features if its submodules, of which one is an activation, say so: then these stay split. Nothing is inferred in silence:
+`Plan.text` is logged.
 """
 
 from __future__ import annotations

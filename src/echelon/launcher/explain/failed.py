@@ -111,7 +111,7 @@ def raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping[
     guilty = tuple(named or (() if cause == "ranks missing" else alike))
     rank = evidence.rank(first.rank)
     message = _message(first)
-    verb = _verb(first)
+    verb = _verb(first, many=len(alike) > 1)
     where = _where(first, rank)
     headline = f"{who(alike)} {verb}{where}"
     if named and named != tuple(alike):
@@ -144,11 +144,11 @@ def summary(message: str) -> str:
     return short(message) + (f" Last error: {short(last[1])}" if last is not None else "")
 
 
-def _verb(failure: Failure) -> str:
+def _verb(failure: Failure, *, many: bool) -> str:
     if failure.kind == "exit":
         return f"ended with exit code {failure.exit_code} and without a word"
     if failure.kind == "SystemExit":
-        return f"ended itself with exit code {failure.exit_code}"
+        return f"ended {'themselves' if many else 'itself'} with exit code {failure.exit_code}"
     return f"raised {short(failure.kind, 80)}"
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.loading import part_like
+from echelon.parallel.shards import is_split
 from echelon.world import agree
 
 __all__ = ["Names", "check_optimizer", "refit", "refuse_on_all"]
@@ -50,7 +52,8 @@ def refit(prepared: Any, optimizer: torch.optim.Optimizer, names: Names) -> None
     replaced = {p: now[name] for p, name in names.items() if name in now and now[name] is not p}
     if not replaced:
         return
-    if any(optimizer.state.get(p) for p in replaced):
+    begun = {p: optimizer.state[p] for p in replaced if optimizer.state.get(p)}
+    if any(float(state.get("step", 1)) for state in begun.values()):
         raise UsageError(
             f"the {type(optimizer).__name__} must be new when its model is sharded, got one that has stepped. Call prepare() "
             "before the first step; to go on from an earlier run, restore its checkpoint."
@@ -59,3 +62,12 @@ def refit(prepared: Any, optimizer: torch.optim.Optimizer, names: Names) -> None
         group["params"] = [replaced.get(p, p) for p in group["params"]]
     for parameter in replaced:
         optimizer.state.pop(parameter, None)
+    for parameter, state in begun.items():  # Adagrad makes its state as it is built
+        optimizer.state[replaced[parameter]] = {key: _like(value, parameter, replaced[parameter]) for key, value in state.items()}
+
+
+def _like(value: Any, before: nn.Parameter, now: nn.Parameter) -> Any:
+    """A value of an optimizer's state, split if the parameter is."""
+    if isinstance(value, torch.Tensor) and value.shape == before.shape and is_split(now):
+        return part_like(value, now, "the optimizer's state")
+    return value

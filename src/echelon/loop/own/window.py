@@ -71,7 +71,8 @@ class OwnWindow:
         self.is_last = self._micro_batch.is_last
         session.state.logged.begins(0 if unit.prepared.is_replica else self._micro_batch.weight)
         accumulates = unit.prepared.accumulate(unit.reduces(self._micro_batch))
-        self._contexts = (accumulates,) if unit.computes.dtype is None else (unit.autocast(), accumulates)
+        explains = unit.prepared.explaining()
+        self._contexts = (explains, accumulates) if unit.computes.dtype is None else (explains, unit.autocast(), accumulates)
         for context in self._contexts:
             context.__enter__()
         enter(Part.FORWARD)
@@ -79,12 +80,14 @@ class OwnWindow:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._open = False
-        for context in reversed(self._contexts):
-            context.__exit__(kind, error, trace)
         self.error = error
-        if error is not None:
-            self._session.failed(error)
-        elif not self.went_back:
+        try:
+            for context in reversed(self._contexts):
+                context.__exit__(kind, error, trace)
+        finally:
+            if error is not None:
+                self._session.failed(error)
+        if error is None and not self.went_back:
             raise UsageError(
                 "the window ended without window.backward(loss). Call it once in each window, in place of loss.backward(); leave "
                 "a batch out by leaving out its window, on all ranks."

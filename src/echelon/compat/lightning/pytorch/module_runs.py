@@ -19,6 +19,7 @@ from echelon.compat.lightning.pytorch.callbacks.model_checkpoint import ModelChe
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.loggers import InFolders, default_logger
 from echelon.compat.lightning.pytorch.module import LightningModule
+from echelon.compat.lightning.pytorch.returning import bring_back, keeps
 from echelon.compat.lightning.pytorch.running import Running
 from echelon.compat.lightning.pytorch.session import Session, Work
 from echelon.contracts.errors import UsageError
@@ -312,8 +313,7 @@ class ModuleRuns(Running):
             finally:
                 module.to(device)
             if work.call == "fit":
-                saved = torch.load(folder / "after.pt", map_location="cpu", weights_only=True)
-                module.load_state_dict(saved)
+                bring_back(self, module, work.datamodule, folder / "after.pt")
             self.lightning_module, self.datamodule, self.state.fn = module, work.datamodule, work.call
             module.trainer = self
             recall(module, done[0].unit)
@@ -326,7 +326,8 @@ class ModuleRuns(Running):
                 recall(mine, theirs)
             return in_order(done) if work.call == "predict" else done[0].numbers
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if not keeps(folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def __getstate__(self) -> dict[str, Any]:
         left = ("unit", "loop_state", "lightning_module", "datamodule", "find_train_loader", "results")

@@ -1,0 +1,93 @@
+"""At a save, a look at whether the copies of a model are still copies.
+
+Gradients are averaged, not parameters. A callback that draws noise into weights, or changes them on rank 0 only, leaves the ranks
+with models that drift apart; rank 0's is saved. Communication: one all-reduce for each axis of ranks that have the same, of four
+numbers a parameter.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.loop.unit import Unit
+from echelon.parallel.prepared import Prepared
+from echelon.parallel.shards import is_split, local
+from echelon.world import agree
+
+__all__ = ["warn_of_drift"]
+
+logger = logging.getLogger(__name__)
+
+# Of a parameter's norm: far above what other devices of a mixed cluster round differently.
+_TOLERANCE = 1e-3
+# Of each parameter so many elements are looked at: in float64 they are larger than they are.
+_MOST = 1 << 20
+
+# Modules of which it was said.
+_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def warn_of_drift(unit: Unit) -> None:
+    """Collective. Of what every rank of an axis has; shards have no copies."""
+    for name, prepared in unit.prepared_modules().items():
+        if not prepared.averaged or prepared.works_alone or prepared.flattens_parameters or prepared.module in _told:
+            continue
+        prepared.reshard()
+        copies = _copies(prepared)
+        drifted: dict[str, None] = {}
+        for group, parameters in copies.items():
+            drifted |= dict.fromkeys(_differing(parameters, group))
+        if drifted:
+            _told.add(prepared.module)
+            if agree.is_rank0():
+                logger.error(
+                    "the ranks hold different values of %s.%s (one of %s parameters), which must be copies; rank 0's are saved. "
+                    "Change parameters alike on all ranks: noise from a torch.Generator with the same seed, no `if rank == 0`",
+                    name,
+                    next(iter(drifted)),
+                    len(drifted),
+                )
+
+
+def _copies(prepared: Prepared[Any]) -> dict[Any, list[tuple[str, torch.Tensor]]]:
+    """By group of ranks, what each of them has of the same parameters."""
+    found: dict[Any, list[tuple[str, torch.Tensor]]] = {}
+    for name, parameter in prepared.named_parameters():
+        piece = local(parameter.detach())
+        if (
+            not piece.is_floating_point() or piece.is_meta or type(piece) is not torch.Tensor
+        ):  # of low bits, whose sum is its own matter
+            continue
+        groups: list[Any] = prepared.data_groups
+        if is_split(parameter):
+            mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+            groups = [mesh.get_group(axis) for axis, placed in enumerate(placements) if placed.is_replicate()]
+        for group in groups:
+            found.setdefault(group, []).append((name, piece))
+    return found
+
+
+def _differing(parameters: list[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None) -> list[str]:
+    """Collective over the group."""
+    channel, device = agree.channel(group)
+    each = [_seen(p) for _, p in parameters]
+    seen = torch.stack(each if len({s.device for s in each}) == 1 else [s.to(device) for s in each])  # (parameters, 2)
+    extremes = torch.cat([seen, -seen]).to(device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=channel)
+    most, least = extremes.chunk(2)
+    differs = (most + least).amax(1) > _TOLERANCE * most[:, 1]
+    return [name for (name, _), different in zip(parameters, differs.tolist(), strict=True) if different]
+
+
+@torch.no_grad()
+def _seen(parameter: torch.Tensor) -> torch.Tensor:
+    """A product with fixed numbers, and the norm."""
+    flat = parameter.reshape(-1)[:_MOST].double()
+    fixed = torch.linspace(-1, 1, len(flat) + 1, dtype=flat.dtype, device=flat.device)[1:]
+    return torch.stack([flat @ fixed, flat.norm()])

@@ -1,0 +1,53 @@
+"""Hooks on parameters, which a strategy that puts other parameters in their place would lose without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["refuse_lost", "refuse_unheard"]
+
+_REMEDY = (
+    "To change gradients before they are used, call optimizer.register_step_pre_hook(...), which sees those of the update, or "
+    "train under 'ddp' or 'zero1', which keep parameters as they are."
+)
+
+
+def refuse_lost(before: Iterable[tuple[str, nn.Parameter]], after: Mapping[str, nn.Parameter], strategy: str) -> None:
+    """
+    Args:
+        before: a module's parameters by name, before it was made parallel.
+        after: its parameters afterwards; what another rank holds altogether is not among them.
+    Raises:
+        UsageError: another parameter is in the place of one with a hook of autograd.
+    """
+    for name, parameter in before:
+        if after.get(name, parameter) is not parameter and _is_hooked(
+            parameter, "_backward_hooks", "_post_accumulate_grad_hooks"
+        ):
+            raise UsageError(
+                f"strategy {strategy!r} puts another parameter in the place of {name}, whose hook (register_hook, or "
+                f"register_post_accumulate_grad_hook) would never be called. Take it away before. {_REMEDY}"
+            )
+
+
+def refuse_unheard(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """
+    Args:
+        named: shards of `fully_shard`, whose gradients torch sets by itself, beside autograd.
+    Raises:
+        UsageError: one has a hook that autograd would call.
+    """
+    for name, parameter in named:
+        if _is_hooked(parameter, "_backward_hooks"):
+            raise UsageError(
+                f"{name} is split over the ranks, and torch does not call its hook (register_hook). Its gradient is set after "
+                f"the backward pass: register_post_accumulate_grad_hook is called then, with this rank's part. {_REMEDY}"
+            )
+
+
+def _is_hooked(parameter: nn.Parameter, *kinds: str) -> bool:
+    return any(getattr(parameter, kind, None) for kind in kinds)

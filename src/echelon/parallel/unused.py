@@ -1,0 +1,70 @@
+"""Parameters without a gradient in a DistributedDataParallel, which then averages no gradient of the same bucket, either.
+
+torch raises in the next forward pass, when the optimizer has stepped with what each rank had; after the last step it never does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.names import plain_names
+
+__all__ = ["Awaited"]
+
+_SAYS = "Expected to have finished reduction in the prior iteration"
+_NUMBERS = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
+
+
+class Awaited:
+    """The parameters of which a wrapper awaits gradients: those that required one when it was made."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        ignored = set(module.parameters_to_ignore)
+        pairs = zip(module.module.named_parameters(), plain_names(module), strict=True)
+        self._named = [named for (name, p), named in pairs if p.requires_grad and name not in ignored]
+        self._parameters = [p for _, p in self._named]
+        alone = dist.get_world_size(module.process_group) == 1
+        self._may_lack = bool(alone or module.find_unused_parameters or module.static_graph)
+
+    def check(self) -> None:
+        """After an update's last backward pass, and before its step.
+
+        Raises:
+            UsageError: a gradient is missing, so that others were not averaged.
+        """
+        if not self._may_lack and any(p.grad is None and p.requires_grad for p in self._parameters):
+            raise UsageError(_said([named for named in self._named if named[1].grad is None and named[1].requires_grad]))
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Around passes of the wrapper.
+
+        Raises:
+            UsageError: in the place of torch's RuntimeError, which is its cause.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if _SAYS not in str(error):
+                raise
+            found = _NUMBERS.search(str(error))
+            numbers = [int(n) for n in found[1].split()] if found is not None else []
+            raise UsageError(_said([self._named[n] for n in numbers if n < len(self._named)])) from error
+
+
+def _said(unused: list[tuple[str, nn.Parameter]]) -> str:
+    others = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+    what = unused[0][0] + others if unused else "all parameters"
+    why = " (frozen since the module was made parallel)" if unused and not any(p.requires_grad for _, p in unused) else ""
+    return (
+        f"the loss must depend on all trained parameters, got no gradient of {what}{why}. Without it a DistributedDataParallel "
+        "does not average the others. Give DDPStrategy(find_unused_parameters=True); or freeze what is never used or trained "
+        "before the module is made parallel; or train under 'fsdp', which does not wait."
+    )

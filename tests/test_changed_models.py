@@ -1,0 +1,377 @@
+"""Models that are changed after they were made parallel, or that parallel ranks cannot train as one process does."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import echelon as ech
+from echelon.contracts.errors import EchelonError, UsageError
+from tests.conftest import Ranks
+from tests.models import Net, batch, largest_difference, net, whole
+from tests.units import KINDS, Regression, under_each
+
+pytestmark = pytest.mark.standing_ranks
+
+Change = Callable[[Any, torch.optim.Optimizer, int], None]
+STEPS, ROWS, CHANGED = 5, 4, 2
+
+
+class Changing(Net):
+    """Its forward heeds attributes, and layers that it gets later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.more, self.skips = 1.0, None, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x) if not self.skips else self.last(self.first(x))
+        return self.scale * (out if self.more is None else out + self.more(x))
+
+
+def _model(seed: int = 0) -> Changing:
+    torch.manual_seed(seed)
+    return Changing().double()
+
+
+def _nothing(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    pass
+
+
+def _grow(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step == CHANGED:
+        torch.manual_seed(7)
+        module.more = nn.Linear(4, 1).double()
+        optimizer.add_param_group({"params": module.more.parameters()})
+
+
+def _rescale(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    module.scale = 0.5**step
+
+
+def _load(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step == CHANGED:
+        getattr(module, "module", module).load_state_dict(_model(seed=3).state_dict())
+
+
+def _convert(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    module.to("cpu").double()
+
+
+def _skip_last(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    module.skips = step == STEPS - 1
+
+
+CHANGES: dict[str, Change] = {
+    "grow": _grow,
+    "rescale": _rescale,
+    "load": _load,
+    "convert": _convert,
+    "skip last": _skip_last,
+    "nothing": _nothing,
+}
+
+
+class Changes(ech.Callback):
+    def __init__(self, change: Change) -> None:
+        self.change = change
+
+    def on_train_step_start(self, state: ech.State, unit: Any) -> None:
+        self.change(unit.module, unit.optimizer, unit.train_progress.num_steps_completed)
+
+
+def _trained(strategy: Any, change: str, model: Callable[[], nn.Module] = _model) -> dict[str, torch.Tensor]:
+    unit = Regression(module=model(), strategy=strategy)
+    data = ech.Loader(TensorDataset(*batch(ROWS * STEPS, seed=1)), global_batch=ROWS, shuffle=False)
+    ech.train(unit, data, max_epochs=1, callbacks=[Changes(CHANGES[change])])
+    return whole(unit.module)
+
+
+def _reference(change: str, model: Callable[[], nn.Module] = _model, kind: str = "SGD") -> dict[str, torch.Tensor]:
+    """The same in plain PyTorch."""
+    module = model()
+    optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.1, **({"momentum": 0.9} if kind == "SGD" else {}))
+    x, y = batch(ROWS * STEPS, seed=1)
+    for step in range(STEPS):
+        CHANGES[change](module, optimizer, step)
+        rows = slice(step * ROWS, (step + 1) * ROWS)
+        nn.functional.mse_loss(module(x[rows]), y[rows]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("change", ["grow", "rescale", "load", "convert"])
+def test_what_is_changed_in_training_is_changed_under_every_strategy(ranks: Ranks, change: str) -> None:
+    want = _reference(change)
+    for of_rank in ranks(2, under_each, KINDS, _trained, change):
+        for strategy, got in of_rank.items():
+            assert largest_difference(got, want) < 1e-12, strategy
+
+
+def _copied() -> tuple[list[str], bool]:
+    unit = Regression(module=_model(), strategy="ddp")
+    other = copy.deepcopy(unit.module)
+    other.scale = 3.0
+    other(batch(2, seed=1)[0]).sum().backward()
+    return sorted(set(vars(other)) - set(vars(unit.module))), other.module.scale == 3.0 != unit.module.scale
+
+
+def test_a_copy_of_the_wrapper_has_its_own_parts_and_reaches_its_own_module(ranks: Ranks) -> None:
+    assert ranks(2, _copied) == [([], True)] * 2
+
+
+def _grown_apart(strategy: str) -> str:
+    def grow(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == CHANGED:  # from each rank's own RNG
+            module.more = nn.Linear(4, 1).double()
+            optimizer.add_param_group({"params": module.more.parameters()})
+
+    CHANGES["apart"] = grow
+    return _refusal(strategy, "apart")
+
+
+def _refusal(strategy: Any, change: str = "nothing", model: Callable[[], nn.Module] = _model) -> str:
+    try:
+        _trained(strategy, change, model)
+    except EchelonError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_a_layer_that_each_rank_drew_for_itself_is_refused(ranks: Ranks) -> None:
+    for of_rank in ranks(2, under_each, ["ddp", "fsdp"], _grown_apart):
+        for strategy, said in of_rank.items():
+            assert "the module has got parameters that differ between ranks" in said, strategy
+
+
+def _skipping_at_the_end() -> Any:
+    found = ech.DDPStrategy(find_unused_parameters=True)
+    return under_each(["ddp", "zero1"], _refusal, "skip last"), _trained(found, "skip last"), _trained("fsdp", "skip last")
+
+
+def test_layers_that_only_the_last_step_left_out_are_named_before_its_update(ranks: Ranks) -> None:
+    """torch raises in the next forward pass, and there is none: each rank kept gradients of its own."""
+    want = _reference("skip last")
+    for refused, *right in ranks(2, _skipping_at_the_end):
+        for strategy, said in refused.items():
+            assert "got no gradient of blocks.0.0.weight and 7 more. " in said, strategy
+            assert "find_unused_parameters=True" in said
+        for got in right:
+            assert largest_difference(got, want) < 1e-12
+
+
+# --- loops of one's own
+
+
+def _own_loop(strategy: str, kind: str) -> dict[str, torch.Tensor]:
+    model = _model()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    loader = ech.Loader(TensorDataset(*batch(ROWS * STEPS, seed=1)), global_batch=ROWS, shuffle=False)
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, strategy=strategy)
+    for _ in ech.epochs(loader, 1):
+        for x, y in loader:
+            with ech.window(model) as window:
+                window.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+    return whole(model)
+
+
+def test_an_optimizer_that_makes_its_state_as_it_is_built_is_taken(ranks: Ranks) -> None:
+    """Adagrad was taken for one that had stepped."""
+    want = _reference("nothing", kind="Adagrad")
+    for of_rank in ranks(2, under_each, KINDS, _own_loop, "Adagrad"):
+        for strategy, got in of_rank.items():
+            assert largest_difference(got, want) < 1e-12, strategy
+
+
+def _parts_in_a_window() -> str:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = ech.Loader(TensorDataset(*batch(ROWS, seed=1)), global_batch=ROWS)
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, strategy="fsdp")
+    with pytest.raises(UsageError, match="must come from a call of Changing itself") as raised:
+        for _ in ech.epochs(loader, 1):
+            for x, _ in loader:
+                with ech.window(model) as window:
+                    window.backward(model.last(model.first(x)).mean())
+    return str(raised.value)
+
+
+def test_what_torch_says_of_parts_is_explained_in_a_window(ranks: Ranks) -> None:
+    for said in ranks(2, _parts_in_a_window):
+        assert "its parameters are split over the ranks" in said
+
+
+# --- hooks on parameters
+
+
+def _masked() -> Changing:
+    model = _model()
+    model.first.weight.register_hook(lambda gradient: gradient * 0)
+    return model
+
+
+def _stepping() -> Changing:
+    model = _model()
+    model.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return model
+
+
+def _late_hook() -> str:
+    unit = Regression(module=_model(), strategy="fsdp")
+    next(unit.module.parameters()).register_hook(lambda gradient: gradient * 0)
+    data = ech.Loader(TensorDataset(*batch(ROWS, seed=1)), global_batch=ROWS)
+    with pytest.raises(UsageError, match=r"first\.weight is split over the ranks, and torch does not call its hook") as raised:
+        ech.train(unit, data, max_epochs=1)
+    return str(raised.value)
+
+
+def _hooks() -> Any:
+    lost = {name: under_each(["fsdp", "zero2"], _refusal, "nothing", model) for name, model in HOOKED.items()}
+    return _trained("ddp", "nothing", _masked), lost, _late_hook()
+
+
+HOOKED = {"mask": _masked, "step": _stepping}
+
+
+def test_a_hook_on_a_parameter_acts_or_is_refused(ranks: Ranks) -> None:
+    want = _reference("nothing", _masked)
+    for masked, lost, late in ranks(2, _hooks):
+        assert largest_difference(masked, want) < 1e-12
+        for of_kind in lost.values():
+            for strategy, said in of_kind.items():
+                assert said.startswith(f"strategy {strategy!r} puts another parameter in the place of first.weight"), said
+        assert "register_step_pre_hook" in late
+
+
+# --- models
+
+
+class Words(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(8, 4, **options)
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.rows((x[:, 0].abs() * 4).long().clamp(max=7)))
+
+
+def _words(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Words(**options).double()
+
+
+def _bounded() -> nn.Module:
+    return _words(max_norm=1.0)
+
+
+def _sparse() -> nn.Module:
+    return _words(sparse=True)
+
+
+def _transposed() -> nn.Module:
+    model = _model()
+    model.first.weight = nn.Parameter(model.first.weight.detach().t().contiguous().t())
+    return model
+
+
+def _container() -> nn.Module:
+    return nn.ModuleDict({"net": net()})
+
+
+class Penalty(Regression):
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = data[0].requires_grad_(), data[1]
+        out = self.module(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return nn.functional.mse_loss(out, y) + slope.square().sum(1).mean(), out
+
+
+def _penalty() -> str:
+    unit = Penalty(module=_model(), strategy="fsdp")
+    with pytest.raises(UsageError, match="create_graph=True must be left out in a backward pass through Changing") as raised:
+        ech.train(unit, [batch(ROWS, seed=1)], max_epochs=1)
+    return str(raised.value)
+
+
+def _models() -> dict[str, Any]:
+    return {
+        "bounded": under_each(["ddp", "fsdp"], _refusal, "nothing", _bounded),
+        "sparse": _refusal("fsdp", "nothing", _sparse),
+        "container": _refusal("fsdp", "nothing", _container),
+        "penalty": _penalty(),
+        "transposed": _trained("fsdp", "nothing", _transposed),
+    }
+
+
+def test_what_a_strategy_cannot_train_is_refused_with_what_to_do(ranks: Ranks) -> None:
+    want = _reference("nothing", _transposed)
+    for of_rank in ranks(2, _models):
+        for said in of_rank["bounded"].values():
+            assert said.startswith("rows: max_norm must be None on several ranks, got 1.")
+        assert "sparse=False" in of_rank["sparse"]
+        assert "must have a forward, got a ModuleDict" in of_rank["container"]
+        assert "'ddp' or 'zero1'" in of_rank["penalty"]
+        assert largest_difference(of_rank["transposed"], want) < 1e-12
+
+
+# --- copies that drift apart
+
+
+def _noise(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+def _on_rank_0(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            next(module.parameters()).mul_(0.5)
+
+
+CHANGES |= {"noise": _noise, "on rank 0": _on_rank_0}
+
+
+def _said_at_saves(strategy: str, change: str, folder: Path) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("echelon.loop.checkpointing.replicas")
+    log.addHandler(handler)
+    try:
+        unit = Regression(module=_model(), strategy=strategy)
+        saver = ech.DistributedCheckpointSaver(folder / f"{strategy} {change}", save_every_n_train_steps=2)
+        data = ech.Loader(TensorDataset(*batch(ROWS * STEPS, seed=1)), global_batch=ROWS)
+        ech.train(unit, data, max_epochs=1, callbacks=[Changes(CHANGES[change]), saver])
+    finally:
+        log.removeHandler(handler)
+    return said
+
+
+def _of_each_change(folder: Path) -> dict[str, dict[str, list[str]]]:
+    strategies = ["ddp", "fsdp", "hsdp"]
+    return {change: under_each(strategies, _said_at_saves, change, folder) for change in ("noise", "on rank 0", "nothing")}
+
+
+def test_a_save_says_once_that_ranks_have_changed_their_copies_each_in_its_own_way(ranks: Ranks, tmp_path: Path) -> None:
+    first, other = ranks(2, _of_each_change, tmp_path)
+    for strategy in ("ddp", "hsdp"):  # under zero1 the owner's values go to all after each update
+        (said,) = first["noise"][strategy]
+        assert said.startswith("the ranks hold different values of module.first.weight (one of 12 parameters)"), said
+        (said,) = first["on rank 0"][strategy]
+        assert "module.first.weight (one of " in said
+    assert first["noise"]["fsdp"] == [] and set(map(len, first["nothing"].values())) == {0}
+    assert all(not said for of_change in other.values() for said in of_change.values())
