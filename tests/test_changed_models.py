@@ -22,7 +22,7 @@ from tests.units import KINDS, Regression, under_each
 
 pytestmark = pytest.mark.standing_ranks
 
-Change = Callable[[Any, torch.optim.Optimizer, int], None]
+Change = Callable[[Any, torch.optim.Optimizer, int], torch.optim.Optimizer | None]
 STEPS, ROWS, CHANGED = 5, 4, 2
 
 
@@ -54,6 +54,14 @@ def _grow(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
         optimizer.add_param_group({"params": module.more.parameters()})
 
 
+def _grow_and_replace(module: Any, optimizer: torch.optim.Optimizer, step: int) -> torch.optim.Optimizer | None:
+    if step != CHANGED:
+        return None
+    torch.manual_seed(7)
+    module.more = nn.Linear(4, 1).double()
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
 def _rescale(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
     module.scale = 0.5**step
 
@@ -72,6 +80,7 @@ def _skip_last(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None
 
 
 CHANGES: dict[str, Change] = {
+    "grow and replace": _grow_and_replace,
     "grow": _grow,
     "rescale": _rescale,
     "load": _load,
@@ -86,7 +95,8 @@ class Changes(ech.Callback):
         self.change = change
 
     def on_train_step_start(self, state: ech.State, unit: Any) -> None:
-        self.change(unit.module, unit.optimizer, unit.train_progress.num_steps_completed)
+        replaced = self.change(unit.module, unit.optimizer, unit.train_progress.num_steps_completed)
+        unit.optimizer = replaced or unit.optimizer
 
 
 def _trained(strategy: Any, change: str, model: Callable[[], nn.Module] = _model) -> dict[str, torch.Tensor]:
@@ -102,7 +112,7 @@ def _reference(change: str, model: Callable[[], nn.Module] = _model, kind: str =
     optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.1, **({"momentum": 0.9} if kind == "SGD" else {}))
     x, y = batch(ROWS * STEPS, seed=1)
     for step in range(STEPS):
-        CHANGES[change](module, optimizer, step)
+        optimizer = CHANGES[change](module, optimizer, step) or optimizer
         rows = slice(step * ROWS, (step + 1) * ROWS)
         nn.functional.mse_loss(module(x[rows]), y[rows]).backward()
         optimizer.step()
@@ -110,7 +120,7 @@ def _reference(change: str, model: Callable[[], nn.Module] = _model, kind: str =
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("change", ["grow", "rescale", "load", "convert"])
+@pytest.mark.parametrize("change", ["grow", "grow and replace", "rescale", "load", "convert"])
 def test_what_is_changed_in_training_is_changed_under_every_strategy(ranks: Ranks, change: str) -> None:
     want = _reference(change)
     for of_rank in ranks(2, under_each, KINDS, _trained, change):

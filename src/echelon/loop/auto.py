@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -20,7 +21,7 @@ from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader
 from echelon.loop.auto_checks import check_accumulation, check_made, check_own_names, check_plateau, check_trainable
 from echelon.loop.auto_eval import AutoEvalUnit
-from echelon.loop.auto_options import AutoOptions
+from echelon.loop.auto_options import AutoOptions, BuiltAtFirstUse
 from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.auto_train import AutoTrainUnit, TrainStepResults
 from echelon.loop.averaged import AveragedWeights, SWAParams, swa_scheduler
@@ -48,19 +49,6 @@ __all__ = ["AutoUnit", "TrainStepResults"]
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class _BuiltAtFirstUse:
-    """An attribute that `configure` sets. Not `__getattr__`, which would make every attribute of the unit slower to reach."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, unit: Any, owner: type | None = None) -> Any:
-        if unit is None or not unit.__dict__.get("training"):
-            raise AttributeError(f"no {self._name}: the unit was built with training=False, or its __init__ has not run")
-        unit.configure()
-        return unit.__dict__.get(self._name)  # None is the schedule beside an optimizer that was assigned
 
 
 class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
@@ -102,8 +90,8 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
     # With deterministic="bitwise": micro-batches of a global batch over all ranks, a power of two that the ranks divide.
     bitwise_parts = 4
 
-    optimizer: torch.optim.Optimizer = _BuiltAtFirstUse()  # type: ignore[assignment]
-    lr_scheduler: Any = _BuiltAtFirstUse()
+    optimizer: torch.optim.Optimizer = BuiltAtFirstUse()  # type: ignore[assignment]
+    lr_scheduler: Any = BuiltAtFirstUse()
     may_lack = ("grad_scaler", "_bitwise")
 
     def __init__(
@@ -276,9 +264,15 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
     def _check_optimizer(self) -> None:
         """At every start of training, whoever made it: it may have been assigned, or been given more parameters."""
         self._take_parameters()
+        self._checked = weakref.ref(self.optimizer)
         when_it_grows(self.optimizer, self)
         if self.window.updates == 0:
             self._first_look = look_at_first_update(self, self.optimizer, together=self._reduces)
+
+    def train_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
+        if self.window.group is not None and self.window.count == 0 and self._checked() is not self.optimizer:
+            self._check_optimizer()  # another was assigned, on all ranks alike
+        return super().train_step(state, data)
 
     def optimizer_grew(self) -> None:
         """While it trains, somebody has given the optimizer more parameters, on all ranks alike. Collective."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -17,7 +17,7 @@ from echelon.parallel.precision import Precision
 from echelon.parallel.recipe import Compile, TorchCompileParams, recipe_of
 from echelon.parallel.strategy import Strategy, resolve
 
-__all__ = ["AutoOptions"]
+__all__ = ["AutoOptions", "BuiltAtFirstUse"]
 
 _VALUES: dict[str, type] = {
     "swa_params": SWAParams,
@@ -73,3 +73,16 @@ class AutoOptions:
         object.__setattr__(self, "activation_checkpoint_params", recomputed)
         Precision.of(self.precision)
         resolve(self.strategy)
+
+
+class BuiltAtFirstUse:
+    """An attribute that `configure` sets. Not `__getattr__`, which would make every attribute of the unit slower to reach."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, unit: Any, owner: type | None = None) -> Any:
+        if unit is None or not unit.__dict__.get("training"):
+            raise AttributeError(f"no {self._name}: the unit was built with training=False, or its __init__ has not run")
+        unit.configure()
+        return unit.__dict__.get(self._name)  # None is the schedule beside an optimizer that was assigned
