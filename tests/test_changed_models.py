@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,136 @@ def test_layers_that_only_the_last_step_left_out_are_named_before_its_update(ran
             assert "find_unused_parameters=True" in said
         for got in right:
             assert largest_difference(got, want) < 1e-12
+
+
+# --- optimizers that change
+
+
+class Warmth(ech.AutoUnit[Any]):
+    """Its loss has a parameter that is no part of the module, and that the optimizer gets later, or never."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.warmth, self.given = nn.Parameter(torch.zeros(1, dtype=torch.float64)), optimizer
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = data
+        out = self.module(x)
+        return nn.functional.mse_loss(out + self.warmth, y + (x.sum() > 0)), out
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
+        return self.given or torch.optim.SGD(module.parameters(), lr=0.01), None
+
+
+class Later(ech.Callback):
+    """Changes the optimizer before the second epoch."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        self.change = change
+
+    def on_train_epoch_start(self, state: ech.State, unit: Any) -> None:
+        if unit.train_progress.num_epochs_completed == 1:
+            self.change(unit)
+
+
+def _give_warmth(unit: Any) -> None:
+    unit.optimizer.add_param_group({"params": [unit.warmth]})
+
+
+def _stop_moving(unit: Any) -> None:
+    unit.optimizer = torch.optim.SGD(unit.module.parameters(), lr=0.0)
+
+
+def _loader(epochs: int = 1) -> Any:
+    return ech.Loader(TensorDataset(*batch(ROWS * epochs, seed=1)), global_batch=ROWS, shuffle=False)
+
+
+def test_a_scaler_knows_what_the_optimizer_has_got_and_which_it_is() -> None:
+    """Gradients of the new ones were 65536 times too large, and an optimizer that had been replaced still stepped."""
+    moved = {}
+    for precision in ("fp32", "fp16"):
+        unit = Warmth(module=_model(), precision=precision, device=torch.device("cpu"))
+        ech.train(unit, _loader(), max_epochs=2, callbacks=[Later(_give_warmth)])
+        moved[precision] = unit.warmth.item()
+    assert 0 < abs(moved["fp32"]) < 0.1 and moved["fp16"] == pytest.approx(moved["fp32"], rel=0.05)
+    unit = Warmth(module=_model(), precision="fp16", device=torch.device("cpu"))
+    seen: list[dict[str, torch.Tensor]] = []
+    later = Later(lambda unit: (_stop_moving(unit), seen.append(whole(unit.module)))[0])
+    ech.train(unit, _loader(), max_epochs=2, callbacks=[later])
+    assert largest_difference(whole(unit.module), seen[0]) == 0
+
+
+def _of_a_second_unit() -> float:
+    first = Warmth(module=_model(), strategy="ddp")
+    ech.train(first, _loader(4), max_epochs=1)
+    second = Warmth(optimizer=first.optimizer, module=first.module)
+    ech.train(second, _loader(4), max_epochs=2, callbacks=[Later(_give_warmth)])
+    return second.warmth.item()
+
+
+def test_an_optimizer_tells_the_unit_that_it_trains_with_now(ranks: Ranks) -> None:
+    first, other = ranks(2, _of_a_second_unit)
+    assert first == other != 0
+
+
+def test_a_unit_that_has_trained_can_be_pickled() -> None:
+    unit = Regression(module=_model(), device=torch.device("cpu"))
+    ech.train(unit, _loader(), max_epochs=1)
+    assert largest_difference(whole(pickle.loads(pickle.dumps(unit)).module), whole(unit.module)) == 0
+
+
+# --- layers that the loss's own code freezes
+
+
+def _in_turns(module: nn.Module, step: int) -> None:
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name.startswith("last") if step % 2 else not name.startswith("last"))
+
+
+def _later(module: nn.Module, step: int) -> None:
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(step >= CHANGED or not name.startswith("first"))
+
+
+FREEZES = {"in turns": _in_turns, "later": _later}
+
+
+class Freezing(Regression):
+    """Freezes and unfreezes layers where no strategy can see it before the pass."""
+
+    freeze: Callable[[nn.Module, int], None]
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.freeze(self.prepared.unwrapped, self.train_progress.num_steps_completed)
+        return super().compute_loss(state, data)
+
+
+def _frozen(strategy: Any, how: str) -> dict[str, torch.Tensor] | str:
+    unit = Freezing(module=_model(), strategy=strategy)
+    unit.freeze = FREEZES[how]
+    try:
+        ech.train(unit, _loader(STEPS), max_epochs=1)
+    except UsageError as error:
+        return str(error)
+    return {name: p.detach().clone() for name, p in unit.prepared.named_parameters()}
+
+
+def _frozen_under_each() -> dict[str, Any]:
+    found = ech.DDPStrategy(find_unused_parameters=True)
+    return {how: (_frozen("ddp", how), _frozen(found, how)) for how in FREEZES}
+
+
+def test_what_the_losss_own_code_freezes_is_averaged_or_refused(ranks: Ranks) -> None:
+    """Gradients of layers that were unfrozen in a pass stayed each rank's own."""
+    CHANGES.update({how: lambda module, optimizer, step, freeze=freeze: freeze(module, step) for how, freeze in FREEZES.items()})
+    for of_rank in ranks(2, _frozen_under_each):
+        for how, given in of_rank.items():
+            for got in given:
+                if isinstance(got, str):  # torch waited for what was frozen in its pass
+                    assert "the loss must depend on all trained parameters, got no gradient of " in got, how
+                else:
+                    assert largest_difference(got, _reference(how)) < 1e-12, how
+            assert not isinstance(given[1], str) or how == "later", given[1]
 
 
 # --- loops of one's own
@@ -385,3 +516,37 @@ def test_a_save_says_once_that_ranks_have_changed_their_copies_each_in_its_own_w
         assert "module.first.weight (one of " in said
     assert first["noise"]["fsdp"] == [] and set(map(len, first["nothing"].values())) == {0}
     assert all(not said for of_change in other.values() for said in of_change.values())
+
+
+class Scaled(nn.Module):
+    """Its first parameter is a number, which is never split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.ones((), dtype=torch.float64)), _model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.scale * self.inner(x)
+        return out
+
+
+def _two_saves_of_four(folder: Path) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("echelon.loop.checkpointing.replicas")
+    log.addHandler(handler)
+    try:
+        unit = Regression(module=Scaled(), strategy="dp_replicate=2,dp_shard=2")
+        saver = ech.DistributedCheckpointSaver(folder, save_every_n_train_steps=2)
+        ech.train(unit, _loader(STEPS), max_epochs=1, callbacks=[Changes(_on_rank_0), saver])
+    finally:
+        log.removeHandler(handler)
+    return said
+
+
+def test_ranks_that_hold_copies_in_several_groups_agree_on_what_they_have_been_told(ranks: Ranks, tmp_path: Path) -> None:
+    """Rank 3 shares no group with rank 0: it did not know, and waited for the others at the next save."""
+    first, *others = ranks(4, _two_saves_of_four, tmp_path)
+    (said,) = first
+    assert "module.scale" in said and others == [[], [], []]

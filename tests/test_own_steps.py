@@ -138,3 +138,50 @@ def _follows(module: nn.Module, target: nn.Module, optimizer: torch.optim.Optimi
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero2", marks=pytest.mark.full)])
 def test_a_target_network_follows(ranks: Ranks, strategy: str) -> None:
     _agree(ranks, strategy, _follows)
+
+
+class _Recycling(nn.Module):
+    """Calls itself without gradients, and gives back a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.bias = net(), nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, before: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        if before is None:
+            with torch.no_grad():
+                before, _ = self(x, torch.zeros((), dtype=torch.float64))
+        return self.inner(x) + 0.1 * before, self.bias
+
+
+def _recycled(strategy: str | None) -> tuple[dict[str, torch.Tensor], int]:
+    torch.manual_seed(0)
+    module = _Recycling() if strategy is None else ech.prepare_module(_Recycling(), CPU, strategy=strategy)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(STEPS):
+        x, y = batch(4, step)
+        out, bias = module(x)
+        (nn.functional.mse_loss(out, y) + bias).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    bias = next(p for name, p in module.named_parameters() if name.endswith("bias") and not p.dim())
+    return whole(module), len(getattr(bias, "_backward_hooks", None) or ())
+
+
+def test_a_module_may_call_itself_without_gradients_and_give_back_a_parameter(ranks: Ranks) -> None:
+    """Its shards were put back in the middle of its pass; and each step left one more hook on the parameter."""
+    want, _ = _recycled(None)
+    for got, hooks in ranks(2, _recycled, "fsdp"):
+        assert largest_difference(got, want) < 1e-12 and hooks <= STEPS
+
+
+def _forward_of_its_own() -> list[str]:
+    module = nn.Module()
+    module.layer = nn.Linear(3, 1)
+    module.forward = lambda x: module.layer(x)
+    ech.prepare_module(module, CPU, strategy="fsdp")(torch.ones(2, 3)).sum().backward()
+    return sorted(name for name, p in module.named_parameters() if p.grad is not None)
+
+
+def test_a_forward_may_be_the_instances(ranks: Ranks) -> None:
+    assert ranks(2, _forward_of_its_own) == [["layer.bias", "layer.weight"]] * 2

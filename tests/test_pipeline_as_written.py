@@ -279,3 +279,15 @@ def _shifted() -> nn.Module:
 def test_containers_of_parameters_are_on_every_stage(ranks: Ranks) -> None:
     results = ranks(2, _trained, _shifted, "pp=2")
     assert largest_difference(_all(results), _plain(_shifted())) < 1e-12
+
+
+def _held_nodes() -> bool:
+    """As libraries do that hook the nodes at which gradients arrive."""
+    unit = Regression(module=net(), strategy="pp=2")
+    held = [p.expand_as(p).grad_fn.next_functions[0][0] for p in unit.module.parameters() if p.requires_grad]
+    ech.train(unit, DATA[:2], max_epochs=1)
+    return len(held) > 0
+
+
+def test_whoever_holds_the_nodes_of_parameters_keeps_nothing_of_a_pass(ranks: Ranks) -> None:
+    assert ranks(2, _held_nodes) == [True, True]

@@ -140,10 +140,11 @@ class Late(Autoencoder):
         self.encoder, self.decoder, self.scale = fresh.encoder, fresh.decoder, fresh.scale
 
     def configure_model(self) -> None:
-        if self.hook == "configure_model" and not list(self.children()):
+        if (self.hook == "configure_model" or (self.hook == "both" and self.is_set_up)) and not list(self.children()):
             self.make()
 
     def setup(self, stage: str) -> None:
+        self.is_set_up = True
         if self.hook == "setup" or (self.hook == "only in ranks" and torch.distributed.is_initialized()):
             self.make()
 
@@ -151,7 +152,7 @@ class Late(Autoencoder):
 OWN_RANKS: dict[str, Any] = {"max_epochs": 2, "devices": 2, "strategy": "ddp", **QUIET}
 
 
-@pytest.mark.parametrize("hook", ["configure_model", pytest.param("setup", marks=pytest.mark.full)])
+@pytest.mark.parametrize("hook", ["both", *(pytest.param(hook, marks=pytest.mark.full) for hook in ("configure_model", "setup"))])
 def test_layers_that_the_ranks_of_a_trainer_made_come_back_trained(hook: str) -> None:
     module = Late(hook)
     Trainer(**OWN_RANKS).fit(module, loader_of(Autoencoder, 2))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -167,7 +166,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         self._finite = FiniteWatch(options.stop_after_nonfinite_losses)
         self.latest_update = (None, None)
         self.eval_loss = self.test_loss = float("nan")  # of the latest evaluation and test, over all ranks
-        self._around_window, self._held = None, []
+        self._around_window, self._held, self._trains_with = None, [], []
         self._evaluation = MeanOfAPhase()
 
     @property
@@ -264,15 +263,10 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
     def _check_optimizer(self) -> None:
         """At every start of training, whoever made it: it may have been assigned, or been given more parameters."""
         self._take_parameters()
-        self._checked = weakref.ref(self.optimizer)
+        self._trains_with = [self.optimizer] if self.window.group is not None else []
         when_it_grows(self.optimizer, self)
         if self.window.updates == 0:
             self._first_look = look_at_first_update(self, self.optimizer, together=self._reduces)
-
-    def train_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
-        if self.window.group is not None and self.window.count == 0 and self._checked() is not self.optimizer:
-            self._check_optimizer()  # another was assigned, on all ranks alike
-        return super().train_step(state, data)
 
     def optimizer_grew(self) -> None:
         """While it trains, somebody has given the optimizer more parameters, on all ranks alike. Collective."""
@@ -313,7 +307,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
             self.test_loss = self._evaluation.mean.compute()
 
     def phase_ended(self, state: State, phase: str) -> None:
-        self.window.group = None
+        self.window.group, self._trains_with = None, []
         if not state.should_stop or state.stopped_by_script:  # the same on all ranks; else it resumes later
             if phase == "train":
                 self.prepared.end_training()

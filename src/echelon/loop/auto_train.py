@@ -105,6 +105,8 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
         window = self.window
         if self._finite.is_long:  # here: callbacks such as RollBack have seen the update before, and may have gone back
             self._finite.raise_if_long(together=self._reduces)
+        if self._trains_with and self._trains_with[0] is not self.optimizer and window.count == 0:
+            self._check_optimizer()  # another was assigned, on all ranks alike
         step = step_under_way(state.train_state)
         ends_window = window.open(step.is_last)
         micro_batches = self._micro_batches(data, padded=step.is_padding, ends_window=ends_window)
@@ -137,6 +139,10 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
             number = self.train_progress.num_steps_completed
             self.on_train_step_end(state, micro_batches[-1].data, number, TrainStepResults(loss, norm, outputs))
         return loss, outputs
+
+    @abstractmethod
+    def _check_optimizer(self) -> None:
+        """Look at the optimizer before it steps. Collective."""
 
     def _take_into_window(self, state: State, micro_batches: list[MicroBatch[T]], ends_window: bool) -> tuple[Any, Any]:
         """A step under a strategy that computes the micro-batches of an update at once: (None, None) before the window's last.

@@ -62,6 +62,7 @@ class AutoUpdates(TrainUnit[T]):
     _first_look: RemovableHandle | None  # at what the optimizer holds
     _routers: Routers | None  # None where the module has no experts
     _plateau: bool  # whether the scheduler advances with evaluations
+    _trains_with: list[torch.optim.Optimizer]  # the one that was looked at, while ranks train together; saves see no list
     _reduces: bool  # whether windows are summed over ranks
     _around_window: AbstractContextManager[Any] | None  # the strategy's context of the window under way
     _held: list[list[MicroBatch[T]]]  # its steps so far, where the strategy takes them at once
@@ -128,6 +129,8 @@ class AutoUpdates(TrainUnit[T]):
             state.agree_to_stop()
         state.logged.end_window(window.told, None if self.device.type == "cpu" else self.device)
         if scaler is not None:
+            if self._shards is not None and self._shards.optimizer is not self.optimizer:  # another was assigned
+                self._shards = Shards(self.optimizer, prepared.module.parameters())
             scaler.unscale_(self._shards)
         assert window.reference is not None
         if isinstance(weight, torch.Tensor):  # on a device: nothing waits for it
@@ -170,7 +173,11 @@ class AutoUpdates(TrainUnit[T]):
         """False if fp16's scaler left the update out."""
         scaler = self.grad_scaler
         if scaler is None:
-            split_errors.take_step(self.optimizer)
+            try:
+                self.optimizer.step()
+            except RuntimeError as error:
+                split_errors.explain_step(self.optimizer, error)
+                raise
             return True
         assert self._shards is not None
         updated = self._shards.update_with(scaler)

@@ -113,10 +113,13 @@ def not_the_modules(unit: AutoPredictUnit[Any], optimizer: Any) -> list[nn.Param
 
 
 def when_it_grows(optimizer: Any, unit: Any) -> None:
-    """Have `unit.optimizer_grew()` called after each `add_param_group`, for which torch has no hook. Once."""
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer.add_param_group, _Growing):
+    """Have `unit.optimizer_grew()`, and no other unit's, called after each `add_param_group`, for which torch has no hook."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
         return
-    before = optimizer.add_param_group
+    before: Any = optimizer.add_param_group
+    if isinstance(before, _Growing):
+        optimizer.add_param_group = _Growing(before.add, weakref.ref(unit))  # type: ignore[method-assign]
+        return
     add = weakref.WeakMethod(before) if inspect.ismethod(before) else lambda: before  # an optimizer in no cycle is freed at once
     optimizer.add_param_group = _Growing(add, weakref.ref(unit))  # type: ignore[method-assign]
 

@@ -46,6 +46,8 @@ def _seen(loader: Any) -> list[int] | None:
     if loader.num_workers and not isinstance(loader.dataset, TensorDataset):
         return None
     length = len(loader.dataset)  # type: ignore[arg-type]
+    if len(loader.sampler) != length or getattr(loader.sampler, "replacement", False):  # type: ignore[arg-type]  # ranks may draw others
+        return None
     before = rng.states()
     sample = read_twice(loader.dataset, 0) if length else None
     rng.put_back(before)

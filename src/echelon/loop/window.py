@@ -130,8 +130,6 @@ class Window:
                 "or tokens; "
                 "at least one rank must have some."
             )
-        if isinstance(loss, torch.Tensor) and loss.is_cpu:
-            loss = loss.item()
         self.count, self._loss = 0, None
         self.updates += 1
         return weight, loss, stop

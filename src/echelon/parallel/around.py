@@ -75,7 +75,7 @@ class _Backwards:
         self._in_pass = False  # even if the last backward pass ended in an error
         self._is_awaited = self._is_awaited or bool(module.require_backward_grad_sync)
         for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:  # a parameter would keep its hooks for ever
                 leaf.register_hook(self._hear)
 
     def _hear(self, gradient: torch.Tensor) -> None:

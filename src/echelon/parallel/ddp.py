@@ -77,9 +77,10 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         names = mesh.mesh_dim_names if mesh is not None else None
         super().__init__(module, [Axis.of(module.process_group, names[0] if names else "")])
         self._passes: Passes | None = None
-        self._in_buckets = [p for p in module.parameters() if p.requires_grad]
+        ignored = set(module.parameters_to_ignore)
+        self._in_buckets = [p for name, p in module.module.named_parameters() if p.requires_grad and name not in ignored]
         self._of_window: list[bool] = []  # which of them were trained in a micro-batch since the last update
-        self._alone: list[nn.Parameter] = []  # those whose gradients are averaged apart in this micro-batch
+        self._alone: list[tuple[nn.Parameter, bool]] = []  # all of them, where gradients are averaged apart in this micro-batch
         self._awaited = Awaited(module)
         self.reduces_unfrozen()
 
@@ -101,8 +102,9 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         trained = [p.requires_grad for p in self._in_buckets]
         self._of_window = list(map(or_, self._of_window, trained)) if self._of_window else trained
         self._alone = []
-        if last and not all(trained):  # torch would wait for what is frozen: its buckets are left out
-            self._alone = [p for p, is_trained in zip(self._in_buckets, self._of_window, strict=True) if is_trained]
+        torch_can = self.module.find_unused_parameters and trained == self._of_window
+        if last and not all(trained) and not torch_can:  # it would wait for what is frozen: its buckets are left out
+            self._alone = list(zip(self._in_buckets, self._of_window, strict=True))
         found = super().accumulate(last and not self._alone)
         if last:
             self._reduces, self._of_window = True, []
@@ -131,10 +133,12 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
             loss = send_through(self.module, loss)
         super().backward(loss, micro_batch, backward)
         if self._alone:
-            average_(self._alone, self.data_groups, in_order=self.order_is_fixed)
+            # Asked again: the loss's own code may have frozen and unfrozen layers meanwhile.
+            alone = [p for p, was_trained in self._alone if was_trained or p.requires_grad]
+            average_(alone, self.data_groups, in_order=self.order_is_fixed)
             self.module.require_forward_param_sync = True  # as after torch's own: rank 0's buffers are sent next
         if self._reduces:
-            self._awaited.check()
+            self._awaited.check(frozen_too=not self._alone)
 
     @property
     def forward_is_collective(self) -> bool:  # type: ignore[override]

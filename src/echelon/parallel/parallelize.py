@@ -100,7 +100,7 @@ def parallelize(
     refuse_wrapped(module, float8)
     given = Prepared.of(module, world)
     recipe.compile(recipe.checkpoint_activations(given.unwrapped))
-    _check_embeddings(given)
+    _check_embeddings(given, world)
     given.adopt()
     given.find_replicas()
     return given
@@ -111,13 +111,14 @@ def _prepared(module: nn.Module, strategy: Strategy, world: World, recipe: Recip
     prepared = strategy.prepare(module, world, recipe)
     note(before, prepared.unwrapped.parameters())
     refuse_lost(before, dict(prepared.named_parameters(every_name=True)), strategy.name)
-    _check_embeddings(prepared)
+    _check_embeddings(prepared, world)
     prepared.find_replicas()
     return prepared
 
 
-def _check_embeddings(prepared: Prepared[Any]) -> None:
-    if (prepared.averaged_over > 1 or prepared.replaces_parameters) and not prepared.works_alone:
+def _check_embeddings(prepared: Prepared[Any], world: World) -> None:
+    several = prepared.averaged_over > 1 or (prepared.replaces_parameters and world.size > 1)
+    if several and not prepared.works_alone:
         check_embeddings(prepared.unwrapped)
 
 

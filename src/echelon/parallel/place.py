@@ -47,7 +47,8 @@ def place(
                 continue
             if tensor.device != world.device:
                 tensor.data = tensor.data.to(world.device)
-            if not (is_split(tensor) or tensor.is_contiguous()):  # channels_last, a transposed weight: no part of it is one piece
+            # channels_last, a transposed weight: no part of it is one piece
+            if tensor.layout is torch.strided and not (is_split(tensor) or tensor.is_contiguous()):
                 tensor.data = tensor.data.contiguous()
             if from_rank0 and world.size > 1:
                 _broadcast(tensor.detach(), mesh)

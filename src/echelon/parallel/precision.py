@@ -158,14 +158,12 @@ class Shards:
     """What a gradient scaler sees in the place of an optimizer: this rank's part of every gradient, and the update itself.
 
     Attributes:
+        optimizer: whose parts these are.
         updated: whether the last `step` of the scaler changed the parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-        self._optimizer = optimizer
-        # The optimizer's may be fewer (its part of them) or more (a temperature that is no part of the module).
-        own = (p for group in optimizer.param_groups for p in group["params"])
-        self._parameters = list({id(p): p for p in (*parameters, *own)}.values())
+        self.optimizer, self._parameters = optimizer, list(parameters)
         self.updated = False
 
     @property
@@ -173,7 +171,9 @@ class Shards:
         return [{"params": list(self._parts())}]
 
     def _parts(self) -> Iterator[torch.Tensor]:
-        for parameter in self._parameters:
+        # The optimizer's may be fewer (its part of them) or more (a temperature that is no part of the module), and may grow.
+        own = (p for group in self.optimizer.param_groups for p in group["params"])
+        for parameter in {id(p): p for p in (*self._parameters, *own)}.values():
             if parameter.grad is not None:
                 gradient = local(parameter.grad)
                 part = gradient.detach()
@@ -182,7 +182,7 @@ class Shards:
 
     def step(self) -> Any:
         self.updated = True
-        return self._optimizer.step()
+        return self.optimizer.step()
 
     def update_with(self, scaler: torch.amp.GradScaler) -> bool:
         """The optimizer's step unless a rank has found an inf; then the scale's. Whether the parameters have changed."""

@@ -32,7 +32,7 @@ def refuse_second_derivatives(module: nn.Module) -> None:
     def listen(module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:  # a parameter would keep its hooks for ever
                     leaf.register_hook(refuse)
 
     module.register_forward_hook(torch.compiler.disable(listen))

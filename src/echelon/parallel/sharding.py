@@ -7,7 +7,6 @@ a window's last micro-batch.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -282,7 +281,7 @@ def _split(
 
 
 def _refuse_container(module: nn.Module) -> None:
-    if inspect.getattr_static(type(module), "forward") is inspect.getattr_static(nn.Module, "forward"):
+    if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
         raise UsageError(
             f"the module must have a forward, got a {type(module).__name__} without one: parameters are put together as it is "
             "called. Write an nn.Module that holds these networks and whose forward calls them; or train under 'ddp' or 'zero1'."

@@ -53,8 +53,17 @@ def reshard_after_looking(module: nn.Module) -> None:
     For steps of the user's own, which may write into parameters: whole ones are thrown away, with what was written.
     """
 
+    depth = 0  # a forward may call the module itself, as for recycling
+
+    def before(module: nn.Module, args: object) -> None:
+        nonlocal depth
+        depth += 1
+
     def after(module: nn.Module, args: object, output: object) -> None:
-        if not torch.is_grad_enabled():
+        nonlocal depth
+        depth -= 1
+        if depth == 0 and not torch.is_grad_enabled():
             reshard(module)
 
-    module.register_forward_hook(torch.compiler.disable(after))
+    module.register_forward_pre_hook(torch.compiler.disable(before))
+    module.register_forward_hook(torch.compiler.disable(after), always_call=True)

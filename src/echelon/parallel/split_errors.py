@@ -12,7 +12,7 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.names import class_name
 from echelon.parallel.tensor_layers import shared_axis, split_outputs
 
-__all__ = ["explained", "take_step"]
+__all__ = ["explain_step", "explained"]
 
 # What torch says of a part of the features where all are expected.
 _SHAPES = (
@@ -47,16 +47,12 @@ _OF_STEPS = (
 )
 
 
-def take_step(optimizer: torch.optim.Optimizer) -> None:
+def explain_step(optimizer: torch.optim.Optimizer, error: RuntimeError) -> None:
     """
     Raises:
-        UsageError: in the place of torch's RuntimeError, which is its cause: the optimizer cannot work with parts of parameters.
+        UsageError: in the place of torch's error, which is its cause: the optimizer cannot work with parts of parameters.
     """
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        if not any(each in str(error) for each in _OF_STEPS):
-            raise
+    if any(each in str(error) for each in _OF_STEPS):
         raise UsageError(
             f"{type(optimizer).__name__} cannot step parameters that are split over the ranks (torch {torch.__version__}). Train "
             f"under 'ddp' or 'zero1', whose parameters are whole, or take another optimizer. torch says: {error}"

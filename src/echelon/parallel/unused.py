@@ -29,18 +29,23 @@ class Awaited:
         ignored = set(module.parameters_to_ignore)
         pairs = zip(module.module.named_parameters(), plain_names(module), strict=True)
         self._named = [named for (name, p), named in pairs if p.requires_grad and name not in ignored]
-        self._parameters = [p for _, p in self._named]
         alone = dist.get_world_size(module.process_group) == 1
         self._may_lack = bool(alone or module.find_unused_parameters or module.static_graph)
 
-    def check(self) -> None:
+    def check(self, *, frozen_too: bool) -> None:
         """After an update's last backward pass, and before its step.
+
+        Args:
+            frozen_too: torch has waited for those, too, that were frozen since.
 
         Raises:
             UsageError: a gradient is missing, so that others were not averaged.
         """
-        if not self._may_lack and any(p.grad is None and p.requires_grad for p in self._parameters):
-            raise UsageError(_said([named for named in self._named if named[1].grad is None and named[1].requires_grad]))
+        if self._may_lack:
+            return
+        lacking = [named for named in self._named if named[1].grad is None and (frozen_too or named[1].requires_grad)]
+        if lacking:
+            raise UsageError(_said(lacking))
 
     @contextmanager
     def explained(self) -> Iterator[None]:

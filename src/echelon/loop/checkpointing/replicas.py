@@ -43,15 +43,15 @@ def warn_of_drift(unit: Unit) -> None:
         drifted: dict[str, None] = {}
         for group, parameters in copies.items():
             drifted |= dict.fromkeys(_differing(parameters, group))
-        if drifted:
+        # Agreed: ranks that were told would leave the others waiting at the next save.
+        if (first := agree.first_told([next(iter(drifted)), len(drifted)] if drifted else None)) is not None:
             _told.add(prepared.module)
             if agree.is_rank0():
                 logger.error(
                     "the ranks hold different values of %s.%s (one of %s parameters), which must be copies; rank 0's are saved. "
                     "Change parameters alike on all ranks: noise from a torch.Generator with the same seed, no `if rank == 0`",
                     name,
-                    next(iter(drifted)),
-                    len(drifted),
+                    *first,
                 )
 
 
@@ -60,9 +60,7 @@ def _copies(prepared: Prepared[Any]) -> dict[Any, list[tuple[str, torch.Tensor]]
     found: dict[Any, list[tuple[str, torch.Tensor]]] = {}
     for name, parameter in prepared.named_parameters():
         piece = local(parameter.detach())
-        if (
-            not piece.is_floating_point() or piece.is_meta or type(piece) is not torch.Tensor
-        ):  # of low bits, whose sum is its own matter
+        if not piece.is_floating_point() or piece.is_meta or type(piece) is not torch.Tensor:  # of low bits: they have no sum
             continue
         groups: list[Any] = prepared.data_groups
         if is_split(parameter):

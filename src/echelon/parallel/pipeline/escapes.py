@@ -44,12 +44,15 @@ class Escapes:
             return
         self._marked[unit.name] = []
         for parameter in unit.module.parameters():
-            if parameter.requires_grad and not _is_marked(parameter):
-                node = get_gradient_edge(parameter).node
-                metadata: Any = node.metadata
-                metadata[_MARK] = True
-                nodes.append(node)
-                self._marked[unit.name].append(parameter)
+            if not parameter.requires_grad or _is_marked(parameter):
+                continue
+            _metadata(parameter)[_MARK] = True
+            if _is_marked(parameter):  # somebody holds the node itself, as for a hook: it outlives graphs
+                del _metadata(parameter)[_MARK]
+                continue
+            nodes.append(get_gradient_edge(parameter).node)
+            _metadata(parameter)[_MARK] = True
+            self._marked[unit.name].append(parameter)
 
     def found(self) -> list[str]:
         """The names of the units of which something is kept. When nobody holds the pass's own outputs any more."""
@@ -62,6 +65,10 @@ class Escapes:
         return [name for name, parameters in self._marked.items() if any(_is_marked(p) for p in parameters)]
 
 
-def _is_marked(parameter: Any) -> bool:
-    metadata: Any = get_gradient_edge(parameter).node.metadata
-    return _MARK in metadata
+def _is_marked(parameter: nn.Parameter) -> bool:
+    return _MARK in _metadata(parameter)
+
+
+def _metadata(parameter: nn.Parameter) -> Any:
+    """Of the node at which its gradient arrives: it is made anew unless a graph, or somebody, holds it."""
+    return get_gradient_edge(parameter).node.metadata

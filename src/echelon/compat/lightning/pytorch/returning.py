@@ -22,10 +22,10 @@ def bring_back(trainer: Any, module: Any, datamodule: Any, path: Path) -> None:
         UsageError: the module is still another one; names the file, which then stays, so that the training is not lost.
     """
     saved = torch.load(path, map_location="cpu", weights_only=True)
-    hooks = [module.configure_model, *([] if datamodule is None else [lambda: datamodule.setup("fit")])]
+    hooks = [] if datamodule is None else [lambda: datamodule.setup("fit")]  # in the order of the ranks
     module.trainer = trainer
     try:
-        for hook in (*hooks, lambda: module.setup("fit")):
+        for hook in (*hooks, lambda: module.setup("fit"), module.configure_model):
             if not _differs(module, saved):
                 break
             hook()
