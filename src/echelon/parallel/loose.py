@@ -130,7 +130,7 @@ class AfterEachBackward:
             from torch.utils._pytree import tree_leaves
 
             for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:  # a parameter would keep its hooks for ever
                     leaf.register_hook(lambda _: self._expect())
 
     def _expect(self) -> None:
