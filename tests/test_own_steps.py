@@ -169,7 +169,7 @@ def _recycled(strategy: str | None) -> tuple[dict[str, torch.Tensor], int]:
 
 
 def test_a_module_may_call_itself_without_gradients_and_give_back_a_parameter(ranks: Ranks) -> None:
-    """Its shards were put back in the middle of its pass; and a step left three hooks on the parameter, of which one is torch's."""
+    """Its shards were put back in the middle of its pass; and a step left three hooks on the parameter, one of them torch's."""
     want, _ = _recycled(None)
     for got, hooks in ranks(2, _recycled, "fsdp"):
         assert largest_difference(got, want) < 1e-12 and hooks <= STEPS
