@@ -44,3 +44,40 @@ def test_a_module_is_no_unit() -> None:
     trainer = ech.Trainer(max_epochs=1)
     with pytest.raises(UsageError, match="unit must be an AutoUnit, or a function that builds a unit, got Linear"):
         trainer.fit(torch.nn.Linear(1, 1), [])
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("lightning.pytorch.core.module", "LightningModule"),
+        ("lightning.pytorch.callbacks.callback", "Callback"),
+        ("lightning.pytorch.callbacks.early_stopping", "EarlyStopping"),
+        ("lightning.pytorch.loggers.logger", "Logger"),
+        ("lightning.pytorch.loggers.tensorboard", "TensorBoardLogger"),
+        ("lightning.pytorch.utilities.exceptions", "MisconfigurationException"),
+        ("lightning.pytorch.utilities.rank_zero", "rank_zero_only"),
+        ("lightning.pytorch.utilities.types", "STEP_OUTPUT"),
+        ("lightning.pytorch.utilities", "move_data_to_device"),
+        ("lightning", "__version__"),
+    ],
+)
+def test_names_are_where_programs_import_them_from(module: str, name: str) -> None:
+    assert hasattr(importlib.import_module(f"echelon.compat.{module}"), name)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "says"),
+    [
+        ("lightning.pytorch.cli", "LightningCLI", "argparse"),
+        ("lightning.pytorch.tuner", "Tuner", "no search"),
+        ("lightning.pytorch.profilers", "PyTorchProfiler", r"echelon\.loop\.callbacks\.PyTorchProfiler"),
+        ("lightning.pytorch.callbacks.progress", "TQDMProgressBar", "enable_progress_bar=False"),
+        ("lightning.pytorch.strategies", "DeepSpeedStrategy", "zero3"),
+        ("lightning.fabric", "Fabric", r"echelon\.prepare_module"),
+        ("lightning.fabric.plugins", "MixedPrecision", "precision="),
+    ],
+)
+def test_modules_that_are_not_there_say_what_takes_their_place(module: str, name: str, says: str) -> None:
+    found = getattr(importlib.import_module(f"echelon.compat.{module}"), name)
+    with pytest.raises(UsageError, match=rf"{name} is not part of echelon\.compat. Instead: .*{says}"):
+        found()

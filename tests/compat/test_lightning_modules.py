@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
 import subprocess
 import sys
@@ -14,10 +15,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
-from echelon.compat.lightning.pytorch import Callback, LightningModule, Trainer
+from echelon.compat.lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from echelon.compat.lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks
-from echelon.compat.lightning.pytorch.loggers import CSVLogger
+from echelon.compat.lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from echelon.compat.lightning.pytorch.reading import facts_of as read_facts
 from echelon.contracts.errors import CheckpointUnreadableError, UsageError
 from echelon.parallel.shards import whole
 from tests.compat.lightning_modules import GAN, Autoencoder, Classifier, Transformer, images, loader_of, made, plainly
@@ -373,3 +375,140 @@ def test_a_number_of_all_ranks_may_be_logged_on_some(ranks: Any, tmp_path: Path)
     for numbers, refused in ranks(2, log_with_sync_dist, str(tmp_path)):
         assert (numbers["both"], numbers["one"]) == (1.5, 5.0)
         assert "Leave on_step out" in refused
+
+
+# --- what users ask a Trainer for
+
+
+class Moved(LightningDataModule):
+    """Changes a batch on its way."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] * 3.0]
+
+    def train_dataloader(self) -> Any:
+        return two_batches()
+
+    val_dataloader = predict_dataloader = train_dataloader
+
+
+@pytest.mark.parametrize("kind", [Small, GAN])
+def test_a_hook_after_a_batchs_transfer_changes_what_steps_get(kind: Any) -> None:
+    seen: list[float] = []
+    module = made(kind) if kind is GAN else Small()
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        seen.append(float(batch[0].sum()))
+        return None if kind is GAN else module.layer(batch[0]).sum()
+
+    module.training_step = training_step
+    Trainer(max_epochs=1, **QUIET).fit(module, datamodule=Moved())
+    assert seen == [12.0, 12.0]
+
+
+class Asks(Small):
+    """Writes down what its Trainer says in each step."""
+
+    said: list[Any]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        trainer = self.trainer
+        self.said.append((trainer.is_last_batch, trainer.training, trainer.evaluating, trainer.num_val_batches))
+        return super().training_step(batch, batch_idx)
+
+
+def test_where_a_trainer_is_and_what_it_uses() -> None:
+    module, loader = Asks(), two_batches()
+    module.said = []
+    trainer = Trainer(max_epochs=1, limit_val_batches=1, precision="bf16-mixed", **QUIET)
+    assert (trainer.train_dataloader, trainer.num_val_batches, trainer.is_last_batch) == (None, [], False)
+    trainer.fit(module, loader, loader)
+    assert module.said == [(False, True, False, [1]), (True, True, False, [1])]
+    assert trainer.train_dataloader is loader and trainer.val_dataloaders is loader
+    assert (trainer.state.finished, trainer.interrupted, trainer.precision, trainer.limit_val_batches) == (
+        True,
+        False,
+        "bf16-mixed",
+        1,
+    )
+    assert Trainer(devices=2, **QUIET).world_size == 2  # before it starts them, for a learning rate
+    with pytest.raises(AttributeError, match=r"Trainer\.fit_loop is not part of echelon\.compat. Instead: hooks"):
+        _ = trainer.fit_loop
+    assert not hasattr(trainer, "nothing_of_the_kind")
+
+
+def test_numbers_of_an_evaluations_steps_have_steps_of_their_own(tmp_path: Path) -> None:
+    """All of them under the update's number would be one point of a curve."""
+    module, logger = Small(), CSVLogger(tmp_path)
+    module.validation_step = lambda batch, batch_idx: module.log("v", float(batch_idx), on_step=True)  # type: ignore
+    Trainer(max_epochs=2, **{**QUIET, "logger": logger}).fit(module, two_batches(), two_batches())
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
+    assert [row["step"] for row in rows if row["v_step"]] == ["0", "1", "2", "3"]
+
+
+def test_a_number_of_one_loader_is_in_no_others_dict() -> None:
+    def validation_step(batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        module.log(f"own_{dataloader_idx}", 1.0, add_dataloader_idx=False)
+
+    module = Small()
+    module.validation_step = validation_step  # type: ignore
+    assert Trainer(**QUIET).validate(module, [two_batches(), two_batches()]) == [{"own_0": 1.0}, {"own_1": 1.0}]
+
+
+def test_a_data_module_is_made_of_datasets() -> None:
+    data = TensorDataset(torch.ones(6, 2))
+    made_of = LightningDataModule.from_datasets(data, {"one": data}, batch_size=2)
+    trainer = Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Small(), made_of)
+    assert trainer.num_val_batches == [3] and isinstance(trainer.train_dataloader.sampler, torch.utils.data.RandomSampler)
+
+
+class Draws(Small):
+    """As many tutorials do: on every rank, with the logger's own object."""
+
+    def on_train_epoch_end(self) -> None:
+        for logger in self.loggers:
+            logger.log_metrics({"own": 1.0}, step=7)
+        self.loggers[1].experiment.add_scalars("drawn", {"a": 1.0}, self.global_step)
+
+
+def draw(folder: str) -> list[str]:
+    loggers = [CSVLogger(folder), TensorBoardLogger(folder)]
+    module = Draws()
+    vars(module).pop("on_train_epoch_end")
+    Trainer(max_epochs=1, strategy="ddp", **{**QUIET, "logger": loggers}).fit(module, two_batches())
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_dir())
+
+
+def test_every_rank_may_write_to_a_logger_and_rank_0_does(ranks: Any, tmp_path: Path) -> None:
+    folders, _ = ranks(2, draw, str(tmp_path))
+    assert [name for name in folders if "drawn" in name] == ["lightning_logs/version_0/drawn_a"]
+    assert (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().count("\n7,") == 1
+
+
+@pytest.mark.parametrize("value", [None, "0.5", {"a": 1.0}, [1.0], torch.ones(3)])
+def test_what_is_no_number_is_refused_by_its_name(value: Any) -> None:
+    module = Small()
+    module.training_step = lambda batch, batch_idx: module.log("v", value)  # type: ignore
+    with pytest.raises(UsageError, match=r"self\.log\('v', \.\.\.\): the value must be a number"):
+        Trainer(max_epochs=1, **QUIET).fit(module, two_batches())
+
+
+def test_predictions_are_not_kept_if_nobody_wants_them() -> None:
+    module, seen = Small(), Remembers()
+    module.predict_step = lambda batch, batch_idx: batch[0].sum()  # type: ignore
+    module.on_predict_batch_end = lambda outputs, batch, batch_idx, dataloader_idx=0: seen.seen.append(float(outputs))
+    assert Trainer(**QUIET).predict(module, two_batches(), return_predictions=False) is None
+    assert seen.seen == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("monitor", ["falls", None])
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_a_name_without_numbers_stays_the_best_ones(epochs: int, monitor: str | None, tmp_path: Path) -> None:
+    """Scripts load "best.ckpt" by its name; it was "best-v1.ckpt" after each second improvement."""
+    module = Small()
+    module.on_train_epoch_end = lambda: module.log("falls", -float(module.current_epoch))  # type: ignore
+    saver = ModelCheckpoint(dirpath=tmp_path, filename="best", monitor=monitor)
+    Trainer(max_epochs=epochs, callbacks=[saver], logger=False, accelerator="cpu").fit(module, two_batches())
+    assert [path.name for path in tmp_path.iterdir()] == ["best.ckpt"] == [Path(saver.best_model_path).name]
+    assert read_facts(tmp_path / "best.ckpt")["epoch"] == epochs - 1

@@ -27,6 +27,7 @@ from echelon.compat.torchtnt.utils.fsspec import get_filesystem
 from echelon.compat.torchtnt.utils.memory import RSSProfiler, get_tensor_size_bytes_map, measure_rss_deltas
 from echelon.compat.torchtnt.utils.memory_snapshot_profiler import MemorySnapshotParams, MemorySnapshotProfiler
 from echelon.compat.torchtnt.utils.misc import days_to_secs, transfer_batch_norm_stats, transfer_weights
+from echelon.compat.torchtnt.utils.module_summary import get_module_summary
 from echelon.compat.torchtnt.utils.nan import check_for_nan_or_inf, register_nan_hooks_on_whole_graph
 from echelon.compat.torchtnt.utils.oom import (
     attach_oom_observer,
@@ -205,6 +206,34 @@ def test_operations_are_counted_by_submodule() -> None:
     assert forward[""] == {"addmm.default": 2 * 3 * 4 + 2 * 4 * 5} and forward["absent"] == {}
     assert forward["0"] == {"addmm.default": 2 * 3 * 4} and forward["1"] == forward["1.0"] == {"addmm.default": 2 * 4 * 5}
     assert backward[""] == {"mm.default": 2 * 3 * 4 + 2 * 2 * 4 * 5}, "of the input, which needs none, no gradient"
+
+
+class _Twice(nn.Module):
+    """Calls one part twice, beside another, and one that gives back what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.same = nn.Linear(8, 8), nn.Linear(8, 8), nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.a(self.same(self.a(x))) + self.b(x)
+        return out
+
+
+def test_operations_of_a_backward_pass_are_those_of_the_parts_that_made_them() -> None:
+    """torch's own tracker gives `same` those of `a`, and loses some of `a`'s."""
+    module = nn.Sequential(_Twice(), nn.Dropout(0.0), nn.Linear(8, 2))
+    with FlopTensorDispatchMode(module) as counter:
+        out = module(torch.ones(4, 8)).sum()
+        counter.reset()
+        out.backward()
+    one = 4 * 8 * 8  # the inputs, which need no gradient, get none
+    counts = {name: sum(ops.values()) for name, ops in counter.flop_counts.items()}
+    assert counts == {"": 4 * one + 2 * 4 * 8 * 2, "0": 4 * one, "0.a": 3 * one, "0.b": one, "2": 2 * 4 * 8 * 2}
+    summary = get_module_summary(module, module_args=(torch.ones(4, 8),))
+    assert summary.submodule_summaries["0"].flops_backward == 4 * one
+    assert summary.submodule_summaries["0"].submodule_summaries["0.same"].flops_backward == 0
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
 
 
 class _MakesNan(torch.autograd.Function):

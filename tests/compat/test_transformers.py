@@ -204,6 +204,33 @@ def test_a_resumed_run_is_the_whole_run_to_the_bit(ranks: Any, tmp_path: Path) -
         _check_resumed(found[2:], exactly=False)
 
 
+def _with_loader_of_its_own(folder: str) -> list[Any]:
+    """The whole run, and one that goes on in the middle of its second epoch."""
+    from torch.utils.data import DataLoader, WeightedRandomSampler
+
+    from echelon.compat.transformers import Trainer
+
+    class Weighted(Trainer):
+        def get_train_dataloader(self) -> Any:
+            sampler = WeightedRandomSampler([1.0 + at for at in range(24)], 24)  # which draws from torch's own generator
+            return DataLoader(program.Rows(24, 1), batch_size=4, sampler=sampler, collate_fn=self.data_collator)
+
+    saves = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 1, "num_train_epochs": 2}
+    found = []
+    for args in ({**saves}, {**saves, "save_strategy": "no"}):
+        trainer = _trainer(folder, kind=Weighted, args=args)
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-8" if found else None)
+        found.append((_values(trainer.model), _losses(trainer), trainer.state.global_step))
+    return found
+
+
+def test_a_run_with_a_dataloader_of_the_users_goes_on_where_it_stood(tmp_path: Path) -> None:
+    """It began the epoch again, and went past the updates that its schedule knows."""
+    (values, losses, _), (resumed, losses_again, updates) = _with_loader_of_its_own(str(tmp_path))
+    assert updates == 12 and losses_again == losses
+    assert all(torch.equal(values[name], resumed[name]) for name in values)
+
+
 def test_what_is_in_the_folder_is_not_mixed_with_a_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saves = {"save_strategy": "epoch", "save_total_limit": 1}
     trainer = _trainer(tmp_path, args=saves)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["Missing", "later"]
+__all__ = ["Missing", "later", "leave_out"]
 
 
 class Missing:
@@ -56,3 +57,32 @@ def later(system: str, module: str, homes: Mapping[str, str], successors: Mappin
         raise AttributeError(f"module '{here}.{module}' has no attribute {name!r}")
 
     return getattr_
+
+
+class _Absent(ModuleType):
+    """A module whose every name stands for something that is not here."""
+
+    def __init__(self, name: str, known_as: str, instead: str) -> None:
+        super().__init__(name, f"Not part of echelon.compat. Instead: {instead}")
+        self.__path__: list[str] = []  # a module below it is looked for nowhere else
+        vars(self).update(_known_as=known_as, _instead=instead)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Missing(f"{self._known_as}.{name} is not part of echelon.compat. Instead: {self._instead}")
+
+
+def leave_out(system: str, package: str, modules: Mapping[str, str]) -> None:
+    """Let modules be imported of which nothing is here: import lines that name them work, and a use says what to take instead.
+
+    Args:
+        system: as the other system calls the package.
+        package: below which they are.
+        modules: name -> what to use in its place; a module above others comes before them.
+    """
+    for name, instead in modules.items():
+        module = sys.modules.setdefault(f"{package}.{name}", _Absent(f"{package}.{name}", f"{system}.{name}", instead))
+        around, _, last = module.__name__.rpartition(".")
+        if (parent := sys.modules.get(around)) is not None and last not in vars(parent):
+            setattr(parent, last, module)

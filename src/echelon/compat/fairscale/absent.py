@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-from typing import Any
-
-from echelon.compat.names import Missing
+from echelon.compat.names import leave_out
 
 __all__ = ["BELOW", "INSTEAD", "register"]
 
@@ -68,25 +64,7 @@ BELOW = {
 }
 
 
-class _Absent(ModuleType):
-    """A module whose every name stands for something that is not here."""
-
-    def __init__(self, package: str, name: str, instead: str) -> None:
-        super().__init__(f"{package}.{name}", f"Not part of echelon.compat. Instead: {instead}")
-        self.__path__: list[str] = []  # a module below it is looked for nowhere else
-        vars(self).update(_name=name, _instead=instead)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Missing(f"fairscale.{self._name}.{name} is not part of echelon.compat. Instead: {self._instead}")
-
-
 def register(package: str) -> None:
     """Let the modules of the tables be imported below `package`."""
     below = {f"{name}.{each}": INSTEAD[name] for name, modules in BELOW.items() for each in modules.split()}
-    for name, instead in (INSTEAD | below).items():
-        module = sys.modules.setdefault(f"{package}.{name}", _Absent(package, name, instead))
-        around, _, last = module.__name__.rpartition(".")
-        if isinstance(parent := sys.modules.get(around), _Absent):
-            setattr(parent, last, module)
+    leave_out("fairscale", package, INSTEAD | below)

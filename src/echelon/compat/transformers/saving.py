@@ -9,10 +9,10 @@ from typing import Any
 
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.background import Background
-from echelon.checkpoint.location import Location, location
+from echelon.checkpoint.location import Location, absolute, location
 from echelon.contracts.errors import CheckpointError, UsageError
 from echelon.loop.checkpointing import restoring
-from echelon.loop.checkpointing.folder import RunFolder, absolute, is_begun_anew, left_alone
+from echelon.loop.checkpointing.folder import RunFolder, is_begun_anew, left_alone
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.state import State

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.utils.data import DataLoader
 from transformers import trainer_callback, trainer_pt_utils, trainer_utils
 from transformers.integrations import get_reporting_integration_callbacks
 
@@ -177,7 +178,9 @@ class Trainer(Losses, Optimizing, Evaluating):
 
     def _loader(self) -> Any:
         loader = self.get_train_dataloader()
-        return shared(loader, self.data_ranks(), self.args.gradient_accumulation_steps)
+        found = shared(loader, self.data_ranks(), self.args.gradient_accumulation_steps)
+        has_state = hasattr(found, "load_state_dict") or not isinstance(found, DataLoader)
+        return found if has_state else batches.Counted(found)
 
     def _limits(self, loader: Any) -> tuple[int | None, int | None]:
         """(max_steps in micro-batches, max_epochs), of which one is None; and what callbacks are told of them."""

@@ -7,14 +7,17 @@ trains echelon's own units.
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from echelon.compat.lightning.pytorch import callbacks, loggers, strategies, utilities
 from echelon.compat.lightning.pytorch.callbacks.base import Callback
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.module import LightningModule
-from echelon.compat.lightning.pytorch.successors import NAMES, missing
+from echelon.compat.lightning.pytorch.successors import ALIASES, MODULES, NAMES, missing
 from echelon.compat.lightning.pytorch.trainer import Trainer
+from echelon.compat.lightning.pytorch.version import __version__ as __version__
+from echelon.compat.names import leave_out
 from echelon.world import rng
 
 __all__ = [
@@ -42,3 +45,8 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 def __getattr__(name: str) -> Any:
     return missing(__name__, name, NAMES)
+
+
+for _name, _same in ALIASES.items():
+    sys.modules.setdefault(f"{__name__}.{_name}", sys.modules[f"{__name__}.{_same}".rstrip(".")])
+leave_out("lightning.pytorch", __name__, {name: f"{instead}." for name, instead in MODULES.items()})

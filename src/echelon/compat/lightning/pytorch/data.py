@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from echelon.contracts.errors import UsageError
 from echelon.data.base import BaseLoader, Combined
 from echelon.loop.trainer_rank import shared
 
-__all__ = ["Chain", "given_loaders", "length_of", "limit_of", "one_loader", "several_loaders", "without_shuffling"]
+__all__ = ["Chain", "batches_of", "given_loaders", "length_of", "limit_of", "one_loader", "several_loaders", "without_shuffling"]
 
 _HOOKS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
 
@@ -65,6 +66,12 @@ def length_of(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
+
+
+def batches_of(loader: Any, limit: int | None) -> float:
+    """Of an epoch; infinite without a limit and a length."""
+    length = length_of(loader)
+    return min(limit if limit is not None else math.inf, length if length is not None else math.inf)
 
 
 def limit_of(name: str, limit: float | int | None, loader: Any) -> int | None:

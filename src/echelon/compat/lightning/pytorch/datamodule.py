@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Self
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from echelon.compat.lightning.pytorch.hooks import DataHooks
 from echelon.compat.lightning.pytorch.hparams import HyperparametersMixin
@@ -20,6 +24,44 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
 
     def __init__(self) -> None:
         super().__init__()
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **datamodule_kwargs: Any,
+    ) -> Self:
+        """With DataLoaders over these: a dataset, or a list or dict of them, for each phase. That of training shuffles.
+
+        Args:
+            batch_size: of each rank.
+            datamodule_kwargs: of the constructor.
+        """
+
+        def loader(dataset: Dataset[Any], shuffle: bool = False) -> DataLoader[Any]:
+            shuffles = shuffle and not isinstance(dataset, IterableDataset)
+            return DataLoader(dataset, batch_size=batch_size, shuffle=shuffles, num_workers=num_workers)
+
+        def loaders(given: Any, shuffle: bool = False) -> Any:
+            if isinstance(given, Mapping):
+                return {name: loader(each, shuffle) for name, each in given.items()}
+            return [loader(each, shuffle) for each in given] if isinstance(given, Sequence) else loader(given, shuffle)
+
+        made = cls(**datamodule_kwargs)
+        for name, given, shuffle in (
+            ("train_dataloader", train_dataset, True),
+            ("val_dataloader", val_dataset, False),
+            ("test_dataloader", test_dataset, False),
+            ("predict_dataloader", predict_dataset, False),
+        ):
+            if given is not None:
+                vars(made)[name] = partial(loaders, given, shuffle)
+        return made
 
     def on_exception(self, exception: BaseException) -> None: ...
 

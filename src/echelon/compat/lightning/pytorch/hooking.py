@@ -181,7 +181,7 @@ class Hooking(Callback):
 
     def on_predict_step_end(self, state: State, unit: Any) -> None:
         here = state.predict_state
-        if here is not None and not here.step.is_padding:
+        if here is not None and not here.step.is_padding and self.trainer.keeps_predictions:
             self.outputs.append(copy_data_to_device(here.step_output, torch.device("cpu")))
 
     def on_predict_epoch_end(self, state: State, unit: Any) -> None:

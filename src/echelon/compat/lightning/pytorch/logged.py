@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class _One:
     def __init__(self, key: str, name: str, how: How, suffix: str) -> None:
         self.key, self.name, self.how, self.suffix = key, name, how, suffix
         self.metric: Any = None
+        self.loaders: set[int] = set()  # in which it was logged, of several
         self.reset()
 
     def reset(self) -> None:
@@ -153,13 +155,15 @@ class Results:
         suffix = f"/dataloader_idx_{self.dataloader_idx}" if add_idx and self.dataloader_idx is not None else ""
         key = f"{hook}.{name}{suffix}"
         one = self._all.setdefault(key, _One(key, name, how, suffix))
+        if self.dataloader_idx is not None:
+            one.loaders.add(self.dataloader_idx)
         if one.how != how:
             raise UsageError(f"self.log({name!r}, ...) is called twice in {hook} with different options.")
         if callable(getattr(value, "compute", None)):
             one.metric, one.fresh = value, True
             one.latest = getattr(value, "_forward_cache", None)
             return
-        tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+        tensor = _number(name, value)
         tensor = tensor if tensor.is_floating_point() else tensor.float()
         needs = how.on_epoch and how.reduce == "mean"
         one.add(
@@ -225,6 +229,10 @@ class Results:
                 numbers.bar[forked] = float(value)
         return numbers
 
+    def loaders_of(self) -> dict[str, set[int]]:
+        """By an epoch's name, in which of several loaders it was logged on this rank; of none, if that was after them."""
+        return {one.names(step=False)[1]: one.loaders for one in self._all.values()}
+
     def reset(self) -> None:
         """Begin an epoch."""
         for one in self._all.values():
@@ -234,6 +242,19 @@ class Results:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._all)
+
+
+def _number(name: str, value: Any) -> torch.Tensor:
+    """
+    Raises:
+        UsageError: it is not one number.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.detach()
+    if isinstance(value, Real):
+        return torch.tensor(float(value))
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]
+    raise UsageError(f"self.log({name!r}, ...): the value must be a number, a tensor of one, or a metric object, got {what}.")
 
 
 def _share_of_step(one: _One) -> list[float]:

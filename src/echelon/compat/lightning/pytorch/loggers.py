@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,34 @@ from echelon.contracts.files import write_whole
 from echelon.observe import loggers
 from echelon.world import agree
 
-__all__ = ["CSVLogger", "InFolders", "Logger", "TensorBoardLogger", "default_logger"]
+__all__ = ["CSVLogger", "InFolders", "Logger", "TensorBoardLogger", "default_logger", "rank_zero_experiment"]
+
+
+class _Nothing:
+    """An experiment of a rank that writes nothing: whatever is called in it does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+        return self
+
+    def __getitem__(self, key: Any) -> _Nothing:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+
+def rank_zero_experiment(experiment: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """For the property `experiment` of a Logger of your own: on other ranks than 0 an object that does nothing."""
+
+    @functools.wraps(experiment)
+    def on_rank_zero(self: Any) -> Any:
+        return experiment(self) if agree.is_rank0() else _Nothing()
+
+    return on_rank_zero
 
 
 class Logger(ABC):
@@ -130,10 +158,14 @@ class InFolders(Logger):
         return self._writer
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if not agree.is_rank0():
+            return
         named = {f"{self._prefix}-{name}" if self._prefix else name: value for name, value in metrics.items()}
         self._opened.log_dict(named, step if step is not None else 0)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        if not agree.is_rank0():
+            return
         values = vars(params) if isinstance(params, Namespace) else dict(params or {})
         os.makedirs(self.log_dir, exist_ok=True)
         # JSON is YAML, and this is the name under which people look.
@@ -170,17 +202,19 @@ class CSVLogger(InFolders):
         return loggers.CSVLogger(os.path.join(self.log_dir, "metrics.csv"), steps_before_flushing=self._held)
 
     @property
+    @rank_zero_experiment
     def experiment(self) -> Any:
         return self._opened
 
 
 class TensorBoardLogger(InFolders):
-    """Event files for TensorBoard; `experiment` is torch's SummaryWriter."""
+    """Event files for TensorBoard; `experiment` is torch's SummaryWriter on rank 0, and does nothing on the others."""
 
     def _open(self) -> Any:
         return loggers.TensorBoardLogger(self.log_dir)
 
     @property
+    @rank_zero_experiment
     def experiment(self) -> Any:
         return self._opened.writer
 

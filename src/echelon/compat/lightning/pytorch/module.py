@@ -33,6 +33,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     Attributes:
         automatic_optimization: False if `training_step` calls `manual_backward` and the optimizers itself.
+        example_input_array: an input, for whoever wants to trace the module.
         strict_loading: whether checkpoints must have exactly this module's parameters.
     """
 
@@ -40,6 +41,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         super().__init__(*args, **kwargs)
         self.automatic_optimization = True
         self.strict_loading = True
+        self.example_input_array: Any = None
         self._trainer: Any | None = None
         self._hook: str | None = None  # under way, for `log`
         self._within_step = False

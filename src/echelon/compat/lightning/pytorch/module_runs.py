@@ -16,12 +16,13 @@ import torch
 from echelon.compat.lightning.pytorch import saving
 from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
 from echelon.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
+from echelon.compat.lightning.pytorch.data import batches_of
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.loggers import InFolders, default_logger
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.returning import bring_back, keeps
 from echelon.compat.lightning.pytorch.running import Running
-from echelon.compat.lightning.pytorch.session import Session, Work
+from echelon.compat.lightning.pytorch.session import PHASES, Session, Work
 from echelon.contracts.errors import UsageError
 from echelon.launcher.functions.run import launch
 from echelon.loop.rebuild import recall, remembered
@@ -45,6 +46,23 @@ _KNOWN = (
     "log_step",
     "should_stop",
     "_steps_before",
+    "num_training_batches",
+    "num_val_batches",
+    "num_test_batches",
+    "num_predict_batches",
+    "ckpt_path",
+)
+# What another process does not get.
+_OF_A_CALL = (
+    "unit",
+    "loop_state",
+    "lightning_module",
+    "datamodule",
+    "results",
+    "train_dataloader",
+    "val_dataloaders",
+    "test_dataloaders",
+    "predict_dataloaders",
 )
 # What torch keeps in a module, and what is only of a run.
 _OF_TORCH = frozenset(vars(torch.nn.Module())) | {"_trainer", "_hook", "_within_step", "_toggled", "_wanted"}
@@ -86,6 +104,7 @@ class ModuleRuns(Running):
     added_to_module: set[str]
     find_train_loader: Callable[[], tuple[Any, int | None]]
     validates = False
+    keeps_predictions = True
     num_training_batches = math.inf
 
     def _begin_running(self) -> None:
@@ -164,7 +183,7 @@ class ModuleRuns(Running):
         if self.max_epochs is None or self.max_epochs == math.inf:
             return math.inf if most is None else most
         loader, limit = self.find_train_loader()
-        batches = Session._batches(loader, limit)
+        batches = batches_of(loader, limit)
         updates = (
             math.ceil(batches / self.accumulate_grad_batches) * max(self.max_epochs, 1) if math.isfinite(batches) else math.inf
         )
@@ -187,12 +206,12 @@ class ModuleRuns(Running):
             ckpt_path = "best"
         work = Work(call, module, loaders, datamodule, self._path_of(ckpt_path))
         if is_launched():
-            self._check_launched()  # type: ignore[attr-defined]
-        elif self.num_nodes > 1:  # type: ignore[attr-defined]
+            self._check_launched()
+        elif self.num_nodes > 1:
             raise UsageError(
                 "num_nodes > 1: start the script on each node: with `echelon submit`, `srun python ...`, or torchrun."
             )
-        elif (ranks := self._local_ranks()) > 1 or self.device_numbers:  # type: ignore[attr-defined]
+        elif (ranks := self._local_ranks()) > 1 or self.device_numbers:
             return self._launch_module(ranks, work)
         return Session(self, work).run()
 
@@ -228,12 +247,15 @@ class ModuleRuns(Running):
             raise UsageError(f"ckpt_path={ckpt_path!r}: the ModelCheckpoint has saved none.")
         return str(found)
 
-    def begin_call(self, module: LightningModule, datamodule: Any, call: str, device: torch.device) -> None:
+    def begin_call(self, work: Work, device: torch.device) -> None:
+        module, datamodule, call = work.module, work.datamodule, work.call
         self.lightning_module, self.datamodule, self.root_device = module, datamodule, device
         module.trainer = self
         if datamodule is not None:
             datamodule.trainer = self
-        self.state.fn, self.state.status, self.unit = call, "running", None
+        self.state.fn, self.state.status, self.state.stage, self.unit = call, "running", PHASES[call], None
+        self.ckpt_path = work.ckpt_path
+        self._evaluated_batches = dict.fromkeys(self._evaluated_batches, 0)
         self.callback_metrics, self.logged_metrics, self.progress_bar_metrics = {}, {}, {}
         self.should_stop = False
         if call == "fit":
@@ -302,12 +324,13 @@ class ModuleRuns(Running):
     def _launch_module(self, ranks: int, work: Work) -> Any:
         module, folder = work.module, Path(tempfile.mkdtemp(prefix="echelon-fit-"))
         try:
-            numbers = self.device_numbers  # type: ignore[attr-defined]
+            numbers = self.device_numbers
             env = {"CUDA_VISIBLE_DEVICES": visible(numbers)} if numbers else {}
             env |= {"CUDA_VISIBLE_DEVICES": ""} if self.accelerator == "cpu" else {}
             work, device = replace(work, seeds=rng.draw()), module.device
             module.cpu()
             self.lightning_module = self.datamodule = self.unit = None
+            self.state.status = "interrupted"  # unless it comes to its end
             try:
                 done = launch(_in_rank, ranks=ranks, args=(self, work, str(folder)), env=env, run_dir=self.run_dir)
             finally:
@@ -315,6 +338,7 @@ class ModuleRuns(Running):
             if work.call == "fit":
                 bring_back(self, module, work.datamodule, folder / "after.pt")
             self.lightning_module, self.datamodule, self.state.fn = module, work.datamodule, work.call
+            self.state.status = "finished"
             module.trainer = self
             recall(module, done[0].unit)
             recall(self, done[0].trainer or {})
@@ -330,7 +354,7 @@ class ModuleRuns(Running):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        left = ("unit", "loop_state", "lightning_module", "datamodule", "find_train_loader", "results")
+        left = ("find_train_loader", *_OF_A_CALL)
         kept = {name: value for name, value in vars(self).items() if name not in left}
         return {**kept, "lightning_optimizers": []}
 
@@ -338,7 +362,7 @@ class ModuleRuns(Running):
         vars(self).update(state)
         fresh = Running()
         fresh._begin_running()
-        for name in ("unit", "loop_state", "lightning_module", "datamodule", "results"):
+        for name in _OF_A_CALL:
             setattr(self, name, getattr(fresh, name))
 
 

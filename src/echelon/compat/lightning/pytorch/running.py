@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from echelon.checkpoint import plain
+from echelon.compat.lightning.pytorch.asked import Asked, TrainerState
 from echelon.compat.lightning.pytorch.callbacks.base import Callback
 from echelon.compat.lightning.pytorch.callbacks.early_stopping import EarlyStopping
 from echelon.compat.lightning.pytorch.callbacks.model_checkpoint import Checkpoint
@@ -34,7 +34,7 @@ class _NotSaved(dict[str, Any]):
         raise KeyError(name)
 
 
-class Running:
+class Running(Asked):
     """Of a Trainer.
 
     Attributes:
@@ -53,7 +53,8 @@ class Running:
         self.logged_metrics: dict[str, Any] = {}
         self.progress_bar_metrics: dict[str, float] = {}
         self.should_stop = self.sanity_checking = self.was_evaluated = False
-        self.state = SimpleNamespace(fn=None, status="initializing", stage=None)
+        self.state = TrainerState()
+        self._begin_asked()
         self.lightning_module: Any = None
         self.datamodule: Any = None
         self.unit: Any = None
@@ -64,6 +65,7 @@ class Running:
         self.loggers: list[Any] = []
         self.root_device: torch.device | None = None
         self.results = {name: Results(training=name == "train") for name in ("train", "validation", "test")}
+        self._evaluated_batches = {"validation": 0, "test": 0}  # of this run: where the numbers of their steps are written
         self._silent = False
         self._steps_before = 0  # updates of runs that ended in this object
         self._extra: dict[str, Any] = {}
@@ -95,28 +97,8 @@ class Running:
         return RankInfo.from_env().node_rank
 
     @property
-    def world_size(self) -> int:
-        return RankInfo.from_env().world_size
-
-    @property
     def is_global_zero(self) -> bool:
         return self.global_rank == 0
-
-    @property
-    def training(self) -> bool:
-        return bool(self.state.stage == "train")
-
-    @property
-    def validating(self) -> bool:
-        return bool(self.state.stage == "validation")
-
-    @property
-    def testing(self) -> bool:
-        return bool(self.state.stage == "test")
-
-    @property
-    def predicting(self) -> bool:
-        return bool(self.state.stage == "predict")
 
     @property
     def logger(self) -> Any:
@@ -224,16 +206,24 @@ class Running:
         if phase in self.results:
             self.results[phase].begin_batch(batch_size, dataloader_idx)
 
-    def publish(self, numbers: Numbers, *, write: bool) -> None:
-        """Let callbacks, loggers and users see numbers."""
+    def publish(self, numbers: Numbers, *, write: bool, step: int | None = None) -> None:
+        """Let callbacks, loggers and users see numbers.
+
+        Args:
+            step: under which loggers have them, by default `log_step`.
+        """
         self.callback_metrics.update(numbers.callback)
         self.progress_bar_metrics.update(numbers.bar)
+        self.logged_metrics.update(numbers.logged)
         if write and numbers.logged:
-            self.logged_metrics.update(numbers.logged)
             values = {name: float(value) for name, value in numbers.logged.items()} if self.loggers else {}
-            step = values.pop("step", None)
-            if values:
-                self.write_metrics({"epoch": self.current_epoch, **values}, self.log_step if step is None else int(step))
+            given = values.pop("step", None)
+            if given is not None:
+                step = int(given)
+            if values and step is not None:
+                self.write_metrics(values, step)
+            elif values:
+                self.write_metrics({"epoch": self.current_epoch, **values}, self.log_step)
 
     def write_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         for logger in self.loggers if agree.is_rank0() else ():
@@ -248,7 +238,8 @@ class Running:
 
     def end_evaluation_batch(self, phase: str) -> None:
         if phase in self.results and not self.sanity_checking:
-            self.publish(self.results[phase].of_step(), write=True)
+            self.publish(self.results[phase].of_step(), write=True, step=self._evaluated_batches[phase])
+            self._evaluated_batches[phase] += 1
 
     def place_of(self, phase: str, step: int) -> tuple[int, int | None]:
         """(batch_idx, dataloader_idx) of an evaluation's step; the second is None for a single loader."""

@@ -65,9 +65,9 @@ class Session:
 
     def run(self) -> Any:
         """What the call returns: a list of dicts of numbers, or of predictions; None of `fit`."""
-        trainer, module, work = self.trainer, self.module, self.work
+        trainer, work = self.trainer, self.work
         device = init_from_env("cpu" if trainer.accelerator == "cpu" else None)
-        trainer.begin_call(module, work.datamodule, work.call, device)
+        trainer.begin_call(work, device)
         try:
             self._set_up(device)
             done = getattr(self, f"_{work.call}")()
@@ -161,6 +161,7 @@ class Session:
                 found = data.without_shuffling(found)
             accumulation = trainer.options_of_unit.get("gradient_accumulation_steps") or 1
             loader = data.one_loader("fit", found, self._data_size(), accumulation, divides=trainer.use_distributed_sampler)
+            trainer.train_dataloader = loader
             self._train_loader = loader, data.limit_of("limit_train_batches", trainer.limit("train"), loader)
         made: tuple[Any, int | None] = self._train_loader
         return made
@@ -177,6 +178,7 @@ class Session:
         if phase == "predict" and len(loaders) > 1:
             raise UsageError("trainer.predict with several dataloaders: call it once for each.")
         limits = [data.limit_of(name, limit, loader) for loader in loaders]
+        trainer.note_loaders(_LIMITS[phase], loaders, limits)
         if len(loaders) == 1:
             trainer.num_loaders[phase] = [None]
             trainer.batches[phase] = limits[0]
@@ -203,7 +205,7 @@ class Session:
         if trainer.validates:
             self._sanity_check(evaluation, hooking)
         steps = None if manual or trainer.updates_at_most is None else self._steps(loader, limit)
-        trainer.num_training_batches = self._batches(loader, limit)
+        trainer.num_training_batches = data.batches_of(loader, limit)
         if evaluation is None or not trainer.validates:
             train(
                 unit, loader, max_epochs=trainer.epochs_at_most, max_steps=steps, max_steps_per_epoch=limit, callbacks=callbacks
@@ -228,11 +230,6 @@ class Session:
         counted = range(min(limit, length) if length is not None else limit) if limit is not None else loader
         return updates_to_steps(self.trainer.updates_at_most, self.unit.gradient_accumulation_steps, counted)
 
-    @staticmethod
-    def _batches(loader: Any, limit: int | None) -> float:
-        length = data.length_of(loader)
-        return min(limit if limit is not None else math.inf, length if length is not None else math.inf)
-
     def _intervals(self, loader: Any, limit: int | None) -> tuple[int | None, int | None]:
         """(steps, epochs) after which `fit` evaluates.
 
@@ -242,7 +239,7 @@ class Session:
         interval, epochs = self.trainer.val_check_interval, self.trainer.check_val_every_n_epoch
         if isinstance(interval, float) and interval == 1.0:
             return None, epochs
-        batches = self._batches(loader, limit)
+        batches = data.batches_of(loader, limit)
         if isinstance(interval, float):
             if not math.isfinite(batches):
                 raise UsageError(f"val_check_interval={interval}: the dataloader has no length. Give a number of batches.")
@@ -298,11 +295,8 @@ class Session:
         run(self.unit, loader, max_steps_per_epoch=trainer.batches[phase], callbacks=[hooking, *trainer.loop_callbacks])
         numbers = {name: float(value) for name, value in hooking.evaluated.items()}
         count = len(trainer.num_loaders[phase])
-        marks = [f"/dataloader_idx_{i}" for i in range(count)]
-        return [
-            {n: v for n, v in numbers.items() if n.endswith(mark) or not any(n.endswith(other) for other in marks)}
-            for mark in marks
-        ]
+        loaders = trainer.results[phase].loaders_of()
+        return [{n: v for n, v in numbers.items() if not loaders.get(n) or i in loaders[n]} for i in range(count)]
 
     def _predict(self) -> list[Any]:
         trainer = self.trainer

@@ -210,10 +210,15 @@ class Trainer(ModuleRuns, trainer.Trainer):
         return_predictions: bool | None = None,
         ckpt_path: Any = None,
         weights_only: bool | None = None,
-    ) -> list[Any]:
-        """As the core's: batch by batch, in the order of the loader's samples on any number of ranks that it starts."""
+    ) -> Any:
+        """As the core's: batch by batch, in the order of the loader's samples on any number of ranks that it starts.
+
+        Args:
+            return_predictions: False keeps none of them, and gives None: a callback's on_predict_batch_end has each.
+        """
+        self.keeps_predictions = return_predictions is not False
         found: list[Any] = self._run("predict", model, dataloaders, datamodule, ckpt_path)
-        return found
+        return found if self.keeps_predictions else None
 
     def _run(self, call: str, model: Any, dataloaders: Any, datamodule: Any, ckpt_path: Any) -> Any:
         if model is None or isinstance(model, torch.nn.Module):

@@ -54,7 +54,10 @@ class Moves:
     def __call__(self, batch: Any, non_blocking: bool, dataloader_idx: int) -> Any:
         before, move, after = self._hooks
         batch = before(batch, dataloader_idx) if before else batch
-        batch = move(batch, self.device, dataloader_idx) if move else copy_data_to_device(batch, self.device, non_blocking)
+        if move:
+            batch = move(batch, self.device, dataloader_idx)
+        else:
+            batch = copy_data_to_device(batch, self.device, non_blocking=non_blocking)
         return after(batch, dataloader_idx) if after else batch
 
 

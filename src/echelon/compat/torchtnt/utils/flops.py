@@ -1,14 +1,96 @@
-"""torchtnt.utils.flops, on torch's FlopCounterMode."""
+"""torchtnt.utils.flops, on torch's FlopCounterMode, with an account of its own of which part an operation belongs to.
+
+torch's tracker gives a part that returns its own input, such as a dropout of 0, the backward pass of what came before it, and
+loses a part of that of a module that is called twice. Here each node of autograd's graph is marked with the parts under way
+when it was made.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from typing import Any
 
+import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["FlopTensorDispatchMode"]
+from echelon.world.device import map_tensors
+
+__all__ = ["FlopTensorDispatchMode", "counter_of"]
+
+_MARK = "echelon.parts"
+
+
+class _Parts:
+    """Which parts of a module are under way, as `FlopCounterMode.mod_tracker` is asked for them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._called: list[str] = []
+        self._given: list[set[Node]] = []  # of each call, what made its inputs
+        self._backward: tuple[str, ...] = ()
+        self._handles: list[Any] = []
+
+    @property
+    def parents(self) -> set[str]:
+        return {"Global", *(self._called or self._backward)}
+
+    def __enter__(self) -> None:
+        for path, part in self._module.named_modules():
+            if not isinstance(part, torch.jit.ScriptModule):  # which takes no hooks
+                self._handles.append(part.register_forward_pre_hook(self._entering(path), with_kwargs=True))
+                self._handles.append(part.register_forward_hook(self._left, with_kwargs=True, always_call=True))
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._called, self._given, self._backward, self._handles = [], [], (), []
+
+    def _entering(self, path: str) -> Any:
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._called.append(path)
+            self._given.append(set(_nodes((args, kwargs))))
+
+        return enter
+
+    def _left(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given, names = self._given.pop(), tuple(self._called)
+        self._called.pop()
+        waiting = _nodes(output)
+        while waiting:
+            node = waiting.pop()
+            if node in given or hasattr(node, "variable"):  # that of a parameter, which stays
+                continue
+            given.add(node)
+            waiting += [before for before, _ in node.next_functions if before is not None]
+            marks: dict[str, Any] = node.metadata  # type: ignore[assignment]  # a property, which its stub calls a method
+            if _MARK not in marks:  # which a part within this one has not made
+                marks[_MARK] = names
+                node.register_prehook(lambda _, names=names: self._at(names))
+                node.register_hook(lambda *_: self._at(()))
+
+    def _at(self, names: tuple[str, ...]) -> None:
+        self._backward = names
+
+
+def _nodes(values: Any) -> list[Node]:
+    found: list[Node] = []
+
+    def look(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            found.append(value.grad_fn)
+        return value
+
+    map_tensors(values, look)
+    return found
+
+
+def counter_of(module: nn.Module) -> FlopCounterMode:
+    """torch's counter, whose counts are by the paths of `module`'s parts, and in all under "Global"."""
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _Parts(module)  # type: ignore[assignment]
+    return counter
 
 
 class FlopTensorDispatchMode:
@@ -20,8 +102,7 @@ class FlopTensorDispatchMode:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._root = type(module).__name__
-        self._counter = FlopCounterMode(display=False)
+        self._counter = counter_of(module)
 
     def __enter__(self) -> FlopTensorDispatchMode:
         self._counter.__enter__()
@@ -35,14 +116,10 @@ class FlopTensorDispatchMode:
         """Submodule -> operation -> count, as of now; the module's own name is empty."""
         found: defaultdict[str, defaultdict[str, int]] = defaultdict(_of_none)
         for name, counts in self._counter.get_flop_counts().items():
-            if name == "Global":
-                name = ""
-            elif name.startswith(f"{self._root}."):
-                name = name.removeprefix(f"{self._root}.")
-            else:  # the module itself, which "" is; or another
+            if not name:  # the module itself; "" is all that was computed
                 continue
             for operation, count in counts.items():
-                found[name][f"{operation.__name__}.default"] += count // 2
+                found["" if name == "Global" else name][f"{operation.__name__}.default"] += count // 2
         return found
 
     def reset(self) -> None:

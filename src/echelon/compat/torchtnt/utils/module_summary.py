@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils.flop_counter import FlopCounterMode
 
+from echelon.compat.torchtnt.utils.flops import counter_of
 from echelon.contracts.errors import UsageError
 from echelon.world import rng
 
@@ -138,7 +138,7 @@ def _sum(counts: list[int | str]) -> int | str:
 def _observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, ModuleSummary]:
     """What one pass tells, by path."""
     with _as_it_was(module):
-        counter = FlopCounterMode(display=False)
+        counter = counter_of(module)
         with counter, torch.enable_grad():
             output = module(*args, **kwargs)
             forward = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
@@ -150,14 +150,11 @@ def _observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         total = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
         with _watching(module) as found, torch.no_grad():  # a pass of its own: the counter takes longer than the work
             module(*args, **kwargs)
-    root = type(module).__name__
     for path, summary in found.items():
-        # The counter's name of the root is its class's.
-        key = f"{root}.{path}" if path else "Global"
+        key = path or "Global"
         summary.flops_forward = forward.get(key, 0) // 2  # torch counts multiplications and additions
         if differentiable:
-            # The counter gives a part that returns its own input, such as a dropout of 0, the operations of what follows it.
-            summary.flops_backward = (total.get(key, 0) - forward.get(key, 0)) // 2 if summary.flops_forward else 0
+            summary.flops_backward = (total.get(key, 0) - forward.get(key, 0)) // 2
     return found
 
 

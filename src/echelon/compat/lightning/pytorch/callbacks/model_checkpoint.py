@@ -153,10 +153,9 @@ class ModelCheckpoint(Checkpoint):
             self._save_last(trainer)
 
     def _save_latest(self, trainer: Any, values: Mapping[str, Any]) -> None:
-        previous, self.best_model_path = self.best_model_path, self._free_path(values)
-        trainer.save_checkpoint(self.best_model_path)
-        if self.save_top_k == 1 and previous:
-            _remove(previous)
+        doomed = self.best_model_path if self.save_top_k == 1 else ""
+        self.best_model_path = self._free_path(values, but=doomed)
+        self._put(trainer, self.best_model_path, doomed)
 
     def _save_best(self, trainer: Any, values: Mapping[str, Any]) -> None:
         assert self.monitor is not None
@@ -167,18 +166,26 @@ class ModelCheckpoint(Checkpoint):
         better = agree.from_rank0(lambda: not is_full or self._is_better(current, self.best_k_models[self.kth_best_model_path]))
         if not better:
             return
-        doomed, path = self.kth_best_model_path if is_full else "", self._free_path(values)
+        doomed = self.kth_best_model_path if is_full else ""
+        path = self._free_path(values, but=doomed)
         models = {name: score for name, score in self.best_k_models.items() if name != doomed} | {path: current}
         ordered = sorted(models, key=lambda name: float(models[name]), reverse=self.mode == "max")
         self.best_k_models, self.kth_best_model_path = models, ordered[-1]
         self.best_model_path, self.best_model_score = ordered[0], models[ordered[0]]
-        trainer.save_checkpoint(path)
-        if doomed:
-            _remove(doomed)
+        self._put(trainer, path, doomed)
         if self.verbose and agree.is_rank0():
             logger.info(
                 "step %s: %s = %s is among the best %s: %s", trainer.global_step, self.monitor, value, self.save_top_k, path
             )
+
+    def _put(self, trainer: Any, path: str, doomed: str) -> None:
+        """Save, and then remove `doomed`, whose name the new one may take: at every moment one of them is whole."""
+        aside = f"{path.removesuffix(self.FILE_EXTENSION)}.new{self.FILE_EXTENSION}" if path == doomed else path
+        trainer.save_checkpoint(aside)
+        if doomed:
+            _remove(doomed)
+        if aside != path:
+            commit.on_rank0(lambda: os.rename(aside, path))
 
     def _is_better(self, score: torch.Tensor, than: torch.Tensor) -> bool:
         return bool(score < than) if self.mode == "min" else bool(score > than)
@@ -218,10 +225,10 @@ class ModelCheckpoint(Checkpoint):
         name = f"{name}{'' if ver is None else f'-v{ver}'}{self.FILE_EXTENSION}"
         return os.path.join(self.dirpath, name) if self.dirpath else name
 
-    def _free_path(self, values: Mapping[str, Any]) -> str:
+    def _free_path(self, values: Mapping[str, Any], but: str) -> str:
         def choose() -> str:
             path, version = self.format_checkpoint_name(values), 0
-            while os.path.lexists(path):
+            while os.path.lexists(path) and path != but:
                 version += 1
                 path = self.format_checkpoint_name(values, ver=version)
             return path

@@ -9,10 +9,21 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from echelon.compat.lightning.pytorch.hparams import AttributeDict
+from echelon.compat.lightning.pytorch.successors import UTILITIES, missing
 from echelon.contracts.rank import RankInfo
 from echelon.parallel.shards import whole
+from echelon.world.device import copy_data_to_device as move_data_to_device
 
-__all__ = ["grad_norm", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
+__all__ = [
+    "AttributeDict",
+    "grad_norm",
+    "move_data_to_device",
+    "rank_zero_deprecation",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,14 +31,22 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 
-def rank_zero_only(function: Callable[P, R]) -> Callable[P, R | None]:
-    """The function on rank 0; elsewhere it does nothing and gives None."""
+class _RankZeroOnly:
+    """A decorator: the function on rank 0; elsewhere it does nothing and gives None."""
 
-    @functools.wraps(function)
-    def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return function(*args, **kwargs) if RankInfo.from_env().rank == 0 else None
+    @property
+    def rank(self) -> int:
+        return RankInfo.from_env().rank
 
-    return on_rank_zero
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        @functools.wraps(function)
+        def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            return function(*args, **kwargs) if self.rank == 0 else None
+
+        return on_rank_zero
+
+
+rank_zero_only = _RankZeroOnly()
 
 
 @rank_zero_only
@@ -40,6 +59,9 @@ def rank_zero_warn(message: str, *args: Any, **kwargs: Any) -> None:
     logger.warning(message)
 
 
+rank_zero_deprecation = rank_zero_warn
+
+
 def grad_norm(module: torch.nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, float]:
     """Norms of the gradients by parameter, and of all together, under Lightning's names. Collective if they are sharded."""
     kind = float(norm_type)
@@ -48,3 +70,7 @@ def grad_norm(module: torch.nn.Module, norm_type: float | int | str, group_separ
     if named:
         found[f"grad_{kind}_norm_total"] = float(torch.stack(list(named.values())).norm(kind))
     return found
+
+
+def __getattr__(name: str) -> Any:
+    return missing(__name__, name, UTILITIES)
